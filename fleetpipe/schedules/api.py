@@ -153,6 +153,7 @@ class Plan(PlanRows):
             ScheduleError: Names the culprit, its rank and its position (counted from 0).
         """
         verify_plan(self)
+        _ = self.order
 
 
 def forward_only(placement: Placement, micro_batches: int) -> Schedule:

@@ -9,6 +9,7 @@ from fleetpipe.schedules import (
     Action,
     Dependencies,
     Edge,
+    Free,
     Fused,
     Item,
     Placement,
@@ -17,6 +18,7 @@ from fleetpipe.schedules import (
     Schedule,
     Send,
 )
+from fleetpipe.schedules.action import parts
 
 #: The schedules with one chunk on a rank and whole backwards; they have the same bubble.
 WHOLE = ("FThenB", "1F1B", "Eager1F1B")
@@ -87,15 +89,40 @@ def assert_forms_agree(schedule: Schedule) -> None:
 
 
 def follow(plan: Plan) -> None:
-    """Plays ``plan.order`` in one process; fails where an op would have to wait."""
+    """Plays ``plan.order`` in one process; fails where an op would wait or lack what it uses."""
     at = [0] * len(plan.ops)
     under_way: list[tuple[object, ...]] = []
+    #: What each rank has: outputs "F" of a stage, gradients "B" of its inputs, activations "A".
+    values: list[set[tuple[str, int, int]]] = [set() for _ in plan.ops]
     for rank in plan.order:
-        op = plan.ops[rank][at[rank]]
+        op, has = plan.ops[rank][at[rank]], values[rank]
         at[rank] += 1
-        if isinstance(op, Send):
-            under_way.append(op[:3])
-        elif isinstance(op, Recv):
-            under_way.remove(op[:3])
+        if isinstance(op, (Send, Recv)):
+            value = (op.kind, op.edge.source if op.kind == "F" else op.edge.target, op.micro_batch)
+            if isinstance(op, Send):
+                assert {value, ("A", *value[1:])} <= has if op.kind == "F" else value in has
+                under_way.append(op[:3])
+            else:
+                under_way.remove(op[:3])
+                has.add(value)
+        elif isinstance(op, Free):
+            has.remove(("A", op.stage, op.micro_batch))
+        elif isinstance(op, (Action, Fused)):
+            for action in parts(op):
+                assert has >= _used(plan, action)
+                made = {"F": "FA", "B": "B", "I": "B", "W": ""}[action.kind]
+                has.update((kind, *action[1:]) for kind in made)
     assert at == [len(row) for row in plan.ops]
     assert under_way == []
+
+
+def _used(plan: Plan, action: Action) -> set[tuple[str, int, int]]:
+    """The values that an action computes with."""
+    kind, stage, micro_batch = action
+    if kind == "F":
+        return {("F", edge.source, micro_batch) for edge in plan.edges if edge.target == stage}
+    activations = ("A", stage, micro_batch)
+    if kind == "W":
+        return {activations, ("B", stage, micro_batch)}
+    after = {("B", edge.target, micro_batch) for edge in plan.edges if edge.source == stage}
+    return {activations, *after}

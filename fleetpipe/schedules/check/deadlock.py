@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
-from fleetpipe.schedules.check.plan_columns import PlanColumns
 from fleetpipe.schedules.explain import window
 from fleetpipe.schedules.plan_ops import Op, Recv, Reduce, Send, Step, ranks_of
 from fleetpipe.schedules.rows import PlanRows
@@ -16,45 +14,6 @@ _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 #: Longer than any plan, so that reductions come after all computations and steps after those.
 _LAST = 10**15
-
-
-def can_meet(transfers: Sequence[list[int]], columns: PlanColumns) -> bool:
-    """Whether every rank reaches its end if each send waits for its receive.
-
-    Which rank is visited first does not matter: a rank has one next transfer, and one that two
-    ranks are ready for stays possible until they make it. If all reach their ends, the two ends of
-    every channel agree in order too, since transfers are made by both ends at once.
-
-    Args:
-        transfers: The codes of each rank's sends and receives in order.
-        columns: What the codes mean.
-    """
-    (peers, partners), width = columns.transfers(), columns.width
-    rows = [[*row, -1] for row in transfers]
-    at = [0] * len(rows)
-    ready = list(range(len(rows)))
-    queued = [True] * len(rows)
-    while ready:
-        rank = ready.pop()
-        queued[rank] = False
-        row, position = rows[rank], at[rank]
-        while (code := row[position]) >= 0:
-            column = code % width
-            peer = peers[column]
-            if rows[peer][at[peer]] != code + partners[column]:
-                break
-            at[peer] += 1
-            position += 1
-            if not queued[peer]:
-                queued[peer] = True
-                ready.append(peer)
-        at[rank] = position
-    return all(row[position] < 0 for row, position in zip(rows, at))
-
-
-def check_rendezvous(plan: PlanRows) -> None:
-    """Raises the ScheduleError of a plan in which some rank cannot reach its end."""
-    _Rendezvous(plan).run()
 
 
 def linear_order(plan: PlanRows) -> tuple[int, ...]:

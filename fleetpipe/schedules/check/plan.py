@@ -1,18 +1,12 @@
-"""Checks whether a plan can run: each value is received before its use and released after it.
-
-A plan is read once, as integers: each op must be on its rank, occur once, and follow what it needs.
-"""
+"""Checks whether a plan can run: each value is received before its use and released after it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused, numbers
-from fleetpipe.schedules.check.deadlock import can_meet, check_rendezvous
-from fleetpipe.schedules.check.plan_columns import PlanColumns, Table
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.edges import Edge, crossing_edges
 from fleetpipe.schedules.explain import window
@@ -24,13 +18,7 @@ _Crossing = list[list[tuple[Edge, int]]]
 
 
 def verify_plan(plan: PlanRows) -> None:
-    """Checks a plan; see ``Plan.verify``.
-
-    A fast pass decides whether the plan is valid; only for a wrong one a second pass finds the
-    error.
-    """
-    if _can_run(plan):
-        return
+    """Checks all of ``Plan.verify`` but for deadlocks between ranks, which ``Plan.order`` finds."""
     try:
         verify(computations(plan), plan.edges)
     except ScheduleError as error:
@@ -38,25 +26,6 @@ def verify_plan(plan: PlanRows) -> None:
             f"the computations of the plan are no valid schedule: {error}",
             cause="positions count computations only, without sends, receives and releases",
         ) from error
-    explain_plan(plan)
-
-
-def _can_run(plan: PlanRows) -> bool:
-    """Whether a plan is valid.
-
-    If all actions are there, each follows what it needs on its rank, and every transfer can be
-    made, the schedule cannot deadlock either.
-    """
-    # Counted first, since there are tables of every action and release that there should be.
-    if sum(map(len, plan.ops)) < plan.placement.stages * plan.units:
-        return False
-    columns = PlanColumns(plan)
-    transfers = transfers_in_order(plan, columns)
-    return transfers is not None and can_meet(transfers, columns)
-
-
-def explain_plan(plan: PlanRows) -> None:
-    """Raises the ScheduleError of a plan whose computations are a valid schedule."""
     leaving, entering = crossing_edges(plan.placement, plan.edges)
     for rank in range(plan.placement.ranks):
         checker = _RankChecker(plan, rank, leaving, entering)
@@ -64,7 +33,6 @@ def explain_plan(plan: PlanRows) -> None:
             checker.check(position, op)
         checker.check_end()
     check_channels(plan)
-    check_rendezvous(plan)
 
 
 class _RankChecker:
@@ -266,103 +234,3 @@ def _raise_alone(
         expected=f"{partner} on rank {peer}",
         fix="add it, or derive the plan with schedule.lower(), which writes both ends",
     )
-
-
-def transfers_in_order(plan: PlanRows, columns: PlanColumns) -> list[list[int]] | None:
-    """Returns the codes of each rank's sends and receives; None if something is out of order.
-
-    Otherwise the computations are complete, each op is on its rank, once, after what it needs
-    there, all activations are released, and REDUCE and STEP end each row, unless it is
-    forward-only.
-    """
-    reader = _Reader(plan, columns)
-    rows = []
-    for rank in range(plan.placement.ranks):
-        try:
-            row = reader.read(rank)
-        except (KeyError, TypeError, IndexError):
-            # No such op on this rank, or no such micro-batch.
-            return None
-        if row is None:
-            return None
-        rows.append(row)
-    return rows if reader.is_complete() else None
-
-
-class _Reader:
-    """The operations read so far: a mark for the code of each, and for B those of I and W."""
-
-    def __init__(self, plan: PlanRows, columns: PlanColumns) -> None:
-        self.plan, self.columns = plan, columns
-        self.needs = columns.needs()
-        self.marks = bytearray(columns.width * plan.units)
-
-    def read(self, rank: int) -> list[int] | None:
-        """Returns the codes of a rank's transfers; None, or an error, if one is out of order."""
-        columns, needs, marks = self.columns, self.needs, self.marks
-        width, period, first_transfer = columns.width, len(needs), columns.first_transfer
-        # B, which comes first among the columns, is I and W as well.
-        stages, to_input, to_weight = columns.stages, 2 * columns.stages, 3 * columns.stages
-        tables, frees = columns.of_rank(rank)
-        ops = self._unpack(self.plan.ops[rank], tables[Action])
-        if ops is None:
-            return None
-        transfers: list[int] = []
-        for op in ops:
-            if type(op) is Free:
-                k, column = op[1], frees[op[0]]
-            else:
-                k, column = op[2], tables[type(op)][op[0]][op[1]]
-            code = k * width + column
-            for distance in needs[code % period]:
-                if not marks[code + distance]:
-                    return None
-            if marks[code] or k < 0:
-                return None
-            marks[code] = 1
-            if column >= first_transfer:
-                transfers.append(code)
-            elif column < stages:
-                if marks[code + to_input] or marks[code + to_weight]:
-                    return None
-                marks[code + to_input] = marks[code + to_weight] = 1
-        return transfers
-
-    def _unpack(self, ops: Sequence[Op], table: Table) -> Sequence[Any] | None:
-        """Returns a rank's ops up to REDUCE and STEP, fused units unpacked; None for a bad one."""
-        if not self.plan.forward_only:
-            if ops[-2:] != (Reduce(), Step()):
-                return None
-            ops = ops[:-2]
-        if Fused not in set(map(type, ops)):
-            return ops
-        opened: list[Op] = []
-        for op in ops:
-            if not isinstance(op, Fused):
-                opened.append(op)
-            elif self._waits_for_itself(op, table):
-                return None
-            else:
-                opened += op.actions
-        return opened
-
-    def _waits_for_itself(self, unit: Fused, table: Table) -> bool:
-        """Whether an action of a fused unit waits for another action of the unit."""
-        width, stages = self.columns.width, self.columns.stages
-        codes = [k * width + table[kind][stage] for kind, stage, k in unit.actions]
-        done = {*codes, *(code + 2 * stages for code in codes if code % width < stages)}
-        return any(
-            code + distance in done
-            for code in codes
-            for distance in self.needs[code % len(self.needs)]
-        )
-
-    def is_complete(self) -> bool:
-        """Whether all computations and releases were read; their number decides it."""
-        stages, units = self.columns.stages, self.plan.units
-        gradients = 0 if self.plan.forward_only else units
-        wanted = [units] * stages + [gradients] * (2 * stages) + [units] * stages
-        return wanted == [
-            self.marks[column :: self.columns.width].count(1)
-            for column in range(stages, 5 * stages)
-        ]

@@ -21,9 +21,6 @@ from fleetpipe.schedules import (
     chain,
     forward_only,
 )
-from fleetpipe.schedules.check.plan import explain_plan
-from fleetpipe.schedules.check.schedule import verify
-from fleetpipe.schedules.rows import computations
 from tests.schedules.helpers import follow, random_edges, random_schedule, schedule_of
 
 
@@ -307,22 +304,17 @@ def test_edges_that_cannot_be_are_refused() -> None:
 
 
 @given(st.integers(0, 10**6))
-def test_the_quick_checks_and_the_second_reading_agree(seed: int) -> None:
+def test_a_plan_with_an_op_elsewhere_is_refused_or_runs(seed: int) -> None:
     chance = random.Random(seed)
     placement = chance.choice((Placement("loop", 2, 2), Placement("vee", 2, 2)))
     edges = random_edges(seed, placement.stages)
     plan = random_schedule(seed, placement, 2, edges).lower(edges)
     rows = [list(row) for row in plan.ops]
     row = chance.choice(rows)
-    taken = row.pop(chance.randrange(len(row)))
-    if chance.random() < 0.8:
-        row.insert(chance.randrange(len(row) + 1), taken)
+    row.insert(chance.randrange(len(row)), row.pop(chance.randrange(len(row))))
     changed = Plan(plan.name, placement, 2, plan.edges, tuple(map(tuple, rows)))
     try:
-        verify(computations(changed), plan.edges)
-        explain_plan(changed)
-    except ScheduleError:
-        with pytest.raises(ScheduleError):
-            changed.verify()
-    else:
         changed.verify()
+    except ScheduleError:
+        return
+    follow(changed)
