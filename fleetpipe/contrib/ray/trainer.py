@@ -13,6 +13,7 @@ import ray.train
 from ray.exceptions import RayActorError
 from ray.train import ControllerError, Result, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -134,7 +135,8 @@ class PaddleTrainer(DataParallelTrainer):
         That one frees resources of a lost controller, which are freed too when the driver ends.
         """
         callbacks: list[Any] = super()._create_default_callbacks()
-        return [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+        kept = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+        return [_LostStarts(), *kept]
 
     def _initialize_and_run_controller(self, **controller: Any) -> Result:
         """Runs the controller with a policy for workers that are lost while they start."""
@@ -154,6 +156,26 @@ class _StartPolicy(DefaultFailurePolicy):
             training_failed_error.controller_failure, RayActorError
         )
         return lost or bool(super()._is_retryable_error(training_failed_error))
+
+
+class _LostStarts(WorkerGroupCallback):
+    """Frees what workers hold of which one was lost while they started: Ray forgets them."""
+
+    def __init__(self) -> None:
+        self._started: Any = None
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Shuts down the workers before, unless Ray did."""
+        if self._started is not None:
+            self._started.shutdown()
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Notes that they hold resources."""
+        self._started = worker_group
+
+    def before_worker_group_shutdown(self, worker_group: Any) -> None:
+        """Notes that they are freed."""
+        self._started = None
 
 
 @contextlib.contextmanager
