@@ -126,7 +126,7 @@ test-262-cpu: .venv-262-cpu/.installed
 # card makes of them; tests/gpu/pretending.py names what is left out.
 PRETENDING := -p tests.gpu.pretending -m 'not processes and not libraries and not once' \
     $(addprefix tests/,gpu dygraph checkpoint parity profiling static capture fit engine \
-    $(addprefix contrib/,clusters experts fast_leaves formats guards sequences shadow slices vocabulary watch))
+    $(addprefix contrib/,clusters experts fast_leaves formats guards sequences shadow slices vocabulary view))
 
 test-gpu: .venv/.installed
 	.venv/$(BIN)/python $(PYTEST) $(PRETENDING) $(PYTEST_ARGS)

@@ -106,17 +106,17 @@ COMMANDS = (
     Command(
         "report",
         "write the page of a run: curves, the pipeline's picture, memory, restarts",
-        "fleetpipe.contrib.report.report_command:configure",
+        "fleetpipe.contrib.view.report_command:configure",
     ),
     Command(
         "watch",
         "show a job that runs: what each rank does, which is slow, when it ends",
-        "fleetpipe.contrib.watch.watch_command:configure",
+        "fleetpipe.contrib.view.watch_command:configure",
     ),
     Command(
         "why",
         "say from a trace why steps were slow: which rank, stage, link or micro-batch",
-        "fleetpipe.contrib.why.why_command:configure",
+        "fleetpipe.contrib.view.why_command:configure",
     ),
 )
 

@@ -39,7 +39,7 @@ def extra(name: str) -> Any:
     """Loads a module of ``fleetpipe.contrib``, which the core and the standard ring never import.
 
     Args:
-        name: Its path below ``contrib``, as ``"watch.reporting"``.
+        name: Its path below ``contrib``, as ``"view.reporting"``.
     """
     return importlib.import_module(f"fleetpipe.contrib.{name}")
 

@@ -92,7 +92,7 @@ def measure(watched: bool, repeats: int) -> dict[str, Any]:
     import paddle
 
     from fleetpipe import fleet
-    from fleetpipe.contrib.watch import reporting
+    from fleetpipe.contrib.view import reporting
     from fleetpipe.engine import step_meter
     from fleetpipe.engine.observer import BatchObserver
     from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer

@@ -29,13 +29,13 @@ SHORTER = {
     "fleetpipe.lora": "lora",
     "fleetpipe.profiling.clusters": "clusters",
     "fleetpipe.ray": "ray",
-    "fleetpipe.report": "report",
+    "fleetpipe.report": "view",
     "fleetpipe.schedules.forms.panel": "pictures.panel",
     "fleetpipe.schedules.forms.picture": "pictures.schedule_picture",
     "fleetpipe.schedules.search": "search",
     "fleetpipe.starter": "starter",
-    "fleetpipe.watch": "watch",
-    "fleetpipe.why": "why",
+    "fleetpipe.watch": "view",
+    "fleetpipe.why": "view",
 }
 
 

@@ -302,7 +302,7 @@ def _begin(
     # One process that plays all ranks is watched if somebody may look at it.
     watched = config.serve is not None or attempt_files.folder() is not None or not begun.local
     if watched and begun.leads():
-        extra("watch.reporting").begin(begun, config.serve)
+        extra("view.reporting").begin(begun, config.serve)
     if degrees.mp > 1:
         tensor_parallel.connect_shards(begun)
     return _fleet

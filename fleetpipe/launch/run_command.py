@@ -19,6 +19,6 @@ def run(options: argparse.Namespace) -> int:
     if script.to_be_launched(options):
         return script.launch(options, "run")
     if options.serve is not None:
-        os.environ[extra("watch.address").SERVE] = str(options.serve)
+        os.environ[extra("view.address").SERVE] = str(options.serve)
     with in_place_of_paddles():
         return script.execute_to_the_end(options.script, options.arguments)

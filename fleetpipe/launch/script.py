@@ -32,7 +32,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe run`` to its parser."""
-    extra("watch.address").configure_serve(parser)
+    extra("view.address").configure_serve(parser)
     configure_script(parser, "a training script that uses paddle.distributed.fleet")
 
 
@@ -169,7 +169,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     command += [str(LAUNCHED), *words, "--log-level", level, *script_words(options)]
     interrupted = False
     with (
-        extra("watch.serving").serving(getattr(options, "serve", None)) as board,
+        extra("view.serving").serving(getattr(options, "serve", None)) as board,
         command_folder() as folder,
     ):
         board.begin(folder)

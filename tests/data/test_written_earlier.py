@@ -2,7 +2,7 @@
 
 Two linear layers on two ranks in one process, trained for one step: its profile, a plan of it, its
 checkpoint, its files of Fleet's form, a trace of the step, and the folder of a run of
-``fleetpipe.Model``, which ``tests/contrib/report`` reads.
+``fleetpipe.Model``, which ``tests/contrib/view`` reads.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ WRITES = (
     *("checkpoint/checkpoint_commands", "contrib/doctor/doctor_command"),
     "contrib/healing/replacing",
     *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
-    *("launch/script", "contrib/watch/serving", "launch/supervisor/", "parity/parity_command"),
+    *("launch/script", "contrib/view/serving", "launch/supervisor/", "parity/parity_command"),
     "compare/whole",
-    *("profiling/plan_commands", "contrib/report/report_command"),
+    *("profiling/plan_commands", "contrib/view/report_command"),
     *("schedules/schedule_commands", "contrib/starter/new_command"),
-    *("contrib/watch/watch_command", "contrib/why/why_command", "launch/streams"),
+    *("contrib/view/watch_command", "contrib/view/why_command", "launch/streams"),
 )
 
 SCRIPT = """

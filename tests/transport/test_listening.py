@@ -29,5 +29,5 @@ def test_nothing_else_listens() -> None:
         ("fleetpipe/transport/joining/hosts.py", "listen"),
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
         ("fleetpipe/paddle_api/gloo/stores.py", "TCPStore"),
-        ("fleetpipe/contrib/watch/server.py", "start_server"),  # where it is asked for
+        ("fleetpipe/contrib/view/showing/server.py", "start_server"),  # where it is asked for
     }

@@ -20,7 +20,7 @@ from fleetpipe.arguments import Module
 from fleetpipe.contrib.ray.backend import PaddleConfig
 from fleetpipe.contrib.ray.ray_cluster import connect
 from fleetpipe.contrib.ray.trainer import PaddleTrainer
-from fleetpipe.contrib.watch.address import SERVE
+from fleetpipe.contrib.view.address import SERVE
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter, script

@@ -270,7 +270,7 @@ def begin_attempt(folder: Path, step: int) -> None:
         run_files.replace_lines(folder / run_files.ATTEMPTS, ())
     _tell(folder, "begin", step)
     attempt_files.tell_record(folder)
-    extra("watch.reporting").record_in(folder)
+    extra("view.reporting").record_in(folder)
 
 
 def end_attempt(folder: Path, step: int) -> None:

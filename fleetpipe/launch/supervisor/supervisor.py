@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         folder = ends.enter_context(command_folder())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
-        board = ends.enter_context(extra("watch.serving").serving(options.serve))
+        board = ends.enter_context(extra("view.serving").serving(options.serve))
         return Supervisor(options, Local(options, folder, pods, board), signals).run()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from paddle import nn
 
-from fleetpipe.contrib.why import read_trace, steps_of
+from fleetpipe.contrib.view import read_trace, steps_of
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build

@@ -1,0 +1,302 @@
+"""Reads the folder of a run, even if files are missing, torn or still being written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.checkpoint.files import manifest, run_folder
+from fleetpipe.checkpoint.files.digests import SHORT
+from fleetpipe.contrib.view.reading.timelines import Pipeline, pipeline_of
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
+from fleetpipe.job import run_files
+
+_MOST = 1e200
+#: What stands in a row beside its figures.
+_KEYS = ("step", "epoch", "phase", "time")
+
+
+class Row(NamedTuple):
+    """The figures of one batch or one evaluation.
+
+    Attributes:
+        step: Batches trained by then, in all epochs.
+        epoch: Number of the epoch, from 0.
+        time: Seconds since 1970; 0 if the line has none.
+        figures: Values by name, NaN and infinities included.
+        lists: Lists with a value for each rank, by name.
+    """
+
+    step: int
+    epoch: int
+    time: float
+    figures: dict[str, float]
+    lists: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The contents of a run's folder.
+
+    Attributes:
+        name: The name of the folder.
+        about: ``run.json``; empty without that file.
+        train: Rows of batches, by step; the later one of a step that was run twice.
+        evaluations: Rows of evaluations, by step.
+        attempts: The starts of the run, and how each ended.
+        pipeline: The predicted and the measured timelines; None if unknown.
+        slow: Times at which a rank became slow, with the rank, the cause and the factor.
+        notes: Texts about missing or damaged files, why, and what to do.
+        saved: The newest step of checkpoints in the folder, and the hash of its model.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    train: list[Row]
+    evaluations: list[Row]
+    attempts: list[AttemptRecord]
+    pipeline: Pipeline | None
+    slow: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    saved: tuple[int, str] | None = None
+
+    @property
+    def last(self) -> Row | None:
+        """The row with the most steps."""
+        rows = [*self.train, *self.evaluations]
+        return max(rows, key=lambda row: (row.step, row.time), default=None)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Returns a part of ``run.json``; empty if there is none of that name."""
+        value = self.about.get(name)
+        return value if isinstance(value, dict) else {}
+
+
+def read(folder: Path) -> RunFolder:
+    """Reads the folder of a run.
+
+    Args:
+        folder: The folder of ``MetricsLogger``, or of a trace.
+
+    Raises:
+        ConfigError: There is no such folder, or it has none of the files of a run.
+    """
+    traces = [path for path in (folder, *_below(folder)) if (path / run_files.TRACE).is_file()]
+    names = (run_files.METRICS, run_files.ABOUT, run_files.ATTEMPTS)
+    if not traces and not any((folder / name).exists() for name in names):
+        raise ConfigError(
+            "there is no run in this folder"
+            if folder.is_dir()
+            else "this is a file, and no folder of a run"
+            if folder.exists()
+            else "there is no such folder",
+            expected=f"{run_files.METRICS}, {run_files.ABOUT} or {run_files.TRACE}",
+            got=str(folder),
+            fix="train with callbacks=MetricsLogger(folder), and give that folder",
+        )
+    notes: list[str] = []
+    about = _about(folder / run_files.ABOUT, notes)
+    train, evaluations = _rows(folder / run_files.METRICS, notes)
+    attempts = attempts_of(_lines(folder / run_files.ATTEMPTS, notes))
+    pipeline = None
+    try:
+        trace = traces[0] / run_files.TRACE if traces else None
+        pipeline = pipeline_of(about.get("schedule"), trace)
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, FleetPipeError),
+        RecursionError,
+    ) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        notes.append(f"The pipeline cannot be drawn: {first}.")
+    if pipeline is None or not pipeline.measured:
+        notes.append(
+            "No step was traced, so the picture of what ran is missing: add "
+            f'TraceSteps([10, 11], "{folder.name}/trace") to the callbacks.'
+        )
+    if train and "held_by_rank" not in train[-1].lists:
+        notes.append(
+            "No throughput and memory were measured: add ThroughputMonitor() to the callbacks, "
+            "before MetricsLogger; it measures every 10 batches."
+        )
+    name = folder.resolve().name
+    slow = [
+        line for line in _lines(folder / run_files.SLOW, notes) if _is_number(line.get("factor"))
+    ]
+    saved = _newest_model(folder)
+    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes, saved)
+
+
+def _newest_model(folder: Path) -> tuple[int, str] | None:
+    """Returns the newest step in a folder and those below it, and the hash of its model."""
+    steps = {n: path for at in _below(folder) for n, path in run_folder.complete_steps(at).items()}
+    try:
+        newest = max(steps)
+        return newest, manifest.read(steps[newest]).model_hash[:SHORT]
+    except (ValueError, CheckpointError):  # there is none, or it is damaged
+        return None
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.is_dir())
+
+
+def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    if not path.exists():
+        notes.append(
+            f"{path.name} is missing, so configuration, layout and versions are: MetricsLogger "
+            "writes it when a training begins."
+        )
+        return {}
+    try:
+        about = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        notes.append(f"{path.name} is damaged: it holds no JSON object. It was left out.")
+        return {}
+    return about
+
+
+def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """Returns the rows of training batches, and the rows of evaluations."""
+    by_phase: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    strange = 0
+    for line in _lines(path, notes):
+        row, phase = _row(line), str(line.get("phase"))
+        if row is None or phase not in by_phase:
+            strange += 1
+        else:
+            by_phase[phase][row.step] = row
+    if strange:
+        notes.append(f"{strange} lines of {path.name} are no rows of a run, and were left out.")
+    if not path.exists():
+        notes.append(f"{path.name} is missing, so all curves are: MetricsLogger writes it.")
+    elif not by_phase["train"]:
+        notes.append(f"{path.name} has no row of a batch: none has been trained so far.")
+    if by_phase["train"] and not by_phase["eval"]:
+        notes.append("There was no evaluation: give fit some eval_data to have its curves.")
+    train, evaluations = ([rows[step] for step in sorted(rows)] for rows in by_phase.values())
+    return train, evaluations
+
+
+def _row(line: Mapping[str, Any]) -> Row | None:
+    step, epoch, when = (line.get(name, 0) for name in ("step", "epoch", "time"))
+    if not all(_is_number(value) and math.isfinite(value) for value in (step, epoch, when)):
+        return None
+    values = {name: value for name, value in line.items() if name not in _KEYS}
+    figures = {name: _figure(value) for name, value in values.items() if _is_number(value)}
+    lists = {
+        name: [_figure(number) for number in value]
+        for name, value in values.items()
+        if isinstance(value, list) and value and all(map(_is_number, value))
+    }
+    return Row(int(step), int(epoch), float(when), figures, lists)
+
+
+def _figure(value: float) -> float:
+    """Returns a figure; one that is too large to draw becomes infinite."""
+    return float(value) if not abs(value) > _MOST else math.copysign(math.inf, value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 63
+    return isinstance(value, float)
+
+
+def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Returns the objects of a file of JSON lines; notes invalid lines."""
+    try:
+        values, torn = run_files.read_lines(path)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+        return []
+    if torn:
+        lines = "one line" if torn == 1 else f"{torn} lines"
+        notes.append(
+            f"{lines} of {path.name} cannot be read, as where a process is killed while it writes, "
+            "and what it says is left out."
+        )
+    return values
+
+
+#: The exit code of what Ctrl-C has ended.
+INTERRUPTED = 130
+
+
+@dataclass
+class AttemptRecord:
+    """One start of a run.
+
+    Attributes:
+        began: Seconds since 1970.
+        step: Steps that the run had done before.
+        ended: Seconds since 1970; None if not recorded.
+        last_step: The step in which it failed, or the number of steps done or saved at its end.
+        outcome: How it ended, in words; empty if not recorded.
+        details: The last output of the rank that failed.
+        failed: Whether some rank failed.
+        finished: Whether the training was completed.
+    """
+
+    began: float
+    step: int
+    ended: float | None = None
+    last_step: int | None = None
+    outcome: str = ""
+    details: str = ""
+    failed: bool = False
+    finished: bool = False
+
+
+def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
+    """Returns the attempts recorded in the lines of ``lives.jsonl``, in order.
+
+    Several trainings of one process are one attempt.
+    """
+    attempts: list[AttemptRecord] = []
+    current: object = None
+    for line in lines:
+        if line.get("event") == "begin":
+            process = (line.get("process"), line.get("life"))
+            if process != current or not attempts:
+                attempts.append(
+                    AttemptRecord(_number(line.get("time")), int(_number(line.get("step"))))
+                )
+            current = process
+            attempts[-1].ended = None
+        elif line.get("event") == "end" and attempts:
+            _end(attempts[-1], line)
+    return attempts
+
+
+def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
+    attempt.ended = _number(line.get("time"))
+    code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
+    attempt.finished = code == 0 and saved is None
+    interrupted = code == INTERRUPTED
+    attempt.failed = not attempt.finished and not interrupted and saved is None
+    last = step if saved is None else saved
+    attempt.last_step = int(_number(last)) if _is_usable(last) else None
+    if attempt.finished:
+        attempt.outcome = "finished"
+    elif saved is not None:
+        why = "interrupted" if interrupted else "asked to stop"
+        attempt.outcome = f"{why}, and saved {attempt.last_step} steps"
+    elif interrupted:
+        attempt.outcome = "interrupted"
+    else:
+        attempt.outcome = str(line.get("culprit") or f"ended with {code}")
+        attempt.details = str(line.get("details") or "")
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_usable(value) else 0.0
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e15

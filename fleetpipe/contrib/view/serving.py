@@ -1,0 +1,79 @@
+"""``--serve`` of the launcher: serves the board of a job through all of its attempts."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fleetpipe.contrib.view.address import Address
+from fleetpipe.contrib.view.reading import history
+from fleetpipe.contrib.view.reading.board import FILE, JobBoard, read_board
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.records import RankRecord
+
+
+class AttemptBoard:
+    """Reads the board of a job from the attempt that runs now."""
+
+    def __init__(self) -> None:
+        self._last = JobBoard(time.time())
+        self._file: Path | None = None
+        self._restarts = 0
+        self._news = ""
+
+    def begin(self, home: Path, restarts: int = 0, news: str = "") -> None:
+        """Switches to an attempt that begins.
+
+        Args:
+            home: The folder of the attempt, into which its first rank writes the board.
+            restarts: How many attempts before it failed.
+            news: Why the attempt was started; empty for the first one.
+        """
+        starting = tuple(
+            RankRecord(rank.rank, "nothing heard yet", rank.stages) for rank in self._last.ranks
+        )
+        self._last = replace(self._last, ranks=starting, slow=())
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # no step was done
+                before = self._file.with_name(history.FILE)
+                shutil.copyfile(before, home / history.FILE)
+                self._last = replace(self._last, history=history.read_history(home))
+        self._file, self._restarts, self._news = home / FILE, restarts, news
+
+    def __call__(self) -> JobBoard:
+        """Returns the board as it is now."""
+        if self._file is not None and self._file.exists():
+            with contextlib.suppress(ConfigError):  # its folder is just being removed
+                self._last = read_board(self._file)
+        else:
+            self._last = replace(self._last, at=time.time())
+        news = self._last.news or self._news
+        return replace(self._last, restarts=self._restarts, news=news)
+
+
+@contextmanager
+def serving(address: Address | None) -> Iterator[AttemptBoard]:
+    """While it is open, the board of a job is served at ``address``, if that is not None.
+
+    Raises the errors of ``Server``.
+    """
+    board = AttemptBoard()
+    if address is None:
+        yield board
+        return
+    from fleetpipe.contrib.view.showing.server import (
+        Server,  # with what serves, which others do not load
+    )
+
+    server = Server(address, board)
+    sys.stderr.write(f"fleetpipe: the job can be watched at {server.url}\n")
+    try:
+        yield board
+    finally:
+        server.close()

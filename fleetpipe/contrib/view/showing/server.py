@@ -1,0 +1,310 @@
+"""Serves a board over HTTP: a page, ``/status.json``, and ``/metrics`` for Prometheus.
+
+One thread answers all requests from texts that it makes at most five times a second. A client that
+sends or reads nothing is dropped, and so is the oldest one if too many connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from email.message import Message
+from email.parser import Parser
+from http import HTTPStatus
+from typing import cast
+from urllib.parse import parse_qs, quote, urlsplit
+
+from fleetpipe.arguments import using
+from fleetpipe.contrib.view.address import TOKEN, Address
+from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard, checkpoint_of, end_of
+from fleetpipe.contrib.view.reading.history import EVALUATED, History
+from fleetpipe.contrib.view.showing.chart import Chart, Curve, chart, with_mean
+from fleetpipe.contrib.view.showing.numbers import seconds, short
+from fleetpipe.contrib.view.showing.page import template
+from fleetpipe.errors import ConfigError
+from fleetpipe.extras import needed_for
+from fleetpipe.version import __version__
+
+#: Connections that may be open at once: the descriptors are the training's too.
+MOST_CONNECTIONS = 64
+#: Seconds that a request, and the reading of its answer, may take.
+PATIENCE = 3.0
+_MOST_BYTES = 8192
+#: The types of the pages; ``/board.json`` is what ``fleetpipe watch`` reads.
+_KINDS = {
+    "/": "text/html; charset=utf-8",
+    "/status.json": "application/json",
+    "/board.json": "application/json",
+    "/metrics": "application/openmetrics-text; version=1.0.0; charset=utf-8",
+}
+_HEADERS = (
+    "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+    "Referrer-Policy: no-referrer\r\nConnection: close\r\n"
+)
+
+
+class Server:
+    """Serves a board from a thread until it is closed.
+
+    Attributes:
+        url: The address of the page, with the token if it needs one.
+    """
+
+    def __init__(self, address: Address, board: Callable[[], JobBoard]) -> None:
+        """Starts the thread that serves.
+
+        Args:
+            address: The address to serve at.
+            board: Returns the current board; called at most five times a second.
+
+        Raises:
+            ConfigError: The address cannot be used.
+            PackageNotFound: prometheus-client is not installed.
+        """
+        require_package()
+        self._board = board
+        self._token = address.token()
+        self._texts: dict[str, tuple[float, bytes]] = {}
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._loop = asyncio.new_event_loop()
+        try:
+            with using("--serve", str(address), "a port that is free"):
+                serving = asyncio.start_server(
+                    self._serve, address.host, address.port, limit=_MOST_BYTES, backlog=64
+                )
+                self._server = self._loop.run_until_complete(serving)
+        except BaseException:
+            self._loop.close()
+            raise
+        port = self._server.sockets[0].getsockname()[1]
+        token = f"/?token={quote(self._token, safe='')}" if self._token else "/"
+        # All addresses of this host are none that a browser takes.
+        host = socket.gethostname() if address.host in ("0.0.0.0", "::") else address.host
+        self.url = f"http://{Address(host, port)}{token}"
+        self._thread = threading.Thread(target=self._run, name="fleetpipe-serve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and all connections."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._server.close()
+            tasks = list(self._open)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
+            self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        if len(self._open) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
+        self._open[task] = None
+        dropped = (OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError)
+        try:
+            with contextlib.suppress(*dropped, asyncio.CancelledError):
+                await asyncio.wait_for(self._answer(reader, writer), PATIENCE)
+        finally:
+            self._open.pop(task, None)
+            # What is not read by now is not sent either.
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        request, _, lines = head.decode("latin-1").partition("\r\n")
+        method, target, *_ = [*request.split(), "", ""]
+        status, kind, body = self._respond(method, target, Parser().parsestr(lines))
+        more = 'WWW-Authenticate: Bearer realm="fleetpipe"\r\n' if status == 401 else ""
+        writer.write(
+            f"HTTP/1.1 {status:d} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\n{more}{_HEADERS}\r\n".encode()
+        )
+        writer.write(b"" if method == "HEAD" else body)
+        await writer.drain()
+
+    def _respond(self, method: str, target: str, headers: Message) -> tuple[int, str, bytes]:
+        """Returns the status code, the type and the body of an answer."""
+        parts = urlsplit(target)
+        # A page elsewhere may give its own name this host's address, to read in its visitor's name.
+        host = urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        if not self._token and not Address(host, 0).is_loopback:
+            return _refusal(421, f"this job is shown as localhost; by other names with a {TOKEN}")
+        if self._token:
+            shown = parse_qs(parts.query).get("token", [""])[0]
+            shown = headers.get("Authorization", "").removeprefix("Bearer ") or shown
+            if not hmac.compare_digest(shown.encode(), self._token.encode()):
+                return _refusal(403 if shown else 401, "this job is shown to those with its token")
+        if method not in ("GET", "HEAD"):
+            return _refusal(405, "only GET")
+        if parts.path not in _KINDS:
+            return _refusal(404, "there are /, /status.json and /metrics")
+        try:
+            return 200, _KINDS[parts.path], self._page(parts.path)
+        except ConfigError as error:
+            return _refusal(503, str(error))
+
+    def _page(self, path: str) -> bytes:
+        made, body = self._texts.get(path, (-PERIOD, b""))
+        if time.monotonic() - made >= PERIOD:
+            body = self._make_text(path, self._board().seen_at(time.time()))
+            self._texts[path] = time.monotonic(), body
+        return body
+
+    def _make_text(self, path: str, board: JobBoard) -> bytes:
+        if path == "/metrics":
+            return text(board)
+        if path == "/":
+            return page(board).encode()
+        if path == "/status.json":
+            content = board.status()
+        else:
+            content = {**board.content(), "history": board.history.content()}
+        return json.dumps(content).encode() + b"\n"
+
+
+def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
+    return code, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+def page(board: JobBoard) -> str:
+    """Returns a board as an HTML page, whose script fetches it again."""
+    stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
+    running = any(rank.state in ("running", "waiting") for rank in board.ranks)
+    return template("watch.html").render(
+        board=board,
+        headline=f"step {board.step:,}" + (f" of {board.steps:,}" if board.steps else ""),
+        news=f"stopped: rank {', '.join(stopped)}"
+        if stopped
+        else board.news or ("running" if running else "starting"),
+        kind="bad" if stopped else "good" if running else "open",
+        tiles=list(_tiles(board)),
+        charts=list(_charts(board.history)),
+        version=__version__,
+    )
+
+
+def _tiles(board: JobBoard) -> Iterator[tuple[str, str]]:
+    losses = [row.figures["loss"] for row in board.history.rows() if "loss" in row.figures]
+    if losses:
+        yield "loss", short(losses[-1])
+    yield "step time", seconds(board.step_time)
+    yield "samples/s", short(board.samples_per_second)
+    yield "remaining", end_of(board, board.at) or "not known"
+    yield "last checkpoint", checkpoint_of(board)
+    yield "restarts", str(board.restarts)
+    if board.gradient_norm is not None:
+        yield "gradient norm", short(board.gradient_norm)
+
+
+#: Figures that are no metrics come last, with their units.
+_UNITS = {"gradient norm": "", "step time": "s", "busy share": "%, mean of ranks"}
+
+
+def _charts(history: History) -> Iterator[Chart]:
+    """Yields a chart for the loss, each metric, and what steps took."""
+    series = history.series()
+    names = ["loss", *(name.removeprefix(EVALUATED) for name in series if name not in _UNITS)]
+    for name in dict.fromkeys([*names, *_UNITS]):
+        curves: list[Curve] = []
+        if name in series:
+            curves = with_mean(Curve("training" if name in names else name, *series[name]))
+        if EVALUATED + name in series:
+            curves.append(Curve("evaluation", *series[EVALUATED + name], "points", 1))
+        if curves:
+            yield chart(name, curves, _UNITS.get(name, ""))
+
+
+_STATES = ("starting", "running", "waiting", "stopped", "ended")
+#: Of the job, and of each rank: an attribute, its name, its unit, and what it is.
+_OF_JOB = (
+    ("steps", "run_steps", "", "Steps of the whole run."),
+    ("step_time", "step_time_seconds", "seconds", "Time of a step."),
+    ("samples_per_second", "samples_per_second", "", "Of all replicas."),
+    ("eta_seconds", "eta_seconds", "seconds", "Time to the end."),
+    ("gradient_norm", "gradient_norm", "", "Of the last step, before clipping."),
+)
+_OF_RANK = (
+    ("busy", "busy_ratio", "ratio", "Share of a step in which it computes."),
+    ("memory", "memory_bytes", "bytes", "What it has."),
+    ("memory_limit", "memory_limit_bytes", "bytes", "What it may have."),
+    ("held", "held_forwards", "", "Most forwards that it held in a step."),
+    ("held_cap", "held_cap_forwards", "", "Most that it may hold."),
+    ("step_age", "last_step_age_seconds", "seconds", "Time since its last step."),
+    ("incoming", "incoming_messages", "", "Messages that it has not taken."),
+    ("outgoing", "outgoing_bytes", "bytes", "What it has not sent."),
+)
+#: Values of labels, and the figure of that.
+_Sample = tuple[tuple[str, ...], "float | None"]
+
+
+def require_package() -> None:
+    """Checks that the package that writes metrics is installed."""
+    with needed_for("serving the board of a job"):
+        import prometheus_client.openmetrics.exposition  # noqa: F401
+
+
+def text(board: JobBoard) -> bytes:
+    """Returns the metrics of a board in the text format of OpenMetrics."""
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    write: Callable[[object], bytes] = generate_latest
+    return write(_Metrics(board))
+
+
+class _Metrics:
+    """Yields the metrics of a board, in the place of a registry of prometheus-client."""
+
+    def __init__(self, board: JobBoard) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[object]:
+        from prometheus_client.core import CounterMetricFamily
+
+        board, ranks = self._board, [(str(rank.rank), rank) for rank in self._board.ranks]
+        yield CounterMetricFamily("fleetpipe_steps", "Steps that are done.", board.step)
+        restarts = "How often the job was started again."
+        yield CounterMetricFamily("fleetpipe_restarts", restarts, board.restarts)
+        for attribute, name, unit, what in _OF_JOB:
+            yield _gauge(name, what, [((), getattr(board, attribute))], (), unit)
+        if board.last_checkpoint is not None:
+            step, age = board.last_checkpoint.step, board.last_checkpoint.age
+            yield _gauge("last_checkpoint_step", "Step that was saved.", [((), step)])
+            name = "last_checkpoint_age_seconds"
+            yield _gauge(name, "Time since.", [((), age)], (), "seconds")
+        for attribute, name, unit, what in _OF_RANK:
+            samples = [((number,), getattr(rank, attribute)) for number, rank in ranks]
+            yield _gauge(f"rank_{name}", what, samples, ("rank",), unit)
+        states = [
+            ((number, state), float(rank.state == state))
+            for number, rank in ranks
+            for state in _STATES
+        ]
+        yield _gauge("rank_state", "1 for what a rank does.", states, ("rank", "state"))
+        slow = [((str(one.rank), one.what), one.factor) for one in board.slow]
+        yield _gauge("slow_factor", "How many times as long it takes.", slow, ("rank", "what"))
+
+
+def _gauge(
+    name: str, what: str, samples: Iterable[_Sample], labels: tuple[str, ...] = (), unit: str = ""
+) -> object:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"fleetpipe_{name}", what, labels=labels, unit=unit)
+    for values, figure in samples:
+        if figure is not None:
+            family.add_metric(values, figure)
+    return family

@@ -1,0 +1,251 @@
+"""The command ``fleetpipe watch``: shows a job in the terminal, as JSON, or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import parse_qs, urlsplit
+
+from fleetpipe.contrib.view.address import TOKEN, Address, configure_serve
+from fleetpipe.contrib.view.reading.board import (
+    FILE,
+    JobBoard,
+    board_of,
+    checkpoint_of,
+    end_of,
+    read_board,
+)
+from fleetpipe.contrib.view.showing.numbers import seconds, short, size
+from fleetpipe.contrib.view.showing.server import Server
+from fleetpipe.errors import ConfigError, UsageError, printable
+from fleetpipe.extras import needed_for
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe watch`` to its parser."""
+    parser.add_argument(
+        "job",
+        nargs="?",
+        default="run",
+        metavar="RUN | HOST:PORT",
+        help="the folder of a run, or where a job is served (default: %(default)s)",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON, for scripts")
+    configure_serve(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows a job that runs.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: There is no such job, or it cannot be served.
+        PackageNotFound: rich or prometheus-client is not installed.
+        UsageError: ``--json`` without ``--once``.
+    """
+    if options.json and not options.once:
+        raise UsageError("--json shows a job once", fix="give --once --json")
+    source = source_of(options.job)
+    if options.json:
+        sys.stdout.write(json.dumps(source().status()) + "\n")
+    elif options.once:
+        show_once(source)
+    elif options.serve is not None:
+        source()
+        server = Server(options.serve, source)
+        sys.stdout.write(f"{options.job} can be watched at {server.url}\n")
+        sys.stdout.flush()
+        try:
+            threading.Event().wait()
+        finally:
+            server.close()
+    else:
+        show(source)
+    return 0
+
+
+_PERIOD = 0.5
+_STYLES = {"running": "green", "waiting": "yellow", "stopped": "bold red"}
+_BARS = "▁▂▃▄▅▆▇█"
+#: Most blocks of a curve.
+_BLOCKS = 50
+_COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting")
+
+
+def show(source: Source) -> None:
+    """Shows a job until Ctrl-C, or until it has ended.
+
+    Raises:
+        ConfigError: The job cannot be read at the beginning.
+        PackageNotFound: rich is not installed.
+    """
+    with needed_for("watching a job in the terminal"):
+        from rich.live import Live
+    board = source()
+    with Live(render(board), refresh_per_second=4, screen=False) as live:
+        while not _over(board):
+            time.sleep(_PERIOD)
+            try:
+                board = source()
+                live.update(render(board))
+            except ConfigError as error:
+                live.update(_plain(str(error)))
+
+
+def show_once(source: Source) -> None:
+    """Prints the state of a job once; raises the errors of :func:`show`."""
+    with needed_for("watching a job in the terminal"):
+        from rich.console import Console
+    Console().print(render(source()))
+
+
+def render(board: JobBoard) -> RenderableType:
+    """Renders a board for the terminal."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in _COLUMNS:
+        words = name in ("state", "busy")
+        # Of a narrow terminal others get less.
+        whole = words or name == "step"
+        justify: Literal["left", "right"] = "left" if words else "right"
+        table.add_column(name, justify=justify, overflow="ellipsis", no_wrap=whole)
+    for rank in board.ranks:
+        limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
+        table.add_row(
+            str(rank.rank),
+            "–" if rank.stage is None else str(rank.stage),
+            _plain(rank.state, _STYLES.get(rank.state, "dim")),
+            f"{'█' * round(8 * min(1.0, rank.busy)):8} {rank.busy:4.0%}",
+            str(rank.step),
+            "–" if rank.step_age is None else f"{seconds(rank.step_age)} ago",
+            f"{size(rank.memory)}{limit}",
+            str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
+            str(rank.incoming),
+        )
+    actions = [_plain(f"rank {rank.rank}: {rank.action}") for rank in board.ranks]
+    parts: list[RenderableType] = [_plain("  ".join(_headline(board)))]
+    if board.steps:
+        parts.append(Padding(ProgressBar(board.steps, board.step), 0))
+    parts += [_plain(str(one), "bold red") for one in board.slow]
+    if board.news:
+        parts.append(_plain(board.news, "yellow"))
+    curves = Table(box=None, pad_edge=False, show_header=False)
+    for name, (_, values) in board.history.series().items():
+        curves.add_row(_plain(name), _plain(short(values[-1])), _plain(_spark(values), "cyan"))
+    return Group(*parts, curves, table, *actions)
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Returns a text in which neither rich nor the terminal finds a command."""
+    from rich.text import Text
+
+    return Text(printable(text), style)
+
+
+def _spark(values: Sequence[float]) -> str:
+    """Returns the curve of some figures in a line of blocks; a gap where one is no number."""
+    shown = values[:: -(-len(values) // _BLOCKS)]
+    finite = [value for value in shown if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    return "".join(
+        _BARS[int(7 * (value - low) / (span or 1.0))] if math.isfinite(value) else " "
+        for value in shown
+    )
+
+
+def _headline(board: JobBoard) -> Iterator[str]:
+    yield f"step {board.step}" + ("" if board.steps is None else f" of {board.steps}")
+    if board.step_time:
+        yield f"{seconds(board.step_time)}/step"
+        yield f"{short(board.samples_per_second)} samples/s"
+    if board.eta_seconds is not None:
+        yield f"remaining {end_of(board, time.time())}"
+    if board.gradient_norm is not None:
+        yield f"gradient norm {short(board.gradient_norm)}"
+    yield f"checkpoint: {checkpoint_of(board)}"
+    yield f"{board.restarts} restarts"
+
+
+def _over(board: JobBoard) -> bool:
+    return bool(board.ranks) and all(rank.state == "ended" for rank in board.ranks)
+
+
+#: Gives the board as it is now.
+Source = Callable[[], JobBoard]
+_PATIENCE = 2.0
+_LARGEST = 1 << 24
+
+
+def source_of(text: str) -> Source:
+    """Returns a function that reads the board of a job.
+
+    Args:
+        text: The folder of its run, HOST:PORT, or the address of its page.
+    """
+    folder = Path(text)
+    if folder.is_dir():
+        if not (folder / FILE).is_file():
+            raise ConfigError(
+                "nobody keeps the board of a job in this folder",
+                expected=f"{FILE}, which a job writes while it runs",
+                got=str(folder),
+                fix="train with callbacks=MetricsLogger(folder), or give the HOST:PORT of --serve",
+            )
+        return lambda: read_board(folder / FILE).seen_at(time.time())
+    if ":" not in text and not text.isdecimal():
+        raise ConfigError(
+            "there is no such folder, and this is no HOST:PORT",
+            got=text,
+            fix="give the folder of a run that has begun, or the HOST:PORT of --serve",
+        )
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    address = Address.parse(parts.netloc)
+    token = parse_qs(parts.query).get("token", [os.environ.get(TOKEN, "")])[0]
+    return lambda: _fetch(address, token)
+
+
+def _fetch(address: Address, token: str) -> JobBoard:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        # A proxy of the environment is not for what is nearby.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(f"http://{address}/board.json", headers=headers)
+        with opener.open(request, timeout=_PATIENCE) as answer:
+            return board_of(answer.read(_LARGEST))
+    except urllib.error.HTTPError as error:
+        wrong = error.code in (401, 403)
+        raise ConfigError(
+            "the job is not shown to this user" if wrong else "this is no served job",
+            got=f"{error.code} {error.reason} from {address}",
+            fix=f"set {TOKEN}=TOKEN, as the job says where it begins"
+            if wrong
+            else "give the HOST:PORT of --serve",
+        ) from error
+    except (OSError, HTTPException) as error:
+        raise ConfigError(
+            f"no job is served at {address}",
+            cause=str(getattr(error, "reason", error)).strip(),
+            fix="start it with fleetpipe launch --serve PORT; on another host with HOST:PORT",
+        ) from error

@@ -1,0 +1,273 @@
+"""The command ``fleetpipe why``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe.arguments import new_file, using
+from fleetpipe.contrib.pictures.panel import Panel
+from fleetpipe.contrib.view.judging.account import (
+    LIMITED,
+    OUTSIDE,
+    QUEUEING,
+    STOLEN,
+    account_of,
+    machine_of,
+)
+from fleetpipe.contrib.view.judging.slowdown import (
+    Alternative,
+    Slowdown,
+    alternatives,
+    ideal_times,
+    slowdown_of,
+)
+from fleetpipe.contrib.view.judging.trace_replay import ReplayedStep, steps_of
+from fleetpipe.contrib.view.reading.timelines import placement_of
+from fleetpipe.contrib.view.reading.traced_ops import (
+    COLUMNS,
+    COMMUNICATIONS,
+    TracedOperation,
+    read_columns,
+    read_trace,
+)
+from fleetpipe.contrib.view.showing.drawing import Drawing, laid_out
+from fleetpipe.contrib.view.showing.page import template
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules.forms.chrome import caveat, device_of
+from fleetpipe.schedules.forms.events import Event
+from fleetpipe.version import __version__
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe why`` to its parser."""
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="trace.json of a traced run, or the folder that holds it",
+    )
+    parser.add_argument(
+        "--columns",
+        action="store_true",
+        help=f"TRACE is a table, CSV or Parquet, with the columns {', '.join(COLUMNS)}",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=new_file,
+        metavar="FILE",
+        help="write a page: two timelines, and what each rank takes in each step",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints how much faster a run would be without stragglers, and names them.
+
+    Raises:
+        ConfigError: The trace cannot be read, or its order is impossible.
+    """
+    path = options.trace / "trace.json" if options.trace.is_dir() else options.trace
+    with using("TRACE", path, "a trace"):
+        operations = (read_columns if options.columns else read_trace)(path)
+        document = {} if options.columns else json.loads(path.read_text("utf-8"))
+        device, machine = device_of(document), machine_of(document)
+    steps = steps_of(operations, one_thread=not options.columns)
+    slowdown, schedules = slowdown_of(steps), alternatives(steps)
+    account = account_of(steps, machine)
+    parts = (_sentence(slowdown, account), machine.sentence, caveat(device))
+    sentence = " ".join(filter(None, parts))
+    if options.output is not None:
+        with using("--output", options.output, "a file that can be written"):
+            text = page(steps, slowdown, sentence, account)
+            options.output.write_text(text, encoding="utf-8")
+    # How many actions each rank ran early, if it took the schedule for a hint.
+    early = dict(sorted(Counter(one.stage for one in operations if one.early).items()))
+    if options.json:
+        listed = {
+            "device": device,
+            "schedules": [one._asdict() for one in schedules],
+            "account": account,
+            "load": machine.load,
+        }
+        sys.stdout.write(json.dumps({**slowdown.as_json(), **listed, "early": early}) + "\n")
+    else:
+        lines = _lines(sentence, slowdown, schedules, account)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        if machine.load:
+            cores = sum(machine.processors)
+            sys.stdout.write(f"load of the machine       {machine.load:.1f}, {cores} cores\n")
+        for rank, count in early.items():
+            sys.stdout.write(f"taken early by rank {rank}     {count} actions\n")
+    return 0
+
+
+def _lines(
+    sentence: str,
+    slowdown: Slowdown,
+    schedules: list[Alternative],
+    account: Mapping[str, float],
+) -> Iterator[str]:
+    measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
+    steps = len(slowdown.step_times)
+    yield sentence
+    yield ""
+    yield f"steps                     {steps}, {len(slowdown.ranks)} ranks"
+    yield f"mean step, measured       {measured / steps:.6g} s"
+    for name, time in account.items():
+        yield f"  {name:<24}{time:.6g} s, {time * steps / measured:.1%}"
+    yield f"mean step, replayed       {replayed / steps:.6g} s ({replayed / measured:.4f} of it)"
+    yield f"mean step, ideal          {ideal / steps:.6g} s"
+    yield f"slowdown S                {slowdown.slowdown:.4f}"
+    yield f"  of the last stage, M_S  {slowdown.last_stage:.2%}"
+    yield f"  of the slowest 3 %, M_W {slowdown.slowest_ranks:.2%}"
+    yield f"  of all communication    {slowdown.links:.2%}"
+    for cause in slowdown.causes:
+        yield f"  of {cause.name}: {cause.share:.2%}, {cause.factor:.2f} times its peers"
+    for one in schedules:
+        even = f"{one.even:.6g} s with even stages"
+        yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
+
+
+#: Where the operations explain less of the steps, what lies between them comes first.
+_LEAST_EXPLAINED = 0.85
+
+
+def _sentence(slowdown: Slowdown, account: Mapping[str, float]) -> str:
+    measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
+    step = sum(account.values())
+    taken = sum(account[row] for row in (QUEUEING, LIMITED, STOLEN)) / step
+    if taken > 1 - _LEAST_EXPLAINED:
+        return (
+            f"{taken:.0%} of the steps' time the ranks had no processor: other work ran on these "
+            f"cores, or a limit stopped them. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+        )
+    if replayed < _LEAST_EXPLAINED * measured:
+        outside = min(1 - replayed / measured, account[OUTSIDE] / step)
+        return (
+            f"{outside:.0%} of the steps' time went outside of the operations of "
+            "the trace: in data, the optimizer, checkpoints, callbacks, or other work on these "
+            f"cores. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+        )
+    return _slowest(slowdown, replayed, ideal)
+
+
+def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
+    causes = [cause for cause in slowdown.causes if cause.share > 0]
+    if not causes:
+        return f"No rank, stage, link or micro-batch stands out; S = {slowdown.slowdown:.3f}."
+    worst = causes[0]
+    what = f"{worst.kind} ({worst.name})" if worst.kind in ("rank", "link") else worst.name
+    gain = worst.share * (replayed - ideal) / replayed
+    return (
+        f"Slow: {what}, {worst.factor:.2f} times its peers; "
+        f"steps would be {gain:.1%} shorter if it took the mean time."
+    )
+
+
+#: Columns of the heat map; more steps share one.
+_MOST_COLUMNS = 60
+#: A rank whose computations take so many times the mean has the full colour.
+_HOTTEST = 2.0
+
+
+class HeatRow(NamedTuple):
+    """A rank of the heat map, with the relative times of its computations in each column."""
+
+    name: str
+    factors: list[float]
+
+
+def page(
+    steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str, account: Mapping[str, float]
+) -> str:
+    """Returns the page as an HTML text that loads no other file."""
+    lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
+    slowest = int(np.argmax(lost))
+    columns = _columns(len(steps))
+    return template("why.html").render(
+        sentence=sentence,
+        tiles=[
+            ("slowdown S", f"{slowdown.slowdown:.3f}"),
+            ("of the last stage, M_S", f"{slowdown.last_stage:.1%}"),
+            ("of the slowest 3 %, M_W", f"{slowdown.slowest_ranks:.1%}"),
+            ("of all communication", f"{slowdown.links:.1%}"),
+        ],
+        account=account,
+        drawing=_timelines(steps, slowdown, slowest),
+        heat=_heat(steps, slowdown, columns),
+        columns=[str(steps[part[0]].operations[0].step) for part in columns],
+        hottest=_HOTTEST,
+        version=__version__,
+    )
+
+
+def _timelines(steps: Sequence[ReplayedStep], slowdown: Slowdown, number: int) -> Drawing:
+    """Draws a step as it ran and with ideal durations, for the replica that loses most."""
+    step, ideal = steps[number], ideal_times(steps)
+    replica = max(slowdown.ranks, key=lambda rank: slowdown.ranks[rank])[0]
+    durations = np.array([ideal[one.kind] for one in step.operations])
+    ends = step.ends(durations[:, None])[:, 0]
+    begin = min(one.start for one in step.operations)
+    chosen = [
+        (one, end, duration)
+        for one, end, duration in zip(step.operations, ends.tolist(), durations.tolist())
+        if one.replica == replica and one.kind not in COMMUNICATIONS
+    ]
+    measured = [_event(one, one.start - begin, one.end - begin) for one, _, _ in chosen]
+    replayed = [_event(one, end - duration, end) for one, end, duration in chosen]
+    try:
+        placement = placement_of({one.part: one.stage for one, _, _ in chosen})
+    except ValueError as error:
+        fix = "give a trace of all ranks, or leave out --output"
+        raise ConfigError(
+            "the pipeline cannot be drawn", cause=str(error)[:200], fix=fix
+        ) from error
+    of = f" of replica {replica}" if len({rank[0] for rank in slowdown.ranks}) > 1 else ""
+    name = f"Step {step.operations[0].step}{of}"
+    return laid_out(
+        [
+            Panel(f"{name} as it ran", measured, placement, "s"),
+            Panel("The same with every operation at its ideal time", replayed, placement, "s"),
+        ]
+    )
+
+
+def _event(one: TracedOperation, start: float, end: float) -> Event:
+    name = f"{one.kind}{one.part}.{one.micro_batch}" if len(one.kind) == 1 else one.kind
+    return Event(one.stage, name, start, end)
+
+
+def _columns(steps: int) -> list[range]:
+    """Returns the range of steps in each column."""
+    width = -(-steps // _MOST_COLUMNS)
+    return [range(first, min(first + width, steps)) for first in range(0, steps, width)]
+
+
+def _heat(
+    steps: Sequence[ReplayedStep], slowdown: Slowdown, columns: Sequence[range]
+) -> list[HeatRow]:
+    ideal = ideal_times(steps)
+    rows = {rank: ([0.0] * len(columns), [0.0] * len(columns)) for rank in sorted(slowdown.ranks)}
+    for column, part in enumerate(columns):
+        for one in (each for number in part for each in steps[number].operations):
+            if one.kind not in COMMUNICATIONS and one.rank in rows:
+                taken, expected = rows[one.rank]
+                taken[column] += one.duration
+                expected[column] += ideal[one.kind]
+    several = len({replica for replica, _ in rows}) > 1
+    return [
+        HeatRow(
+            f"replica {replica}, stage {stage}" if several else f"stage {stage}",
+            [seconds / (mean or 1.0) for seconds, mean in zip(taken, expected)],
+        )
+        for (replica, stage), (taken, expected) in rows.items()
+    ]

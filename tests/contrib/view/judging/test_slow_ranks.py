@@ -1,0 +1,334 @@
+"""Who is called slow, in steps whose times are drawn by chance."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from fleetpipe.contrib.view.judging.slow_ranks import LIMIT, MACHINE, Notices, SlowRank, SlowRanks
+from fleetpipe.job.records import StepRow
+
+pytestmark = pytest.mark.no_paddle
+
+RANKS = 4
+#: Each with stages of its own; and two stages of two replicas.
+ALONE = {rank: ((rank,), 0) for rank in range(RANKS)}
+REPLICAS = {rank: ((rank % 2,), 0) for rank in range(RANKS)}
+STEP = 0.1
+
+Places = Mapping[int, tuple[tuple[int, ...], int]]
+Change = Callable[[int, int, StepRow], StepRow]
+
+
+def rows(step: int, chance: random.Random, noise: float) -> list[StepRow]:
+    """A step of a pipeline of four; all become slower and faster together, and by themselves."""
+    machine = chance.choice([1.0, 1.0, 1.0, 1.2])
+
+    def drawn(mean: float) -> float:
+        return mean * machine * max(0.2, chance.gauss(1.0, noise))
+
+    def flights(rank: int) -> tuple[float, ...]:
+        """Of both neighbours, by clocks that differ; it waited for four messages of each."""
+        peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < RANKS]
+        return tuple(n for peer in peers for n in (peer, 5.0 * (rank - peer) + drawn(0.002), 4))
+
+    return [
+        StepRow(
+            step,
+            STEP * machine,
+            cpu := drawn(0.04),
+            cpu * chance.uniform(1.0, 1.02),
+            drawn(0.02),
+            drawn(0.02) if step % 5 == 0 else 0.0,
+            flights=flights(rank),
+            probe=5e-6 * machine * max(0.2, chance.gauss(1.0, noise / 2)),
+        )
+        for rank in range(RANKS)
+    ]
+
+
+def unchanged(step: int, rank: int, row: StepRow) -> StepRow:
+    return row
+
+
+def slow_by_step(
+    steps: int,
+    change: Change = unchanged,
+    places: Places = ALONE,
+    noise: float = 0.05,
+    seed: int = 0,
+) -> list[list[SlowRank]]:
+    """Returns who is slow in each step."""
+    chance, slow = random.Random(seed), SlowRanks(places)
+    return [
+        slow.add({r: [change(step, r, row)] for r, row in enumerate(rows(step, chance, noise))})
+        for step in range(steps)
+    ]
+
+
+def named(*args: Any, **options: Any) -> dict[tuple[int, str], int]:
+    """Returns who is named, and in which step first."""
+    first: dict[tuple[int, str], int] = {}
+    for step, slow in enumerate(slow_by_step(*args, **options)):
+        for one in slow:
+            first.setdefault((one.rank, one.what), step)
+    return first
+
+
+def require_found(
+    job: Callable[[int], tuple[tuple[int, str], int, Change]],
+    places: Places = ALONE,
+    noise: float = 0.05,
+) -> None:
+    """In 19 of 20 jobs, each with other chances, one is named within ten steps; no other in any.
+
+    Args:
+        job: Returns of a seed who is to be named, since when it is slow, and what changes.
+        places: Those of the ranks.
+        noise: Of the times.
+    """
+    late = 0
+    for seed in range(20):
+        key, since, change = job(seed)
+        first = named(since + 20, change, places, noise, seed)
+        assert set(first) <= {key}
+        late += not since <= first.get(key, 0) < since + 10
+    assert late <= 1
+
+
+def longer(names: Sequence[str], factor: float, rank: int = 2, since: int = 100) -> Change:
+    def change(step: int, of: int, row: StepRow) -> StepRow:
+        if of != rank or step < since:
+            return row
+        return row._replace(**{name: getattr(row, name) * factor for name in names})
+
+    return change
+
+
+def swinging(change: Change, seed: int) -> Change:
+    """Each rank computes 1.5 times as long, and probes 1.65, in phases of up to 60 steps."""
+    chance = random.Random(seed)
+    phases = {rank: [chance.randrange(5, 60) for _ in range(200)] for rank in range(RANKS)}
+    slow = {
+        rank: [n % 2 == 1 for n, length in enumerate(lengths) for _ in range(length)]
+        for rank, lengths in phases.items()
+    }
+
+    def changed(step: int, rank: int, row: StepRow) -> StepRow:
+        row = change(step, rank, row)
+        if slow[rank][step]:
+            row = row._replace(cpu=1.5 * row.cpu, wall=1.5 * row.wall, probe=1.65 * row.probe)
+        return row
+
+    return changed
+
+
+def later(seconds: float, since: int, awaited: float = 4) -> Change:
+    """What comes to rank 2 from rank 1 is longer on its way; all wait for so many messages."""
+
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        flights = list(row.flights)
+        flights[2::3] = [awaited] * len(flights[2::3])
+        flights[1] += seconds if rank == 2 and step >= since else 0.0
+        return row._replace(flights=tuple(flights))
+
+    return change
+
+
+def limited_now_and_then(step: int, rank: int, row: StepRow) -> StepRow:
+    return row._replace(limited=0.03 * (step % 10 == 0))
+
+
+def little_data(step: int, rank: int, row: StepRow) -> StepRow:
+    return longer(["data"], 3.0)(step, rank, row._replace(data=row.data / 50))
+
+
+def slower_machine(step: int, rank: int, row: StepRow) -> StepRow:
+    return longer(["cpu", "wall", "data"], 1.6, rank)(step, rank, row)
+
+
+@pytest.mark.parametrize(
+    ("steps", "change", "options"),
+    [
+        (1000, unchanged, {"noise": 0.08}),
+        (1000, unchanged, {"noise": 0.2}),
+        (1000, unchanged, {"noise": 0.08, "places": REPLICAS}),
+        (1000, swinging(unchanged, 1), {"seed": 1}),
+        (1000, swinging(unchanged, 1), {"seed": 1, "places": REPLICAS}),
+        (200, longer(["cpu", "wall", "probe"], 1.5), {}),
+        (200, longer(["cpu", "wall", "probe"], 1.5), {"places": REPLICAS}),
+        # A link for which nobody waits, and one that costs little of a step.
+        (200, later(0.3 * STEP / 4, 100, awaited=0), {}),
+        (200, later(0.01 * STEP / 4, 100), {}),
+        (300, limited_now_and_then, {}),
+        (200, little_data, {}),
+        (300, slower_machine, {}),
+    ],
+)
+def test_nobody_is_named_for_what_does_not_matter(
+    steps: int, change: Change, options: dict[str, Any]
+) -> None:
+    assert named(steps, change, **options) == {}
+
+
+@pytest.mark.parametrize(("factor", "slow"), [(1.5, {(2, "compute")}), (1.0, set())])
+def test_of_steps_of_which_one_in_ten_is_measured_those_count(factor: float, slow: Any) -> None:
+    def measured(step: int, rank: int, row: StepRow) -> StepRow:
+        row = longer(["cpu", "wall"], factor, since=500)(step, rank, row)._replace(probe=0.0)
+        row = row._replace(data=row.data if step % 10 == 1 else 0.0)
+        return row if step % 10 == 0 else row._replace(cpu=0.0, wall=0.0)
+
+    assert set(named(1000, measured)) == slow
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [(["cpu", "wall"], "compute"), (["wall"], "compute"), (["data"], "data")],
+)
+def test_a_rank_that_takes_1_3_times_as_long_is_named(
+    places: Places, names: Sequence[str], what: str
+) -> None:
+    def job(seed: int) -> tuple[tuple[int, str], int, Change]:
+        rank, since = seed % RANKS, 60 + seed
+        return (rank, what), since, longer(names, 1.3, rank, since)
+
+    require_found(job, places)
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+def test_a_machine_that_swings_hides_no_rank_that_computes_1_3_times_as_much(
+    places: Places,
+) -> None:
+    def job(seed: int) -> tuple[tuple[int, str], int, Change]:
+        rank, since = seed % RANKS, 100 + 3 * seed
+        change = swinging(longer(["cpu", "wall"], 1.3, rank, since), seed)
+        return (rank, "compute"), since, change
+
+    require_found(job, places)
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+def test_a_machine_that_is_much_slower_is_named_as_such(places: Places) -> None:
+    seen = slow_by_step(140, longer(["cpu", "wall", "probe"], 2.5), places)
+    for step, slow in enumerate(seen):
+        if not 100 <= step < 110:
+            assert [(one.rank, one.what) for one in slow] == [(2, MACHINE)] * (step > 100)
+    assert "look for what else runs on its host" in str(seen[-1][0])
+
+
+@pytest.mark.parametrize(("places", "noise"), [(ALONE, 0.05), (ALONE, 0.2), (REPLICAS, 0.05)])
+def test_a_link_that_makes_steps_1_3_times_as_long_is_named(places: Places, noise: float) -> None:
+    """Each of four messages is awaited 7.5 ms longer."""
+    require_found(
+        lambda seed: ((1, "link to rank 2"), 60 + seed, later(0.3 * STEP / 4, 60 + seed)),
+        *(places, noise),
+    )
+
+
+def test_messages_for_which_nobody_waits_say_little_of_a_link() -> None:
+    """They are noticed late; where the link is slow some end waits, and it is named."""
+
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        if rank != 1 or not 60 <= step < 200:
+            return later(0.3 * STEP / 4, 200)(step, rank, row)
+        flights = list(row.flights)
+        flights[4] += 0.5
+        flights[5] = 0
+        return row._replace(flights=tuple(flights))
+
+    first = named(215, change)
+    assert set(first) == {(1, "link to rank 2")}
+    assert first[1, "link to rank 2"] >= 195
+
+
+@pytest.mark.parametrize(("period", "usual"), [(0.1, STEP), (0.25, STEP), (0.1, 0.02)])
+def test_a_rank_whose_processor_is_limited_is_named_for_that(period: float, usual: float) -> None:
+    """A step takes 1.3 times as long; the kernel takes the processor away once in a period."""
+
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        if rank != 2 or step < 100:
+            return row._replace(span=usual)
+        span = 1.3 * usual
+        passed = (step - 100) * span
+        periods = int((passed + span) / period) - int(passed / period)
+        limited = 0.3 / 1.3 * period * periods
+        return row._replace(span=span, limited=limited)
+
+    seen = slow_by_step(200, change)
+    named_in = [step for step, slow in enumerate(seen) if slow]
+    assert {(one.rank, one.what) for slow in seen for one in slow} == {(2, LIMIT)}
+    assert 100 <= named_in[0] < 110
+    assert re.fullmatch(
+        r"rank 2 is slow: compute \(processor limit\) takes 1\.\d times as long as without the "
+        r"limit; give its container more processor time \(cpu\.max, docker's --cpus\)",
+        str(seen[named_in[-1]][0]),
+    )
+
+
+def test_saving_is_compared_where_all_have_saved() -> None:
+    assert set(named(200, longer(["save"], 1.5))) == {(2, "save")}
+
+
+def test_one_that_is_slow_no_longer_is_named_no_longer() -> None:
+    slow = longer(["cpu", "wall"], 1.5)
+    seen = slow_by_step(160, lambda n, r, row: row if n >= 130 else slow(n, r, row), seed=1)
+    assert [[one.rank for one in seen[step]] for step in (110, 129, 140)] == [[2], [2], []]
+
+
+def test_one_that_was_slow_before_is_named_as_soon_again() -> None:
+    """What was seen of it then is not what chance does."""
+
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        before = longer(["cpu", "wall"], 2.0 if step < 115 else 1.0)(step, rank, row)
+        return longer(["cpu", "wall"], 1.3, since=150)(step, rank, before)
+
+    seen = slow_by_step(170, change, seed=1)
+    assert [bool(seen[step]) for step in (110, 130, 160)] == [True, False, True]
+
+
+def test_what_was_slow_too_early_to_be_named_hides_nothing_later() -> None:
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        return longer(["cpu", "wall"], 1.3, since=12 if step < 21 else 100)(step, rank, row)
+
+    first = named(110, change)
+    assert set(first) == {(2, "compute")}
+    assert first[2, "compute"] >= 100
+
+
+def test_steps_that_a_rank_does_not_tell_are_left_out() -> None:
+    chance, slow = random.Random(1), SlowRanks(ALONE)
+    change = longer(["cpu", "wall"], 1.5)
+    for step in range(0, 130, 2):
+        both = [rows(number, chance, 0.05) for number in (step, step + 1)]
+        told = {
+            rank: [change(step + n, rank, both[n][rank]) for n in range(2) if rank != n]
+            for rank in range(RANKS)
+        }
+        slow.add(told)
+    assert slow.slow == []
+
+
+@pytest.mark.parametrize(
+    ("places", "reference"),
+    [(ALONE, "in the steps before"), (REPLICAS, "on ranks with the same stages")],
+)
+def test_it_is_said_what_a_rank_is_compared_with(places: Places, reference: str) -> None:
+    (one,) = slow_by_step(115, longer(["data"], 7.2), places)[-1]
+    text = rf"rank 2 is slow: data takes [67]\.\d times as long as {reference}"
+    assert re.fullmatch(text, str(one))
+
+
+def test_what_comes_and_goes_is_logged_when_it_lasts_and_after_longer_pauses() -> None:
+    """Of 40 times a minute apart, each six seconds long, and as many of two seconds."""
+    notices, one = Notices(), SlowRank(0, "data", 2.0, "in the steps before")
+    short = SlowRank(1, "data", 2.0, "in the steps before")
+    seen = []
+    for second in range(2400):
+        slow = [one] * (second % 60 < 6) + [short] * (second % 60 < 2)
+        seen += [(second, named.rank) for named in notices.choose(slow, float(second))]
+    assert seen == [(5, 0), (605, 0), (1805, 0)]

@@ -1,0 +1,329 @@
+"""The page without a browser: well formed, escaped, loads nothing, and has the figures it is of."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
+from fleetpipe.cli import main
+from fleetpipe.contrib.view.reading.run_folder import read
+from fleetpipe.contrib.view.showing.chart import Curve, chart, with_mean
+from fleetpipe.contrib.view.showing.numbers import align, clock, labels, seconds, short, size, ticks
+from fleetpipe.contrib.view.showing.page import page, template
+from fleetpipe.mesh.parts import Described
+from tests.contrib.view.runs import EVIL, row, schedule, written
+from tests.ground.test_without_paddle import without_paddle
+
+pytestmark = pytest.mark.no_paddle
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Parsed(HTMLParser):
+    """The elements of a page: tags that are open, sections, scripts, text, and what it names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.sections: dict[str, str] = {}
+        self.charts: list[dict[str, Any]] = []
+        self.scripts = 0
+        self.names: list[str] = []
+        self.attributes: list[dict[str, str | None]] = []
+        self._data = False
+        self._section = "head"
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.attributes.append(values)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "section":
+            self._section = values["id"] or ""
+        if tag == "script":
+            self._data = values.get("type") == "application/json"
+            self.scripts += not self._data
+        self.names += [value or "" for name, value in attrs if name in ("src", "href", "action")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            if self._data:
+                self.charts.append(json.loads(data))
+        elif self.open[-1:] != ["style"]:
+            self.sections[self._section] = self.sections.get(self._section, "") + data + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, traced: Callable[[Path], None]) -> Path:
+    rows = [
+        row(step, 2 / step, acc=step / 40, learning_rate=0.1, samples_per_second=100.5)
+        for step in range(1, 31)
+    ]
+    rows[-1].update(held_by_rank=[2, 1], peak_memory_by_process=[3.5e8, 1.75e8])
+    rows += [row(step, 3 / step, "eval", acc=0.5) for step in (10, 20, 30)]
+    stages = [
+        {"stage": stage, "rank": stage, "layers": ["Linear", "Linear", "relu"], "parameters": 750}
+        for stage in (0, 1)
+    ]
+    about = {"stages": stages, "versions": {"fleetpipe": "0.1"}, "config": {"model": {"width": 8}}}
+    written(tmp_path / "run", rows, schedule=schedule(), **about)
+    (tmp_path / "run" / "trace").mkdir()
+    traced(tmp_path / "run" / "trace" / "trace.json")
+    return tmp_path / "run"
+
+
+def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
+    parsed = Parsed(page(read(folder), now=1.7e9 + 90))
+    assert parsed.open == []
+    assert list(parsed.sections) == [
+        *("head", "curves", "throughput", "pipeline", "ranks", "memory"),
+        *("evaluations", "configuration", "versions"),
+    ]
+    loss, acc, rate, throughput, memory = ([*chart["curves"]] for chart in parsed.charts)
+    assert loss[0] == {
+        "name": "training",
+        "colour": 0,
+        "kind": "line",
+        "xs": list(range(1, 31)),
+        "ys": [2 / step for step in range(1, 31)],
+        "times": list(range(30)),
+    }
+    assert loss[1]["ys"] == [3 / step for step in (10, 20, 30)]
+    assert [curve["name"] for curve in acc] == ["training", "evaluation"]
+    assert set(rate[0]["ys"]) == {0.1}
+    assert set(throughput[0]["ys"]) == {100.5}
+    assert [(each["name"], each["xs"], each["ys"]) for each in memory] == [
+        ("process 0", [30], [pytest.approx(0.35)]),
+        ("process 1", [30], [pytest.approx(0.175)]),
+    ]
+    assert "the last row is 1 min 0 s old" in parsed.sections["head"]
+    caption = ["Figures", "of", "each", "evaluation,", "the", "newest", "last"]
+    assert parsed.sections["evaluations"].split() == [
+        *("Evaluations", *caption, "epoch", "step", "loss", "acc"),
+        *("1", "10", "0.3000", "0.5000", "2", "20", "0.1500", "0.5000"),
+        *("3", "30", "0.1000", "0.5000"),
+    ]
+    pipeline = parsed.sections["pipeline"]
+    # 1F1B on two ranks: (m + 1) * 3 long, of which 3 m are busy.
+    assert "Predicted with the median cost of each action: bubble 20.0%" in pipeline
+    assert "Measured, step 2: bubble 20.0%" in pipeline
+    # Predicted beside each of the two steps, and measured in the first.
+    assert pipeline.count("B0.3 on rank 0: 20 ms") == 3
+    assert pipeline.count("B0.3 on rank 0: 40 ms") == 1
+    assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["ranks"])
+    assert "350.0 MB" in parsed.sections["memory"]
+    assert parsed.sections["configuration"].split() == ["Configuration", "model", "width", "8"]
+
+
+def test_settings_stand_under_headings_and_each_once(tmp_path: Path) -> None:
+    config = {"train": {"epochs": 3, "data": {"rows": 9}}, "seed": 1}
+    training = {"epochs": 3, "micro_batches": 4, "metrics": []}
+    written(tmp_path, [row(1, 2.0)], config=config, training=training, layout={"pp": 2})
+    words = Parsed(page(read(tmp_path))).sections["configuration"].split()
+    assert words[: words.index("fleetpipe")] == [
+        *("Configuration", "config", "seed", "1", "train", "epochs", "3", "data.rows", "9"),
+        *("training", "micro_batches", "4", "layout", "pp", "2"),
+    ]
+
+
+def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:
+    for step in (9, 30):
+        weight = Entry("model", Described("float32", (0,)), (WrittenPart(None, 0),), f"{step:064x}")
+        home = folder / "checkpoints" / f"step-{step:08d}"
+        home.mkdir(parents=True)
+        contents = Manifest(
+            *(step, {"model": Whole(0, 0)}, {TensorName(MODEL, "0.weight"): weight}, ("0.weight",)),
+            *(None, {}, {}, {}),
+        )
+        (home / "manifest.json").write_text(contents.to_text())
+    tile = f"hash of step 30\n{contents.model_hash[:12]}\n"
+    assert tile in Parsed(page(read(folder))).sections["head"]
+    (home / "manifest.json").write_text("torn")
+    assert "hash of step" not in page(read(folder))
+
+
+def test_figures_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    shares = [place / 20 for place in range(11)]
+    rows = [row(step, 1.0, busy_share_by_rank=shares, gradient_norm=0.5) for step in (1, 2, 3)]
+    parsed = Parsed(page(read(written(tmp_path, rows))))
+    busy = parsed.charts[-1]["curves"]
+    assert [(each["name"], each["ys"][0]) for each in busy] == [
+        ("least of 11", 0),
+        ("median of 11", 25),
+        ("most of 11", 50),
+    ]
+    assert "gradient norm" in parsed.sections["curves"]
+    # The first row is a second after nothing: elapsed time counts from it.
+    assert re.search(r"1\s+0\.0 s\s+2\s+1\.0 s\s+3\s+2\.0 s", parsed.sections["curves"])
+
+
+def test_it_loads_nothing_and_runs_one_script(folder: Path) -> None:
+    text = page(read(folder))
+    parsed = Parsed(text)
+    assert parsed.names == []
+    assert parsed.scripts == 1
+    assert "default-src 'none'" in text
+    assert not re.search(r"url\(|@import|https?:", text)
+
+
+def test_the_folder_of_a_trace_alone_has_a_page(
+    tmp_path: Path, traced: Callable[[Path], None]
+) -> None:
+    traced(tmp_path / "trace.json")
+    parsed = Parsed(page(read(tmp_path)))
+    assert list(parsed.sections) == ["head", "missing", "pipeline"]
+    assert "Measured, step 2" in parsed.sections["pipeline"]
+    for name in ("metrics.jsonl", "run.json"):
+        assert f"{name} is missing" in parsed.sections["missing"]
+
+
+def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+    rows = [row(1, 1.0, **{EVIL: 0.5}), row(1, 1.0, "eval", **{EVIL: 0.5})]
+    about = {
+        "config": {EVIL: EVIL, "nested": {EVIL: [EVIL]}},
+        "versions": {EVIL: EVIL},
+        "command": [EVIL],
+        "schedule": {**schedule(), "name": EVIL},
+        "stages": [{"stage": EVIL, "rank": 0, "layers": [EVIL], "parameters": 1}],
+    }
+    folder = written(tmp_path / "<b>run", rows, **about)
+    lives = {"event": "begin", "life": 1, "time": 0, "step": 0, "process": EVIL}
+    end = {"event": "end", "life": 1, "time": 1, "code": 1, "culprit": EVIL, "details": EVIL}
+    (folder / "lives.jsonl").write_text(json.dumps(lives) + "\n" + json.dumps(end) + "\n")
+    text = page(read(folder))
+    parsed = Parsed(text)
+    assert EVIL not in text
+    assert parsed.scripts == 1
+    assert "<b>run" in parsed.sections["head"]
+    # As a tile, the titles of a chart, a column, settings, and the end of a life.
+    for section in (
+        "head",
+        "curves",
+        "evaluations",
+        "pipeline",
+        "ranks",
+        "attempts",
+        "configuration",
+    ):
+        assert EVIL in parsed.sections[section], section
+
+
+def test_a_name_with_quotes_stays_within_its_attribute(tmp_path: Path) -> None:
+    name = 'x" onload="alert(1)'
+    text = page(read(written(tmp_path, [row(1, 1.0, **{name: 0.5})])))
+    assert name not in text
+    labels = [values["aria-label"] for values in Parsed(text).attributes if "aria-label" in values]
+    assert f"{name} by step" in labels
+
+
+def test_what_is_no_number_is_a_gap_and_is_said(tmp_path: Path) -> None:
+    losses = [3.0, math.nan, math.inf, 2.0, 1.0]
+    run = read(written(tmp_path, [row(step, loss) for step, loss in enumerate(losses, 1)]))
+    text = page(run)
+    parsed = Parsed(text)
+    assert parsed.charts[0]["curves"][0]["ys"] == [3.0, None, None, 2.0, 1.0]
+    assert "2 figures are NaN or infinite" in parsed.sections["curves"]
+    path = re.search(r'<path class="line c0" d="([^"]*)"', text)
+    assert path
+    assert re.sub(r"[\d. ]", "", path[1]) == "MML"
+
+
+def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
+    ys = [1.0] * 100_000
+    ys[77_777], ys[12_345] = 50.0, math.nan
+    curve = Curve("training", range(100_000), ys)
+    thin = curve.thin()
+    assert len(thin.xs) < 1200
+    assert (77_777, 50.0) in zip(thin.xs, thin.ys)
+    assert (thin.xs[0], thin.xs[-1]) == (0, 99_999)
+    assert [x for x, y in zip(thin.xs, thin.ys) if math.isnan(y)] == [12_345]
+    assert all(ys[x] == y for x, y in zip(thin.xs, thin.ys) if x != 12_345)
+    faint, mean = with_mean(Curve("loss", range(100), [float(x) for x in range(100)]))
+    assert (faint.kind, mean.name) == ("faint", "mean of 5")
+    assert mean.ys[:3] == [0.0, 0.5, 1.0]
+    assert mean.ys[-1] == 97.0
+
+
+@given(st.lists(st.floats(-1e200, 1e200) | st.just(math.nan), min_size=1, max_size=80))
+def test_any_figures_can_be_drawn(values: list[float]) -> None:
+    curves = with_mean(Curve("training", range(len(values)), values))
+    drawn = template("chart.html").render(chart=chart("x", curves))
+    assert not re.search(r'(?:d|style)="[^"]*(?:nan|inf)', drawn)
+    for place in map(float, re.findall(r"(?:top|left):(-?[\d.e+-]+)%", drawn)):
+        assert -0.01 <= place <= 100.01
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 100, ["0", "20", "40", "60", "80", "100"]),
+        (0, 0.0101, ["0.0000", "0.0025", "0.0050", "0.0075", "0.0100"]),
+        (1e-9, 3e-9, ["1e-09", "1.5e-09", "2e-09", "2.5e-09", "3e-09"]),
+        (-1, 1, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        (5, 5, ["5"]),
+        (0, 2_400_000, ["0", "5e+05", "1e+06", "1.5e+06", "2e+06"]),
+    ],
+)
+def test_the_lines_of_an_axis(low: float, high: float, expected: list[str]) -> None:
+    assert labels(ticks(low, high)) == expected
+
+
+def test_numbers_are_short_and_stand_below_each_other() -> None:
+    assert [short(x) for x in (0, 0.5, 12345.6, 1.5e-7, 2.5e12, math.nan)] == [
+        *("0", "0.5", "12,346", "1.500e-07", "2.500e+12", "nan")
+    ]
+    assert align([12.5, 0.25]) == ["12.50", "0.25"]
+    assert [size(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
+    assert [clock(x) for x in (6, 105, 7305)] == ["6.0 s", "1:45", "2:01:45"]
+    assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [
+        *("0.2 s", "1 min 0 s", "1 h 1 min", "3 days")
+    ]
+
+
+def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    done = without_paddle(
+        f"""
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
+from fleetpipe.cli import main
+assert main(["report", {str(folder)!r}, "-o", {str(target)!r}]) == 0
+assert not any(name.startswith("paddle") for name in sys.modules)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{target}: ")
+    assert Parsed(target.read_text()).open == []
+
+
+def test_a_page_in_no_folder_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_slow_ranks_have_a_table(tmp_path: Path) -> None:
+    run = written(tmp_path, [row(1, 0.5)])
+    line = {"step": 76, "time": 1.7e9, "rank": 2, "what": f"compute {EVIL}", "factor": 1.3125}
+    (run / "slow.jsonl").write_text(json.dumps(line) + '\n{"factor": "no figure"}\n{"torn')
+    parsed = Parsed(page(read(run)))
+    text = " ".join(parsed.sections["slow"].split())
+    assert text.startswith("Slow ranks When a rank became slow")
+    assert f" step rank what times as long 76 2 compute {EVIL} 1.312 " in text

@@ -1,0 +1,185 @@
+"""``fleetpipe watch`` of a folder, and a job of one process that is watched while it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import threading
+import time
+import urllib.request
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe.cli import main
+from fleetpipe.contrib.view import reporting
+from fleetpipe.contrib.view.judging.slow_ranks import SlowRank
+from fleetpipe.contrib.view.reading.board import FILE, read_board
+from fleetpipe.contrib.view.reading.history import FILE as HISTORY
+from fleetpipe.contrib.view.reading.history import History, HistoryRow, read_history
+from fleetpipe.contrib.view.serving import AttemptBoard
+from fleetpipe.job.records import Heard, RankRecord
+from fleetpipe.job.run_progress import RunProgress
+from tests.contrib.view.boards import board
+from tests.pipelines import adam, batch, model_in_job
+
+pytestmark = pytest.mark.once
+
+
+def write(folder: Path, **fields: object) -> None:
+    (folder / FILE).write_text(json.dumps(board(**fields).content()))
+
+
+def test_a_folder_in_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write(tmp_path)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "step 11 of 100" in text
+    assert "rank 0 is slow: compute takes 1.5 times as long" in text
+    assert "attempt 3, since rank 1 was ended by SIGKILL" in text
+    assert "operation F0.1" in text
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["restarts"] == 2
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert len(re.findall(r" \d+%", capsys.readouterr().out)) == 2
+
+
+def test_texts_of_a_job_are_no_commands_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    odd = RankRecord(0, "[red]F0.0[/x]\x1b[2J", state="\x1b[1m", busy=1e9)
+    slow = (SlowRank(0, "[b]\x07", 2.0, ""),)
+    write(tmp_path, ranks=(odd,), slow=slow, news="\x1b]0;x\x07", steps=sys.maxsize)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "[red]F0.0[/x]\\x1b[2J" in text
+    assert not {"\x1b", "\x07"} & {*text}
+
+
+@pytest.mark.parametrize("until", [math.inf, sys.maxsize, 1 << 70])
+def test_a_run_of_endless_steps_has_no_end(until: float) -> None:
+    progress = RunProgress()
+    progress.expect(3, until)  # type: ignore[arg-type]
+    assert RankRecord.of(progress.record(0, "F0.0", with_rows=False).content()).steps is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["missing"], "there is no such folder"),
+        (["."], "nobody keeps the board of a job in this folder"),
+        (["localhost:1", "--once"], "no job is served at localhost:1"),
+        ([".", "--json"], "give --once --json"),
+    ],
+)
+def test_what_cannot_be_watched(
+    words: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_board_of_the_launcher_outlives_an_attempt(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    shown = AttemptBoard()
+    assert shown().ranks == ()
+    first.mkdir()
+    shown.begin(first)
+    write(first, restarts=0, news="")
+    of_loss = History([HistoryRow(11, {"loss": 0.25})])
+    (first / HISTORY).write_text(json.dumps(of_loss.content()))
+    assert (shown().step, shown().restarts, shown().news) == (11, 0, "")
+    second.mkdir()
+    shown.begin(second, 1, "attempt 2, since rank 1 was ended by SIGKILL")
+    before = time.time()
+    between = shown()
+    assert [rank.state for rank in between.ranks] == ["starting", "starting"]
+    assert (between.step, between.restarts) == (11, 1)
+    assert between.history.rows() == read_history(second).rows() == of_loss.rows()
+    assert between.news == "attempt 2, since rank 1 was ended by SIGKILL"
+    assert before <= between.at <= time.time()
+
+
+def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its board is served while it trains, and says at the end that it has ended."""
+    monkeypatch.setenv("FLEETPIPE_LIFE", str(tmp_path))
+    monkeypatch.setenv("FLEETPIPE_SERVE", "0")
+    said: list[str] = []
+    monkeypatch.setattr(
+        "fleetpipe.contrib.view.reporting._log.info", lambda _, url: said.append(url)
+    )
+    with model_in_job(2, memory_cap=3) as model:
+        optimizer = adam(model, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0))
+        losses = [float(model.train_batch(batch(), optimizer)) for _ in range(3)]
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{said[0]}status.json", timeout=5) as answer:
+                status = json.load(answer)
+            if status["step"] == 3:
+                break
+            time.sleep(0.1)
+    assert status["step"] == 3
+    (rank,) = status["ranks"]
+    assert (rank["rank"], rank["stage"], rank["state"]) == (0, 0, "running")
+    assert 0 < rank["busy"] <= 1
+    assert rank["memory"] > 10_000_000
+    assert status["samples_per_second"] == pytest.approx(8 / status["step_time"])
+    last = read_board(tmp_path / FILE)
+    assert last.gradient_norm == pytest.approx(optimizer.gradient_norm, rel=1e-5)
+    assert (last.ranks[0].held, last.ranks[0].held_cap) == (2, 3)
+    assert rank["memory"] < (last.ranks[0].memory_limit or 0)
+    assert last.history.series()["loss"] == ([1, 2, 3], losses)
+    assert last.history.series()["step time"][0] == [2, 3]
+    assert (last.ranks[0].state, last.news) == ("ended", "the job has ended")
+    assert replace(last, ranks=()).slow == ()
+
+
+def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    def heard() -> dict[int, Heard]:
+        asked.set()
+        time.sleep(0.5)
+        return {0: Heard(RankRecord(0, ""))}
+
+    progress = SimpleNamespace(folders=[tmp_path], figures=deque[Any](), step=1)
+    reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard))  # type: ignore[arg-type]
+    progress.figures.append((1, {"loss": 2.0}))
+    assert asked.wait(10)
+    reporter.close()
+    assert not reporter._thread.is_alive()
+    last = read_board(tmp_path / FILE)
+    assert [rank.state for rank in last.ranks] == ["ended"]
+    assert last.history.series()["loss"] == ([1], [2.0])
+
+
+def test_a_folder_that_another_job_writes_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    warning = "fleetpipe.contrib.view.reporting._log.warning"
+    monkeypatch.setattr(warning, lambda text, *values: said.append(text % values))
+    reporting._warn_of_another(tmp_path)
+    write(tmp_path, at=time.time() - 60)
+    reporting._warn_of_another(tmp_path)
+    assert said == []
+    write(tmp_path)
+    reporting._warn_of_another(tmp_path)
+    assert said == [f"another job runs in {tmp_path}: give each a folder of its own"]
