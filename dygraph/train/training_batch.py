@@ -73,7 +73,8 @@ class TrainingBatch:
         self._keys = runtime.keys.draw()
         data, self._sources = with_gradients(data)
         keeps_graph = bool(self._sources) or is_iterator(data)
-        batches = runtime.data.micro_batches(data, keeps_graph=keeps_graph)
+        with runtime.job.progress.wall_time.spending("data"):
+            batches = runtime.data.micro_batches(data, keeps_graph=keeps_graph)
         runtime.data.require(batches, labelled=True)
         self.observed = ObservedBatch(
             without_gradients(batches), self._keys, weights, loss_fn_idx, None, scaler
@@ -283,7 +284,11 @@ def run_forwards(
         losses = Losses(functions, weights, weight_of=weight_of, by_tree=runtime.job.sums_by_tree)
     value_of = runtime.layers.owned_stages.value_of
     batch = Batch(batches, losses, value_of=lambda output: result_of(value_of(output)))
-    with runtime.running(batch, count, units) as run, paddle.no_grad():
+    with (
+        runtime.job.progress.wall_time.spending("evaluation"),
+        runtime.running(batch, count, units) as run,
+        paddle.no_grad(),
+    ):
         with runtime.keys.keyed(keys):
             run({})
         yield batch

@@ -44,7 +44,8 @@ class Traced(Protocol):
 
     Attributes:
         endings: Functions to call when the job ends.
-        progress: Its ``step`` is the number of steps that are done.
+        progress: Its ``step`` is the number of steps that are done, and its ``wall_time`` says what
+            passed between two of them.
     """
 
     endings: list[Callable[[], None]]
@@ -73,6 +74,7 @@ class Trace(BatchObserver):
         ranks: Iterable[int],
         group: Group,
         most_steps: int = MOST_STEPS,
+        progress: Any = None,
     ) -> None:
         """Creates the trace and compares the clocks of the ranks. Collective.
 
@@ -82,6 +84,7 @@ class Trace(BatchObserver):
             ranks: The ranks of the pipeline that this process plays.
             group: The group of all ranks of the pipeline.
             most_steps: Number of steps to store; a longer run stores the last ones.
+            progress: The job's; the time between steps is recorded if there is one.
         """
         self._records: dict[int, list[Record]] = {rank: [] for rank in ranks}
         self._folder = folder
@@ -90,14 +93,16 @@ class Trace(BatchObserver):
         self._steps: deque[list[Event]] = deque(maxlen=most_steps)
         self._numbers: deque[int] = deque(maxlen=most_steps)
         self._count = 0
+        self._progress = progress
         self._recording = False
         self._now = device_clock()
         self._offset, self.clock_error = _clock(group)
         self._queue: systems.ProcessorQueue | None = None
         self._queued = 0.0
-        #: What a container's limit, and the hypervisor, took before the step, and of each step.
+        #: What a container's limit, and the hypervisor, took before the step; and of each step,
+        #: with what was spent on each part of the time since the step before.
         self._before = [0.0, 0.0]
-        self._taken: deque[list[float]] = deque(maxlen=most_steps)
+        self._taken: deque[dict[str, float]] = deque(maxlen=most_steps)
         self._machine = _machine(group, len(self._records))
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
@@ -142,13 +147,18 @@ class Trace(BatchObserver):
             for rank, records in self._records.items()
         }
         limited = self._queue.limited_seconds() if self._queue else 0.0
-        taken = [limited - self._before[0], systems.stolen_seconds() - self._before[1]]
+        taken = {
+            **({} if self._progress is None else self._progress.wall_time.between),
+            "limited": limited - self._before[0],
+            "stolen": systems.stolen_seconds() - self._before[1],
+        }
         gathered = self._group.all_gather([shifted, taken])
         self._count += 1
         self._numbers.append(self._count if number is None else number)
         if self._group.rank == 0:
             merged = {rank: records for part, _ in gathered for rank, records in part.items()}
-            self._taken.append([fmean(each) for each in zip(*(taken for _, taken in gathered))])
+            each = [taken for _, taken in gathered]
+            self._taken.append({part: fmean(one[part] for one in each) for part in taken})
             step = [Event(int(rank), *one) for rank, records in merged.items() for one in records]
             self._steps.append(with_early(step, self._schedule.actions))
 
@@ -184,8 +194,10 @@ class Trace(BatchObserver):
         placement = self._schedule.placement
         path, numbers = self._folder / "trace.json", list(self._numbers)
         kind = device_kind()
-        limited, stolen = zip(*self._taken)
-        machine = {**self._machine, "limited": limited, "stolen": stolen, "load": systems.load()}
+        taken = {part: [one[part] for one in self._taken] for part in self._taken[0]}
+        machine: dict[str, object] = {**self._machine, "load": systems.load()}
+        machine.update({name: taken.pop(name) for name in ("limited", "stolen")})
+        machine["between"] = taken
         write_trace(
             path,
             tracks,
@@ -232,8 +244,8 @@ class JobTrace(Trace):
         group = job.group()
         if group.rank == 0:
             require_folder('fleetpipe_configs["trace"]', folder)
-        super().__init__(Path(folder).absolute(), schedule, job.connect(), group)
-        self._progress = job.progress
+        path = Path(folder).absolute()
+        super().__init__(path, schedule, job.connect(), group, progress=job.progress)
         job.endings.append(self._log_summary)
 
     def begin(self, batch: Any) -> None:

@@ -47,6 +47,7 @@ class Loop:
         self._model = model
         self._runner = runner
         self._callbacks: Any = callbacks
+        self._spending = runner.progress.wall_time.spending
         self._names = names_of(runner.metrics)
         self._mean = _Mean()
         self.left = most
@@ -76,12 +77,12 @@ class Loop:
         """
         logs: Logs = {}
         history: defaultdict[str, list[float]] = defaultdict(list)
-        self._callbacks.on_begin("train")
+        self._tell("on_begin", "train")
         if position.step == 0:
             position.put_callbacks_back()
         while position.epoch < epochs and self.left != 0 and not position.stopped:
             epoch = position.epoch
-            self._callbacks.on_epoch_begin(epoch, {"step": position.step})
+            self._tell("on_epoch_begin", epoch, {"step": position.step})
             position.put_callbacks_back()
             logs = self.run_epoch(source, position, saver, accumulate)
             self._note(history, {**logs, "loss": self._mean.value}, "")
@@ -89,7 +90,7 @@ class Loop:
             if not complete and saver is not None:
                 # Before callbacks step a rate: the training that goes on will end this epoch.
                 saver.cut_short()
-            self._callbacks.on_epoch_end(epoch, logs)
+            self._tell("on_epoch_end", epoch, logs)
             evaluated: Logs = {}
             if evaluation is not None and epoch % eval_freq == 0:
                 evaluated = self._evaluate_epoch(evaluation, position)
@@ -99,7 +100,7 @@ class Loop:
                 position.next_epoch()
                 if saver is not None:
                     saver.epoch_done(epoch, evaluated)
-        self._callbacks.on_end("train", logs)
+        self._tell("on_end", "train", logs)
         return dict(history)
 
     def _note(self, history: History, logs: Logs, prefix: str) -> dict[str, float]:
@@ -139,7 +140,7 @@ class Loop:
                 saver.step_done()
 
         for step, rows in self._batches(source, position.step):
-            self._callbacks.on_batch_begin("train", step, self.logs)
+            self._tell("on_batch_begin", "train", step, self.logs)
             # Data may fill the same tensors again for the next batch.
             waiting.append((step, rows.copy() if accumulate > 1 else rows))
             if len(waiting) == accumulate:
@@ -160,43 +161,50 @@ class Loop:
         steps = source.steps if most is None else min(most, source.steps or most)
         self._mean = _Mean()
         self._end()  # a checkpoint, or an evaluation that failed, has left counts
-        self._callbacks.on_begin("eval", {"steps": steps, "metrics": self._model.metric_names})
+        self._tell("on_begin", "eval", {"steps": steps, "metrics": self._model.metric_names})
         for step, rows in self._batches(source):
-            self._callbacks.on_batch_begin("eval", step, self.logs)
+            self._tell("on_batch_begin", "eval", step, self.logs)
             loss, weight = self._runner.evaluate(rows)
             self._report("eval", step, rows, loss if self._runner.has_loss else None, weight)
         logs = self._end()
         if self._mean.value is not None:
             logs["loss"] = [self._mean.value]
-        self._callbacks.on_end("eval", logs)
+        self._tell("on_end", "eval", logs)
         return logs
 
     def predict(self, source: BatchSource) -> list[list[np.ndarray]]:
         """Returns the outputs of each batch."""
         self._model.mode = "test"
-        self._callbacks.on_begin("predict", {"steps": source.steps})
+        self._tell("on_begin", "predict", {"steps": source.steps})
         outputs = []
         for step, rows in self._batches(source):
-            self._callbacks.on_batch_begin("predict", step, self.logs)
+            self._tell("on_batch_begin", "predict", step, self.logs)
             outputs.append(self._runner.predict(rows))
             self.logs.update(step=step, batch_size=rows.everywhere)
-            self._callbacks.on_batch_end("predict", step, self.logs)
-        self._callbacks.on_end("predict", self.logs)
+            self._tell("on_batch_end", "predict", step, self.logs)
+        self._tell("on_end", "predict", self.logs)
         return outputs
 
     def _evaluate_epoch(self, source: BatchSource, position: Position) -> Logs:
         # As in paddle.Model, whose num_iters counts the batches of evaluations too.
         inner = Loop(self._model, self._runner, self._callbacks, self.left or None)
-        logs = inner.evaluate(source)
+        with self._spending("evaluation"):
+            logs = inner.evaluate(source)
         if self.left:
             position.taken += self.left - (inner.left or 0)
             self.left = inner.left
         return logs
 
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        """Calls a method of the callbacks."""
+        with self._spending("callbacks"):
+            getattr(self._callbacks, hook)(*arguments)
+
     def _batches(self, source: BatchSource, taken: int = 0) -> Iterator[tuple[int, Rows]]:
         batches = enumerate(source.batches(taken), taken)
         while self.left != 0:
-            batch = next(batches, None)
+            with self._spending("data"):
+                batch = next(batches, None)
             if batch is None:
                 return
             if self.left is not None:
@@ -219,7 +227,7 @@ class Loop:
         if self._names:
             self.logs.update(zip(self._names, values_of(self._runner.metrics)))
         self.logs.update(step=step, batch_size=rows.everywhere)
-        self._callbacks.on_batch_end(mode, step, self.logs)
+        self._tell("on_batch_end", mode, step, self.logs)
         if mode == "train":
             self._runner.progress.note(self._figures(self.logs))
 

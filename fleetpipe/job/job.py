@@ -128,6 +128,7 @@ class Job(MeshGroups):
         self.progress.synchronize = self._synchronize
         if connections is not None:
             self.progress.awaited = self._awaited_rank
+            self.progress.waited = self._waited_seconds
             self.progress.queues = connections.queues
             self.progress.flights = connections.flights
 
@@ -425,6 +426,11 @@ class Job(MeshGroups):
         if self._pipeline is not None and (peer := self._pipeline.awaited) is not None:
             return self.pipeline_ranks()[peer]
         return None if self._connections is None else self._connections.awaited
+
+    def _waited_seconds(self) -> float:
+        """Returns for how long this process has waited for messages of other ranks."""
+        transports = (self._pipeline, self._connections)
+        return sum(one.waited for one in transports if one is not None)
 
     def _describe(self, text: str) -> str:
         """Adds to a description of this rank's work its replica and the rank it waits for."""

@@ -12,6 +12,10 @@ from fleetpipe.json_value import JsonValue, Source
 #: Most rows that a record carries: what a rank does in shorter steps is a sample.
 MOST_ROWS = 16
 _MOST_RANKS = 1 << 20
+#: What the time from one step's end to the next one's begin is spent on.
+BETWEEN = ("data", "callbacks", "evaluation", "saves", "other")
+#: All that wall time is spent on: in a step a rank computes, or waits for other ranks.
+PARTS = ("compute", "waiting", *BETWEEN)
 
 SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the same fleetpipe")
 
@@ -60,19 +64,23 @@ class RankRecord:
         steps: Steps of the whole run; None if unknown.
         step_age: Seconds since the last one was done; None before the first.
         step_time: Seconds of a step, the mean of the last ones.
+        usual_step: The same, their median.
         busy: The share of the last steps in which it computed.
+        spent: Seconds since its first step, by ``PARTS``.
         samples: Rows of a step, of all replicas.
         memory: Bytes that the process holds.
         memory_limit: Bytes that it may hold; None if unknown.
         held: The most forwards whose activations it held at once in the last step.
         held_cap: The ``memory_cap`` of its schedule, if that counts forwards.
-        gradient_norm: Gradient norm of the last step before clipping; None without such a clip.
+        gradient_norm: Gradient norm of the last step before clipping, NaN and infinities included;
+            None without such a clip.
         incoming: Number of arrived messages that it has not taken.
         outgoing: Bytes that wait to be sent.
         saved: The last step that was saved; None without one.
         saved_age: Seconds since that save.
         rows: Steps that were done since the last record.
         state: On a board: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
+        part: What it spends its time on between two steps; empty in steps, and if nobody says so.
     """
 
     rank: int
@@ -85,7 +93,9 @@ class RankRecord:
     steps: int | None = None
     step_age: float | None = None
     step_time: float = 0.0
+    usual_step: float = 0.0
     busy: float = 0.0
+    spent: tuple[float, ...] = ()
     samples: int = 0
     memory: int = 0
     memory_limit: int | None = None
@@ -98,11 +108,17 @@ class RankRecord:
     saved_age: float | None = None
     rows: tuple[StepRow, ...] = ()
     state: str = "starting"
+    part: str = ""
 
     @property
     def stage(self) -> int | None:
         """The first of its stages; None before a model is wrapped."""
         return min(self.stages, default=None)
+
+    @property
+    def doing(self) -> str:
+        """Its present operation or the part of the time between steps, in words."""
+        return f"{self.part}, after {self.action}" if self.part else self.action
 
     @property
     def lean(self) -> RankRecord:
@@ -125,8 +141,12 @@ class RankRecord:
     @classmethod
     def read(cls, value: JsonValue) -> RankRecord:
         """Reads a record from a JSON value; the source of the value raises errors."""
-        record = value.record(cls, rows=_rows)
-        if record.rank >= _MOST_RANKS or len(record.rows) > MOST_ROWS:
+        record = value.record(cls, rows=_rows, gradient_norm=JsonValue.number)
+        if (
+            record.rank >= _MOST_RANKS
+            or len(record.rows) > MOST_ROWS
+            or len(record.spent) > len(PARTS)
+        ):
             raise value.refused("a record of one rank")
         return record
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from fleetpipe.job import attempt_files
-from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
+from fleetpipe.job.records import BETWEEN, MOST_ROWS, PARTS, RankRecord, StepRow
 from fleetpipe.job.watching.calls import CollectiveCalls
 from fleetpipe.systems import ProcessorQueue
 
-#: Steps whose mean is the time of a step.
+#: Steps whose figures are those of the present.
 _STEPS = 10
 #: A run of more steps is one without an end.
 _MOST_STEPS = 1 << 40
@@ -28,12 +28,103 @@ _CARD_SECONDS = 1.0
 StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
+class WallTime:
+    """Adds up what the wall time of a process is spent on.
+
+    What passes between two steps is ``other`` unless somebody names it by :meth:`spending`.
+
+    Attributes:
+        part: What the process spends its time on at this moment; empty in steps, and in ``other``.
+        between: Seconds between the last step and the one before, by the names of ``BETWEEN``.
+        recent: Seconds by part of each of the last steps.
+    """
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        """Begins without any step.
+
+        Args:
+            waited: Returns the seconds for which the process has waited for messages of others.
+        """
+        self.part = ""
+        self.between: Mapping[str, float] = dict.fromkeys(BETWEEN, 0.0)
+        self.recent: deque[Mapping[str, float]] = deque(maxlen=_STEPS)
+        self._waited = waited
+        self._total = Counter(dict.fromkeys(PARTS, 0.0))
+        #: Seconds since the last step, and the waits in them, which are waits no more.
+        self._named = dict.fromkeys(BETWEEN, 0.0)
+        self._waits_in_named = 0.0
+        #: The clock and the waits, where the last step has begun, and where it has ended.
+        self._begun = self._ended = (0.0, 0.0)
+        self._steps = 0
+        self._measured = False
+        self._sample: list[float] = []
+
+    @contextmanager
+    def spending(self, part: str) -> Iterator[None]:
+        """While it is open, time is spent on a part; a save within another part is a save."""
+        around = self.part
+        if around and part != "saves":
+            yield
+            return
+        begin, waited, saved = time.monotonic(), self._waited(), self._named["saves"]
+        self.part = part
+        try:
+            yield
+        finally:
+            self.part = around
+            self._named[part] += time.monotonic() - begin - (self._named["saves"] - saved)
+            if not around:
+                self._waits_in_named += self._waited() - waited
+
+    def begin_step(self) -> None:
+        """Begins a step."""
+        self._begun = time.monotonic(), self._waited()
+        if self._steps:
+            passed, waits = (now - before for now, before in zip(self._begun, self._ended))
+            named = sum(self._named.values()) - self._waits_in_named
+            self.between = {**self._named, "other": max(0.0, passed - waits - named)}
+
+    def end_step(self, measured: bool = True) -> None:
+        """Ends a step.
+
+        Args:
+            measured: Whether the device has computed the step by now. A step that it has not, and
+                what follows such a step, are taken to be shared out as those that were measured.
+        """
+        now = time.monotonic(), self._waited()
+        took, waits = (end - begin for end, begin in zip(now, self._begun))
+        if measured:
+            self._sample[:2] = max(0.0, took - waits), waits
+        if self._measured:
+            self._sample[2:] = [self.between["other"]]
+        if self._steps:
+            passed, waits = (end - before for end, before in zip(now, self._ended))
+            waits = max(0.0, waits - self._waits_in_named)
+            rest = passed - sum(self.between.values()) - waits
+            spent = [max(0.0, rest), waits, self.between["other"]]
+            if sum(self._sample) and not (measured and self._measured):
+                spent = [sum(spent) * part / sum(self._sample) for part in self._sample]
+            compute, waiting, *other = spent
+            named = {**self.between, "other": sum(other)}
+            self.recent.append({"compute": compute, "waiting": waiting, **named})
+            self._total.update(self.recent[-1])
+        self._ended, self._measured = now, measured
+        self._named, self._waits_in_named = dict.fromkeys(BETWEEN, 0.0), 0.0
+        self._steps += 1
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each of ``PARTS`` since the end of the first step."""
+        return tuple(self._total[part] for part in PARTS)
+
+
 class RunProgress:
     """Counts and times the steps of one process. The main thread writes it, another one reads.
 
     Attributes:
         action: Describes the present operation; called on any thread.
         awaited: Returns the rank for whose message it waits; None if it does not wait.
+        waited: Returns the seconds for which it has waited for messages.
         flights: Returns by rank the shortest time that a message took since the last call.
         queues: Returns the number of untaken messages and of unsent bytes.
         memory: Returns how many bytes it holds.
@@ -43,12 +134,14 @@ class RunProgress:
         figures: Gets each step with its figures by name; None where nobody takes them away.
         folders: The folders in which the run is recorded.
         calls: The collective calls that it has begun.
+        wall_time: Where its time goes.
         stages, replica, shard, samples, held, held_cap, step, steps: See :class:`RankRecord`.
     """
 
     def __init__(self) -> None:
         self.action: Callable[[], str] = lambda: "outside of the pipeline"
         self.awaited: Callable[[], int | None] = lambda: None
+        self.waited: Callable[[], float] = float
         self.flights: Callable[[], dict[int, float]] = dict
         self.queues: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.memory: Callable[[], int] = lambda: 0
@@ -60,6 +153,7 @@ class RunProgress:
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
         self.calls = CollectiveCalls()
+        self.wall_time = WallTime(self._waited_seconds)
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.held = self.step = 0
         self.steps: int | None = None
@@ -72,6 +166,9 @@ class RunProgress:
         self._saved: tuple[int, float] | None = None
         self._last: deque[StepRow] = deque(maxlen=_STEPS)
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
+
+    def _waited_seconds(self) -> float:
+        return self.waited()
 
     def expect(self, step: int, steps: int | None) -> None:
         """Sets how many steps the run has done already, and how many it has in all, if it ends."""
@@ -120,6 +217,7 @@ class RunProgress:
     def begin_step(self) -> None:
         """Begins a step; forgets times of earlier messages, which may be an evaluation's."""
         self.flights()
+        self.wall_time.begin_step()
 
     def end_step(self, times: StepTimes) -> None:
         """Counts a step; the time since the one before counts as its data."""
@@ -131,6 +229,8 @@ class RunProgress:
         )
         data = max(0.0, passed - self._save)
         now = time.monotonic()
+        # Not each step is measured, on a GPU.
+        self.wall_time.end_step(measured=wall > 0)
         figures, self._losses = self._losses, {}
         if self._ended is not None:
             span = now - self._ended
@@ -150,7 +250,8 @@ class RunProgress:
         self.synchronize()
         self._queue = self._queue or ProcessorQueue()
         begin, queued = time.monotonic(), self._queue.seconds()
-        yield
+        with self.wall_time.spending("saves"):
+            yield
         end = time.monotonic()
         # What others had of the processor is no part of a step's data, from which this is taken.
         self._save += max(0.0, end - begin - (self._queue.seconds() - queued))
@@ -159,11 +260,10 @@ class RunProgress:
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:
         """Returns the present record of the process, and forgets the rows that are in it."""
         # Each once, and before the clock: the main thread goes on meanwhile, and no age is below 0.
-        ended, saved, last = self._ended, self._saved, list(self._last)
+        ended, saved, spans = self._ended, self._saved, [row.span for row in [*self._last]]
+        recent = [*self.wall_time.recent]
         now = time.monotonic()
-        step_time = sum(row.span for row in last) / len(last) if last else 0.0
-        # Not each step is measured, on a GPU.
-        walls = [row.wall for row in last if row.wall]
+        passed = sum(sum(step.values()) for step in recent)
         rows: tuple[StepRow, ...] = ()
         if with_rows:
             rows = tuple(self._rows.popleft() for _ in range(len(self._rows)))
@@ -179,17 +279,20 @@ class RunProgress:
             step=self.step,
             steps=self.steps,
             step_age=None if ended is None else now - ended,
-            step_time=step_time,
-            busy=min(1.0, sum(walls) / len(walls) / step_time) if walls and step_time else 0.0,
+            step_time=fmean(spans) if spans else 0.0,
+            usual_step=median(spans) if spans else 0.0,
+            busy=sum(step["compute"] for step in recent) / passed if passed else 0.0,
+            spent=self.wall_time.seconds,
             samples=self.samples,
             memory=self.memory(),
             memory_limit=None if self.memory_limit == sys.maxsize else self.memory_limit,
             held=self.held,
             held_cap=self.held_cap,
-            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+            gradient_norm=norm,
             incoming=incoming,
             outgoing=outgoing,
             saved=None if saved is None else saved[0],
             saved_age=None if saved is None else now - saved[1],
             rows=rows,
+            part=self.wall_time.part,
         )

@@ -43,7 +43,8 @@ def test_one_step_of_some_is_measured_and_the_others_wait_for_nothing(device: La
     for row in record.rows:
         assert row.cpu == row.wall == (work if row.step == EVERY else 0), row
         assert row.data == (0.5 if row.step % EVERY == 1 else 0), row
-    assert record.busy * record.step_time == pytest.approx(work)
+    # With what the host does of a step besides.
+    assert work <= record.busy * record.step_time < work + 2.0
 
 
 def test_what_a_device_waits_for_is_no_computing(device: LateDevice) -> None:

@@ -19,7 +19,14 @@ from fleetpipe import atomic_file, log
 from fleetpipe.contrib.view.address import Address
 from fleetpipe.contrib.view.judging.slow_ranks import Notices, SlowRank
 from fleetpipe.contrib.view.reading import history
-from fleetpipe.contrib.view.reading.board import FILE, PERIOD, Boards, JobBoard, read_board
+from fleetpipe.contrib.view.reading.board import (
+    FILE,
+    PERIOD,
+    Boards,
+    JobBoard,
+    checkpoint_of,
+    read_board,
+)
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
@@ -59,10 +66,22 @@ class Reporter:
         if self._thread.is_alive():  # on a disk that hangs: it would write over the last one
             return
         # The last step may be younger than what was heard last; it is that of all ranks.
-        step = max(self.board.step, self._job.progress.step)
-        ranks = tuple(replace(rank, state="ended", step=step) for rank in self.board.ranks)
+        last = self._job.progress.record(0, "", with_rows=False)
+        step = max(self.board.step, last.step)
+        over = {"state": "ended", "step": step, "part": ""}
+        ranks = [replace(rank, **over) for rank in self.board.ranks]
+        if ranks:
+            ranks[0] = replace(ranks[0], spent=last.spent, step_age=last.step_age)
         self.board = replace(
-            self.board, at=time.time(), step=step, ranks=ranks, news="the job has ended"
+            self.board,
+            at=time.time(),
+            step=step,
+            ranks=tuple(ranks),
+            gradient_norm=last.gradient_norm,
+            last_checkpoint=max(
+                filter(None, [self.board.last_checkpoint, checkpoint_of(last)]), default=None
+            ),
+            news="the job has ended",
         )
         self._note(self.board)
         self._history_due = 0.0
@@ -161,6 +180,6 @@ def begin(job: Job, address: str | None) -> None:
     if address is not None:
         from fleetpipe.contrib.view.showing.server import Server
 
-        server = Server(Address.parse(address), lambda: reporter.board)
+        server = Server(Address.parse(address), lambda: reporter.board.seen_at(time.time()))
         job.endings.append(server.close)
         _log.info("the job can be watched at %s", server.url)

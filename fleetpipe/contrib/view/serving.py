@@ -47,14 +47,15 @@ class AttemptBoard:
         self._file, self._restarts, self._news = home / FILE, restarts, news
 
     def __call__(self) -> JobBoard:
-        """Returns the board as it is now."""
+        """Returns the board as of now."""
         if self._file is not None and self._file.exists():
             with contextlib.suppress(ConfigError):  # its folder is just being removed
                 self._last = read_board(self._file)
         else:
             self._last = replace(self._last, at=time.time())
         news = self._last.news or self._news
-        return replace(self._last, restarts=self._restarts, news=news)
+        board = replace(self._last, restarts=self._restarts, news=news)
+        return board.seen_at(time.time())
 
 
 @contextmanager

@@ -11,25 +11,20 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.contrib.view.address import TOKEN, Address, configure_serve
-from fleetpipe.contrib.view.reading.board import (
-    FILE,
-    JobBoard,
-    board_of,
-    checkpoint_of,
-    end_of,
-    read_board,
-)
+from fleetpipe.contrib.view.judging.answers import answers_of
+from fleetpipe.contrib.view.reading.board import FILE, BoardFile, JobBoard, board_of
 from fleetpipe.contrib.view.showing.numbers import seconds, short, size
 from fleetpipe.contrib.view.showing.server import Server
 from fleetpipe.errors import ConfigError, UsageError, printable
 from fleetpipe.extras import needed_for
+from fleetpipe.job.records import RankRecord
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,11 +78,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 _PERIOD = 0.5
-_STYLES = {"running": "green", "waiting": "yellow", "stopped": "bold red"}
+#: By the kind of an answer, and the state of a rank.
+_STYLES = {
+    "good": "green",
+    "open": "yellow",
+    "bad": "bold red",
+    "running": "green",
+    "waiting": "yellow",
+    "stopped": "bold red",
+}
 _BARS = "▁▂▃▄▅▆▇█"
 #: Most blocks of a curve.
 _BLOCKS = 50
-_COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting")
+_COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "messages")
 
 
 def show(source: Source) -> None:
@@ -101,7 +104,7 @@ def show(source: Source) -> None:
         from rich.live import Live
     board = source()
     with Live(render(board), refresh_per_second=4, screen=False) as live:
-        while not _over(board):
+        while board.state != "ended":
             time.sleep(_PERIOD)
             try:
                 board = source()
@@ -118,10 +121,22 @@ def show_once(source: Source) -> None:
 
 
 def render(board: JobBoard) -> RenderableType:
-    """Renders a board for the terminal."""
+    """Renders a board for the terminal: answers, curves, and what each rank does."""
     from rich.console import Group
-    from rich.padding import Padding
-    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    answers = Table(box=None, pad_edge=False, show_header=False)
+    for answer in answers_of(board):
+        answers.add_row(answer.question, _plain(answer.text, _STYLES.get(answer.kind, "")))
+    curves = Table(box=None, pad_edge=False, show_header=False)
+    for name, (_, values) in board.history.series().items():
+        curves.add_row(_plain(name), _plain(short(values[-1])), _plain(_spark(values), "cyan"))
+    present = () if board.state == "ended" else board.ranks
+    actions = (_plain(f"rank {rank.rank}: {rank.doing}") for rank in present)
+    return Group(answers, _ranks(board.ranks), curves, *actions)
+
+
+def _ranks(ranks: Sequence[RankRecord]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -131,7 +146,7 @@ def render(board: JobBoard) -> RenderableType:
         whole = words or name == "step"
         justify: Literal["left", "right"] = "left" if words else "right"
         table.add_column(name, justify=justify, overflow="ellipsis", no_wrap=whole)
-    for rank in board.ranks:
+    for rank in ranks:
         limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
         table.add_row(
             str(rank.rank),
@@ -144,17 +159,7 @@ def render(board: JobBoard) -> RenderableType:
             str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
             str(rank.incoming),
         )
-    actions = [_plain(f"rank {rank.rank}: {rank.action}") for rank in board.ranks]
-    parts: list[RenderableType] = [_plain("  ".join(_headline(board)))]
-    if board.steps:
-        parts.append(Padding(ProgressBar(board.steps, board.step), 0))
-    parts += [_plain(str(one), "bold red") for one in board.slow]
-    if board.news:
-        parts.append(_plain(board.news, "yellow"))
-    curves = Table(box=None, pad_edge=False, show_header=False)
-    for name, (_, values) in board.history.series().items():
-        curves.add_row(_plain(name), _plain(short(values[-1])), _plain(_spark(values), "cyan"))
-    return Group(*parts, curves, table, *actions)
+    return table
 
 
 def _plain(text: str, style: str = "") -> Text:
@@ -173,23 +178,6 @@ def _spark(values: Sequence[float]) -> str:
         _BARS[int(7 * (value - low) / (span or 1.0))] if math.isfinite(value) else " "
         for value in shown
     )
-
-
-def _headline(board: JobBoard) -> Iterator[str]:
-    yield f"step {board.step}" + ("" if board.steps is None else f" of {board.steps}")
-    if board.step_time:
-        yield f"{seconds(board.step_time)}/step"
-        yield f"{short(board.samples_per_second)} samples/s"
-    if board.eta_seconds is not None:
-        yield f"remaining {end_of(board, time.time())}"
-    if board.gradient_norm is not None:
-        yield f"gradient norm {short(board.gradient_norm)}"
-    yield f"checkpoint: {checkpoint_of(board)}"
-    yield f"{board.restarts} restarts"
-
-
-def _over(board: JobBoard) -> bool:
-    return bool(board.ranks) and all(rank.state == "ended" for rank in board.ranks)
 
 
 #: Gives the board as it is now.
@@ -213,7 +201,7 @@ def source_of(text: str) -> Source:
                 got=str(folder),
                 fix="train with callbacks=MetricsLogger(folder), or give the HOST:PORT of --serve",
             )
-        return lambda: read_board(folder / FILE).seen_at(time.time())
+        return BoardFile(folder / FILE)
     if ":" not in text and not text.isdecimal():
         raise ConfigError(
             "there is no such folder, and this is no HOST:PORT",

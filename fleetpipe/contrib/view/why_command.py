@@ -21,7 +21,9 @@ from fleetpipe.contrib.view.judging.account import (
     STOLEN,
     account_of,
     machine_of,
+    shares_of,
 )
+from fleetpipe.contrib.view.judging.answers import time_of
 from fleetpipe.contrib.view.judging.slowdown import (
     Alternative,
     Slowdown,
@@ -41,6 +43,7 @@ from fleetpipe.contrib.view.reading.traced_ops import (
 from fleetpipe.contrib.view.showing.drawing import Drawing, laid_out
 from fleetpipe.contrib.view.showing.page import template
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.records import BETWEEN
 from fleetpipe.schedules.forms.chrome import caveat, device_of
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.version import __version__
@@ -82,12 +85,12 @@ def run(options: argparse.Namespace) -> int:
         device, machine = device_of(document), machine_of(document)
     steps = steps_of(operations, one_thread=not options.columns)
     slowdown, schedules = slowdown_of(steps), alternatives(steps)
-    account = account_of(steps, machine)
-    parts = (_sentence(slowdown, account), machine.sentence, caveat(device))
+    account, shares = account_of(steps, machine), shares_of(steps, machine)
+    parts = (_sentence(slowdown, account, shares), machine.sentence, caveat(device))
     sentence = " ".join(filter(None, parts))
     if options.output is not None:
         with using("--output", options.output, "a file that can be written"):
-            text = page(steps, slowdown, sentence, account)
+            text = page(steps, slowdown, sentence, account, shares)
             options.output.write_text(text, encoding="utf-8")
     # How many actions each rank ran early, if it took the schedule for a hint.
     early = dict(sorted(Counter(one.stage for one in operations if one.early).items()))
@@ -96,11 +99,12 @@ def run(options: argparse.Namespace) -> int:
             "device": device,
             "schedules": [one._asdict() for one in schedules],
             "account": account,
+            "shares": shares,
             "load": machine.load,
         }
         sys.stdout.write(json.dumps({**slowdown.as_json(), **listed, "early": early}) + "\n")
     else:
-        lines = _lines(sentence, slowdown, schedules, account)
+        lines = _lines(sentence, slowdown, schedules, account, shares)
         sys.stdout.writelines(f"{line}\n" for line in lines)
         if machine.load:
             cores = sum(machine.processors)
@@ -115,12 +119,15 @@ def _lines(
     slowdown: Slowdown,
     schedules: list[Alternative],
     account: Mapping[str, float],
+    shares: Mapping[str, float],
 ) -> Iterator[str]:
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
     steps = len(slowdown.step_times)
     yield sentence
     yield ""
     yield f"steps                     {steps}, {len(slowdown.ranks)} ranks"
+    if shares:
+        yield f"wall time                 {time_of(shares)}"
     yield f"mean step, measured       {measured / steps:.6g} s"
     for name, time in account.items():
         yield f"  {name:<24}{time:.6g} s, {time * steps / measured:.1%}"
@@ -139,9 +146,17 @@ def _lines(
 
 #: Where the operations explain less of the steps, what lies between them comes first.
 _LEAST_EXPLAINED = 0.85
+#: What happens between two steps, in words.
+_BETWEEN = {
+    "data": "in loading data",
+    "callbacks": "in callbacks",
+    "evaluation": "in evaluation",
+    "saves": "in saves",
+    "other": "in the script itself, such as in its own loading of data",
+}
 
 
-def _sentence(slowdown: Slowdown, account: Mapping[str, float]) -> str:
+def _sentence(slowdown: Slowdown, account: Mapping[str, float], shares: Mapping[str, float]) -> str:
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
     step = sum(account.values())
     taken = sum(account[row] for row in (QUEUEING, LIMITED, STOLEN)) / step
@@ -149,6 +164,13 @@ def _sentence(slowdown: Slowdown, account: Mapping[str, float]) -> str:
         return (
             f"{taken:.0%} of the steps' time the ranks had no processor: other work ran on these "
             f"cores, or a limit stopped them. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+        )
+    between = {part: shares[part] for part in BETWEEN if shares}
+    if sum(between.values()) > 1 - _LEAST_EXPLAINED:
+        worst = max(between, key=lambda part: between[part])
+        return (
+            f"{sum(between.values()):.0%} of the time passed between one step and the next, most "
+            f"of it {_BETWEEN[worst]}. Of the rest: {_slowest(slowdown, replayed, ideal)}"
         )
     if replayed < _LEAST_EXPLAINED * measured:
         outside = min(1 - replayed / measured, account[OUTSIDE] / step)
@@ -187,7 +209,11 @@ class HeatRow(NamedTuple):
 
 
 def page(
-    steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str, account: Mapping[str, float]
+    steps: Sequence[ReplayedStep],
+    slowdown: Slowdown,
+    sentence: str,
+    account: Mapping[str, float],
+    shares: Mapping[str, float],
 ) -> str:
     """Returns the page as an HTML text that loads no other file."""
     lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
@@ -202,6 +228,7 @@ def page(
             ("of all communication", f"{slowdown.links:.1%}"),
         ],
         account=account,
+        time=time_of(shares),
         drawing=_timelines(steps, slowdown, slowest),
         heat=_heat(steps, slowdown, columns),
         columns=[str(steps[part[0]].operations[0].step) for part in columns],

@@ -48,7 +48,8 @@ class TraceSteps(rank_policy.Callback):
         job = self.model.pipeline.require_running()
         if self._trace is None and job.leads("pp"):
             schedule = self.model.pipeline.schedule
-            self._trace = Trace(self._folder, schedule, job.connect(), job.group())
+            ranks, group = job.connect(), job.group()
+            self._trace = Trace(self._folder, schedule, ranks, group, progress=job.progress)
             self.model.pipeline.observe(self._trace)
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:

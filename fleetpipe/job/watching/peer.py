@@ -27,7 +27,7 @@ from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal, Seals
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 20
 #: Lists and objects of a message within each other, and in all: those of a record with its rows.
-_DEEPEST, _MOST_PARTS = 5, 5 + 3 * MOST_ROWS
+_DEEPEST, _MOST_PARTS = 5, 6 + 3 * MOST_ROWS
 _MOST_STRINGS = 40
 _FIELDS: dict[str, dict[str, type]] = {
     "status": {"record": dict, "call": list},

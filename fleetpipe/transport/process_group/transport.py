@@ -13,6 +13,7 @@ GPU has run this: NCCL is tested with substitutes for Paddle's calls, Gloo itsel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from fleetpipe.representation import shows
@@ -32,6 +33,7 @@ class ProcessGroupTransport:
 
     Attributes:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
+        waited: Seconds of all waits for messages of peers.
         timeout: Seconds that a peer may take to answer a header.
     """
 
@@ -54,6 +56,7 @@ class ProcessGroupTransport:
         self.rank = sockets.rank
         self.ranks = sockets.ranks
         self.awaited: int | None = None
+        self.waited = 0.0
         self.timeout = timeout
         self._sockets = sockets
         self.connect_again(outgoing, incoming)
@@ -102,11 +105,12 @@ class ProcessGroupTransport:
         incoming = self._incoming.get(peer)
         if incoming is None:
             return self._sockets.receive(peer, key, timeout)
-        self.awaited = peer
+        self.awaited, begin = peer, time.monotonic()
         try:
             return incoming.receive(key, timeout)
         finally:
             self.awaited = None
+            self.waited += time.monotonic() - begin
 
     def flush(self, timeout: float) -> None:
         """Waits until all sent messages have left this process."""

@@ -84,6 +84,7 @@ class SocketTransport:
 
     Attributes:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
+        waited: Seconds of all waits for messages of peers.
         timeout: Seconds that ``send`` waits for a slow peer.
         call: The kind of this rank's present collective call, as a number.
         in_step: The peers that are at the same call when a message of theirs is taken.
@@ -118,6 +119,7 @@ class SocketTransport:
         self.announcements = 0
         self.bytes_sent = 0
         self.awaited: int | None = None
+        self.waited = 0.0
         self.timeout = timeout
         self._backlog = backlog
         self.connect_again(sockets, seals)
@@ -343,9 +345,11 @@ class SocketTransport:
         self.awaited = next(iter(awaited), None)
         # Made here: it is that of the thread that waits.
         queue = self._queue = self._queue or ProcessorQueue()
-        queued = queue.seconds()
+        queued, begin = queue.seconds(), time.monotonic()
         ready = self._selector.select(nap)
         delay = queue.seconds() - queued
+        if awaited:
+            self.waited += time.monotonic() - begin
         self.awaited = None
         for key, _ in ready:
             if key.data is None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from fleetpipe import atomic_file
 from fleetpipe.contrib.view.judging.slow_ranks import SlowRank
-from fleetpipe.contrib.view.reading.board import JobBoard, LastCheckpoint
+from fleetpipe.contrib.view.reading.board import FILE, JobBoard, LastCheckpoint
 from fleetpipe.job.records import RankRecord
 
 
@@ -47,3 +53,32 @@ def board(**fields: object) -> JobBoard:
         news="attempt 3, since rank 1 was ended by SIGKILL",
     )
     return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def running(**fields: object) -> JobBoard:
+    """A job of which both ranks run."""
+    ranks = tuple(replace(rank, state="running", step_age=0.25) for rank in board().ranks)
+    return replace(board(ranks=ranks), **fields)  # type: ignore[arg-type]
+
+
+@contextmanager
+def written_on(folder: Path, made: JobBoard, ahead: float = 0.0) -> Iterator[None]:
+    """Writes a board into a folder again and again, by a clock that is ahead by some seconds."""
+    over = threading.Event()
+
+    def write() -> None:
+        at = replace(made, at=time.time() + ahead)
+        atomic_file.replace_text(folder / FILE, json.dumps(at.content()))
+
+    def write_on() -> None:
+        while not over.wait(0.1):
+            write()
+
+    write()
+    thread = threading.Thread(target=write_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -9,11 +9,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import paddle
 import pytest
@@ -27,7 +25,7 @@ from fleetpipe.contrib.view.reading.history import History, HistoryRow, read_his
 from fleetpipe.contrib.view.serving import AttemptBoard
 from fleetpipe.job.records import Heard, RankRecord
 from fleetpipe.job.run_progress import RunProgress
-from tests.contrib.view.boards import board
+from tests.contrib.view.boards import board, written_on
 from tests.pipelines import adam, batch, model_in_job
 
 pytestmark = pytest.mark.once
@@ -41,10 +39,12 @@ def test_a_folder_in_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    write(tmp_path)
-    assert main(["watch", str(tmp_path), "--once"]) == 0
+    with written_on(tmp_path, board()):
+        assert main(["watch", str(tmp_path), "--once"]) == 0
     text = capsys.readouterr().out
     assert "step 11 of 100" in text
+    assert "stopped: rank 1" in text
+    assert "messages" in text
     assert "rank 0 is slow: compute takes 1.5 times as long" in text
     assert "attempt 3, since rank 1 was ended by SIGKILL" in text
     assert "operation F0.1" in text
@@ -53,6 +53,21 @@ def test_a_folder_in_the_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert len(re.findall(r" \d+%", capsys.readouterr().out)) == 2
+
+
+def test_sixteen_ranks_in_a_pipe_of_eighty_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    one = RankRecord(0, "F0.0", (0,), step=1500, step_age=0.09, busy=0.03, memory=334 * 10**6)
+    whole = replace(one, memory_limit=25_276_502_016, held=16, held_cap=16, state="waiting")
+    ranks = tuple(replace(whole, rank=n, stages=(n,), awaited=0) for n in range(16))
+    write(tmp_path, ranks=ranks, slow=(), step=1500, steps=8000)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert text.count(" 3% ") == 16
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
 
 
 def test_texts_of_a_job_are_no_commands_to_the_terminal(
@@ -159,9 +174,11 @@ def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) ->
         time.sleep(0.5)
         return {0: Heard(RankRecord(0, ""))}
 
-    progress = SimpleNamespace(folders=[tmp_path], figures=deque[Any](), step=1)
+    progress = RunProgress()
+    progress.folders.append(tmp_path)
+    progress.expect(1, None)
     reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard))  # type: ignore[arg-type]
-    progress.figures.append((1, {"loss": 2.0}))
+    progress.note({"loss": 2.0})
     assert asked.wait(10)
     reporter.close()
     assert not reporter._thread.is_alive()

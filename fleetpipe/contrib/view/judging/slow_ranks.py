@@ -68,7 +68,7 @@ class SlowRank:
     Attributes:
         rank: Its rank in the job.
         what: ``compute``, ``compute (processor limit)``, ``compute (slow machine)``, ``data``,
-            ``save``, or ``link to rank N``.
+            ``save``, ``link to rank N``, or ``step`` and ``callbacks`` of a rank that ends no step.
         factor: How many times as long it takes.
         reference: What it is compared with, in words.
     """

@@ -40,6 +40,7 @@ class ReplayedStep:
         transfer_times: [operations]; seconds of each without waits: a communication counts from the
             begin of the last of its group to its own end.
         span: Seconds from the end of the step before, or the begin of the first one, to its end.
+        follows: Whether the step before is in the trace.
     """
 
     def __init__(self, operations: Iterable[TracedOperation], one_thread: bool = False) -> None:
@@ -74,6 +75,7 @@ class ReplayedStep:
                 cause="the clocks of the ranks differ, or two operations have one name",
                 fix="give starts on one clock, and each operation once",
             ) from error
+        self.follows = False
         self.span = max(one.end for one in self.operations) - self.operations[0].start
         self.transfer_times = np.array([one.duration for one in self.operations])
         for index, group in together.items():
@@ -114,6 +116,7 @@ def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) ->
     for before, step in itertools.pairwise(steps):
         first = step.operations[0]
         if one_thread and first.step == before.operations[0].step + 1:
+            step.follows = True
             step.span += max(0.0, first.start - max(one.end for one in before.operations))
     return steps
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from fleetpipe.contrib.view.judging.slow_ranks import SlowRank, SlowRanks
 from fleetpipe.contrib.view.reading.history import History, read_history
-from fleetpipe.contrib.view.showing.numbers import seconds
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.records import Heard, RankRecord
+from fleetpipe.job.records import PARTS, Heard, RankRecord
 from fleetpipe.json_value import JsonValue, Source, parse, read
 
 #: The board of a job, in the folder of an attempt and in those of a run.
 FILE = "watch.json"
-#: A rank that was not heard for so long is called stopped.
+#: A rank that was not heard for so long is called stopped; so is a job whose board stays as it is.
 SILENT_SECONDS = 0.6
-#: A job that was not heard for so many steps has no rate.
-_STEPS_OF_SILENCE = 3
-#: From this moment on the hour of an end means nothing, and much later ones have none.
-_FAR = 1e11
+#: A job that has done no step for so many usual ones, and for so many seconds, is late.
+_STEPS, _LEAST_LATE = 3, 1.0
 #: Seconds from one board to the next.
 PERIOD = 0.2
 
@@ -40,8 +37,8 @@ class LastCheckpoint:
 
 #: What a script gets.
 _STATUS = (
-    *("step", "steps", "step_time", "samples_per_second", "eta_seconds", "ranks", "slow"),
-    *("restarts", "last_checkpoint"),
+    *("state", "step", "steps", "step_time", "samples_per_second", "eta_seconds", "shares"),
+    *("ranks", "slow", "restarts", "last_checkpoint"),
 )
 _OF_SLOW = ("rank", "what", "factor")
 
@@ -59,6 +56,7 @@ class JobBoard:
         step: Steps that are done.
         steps: Steps of the whole run; None if unknown.
         step_time: Seconds of a step.
+        usual_step: The same, the median of the last steps.
         samples_per_second: Samples per second of all replicas together.
         ranks: The record of each rank.
         slow: The ranks that are slow.
@@ -66,6 +64,7 @@ class JobBoard:
         last_checkpoint: The last checkpoint; None if none was saved.
         gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
         news: What happened to the job, in words; empty if nothing did.
+        silence: Seconds in which nothing was heard of it.
         history: The figures of its steps; a file of its own beside the board's.
     """
 
@@ -73,6 +72,7 @@ class JobBoard:
     step: int = 0
     steps: int | None = None
     step_time: float = 0.0
+    usual_step: float = 0.0
     samples_per_second: float = 0.0
     ranks: tuple[RankRecord, ...] = ()
     slow: tuple[SlowRank, ...] = ()
@@ -80,6 +80,7 @@ class JobBoard:
     last_checkpoint: LastCheckpoint | None = None
     gradient_norm: float | None = None
     news: str = ""
+    silence: float = 0.0
     history: History = field(default=_NONE, compare=False, repr=False)
 
     @property
@@ -88,8 +89,33 @@ class JobBoard:
         if self.steps is None or not self.step_time:
             return None
         left = max(0, self.steps - self.step)
-        over = bool(self.ranks) and all(rank.state == "ended" for rank in self.ranks)
-        return None if left and over else left * self.step_time
+        return None if left and self.state == "ended" else left * self.step_time
+
+    @property
+    def state(self) -> str:
+        """``starting``, ``running``, ``late``, ``stopped`` (some rank is, or all) or ``ended``."""
+        states = {rank.state for rank in self.ranks}
+        if states == {"ended"}:
+            return "ended"
+        if "stopped" in states:
+            return "stopped"
+        if self.is_late:
+            return "late"
+        return "running" if states & {"running", "waiting"} else "starting"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no rank has done a step for more than three usual ones."""
+        ages = [rank.step_age for rank in self.ranks if rank.step_age is not None]
+        usual = self.usual_step or self.step_time
+        return bool(ages) and min(ages) > max(_STEPS * usual, _LEAST_LATE)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of wall time that a mean rank spends on each part; empty before two steps."""
+        measured = [rank.spent for rank in self.ranks if sum(rank.spent)]
+        each = [[part / sum(spent) for part in spent] for spent in measured]
+        return {part: fmean(shares) for part, shares in zip(PARTS, zip(*each))}
 
     def content(self) -> dict[str, Any]:
         """Returns the board without its history as a value of JSON."""
@@ -99,7 +125,8 @@ class JobBoard:
 
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
-        content = {**self.content(), "eta_seconds": self.eta_seconds}
+        more = {"state": self.state, "eta_seconds": self.eta_seconds, "shares": self.shares}
+        content = {**self.content(), **more}
         content["slow"] = [{n: one[n] for n in _OF_SLOW} for one in content["slow"]]
         content["ranks"] = [
             {
@@ -123,14 +150,28 @@ class JobBoard:
             ranks=lambda ranks: tuple(map(RankRecord.read, ranks.items())),
             slow=lambda slow: tuple(one.record(SlowRank) for one in slow.items()),
             last_checkpoint=lambda saved: saved.record(LastCheckpoint),
+            gradient_norm=JsonValue.number,
             history=History.of,
         )
 
     def seen_at(self, now: float) -> JobBoard:
-        """Returns the board as of ``now``; after a silence its ranks count as stopped."""
-        silence = now - self.at
-        if silence < SILENT_SECONDS:
-            return self
+        """Returns the board as of ``now``, by the clock that made it; see :meth:`after`."""
+        return self.after(max(0.0, now - self.at))
+
+    def after(self, silence: float) -> JobBoard:
+        """Returns the board as of some seconds later, in which nothing was heard of the job.
+
+        After a silence its ranks count as stopped. A job that is stopped or late has neither a rate
+        nor an end, and the ranks for which others wait are slow.
+        """
+        dead = silence >= SILENT_SECONDS
+        heard = self._silent(silence) if dead else self
+        if heard.state == "ended" or not (dead or heard.is_late):
+            return heard
+        slow = heard.slow if dead else (*heard.slow, *heard._late_ranks())
+        return replace(heard, step_time=0.0, samples_per_second=0.0, slow=slow)
+
+    def _silent(self, silence: float) -> JobBoard:
         ranks = tuple(
             replace(
                 rank,
@@ -139,29 +180,18 @@ class JobBoard:
             )
             for rank in self.ranks
         )
-        saved, over = self.last_checkpoint, all(rank.state == "ended" for rank in ranks)
+        saved = self.last_checkpoint
         aged = None if saved is None else replace(saved, age=saved.age + silence)
-        news = self.news if over else f"nothing was heard of the job for {seconds(silence)}"
-        now_done = replace(self, ranks=ranks, last_checkpoint=aged, news=news)
-        if over or silence < _STEPS_OF_SILENCE * self.step_time:
-            return now_done
-        return replace(now_done, step_time=0.0, samples_per_second=0.0)
+        return replace(self, ranks=ranks, last_checkpoint=aged, silence=silence)
 
-
-def end_of(board: JobBoard, now: float) -> str:
-    """Returns the remaining time of a job and the hour of its end; empty if unknown."""
-    left = board.eta_seconds
-    if left is None:
-        return ""
-    if now + left > _FAR:
-        return seconds(left)
-    return f"{seconds(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
-
-
-def checkpoint_of(board: JobBoard) -> str:
-    """Says which step was saved last, and how long ago."""
-    saved = board.last_checkpoint
-    return "none" if saved is None else f"step {saved.step:,}, {seconds(saved.age)} ago"
+    def _late_ranks(self) -> Iterator[SlowRank]:
+        """Yields the ranks of a late job for which others wait, but for an evaluation."""
+        if any(rank.awaited is not None for rank in self.ranks):
+            for rank in self.ranks:
+                if rank.state == "running" and rank.step_age and rank.part != "evaluation":
+                    what = {"": "step", "saves": "save"}.get(rank.part, rank.part)
+                    factor = rank.step_age / (self.usual_step or self.step_time or rank.step_age)
+                    yield SlowRank(rank.rank, what, factor, "a usual step")
 
 
 def read_board(path: Path) -> JobBoard:
@@ -173,9 +203,50 @@ def read_board(path: Path) -> JobBoard:
     return replace(read(path, _SOURCE, JobBoard.of), history=read_history(path.parent))
 
 
+class BoardFile:
+    """The file of a board, which a job writes again and again: one that does not is dead.
+
+    Whether it does is told by the file alone, for the clocks of two hosts may differ.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at: float | None = None
+        self._changed = 0.0
+
+    def __call__(self) -> JobBoard:
+        """Returns the board as of now. The first call waits for a change of the file.
+
+        Raises:
+            ConfigError: The file is missing, or is no board.
+        """
+        board = read_board(self._path)
+        if self._at is None:
+            self._at = board.at
+            deadline = time.monotonic() + SILENT_SECONDS
+            while board.at == self._at and board.state != "ended":
+                if time.monotonic() >= deadline:
+                    self._changed = time.monotonic() - max(SILENT_SECONDS, time.time() - board.at)
+                    break
+                time.sleep(PERIOD / 10)
+                board = read_board(self._path)
+        if board.at != self._at:
+            self._at, self._changed = board.at, time.monotonic()
+        if board.state == "ended":
+            return board.seen_at(time.time())
+        return board.after(time.monotonic() - self._changed)
+
+
 def board_of(text: str | bytes) -> JobBoard:
     """Reads the text of a board; raises the errors of :func:`read_board`."""
     return JobBoard.of(parse(text, _SOURCE))
+
+
+def checkpoint_of(record: RankRecord) -> LastCheckpoint | None:
+    """Returns the last checkpoint of a rank; None if it has saved none."""
+    if record.saved is None or record.saved_age is None:
+        return None
+    return LastCheckpoint(record.saved, record.saved_age)
 
 
 class Boards:
@@ -194,18 +265,17 @@ class Boards:
         """
         records = {rank: one.record for rank, one in heard.items()}
         first = records[min(records)]
-        saved = max(
-            (LastCheckpoint(one.saved, one.saved_age) for one in records.values()
-             if one.saved is not None and one.saved_age is not None),
-            default=None,
-        )  # fmt: skip
-        times = [one.step_time for one in records.values() if one.step_time]
-        step_time = median(times) if times else 0.0
+        saved = max(filter(None, map(checkpoint_of, records.values())), default=None)
+        step_time, usual = (
+            median([getattr(one, name) for one in records.values() if one.step_time] or [0.0])
+            for name in ("step_time", "usual_step")
+        )
         return JobBoard(
             at=now,
             step=min(one.step for one in records.values()),
             steps=first.steps,
             step_time=step_time,
+            usual_step=usual,
             samples_per_second=first.samples / step_time if step_time else 0.0,
             ranks=tuple(_state(heard[rank]) for rank in sorted(heard)),
             slow=tuple(self._name_slow(records)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -69,20 +70,24 @@ class History:
         return [HistoryRow(min(self.last, step), row) for step, row in ends]
 
     def series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Returns steps and values of each figure; NaN stands where steps are unknown."""
+        """Returns steps and values of each figure; NaN stands at the steps of :meth:`unknown`."""
         series: dict[str, tuple[list[int], list[float]]] = {}
-        before = 0
+        gaps = self.unknown()
         for step, figures in self.rows():
-            gap = step - before > 2 * self.stride
             for name, value in figures.items():
                 steps, values = series.setdefault(name, ([], []))
-                if gap and steps:
-                    steps.append(before + self.stride)
+                if step in gaps and steps:
+                    steps.append(gaps[step])
                     values.append(math.nan)
                 steps.append(step)
                 values.append(value)
-            before = step
         return series
+
+    def unknown(self) -> dict[int, int]:
+        """Returns a step of which nothing is known, by the next one that has figures."""
+        steps = [0, *(row.step for row in self.rows())]
+        pairs = itertools.pairwise(steps)
+        return {step: x + self.stride for x, step in pairs if step - x > 2 * self.stride}
 
     def content(self) -> dict[str, Any]:
         """Returns the history as a value of Python's JSON, which has NaN and infinities."""

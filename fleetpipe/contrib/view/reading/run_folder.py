@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.digests import SHORT
+from fleetpipe.contrib.view.reading.board import FILE as BOARD
+from fleetpipe.contrib.view.reading.board import BoardFile, JobBoard
 from fleetpipe.contrib.view.reading.timelines import Pipeline, pipeline_of
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 from fleetpipe.job import run_files
@@ -52,6 +55,7 @@ class RunFolder:
         slow: Times at which a rank became slow, with the rank, the cause and the factor.
         notes: Texts about missing or damaged files, why, and what to do.
         saved: The newest step of checkpoints in the folder, and the hash of its model.
+        board: The last state of the job; None if nobody wrote it.
     """
 
     name: str
@@ -63,6 +67,7 @@ class RunFolder:
     slow: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     saved: tuple[int, str] | None = None
+    board: JobBoard | None = None
 
     @property
     def last(self) -> Row | None:
@@ -122,12 +127,19 @@ def read(folder: Path) -> RunFolder:
             "No throughput and memory were measured: add ThroughputMonitor() to the callbacks, "
             "before MetricsLogger; it measures every 10 batches."
         )
+    # The first evaluation comes behind the first epoch.
+    over = bool(attempts) and attempts[-1].finished
+    if train and not evaluations and (over or train[-1].epoch > train[0].epoch):
+        notes.append("There was no evaluation: give fit some eval_data to have its curves.")
     name = folder.resolve().name
     slow = [
         line for line in _lines(folder / run_files.SLOW, notes) if _is_number(line.get("factor"))
     ]
     saved = _newest_model(folder)
-    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes, saved)
+    board = None
+    with suppress(ConfigError):
+        board = BoardFile(folder / BOARD)() if (folder / BOARD).exists() else None
+    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes, saved, board)
 
 
 def _newest_model(folder: Path) -> tuple[int, str] | None:
@@ -177,8 +189,6 @@ def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
         notes.append(f"{path.name} is missing, so all curves are: MetricsLogger writes it.")
     elif not by_phase["train"]:
         notes.append(f"{path.name} has no row of a batch: none has been trained so far.")
-    if by_phase["train"] and not by_phase["eval"]:
-        notes.append("There was no evaluation: give fit some eval_data to have its curves.")
     train, evaluations = ([rows[step] for step in sorted(rows)] for rows in by_phase.values())
     return train, evaluations
 

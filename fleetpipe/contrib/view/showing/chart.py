@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fleetpipe.contrib.view.showing.numbers import clock, labels, ticks
@@ -37,7 +37,7 @@ class Chart:
         rows: Labels of the vertical axis.
         columns: Labels of the horizontal axis.
         elapsed: For each column, how long the first curve's run had lasted; empty if unknown.
-        gaps: Number of figures that are NaN or infinite.
+        strange: The first step whose figure is NaN or infinite; None if all are finite.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Chart:
     rows: list[Label]
     columns: list[Label]
     elapsed: list[str]
-    gaps: int
+    strange: int | None
 
     @property
     def values(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ def chart(title: str, curves: Sequence[Curve], unit: str = "", marks: Sequence[i
         [(text, up(y)) for text, y in zip(labels(rows), rows)],
         [(f"{x:,.0f}", across(x)) for x in columns],
         [clock(_time_at(thin[0], x)) for x in columns] if thin[0].times else [],
-        max(curve.gaps for curve in curves),
+        min((x for curve in curves if (x := curve.strange) is not None), default=None),
     )
 
 
@@ -172,6 +172,7 @@ class Curve:
             for a line with a dot at each figure.
         colour: 0 for training, 1 for evaluation; the position among several curves of one kind.
         times: Seconds since the run began, for each figure; empty if unknown.
+        unknown: Steps whose NaN stands for a gap in what is known.
     """
 
     name: str
@@ -180,16 +181,13 @@ class Curve:
     kind: str = "line"
     colour: int = 0
     times: Sequence[float] = ()
+    unknown: Collection[int] = ()
 
     @property
-    def last(self) -> float:
-        """The last figure."""
-        return self.ys[-1]
-
-    @property
-    def gaps(self) -> int:
-        """Number of figures that are not finite."""
-        return sum(not math.isfinite(y) for y in self.ys)
+    def strange(self) -> int | None:
+        """The first step whose figure is NaN or infinite; None if all are finite."""
+        strange = (x for x, y in zip(self.xs, self.ys) if not math.isfinite(y))
+        return next((x for x in strange if x not in self.unknown), None)
 
     def thin(self) -> Curve:
         """Returns this curve with about as many points as a screen shows, all from the curve."""

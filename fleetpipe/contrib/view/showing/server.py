@@ -22,10 +22,10 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from fleetpipe.arguments import using
 from fleetpipe.contrib.view.address import TOKEN, Address
-from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard, checkpoint_of, end_of
+from fleetpipe.contrib.view.judging.answers import answers_of
+from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard
 from fleetpipe.contrib.view.reading.history import EVALUATED, History
 from fleetpipe.contrib.view.showing.chart import Chart, Curve, chart, with_mean
-from fleetpipe.contrib.view.showing.numbers import seconds, short
 from fleetpipe.contrib.view.showing.page import template
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
@@ -61,7 +61,7 @@ class Server:
 
         Args:
             address: The address to serve at.
-            board: Returns the current board; called at most five times a second.
+            board: Returns the board as of now; called at most five times a second.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -160,7 +160,7 @@ class Server:
     def _page(self, path: str) -> bytes:
         made, body = self._texts.get(path, (-PERIOD, b""))
         if time.monotonic() - made >= PERIOD:
-            body = self._make_text(path, self._board().seen_at(time.time()))
+            body = self._make_text(path, self._board())
             self._texts[path] = time.monotonic(), body
         return body
 
@@ -182,32 +182,13 @@ def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
 
 def page(board: JobBoard) -> str:
     """Returns a board as an HTML page, whose script fetches it again."""
-    stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
-    running = any(rank.state in ("running", "waiting") for rank in board.ranks)
     return template("watch.html").render(
         board=board,
         headline=f"step {board.step:,}" + (f" of {board.steps:,}" if board.steps else ""),
-        news=f"stopped: rank {', '.join(stopped)}"
-        if stopped
-        else board.news or ("running" if running else "starting"),
-        kind="bad" if stopped else "good" if running else "open",
-        tiles=list(_tiles(board)),
+        answers=answers_of(board),
         charts=list(_charts(board.history)),
         version=__version__,
     )
-
-
-def _tiles(board: JobBoard) -> Iterator[tuple[str, str]]:
-    losses = [row.figures["loss"] for row in board.history.rows() if "loss" in row.figures]
-    if losses:
-        yield "loss", short(losses[-1])
-    yield "step time", seconds(board.step_time)
-    yield "samples/s", short(board.samples_per_second)
-    yield "remaining", end_of(board, board.at) or "not known"
-    yield "last checkpoint", checkpoint_of(board)
-    yield "restarts", str(board.restarts)
-    if board.gradient_norm is not None:
-        yield "gradient norm", short(board.gradient_norm)
 
 
 #: Figures that are no metrics come last, with their units.
@@ -216,14 +197,16 @@ _UNITS = {"gradient norm": "", "step time": "s", "busy share": "%, mean of ranks
 
 def _charts(history: History) -> Iterator[Chart]:
     """Yields a chart for the loss, each metric, and what steps took."""
-    series = history.series()
+    series, unknown = history.series(), set(history.unknown().values())
     names = ["loss", *(name.removeprefix(EVALUATED) for name in series if name not in _UNITS)]
     for name in dict.fromkeys([*names, *_UNITS]):
         curves: list[Curve] = []
         if name in series:
-            curves = with_mean(Curve("training" if name in names else name, *series[name]))
+            title = "training" if name in names else name
+            curves = with_mean(Curve(title, *series[name], unknown=unknown))
         if EVALUATED + name in series:
-            curves.append(Curve("evaluation", *series[EVALUATED + name], "points", 1))
+            points = series[EVALUATED + name]
+            curves.append(Curve("evaluation", *points, "points", 1, unknown=unknown))
         if curves:
             yield chart(name, curves, _UNITS.get(name, ""))
 
@@ -288,6 +271,9 @@ class _Metrics:
         for attribute, name, unit, what in _OF_RANK:
             samples = [((number,), getattr(rank, attribute)) for number, rank in ranks]
             yield _gauge(f"rank_{name}", what, samples, ("rank",), unit)
+        parts = [((part,), share) for part, share in board.shares.items()]
+        what = "Share of wall time that a mean rank spends so."
+        yield _gauge("time_share_ratio", what, parts, ("part",), "ratio")
         states = [
             ((number, state), float(rank.state == state))
             for number, rank in ranks

@@ -11,6 +11,7 @@ from fleetpipe.cli import main
 from fleetpipe.contrib.view.judging.account import LIMITED, QUEUEING, STOLEN, Machine, account_of
 from fleetpipe.contrib.view.judging.trace_replay import steps_of
 from fleetpipe.contrib.view.reading.traced_ops import read_trace
+from fleetpipe.job.records import BETWEEN, PARTS
 from fleetpipe.schedules import Placement
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import Event
@@ -57,6 +58,36 @@ def test_the_time_from_one_step_to_the_next_is_outside_of_operations(tmp_path: P
     # A step takes 10 s; before the second one the ranks did something else for 15.
     assert sum(account.values()) == pytest.approx((10.0 + 25.0) / 2)
     assert account["outside of operations"] == pytest.approx(5.0 / 2 + 15.0 / 2)
+
+
+def test_the_shares_of_wall_time_are_those_that_a_job_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the second step the ranks loaded data for 12 s of 15, and did something else for 3."""
+    later = [one._replace(start=one.start + 25.0, end=one.end + 25.0) for one in STEP]
+    tracks = {"measured": [*STEP, *later], "predicted": STEP}
+    between = {
+        "data": [7.0, 12.0],
+        **{part: [0.0, 0.0] for part in BETWEEN[1:-1]},
+        "other": [0.0, 3.0],
+    }
+    write_trace(
+        tmp_path / "trace.json",
+        tracks,
+        Placement("loop", 2),
+        microseconds=dict.fromkeys(tracks, 1e6),
+        machine={"between": between},
+    )
+    assert main(["why", str(tmp_path), "--json", "-o", str(tmp_path / "why.html")]) == 0
+    shares = json.loads(capsys.readouterr().out)["shares"]
+    expected = {"compute": 6.75, "waiting": 3.25, "data": 12.0, "other": 3.0}
+    assert shares == pytest.approx({part: expected.get(part, 0.0) / 25 for part in PARTS})
+    assert main(["why", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("60% of the time passed between one step and the next, most of it in l")
+    words = "compute 27.0%, waiting for peers 13.0%, data 48.0%, callbacks 0.0%, evaluation 0.0%"
+    assert words in said
+    assert words in (tmp_path / "why.html").read_text()
 
 
 @pytest.mark.parametrize(

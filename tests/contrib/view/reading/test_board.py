@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from fleetpipe.contrib.view.reading.board import (
     FILE,
+    BoardFile,
     Boards,
     Heard,
     JobBoard,
@@ -20,7 +22,8 @@ from fleetpipe.contrib.view.reading.board import (
 )
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import RankRecord, StepRow
-from tests.contrib.view.boards import board
+from fleetpipe.job.run_progress import RunProgress
+from tests.contrib.view.boards import board, running, written_on
 
 pytestmark = pytest.mark.no_paddle
 
@@ -86,11 +89,13 @@ def test_the_state_of_each_rank() -> None:
 def test_scripts_get_fixed_keys() -> None:
     status = board().status()
     assert status == {
+        "state": "stopped",
         "step": 11,
         "steps": 100,
         "step_time": 0.5,
         "samples_per_second": 64.0,
         "eta_seconds": 44.5,
+        "shares": {},
         "ranks": [
             {
                 "rank": 0,
@@ -123,7 +128,7 @@ def test_a_board_of_which_nothing_more_is_heard_ages() -> None:
     late = whole.seen_at(now + 8)
     assert [rank.state for rank in late.ranks] == ["stopped", "stopped"]
     assert [rank.step_age for rank in late.ranks] == pytest.approx([8.25, 12.0])
-    assert late.news == "nothing was heard of the job for 8.0 s"
+    assert (late.state, late.silence) == ("stopped", 8.0)
     assert late.last_checkpoint is not None
     assert late.last_checkpoint.age == pytest.approx(11.5)
     # What is not heard of has neither a rate nor an end.
@@ -132,3 +137,84 @@ def test_a_board_of_which_nothing_more_is_heard_ages() -> None:
     ended = replace(whole, ranks=tuple(replace(rank, state="ended") for rank in whole.ranks))
     assert ended.eta_seconds is None
     assert replace(ended, step=100).seen_at(now + 8).eta_seconds == 0.0
+
+
+SPENT = (2.0, 0.5, 1.0, 0.25, 0.0, 0.25, 0.0)
+
+
+def test_the_shares_of_wall_time_are_those_of_a_mean_rank() -> None:
+    one, two = (replace(RECORD, rank=n, rows=()) for n in (0, 1))
+    made = board(ranks=(replace(one, spent=SPENT), replace(two, spent=(0.0, *SPENT[:-1]))))
+    expected = {
+        "compute": 0.25,
+        "waiting": 0.3125,
+        "data": 0.1875,
+        "callbacks": 0.15625,
+        "evaluation": 0.03125,
+        "saves": 0.03125,
+        "other": 0.03125,
+    }
+    assert made.status()["shares"] == pytest.approx(expected)
+    assert sum(made.shares.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("age", "state"), [(1.0, "running"), (1.6, "late")])
+def test_a_job_without_a_step_for_three_usual_ones_is_late(age: float, state: str) -> None:
+    """Its board is written on, but has neither a rate nor an end; who keeps the others is named."""
+    first, second = running().ranks
+    ranks = (
+        replace(first, state="waiting", awaited=1, step_age=age),
+        replace(second, step_age=age, part="data"),
+    )
+    seen = running(ranks=ranks, usual_step=0.5, slow=()).after(0.0)
+    assert seen.state == seen.status()["state"] == state
+    if state == "running":
+        assert (seen.step_time, seen.eta_seconds, seen.slow) == (0.5, 44.5, ())
+    else:
+        assert (seen.step_time, seen.samples_per_second, seen.eta_seconds) == (0.0, 0.0, None)
+        assert [str(one) for one in seen.slow] == [
+            "rank 1 is slow: data takes 3.2 times as long as a usual step"
+        ]
+
+
+def test_nobody_is_slow_while_all_evaluate() -> None:
+    first, second = running().ranks
+    ranks = (
+        replace(first, state="waiting", awaited=1, step_age=9.0, part="evaluation"),
+        replace(second, step_age=9.0, part="evaluation"),
+    )
+    seen = running(ranks=ranks, slow=()).after(0.0)
+    assert (seen.state, seen.slow) == ("late", ())
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
+def test_a_board_that_does_not_change_is_dead_whatever_the_clocks_say(
+    tmp_path: Path, ahead: float
+) -> None:
+    with written_on(tmp_path, running(), ahead):
+        assert BoardFile(tmp_path / FILE)().state == "running"
+    dead = BoardFile(tmp_path / FILE)()
+    assert (dead.state, dead.eta_seconds, dead.samples_per_second) == ("stopped", None, 0.0)
+    assert dead.silence >= (3600.0 if ahead < 0 else 0.6)
+    ended = replace(running(), ranks=tuple(replace(r, state="ended") for r in running().ranks))
+    with written_on(tmp_path, ended, ahead):
+        pass
+    assert BoardFile(tmp_path / FILE)().state == "ended"
+
+
+def test_a_board_that_is_read_again_dies_when_it_stays(tmp_path: Path) -> None:
+    with written_on(tmp_path, running()):
+        source = BoardFile(tmp_path / FILE)
+        assert source().state == "running"
+    source()
+    time.sleep(0.7)
+    assert source().state == "stopped"
+
+
+def test_a_norm_that_is_no_number_is_one_on_the_board(tmp_path: Path) -> None:
+    progress = RunProgress()
+    progress.gradient_norm = lambda: math.nan
+    record = RankRecord.of(json.loads(json.dumps(progress.record(0, "", True).content())))
+    made = Boards().next({0: Heard(record)}, 100.0)
+    (tmp_path / FILE).write_text(json.dumps(made.content()))
+    assert math.isnan(read_board(tmp_path / FILE).gradient_norm or 0.0)

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,25 @@ def test_what_is_missing_is_said_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "run.json").unlink()
     notes = " ".join(read(written(tmp_path, [row(1, 2.0)])).notes)
     assert "run.json is missing" in notes
-    assert "There was no evaluation" in notes
+    assert "There was no evaluation" not in notes
     assert "add ThroughputMonitor() to the callbacks" in notes
+
+
+def test_an_evaluation_is_missed_when_the_first_epoch_is_over(tmp_path: Path) -> None:
+    """The first one comes behind it: nobody knows before whether there will be one."""
+
+    def notes(rows: list[dict[str, Any]], *lives: dict[str, object]) -> str:
+        folder = written(tmp_path, rows)
+        (folder / "lives.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lives))
+        return " ".join(read(folder).notes)
+
+    first = [row(step, 2.0) for step in range(1, 11)]
+    said = "There was no evaluation"
+    assert said not in notes(first, line("begin", 1, "a"))
+    assert said not in notes(first, line("begin", 1, "a"), line("end", 1, "a", code=1))
+    assert said in notes(first, line("begin", 1, "a"), line("end", 1, "a", code=0))
+    assert said in notes([*first, row(11, 2.0)], line("begin", 1, "a"))
+    assert said not in notes([*first, row(10, 2.0, "eval"), row(11, 2.0)], line("begin", 1, "a"))
 
 
 def line(event: str, number: int, process: str, **more: object) -> dict[str, object]:

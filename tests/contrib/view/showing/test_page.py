@@ -238,7 +238,8 @@ def test_what_is_no_number_is_a_gap_and_is_said(tmp_path: Path) -> None:
     text = page(run)
     parsed = Parsed(text)
     assert parsed.charts[0]["curves"][0]["ys"] == [3.0, None, None, 2.0, 1.0]
-    assert "2 figures are NaN or infinite" in parsed.sections["curves"]
+    assert "NaN or infinite at step 2, the first such one" in parsed.sections["curves"]
+    assert "NaN or infinite at step 3; loss 1" in text
     path = re.search(r'<path class="line c0" d="([^"]*)"', text)
     assert path
     assert re.sub(r"[\d. ]", "", path[1]) == "MML"

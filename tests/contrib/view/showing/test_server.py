@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import sys
@@ -11,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from http.client import HTTPResponse
 
 import pytest
@@ -25,7 +27,7 @@ from fleetpipe.contrib.view.showing import server as module
 from fleetpipe.contrib.view.showing.server import Server
 from fleetpipe.contrib.view.watch_command import source_of
 from fleetpipe.errors import ConfigError
-from tests.contrib.view.boards import board
+from tests.contrib.view.boards import board, running
 
 pytestmark = pytest.mark.no_paddle
 
@@ -68,7 +70,7 @@ def test_its_pages() -> None:
         titles = re.findall("<h3>(.*?)<", text)
         assert titles == ["loss", "acc", "step time"]
         assert "evaluation <b>0.5</b>" in text
-        assert "<dt>loss</dt><dd>0.125</dd>" in text
+        assert "loss 0.125; 0.5 in the evaluation after step 2" in text
         address = url.removeprefix("http://").rstrip("/")
         assert source_of(address)().history.rows() == shown.history.rows()
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
@@ -80,7 +82,8 @@ def test_its_pages() -> None:
 
 
 def test_metrics_are_what_prometheus_reads() -> None:
-    with served() as url:
+    ranks = (replace(running().ranks[0], spent=(3.0, 0.0, 1.0)), board().ranks[1])
+    with served(made=lambda: board(gradient_norm=math.nan, ranks=ranks)) as url:
         answer = get(url + "metrics")
         text = answer.read().decode()
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
@@ -96,6 +99,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
     assert samples["fleetpipe_rank_busy_ratio", "0"] == 0.75
     assert samples["fleetpipe_rank_state", "1", "stopped"] == 1
     assert samples["fleetpipe_slow_factor", "0", "compute"] == 1.5
+    assert samples["fleetpipe_time_share_ratio", "data"] == 0.25
+    assert math.isnan(samples["fleetpipe_gradient_norm",])
 
 
 def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

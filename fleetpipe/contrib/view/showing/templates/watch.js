@@ -14,7 +14,7 @@ const read = async () => {
       }
     }
   } catch {
-    const words = document.querySelector("#news b");
+    const words = document.querySelector("#answers dd");
     words.textContent = "nothing is heard of the job: it has ended, or cannot be reached";
     words.className = "bad";
   }

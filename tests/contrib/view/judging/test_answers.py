@@ -1,0 +1,100 @@
+"""What is said of a job: whether it is alive, learns, and how fast it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from fleetpipe.contrib.view.judging.answers import Answer, answers_of
+from fleetpipe.contrib.view.reading.board import JobBoard
+from fleetpipe.contrib.view.reading.history import History, HistoryRow
+from fleetpipe.job.records import RankRecord
+from tests.contrib.view.boards import running
+
+pytestmark = pytest.mark.no_paddle
+
+
+def answers(board: JobBoard) -> dict[str, Answer]:
+    return {answer.question: answer for answer in answers_of(board)}
+
+
+def of_losses(losses: Iterable[float], **figures: float) -> History:
+    rows = [HistoryRow(step, {"loss": loss}) for step, loss in enumerate(losses, 1)]
+    rows[-1] = rows[-1]._replace(figures={**rows[-1].figures, **figures})
+    return History(rows)
+
+
+def with_states(*states: str, **fields: object) -> JobBoard:
+    ranks = (RankRecord(n, "F0.0", state=state, step_age=20.0) for n, state in enumerate(states))
+    return running(ranks=tuple(ranks), **fields)
+
+
+def test_the_questions_come_in_one_order() -> None:
+    spent = (1.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0)
+    ranks = tuple(replace(rank, spent=spent) for rank in running().ranks)
+    made = running(ranks=ranks, history=of_losses([0.5]))
+    questions = ["state", "learning", "done", "speed", "time", "slow", "happened"]
+    assert [answer.question for answer in answers_of(made)] == questions
+    assert answers(made)["time"].text.startswith(
+        "compute 25.0%, waiting for peers 0.0%, data 75.0%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("board", "text", "kind"),
+    [
+        (running(), "running", "good"),
+        (with_states("running", "stopped"), "stopped: rank 1", "bad"),
+        (with_states("stopped", "stopped", silence=60.0), "nothing was heard for 1 min 0 s", "bad"),
+        (with_states("running", usual_step=0.5), "no step for 20 s, where one takes 0.5 s", "bad"),
+        (with_states("running", usual_step=9.0), "running", "good"),
+        (with_states("ended", "ended", step=100), "ended", "open"),
+        (with_states("ended", "ended", step=99), "ended before its last step", "bad"),
+        (JobBoard(0.0), "starting", "open"),
+    ],
+)
+def test_whether_it_is_alive(board: JobBoard, text: str, kind: str) -> None:
+    assert answers(board)["state"] == Answer("state", text, kind)
+
+
+FALLING = [2.0 - 0.01 * step for step in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        (FALLING, ""),
+        ([*FALLING[:6], *[math.nan] * 4], "NaN or infinite from step 7 on"),
+        ([1.0, math.inf, 1.0], "NaN or infinite at step 2"),
+        ([*FALLING, *[3.0] * 10], "diverges: its mean was 1.03 at step 100"),
+        ([-1.0] * 10, ""),
+    ],
+)
+def test_whether_it_learns(losses: list[float], text: str) -> None:
+    said = answers(running(history=of_losses(losses)))["learning"]
+    assert said.kind == ("bad" if text else "")
+    assert said.text.startswith(f"{text}; loss" if text else "loss")
+
+
+def test_what_is_known_of_learning() -> None:
+    made = running(history=of_losses(FALLING, eval_loss=1.5), gradient_norm=math.nan)
+    expected = "loss 1.01, mean 1.03; 1.5 in the evaluation after step 100; gradient norm nan"
+    assert answers(made)["learning"].text == expected
+
+
+def test_a_step_is_measured_against_the_best_of_the_run() -> None:
+    times = [0.5] * 20 + [0.2] * 20 + [0.5] * 20
+    rows = [HistoryRow(step, {"step time": each}) for step, each in enumerate(times, 1)]
+    made = running(step_time=0.5, history=History(rows))
+    slower = "0.5 s/step, 64 samples/s; 2.5 times the 0.2 s of its best stretch, at step 25"
+    assert answers(made)["speed"].text == slower
+    assert answers(replace(made, step_time=0.21))["speed"].text == "0.2 s/step, 64 samples/s"
+
+
+def test_a_run_that_has_ended_has_nothing_left() -> None:
+    made = with_states("ended", "ended", step=100, news="the job has ended")
+    assert answers(made)["done"].text == "step 100 of 100"
+    assert "ended" not in answers(made)["happened"].text
