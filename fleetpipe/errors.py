@@ -217,11 +217,12 @@ def is_file_name(name: str) -> bool:
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns a phrase with the ``names`` that are most like ``name``, or with all of them.
 
-    Upper and lower case are equal.
+    Upper and lower case are equal, and the dashes before an option are no part of its name.
     """
     options = sorted(names)
-    spellings = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(name.lower(), spellings, n=3, cutoff=0.5)
+    spellings = {option.lower().lstrip("-"): option for option in options}
+    plain_name = name.lower().lstrip("-")
+    close = difflib.get_close_matches(plain_name, spellings, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(spellings[plain]) for plain in close) + "?"
     return "known: " + ", ".join(options)

@@ -12,6 +12,7 @@ from pathlib import Path
 from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError, printable
 from fleetpipe.extras import extra
+from fleetpipe.json_value import Source, parse
 from fleetpipe.schedules import registry
 from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
@@ -260,7 +261,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
-    """Reads a schedule or plan in its text form."""
+    """Reads a schedule or plan in its text form, or the schedule of what `fleetpipe plan` wrote."""
+    if text.lstrip().startswith("{"):
+        text = _schedule_of_plan(text)
     digits = _NO_COUNT.search(text)
     if digits:
         raise ConfigError(
@@ -271,6 +274,12 @@ def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedu
         )
     text = _with_header(text, micro_batches, placement)
     return Plan.parse(text) if text.startswith("# fleetpipe-plan") else Schedule.parse(text)
+
+
+def _schedule_of_plan(text: str) -> str:
+    fix = "give what `fleetpipe schedule --format actions` prints, or a plan of `fleetpipe plan`"
+    source = Source("FILE: this is JSON, and no plan of `fleetpipe plan`", ConfigError, fix)
+    return parse(text, source)["schedule"].text()
 
 
 def _with_header(text: str, micro_batches: int | None, placement: str | None) -> str:

@@ -11,7 +11,7 @@ import fleetpipe
 from fleetpipe.cli import main
 from fleetpipe.schedules import Schedule, build
 from tests.fixtures import Capture
-from tests.launching import command
+from tests.launching import ROOT, command
 
 
 def run(words: str) -> int:
@@ -226,6 +226,17 @@ def test_a_file_with_endless_numbers_is_refused(text: str, tmp_path: Path, capsy
     told = capsys.readouterr().err
     assert "a number has too many digits" in told
     assert len(told) < 400
+
+
+def test_a_plan_of_json_has_its_schedule_verified(tmp_path: Path, capsys: Capture) -> None:
+    plan = ROOT / "tests" / "data" / "plan.json"
+    assert main(["verify", str(plan)]) == 0
+    assert capsys.readouterr().out.startswith("valid schedule: Eager1F1B, 2 ranks, 3 micro-batches")
+    (tmp_path / "run.json").write_text('{"seconds": 0.12345678901234567890123}')
+    assert main(["verify", str(tmp_path / "run.json")]) == 2
+    told = capsys.readouterr().err
+    assert "this is JSON, and no plan" in told
+    assert "digits" not in told
 
 
 def test_names_of_a_file_do_not_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:

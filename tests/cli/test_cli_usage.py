@@ -116,6 +116,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(
         (["schedule", *SMALL, "--micro-batchs", "3"], "did you mean '--micro-batches'"),
         (["schedule", "1F1B", "--rnks=2"], "no option --rnks: did you mean '--ranks'"),
         (["--verison"], "no option --verison: did you mean '--version'"),
+        (["estimate", "--memory-cap", "1GB", "file"], "no option --memory-cap: known: --batch"),
         (["verify", "--xyz", "file"], "known: --help, --micro-batches, --placement"),
     ],
 )

@@ -91,10 +91,24 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
         elif memory is not None and (made := job.estimate(layout)):
             insort(best, (made.seconds, number, made))
     if not best:
+        _require_divisors(job.cluster.ranks, only)
         _refuse(most, bounds, lacking)
     larger = (job.estimate(layout) for _, _, layout in lacking[:_LACKING])
     faster = next((made for made in larger if made and made.seconds < best[0][0]), None)
     return FastestLayouts(tuple(made for _, _, made in best[:top]), len(bounds), len(best), faster)
+
+
+def _require_divisors(ranks: int, only: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses degrees of which none divides the ranks of a cluster."""
+    for name in ("pp", "tp", "cp"):
+        degrees = only.get(name, ())
+        if degrees and all(ranks % degree for degree in degrees):
+            raise ConfigError(
+                f"there is no layout: the cluster has {ranks} devices",
+                expected=f"{name} that divides {ranks}",
+                got=f"{name}={','.join(map(str, degrees))}",
+                fix="give another --only or --ranks, or a cluster of more devices",
+            )
 
 
 def _refuse(

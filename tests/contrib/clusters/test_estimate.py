@@ -184,6 +184,7 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path, capsys: Capture
         (["--cluster", cluster], "give --batch"),
         (["--cluster", tiny, "--batch", "64"], "no layout fits"),
         (["--cluster", cluster, "--batch", "63", "--only", "pp=1"], "there is no layout"),
+        (["--cluster", cluster, "--batch", "64", "--only", "pp=3,5"], "pp that divides 32"),
         (["--cluster", "nowhere.json", "--batch", "64"], "nowhere.json"),
     ):
         assert main(["estimate", model, *words]) == 2
