@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fleetpipe.job.records import BETWEEN, PARTS
@@ -29,7 +31,7 @@ class Process:
         self.work(waiting, waits=True)
         self.wall_time.end_step(measured)
 
-    def spent(self) -> dict[str, float]:
+    def spent(self) -> dict[str, Any]:
         assert len(self.wall_time.seconds) == len(PARTS)
         return {
             part: pytest.approx(seconds, abs=1e-9)

@@ -68,8 +68,7 @@ class Reporter:
         # The last step may be younger than what was heard last; it is that of all ranks.
         last = self._job.progress.record(0, "", with_rows=False)
         step = max(self.board.step, last.step)
-        over = {"state": "ended", "step": step, "part": ""}
-        ranks = [replace(rank, **over) for rank in self.board.ranks]
+        ranks = [replace(rank, state="ended", step=step, part="") for rank in self.board.ranks]
         if ranks:
             ranks[0] = replace(ranks[0], spent=last.spent, step_age=last.step_age)
         self.board = replace(

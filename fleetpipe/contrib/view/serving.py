@@ -38,7 +38,14 @@ class AttemptBoard:
         starting = tuple(
             RankRecord(rank.rank, "nothing heard yet", rank.stages) for rank in self._last.ranks
         )
-        self._last = replace(self._last, ranks=starting, slow=())
+        self._last = replace(
+            self._last,
+            ranks=starting,
+            slow=(),
+            step_time=0.0,
+            usual_step=0.0,
+            samples_per_second=0.0,
+        )
         if self._file is not None:
             with contextlib.suppress(OSError):  # no step was done
                 before = self._file.with_name(history.FILE)

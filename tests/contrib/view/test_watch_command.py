@@ -127,6 +127,7 @@ def test_the_board_of_the_launcher_outlives_an_attempt(tmp_path: Path) -> None:
     between = shown()
     assert [rank.state for rank in between.ranks] == ["starting", "starting"]
     assert (between.step, between.restarts) == (11, 1)
+    assert (between.step_time, between.eta_seconds) == (0.0, None)
     assert between.history.rows() == read_history(second).rows() == of_loss.rows()
     assert between.news == "attempt 2, since rank 1 was ended by SIGKILL"
     assert before <= between.at <= time.time()

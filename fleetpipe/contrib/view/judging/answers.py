@@ -50,7 +50,7 @@ def answers_of(board: JobBoard) -> list[Answer]:
         Answer("done", f"{done}, remaining {left}" if left else done),
     ]
     if board.step_time:
-        rates = f"{seconds(board.step_time)}/step, {short(board.samples_per_second)} samples/s"
+        rates = f"{short(board.step_time)} s/step, {short(board.samples_per_second)} samples/s"
         slower = _beside_best(board.step_time, figures.get("step time", ()))
         answers.append(Answer("speed", rates + slower))
     if board.shares:
@@ -59,7 +59,7 @@ def answers_of(board: JobBoard) -> list[Answer]:
     saved = board.last_checkpoint
     last = "none" if saved is None else f"step {saved.step:,}, {seconds(saved.age)} ago"
     happened = [
-        f"{board.restarts} restarts",
+        f"{board.restarts} restart" + "s" * (board.restarts != 1),
         f"last checkpoint: {last}",
         board.news * (board.state != "ended"),
     ]
@@ -135,9 +135,8 @@ def _beside_best(step_time: float, points: Points) -> str:
     best, step = min(means, default=(step_time, 0))
     if step_time < _SLOW * best:
         return ""
-    return (
-        f"; {step_time / best:.1f} times the {seconds(best)} of its best stretch, at step {step:,}"
-    )
+    factor = step_time / best
+    return f"; {factor:.1f} times the {short(best)} s of its best stretch, at step {step:,}"
 
 
 def _means(points: Points) -> list[tuple[int, float]]:

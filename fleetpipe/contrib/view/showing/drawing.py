@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fleetpipe.contrib.pictures.panel import Bar, Panel
 from fleetpipe.contrib.view.reading.timelines import Pipeline
-from fleetpipe.contrib.view.showing.numbers import labels, percent, ticks
+from fleetpipe.contrib.view.showing.numbers import labels, percent, seconds, ticks
 from fleetpipe.schedules.forms.events import Event, figures_of
 
 _WIDTH = 1000
@@ -132,7 +132,7 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
 def _shapes(panel: Panel, end: float) -> list[Shape]:
     """Returns a shape for each box, with the action and its duration as text."""
     texts = (
-        f"{action} on rank {event.rank}: {_duration(event.end - event.start)}"
+        f"{action} on rank {event.rank}: {seconds(event.end - event.start)}"
         for event in panel.events
         for action in event.actions
     )
@@ -167,11 +167,6 @@ def _number(bar: Bar, end: float, panel: Panel) -> Number:
 def _fits(bar: Bar, end: float, pixels: float) -> bool:
     needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
     return bool(bar.number) and (bar.right - bar.left) / end * pixels >= needed
-
-
-def _duration(value: float) -> str:
-    unit, factor = next((one for one in _UNITS if value * one[1] >= 1), _UNITS[-1])
-    return f"{value * factor:.3g} {unit}"
 
 
 def _share(value: float, end: float) -> str:

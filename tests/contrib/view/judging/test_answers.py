@@ -91,7 +91,7 @@ def test_a_step_is_measured_against_the_best_of_the_run() -> None:
     made = running(step_time=0.5, history=History(rows))
     slower = "0.5 s/step, 64 samples/s; 2.5 times the 0.2 s of its best stretch, at step 25"
     assert answers(made)["speed"].text == slower
-    assert answers(replace(made, step_time=0.21))["speed"].text == "0.2 s/step, 64 samples/s"
+    assert answers(replace(made, step_time=0.21))["speed"].text == "0.21 s/step, 64 samples/s"
 
 
 def test_a_run_that_has_ended_has_nothing_left() -> None:

@@ -14,14 +14,13 @@ from fleetpipe.contrib.view.reading.board import (
     FILE,
     BoardFile,
     Boards,
-    Heard,
     JobBoard,
     LastCheckpoint,
     board_of,
     read_board,
 )
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.records import RankRecord, StepRow
+from fleetpipe.job.records import Heard, RankRecord, StepRow
 from fleetpipe.job.run_progress import RunProgress
 from tests.contrib.view.boards import board, running, written_on
 
