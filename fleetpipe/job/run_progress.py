@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +36,8 @@ class WallTime:
     Attributes:
         part: What the process spends its time on at this moment; empty in steps, and in ``other``.
         between: Seconds between the last step and the one before, by the names of ``BETWEEN``.
-        recent: Seconds by part of each of the last steps.
+        recent: Seconds on each of ``PARTS`` in the last steps.
+        seconds: Seconds on each of ``PARTS`` since the end of the first step.
     """
 
     def __init__(self, waited: Callable[[], float]) -> None:
@@ -47,9 +48,9 @@ class WallTime:
         """
         self.part = ""
         self.between: Mapping[str, float] = dict.fromkeys(BETWEEN, 0.0)
-        self.recent: deque[Mapping[str, float]] = deque(maxlen=_STEPS)
+        self.recent: deque[tuple[float, ...]] = deque(maxlen=_STEPS)
+        self.seconds = (0.0,) * len(PARTS)
         self._waited = waited
-        self._total = Counter(dict.fromkeys(PARTS, 0.0))
         #: Seconds since the last step, and the waits in them, which are waits no more.
         self._named = dict.fromkeys(BETWEEN, 0.0)
         self._waits_in_named = 0.0
@@ -105,17 +106,11 @@ class WallTime:
             if sum(self._sample) and not (measured and self._measured):
                 spent = [sum(spent) * part / sum(self._sample) for part in self._sample]
             compute, waiting, *other = spent
-            named = {**self.between, "other": sum(other)}
-            self.recent.append({"compute": compute, "waiting": waiting, **named})
-            self._total.update(self.recent[-1])
+            self.recent.append((compute, waiting, *[*self.between.values()][:-1], sum(other)))
+            self.seconds = tuple(map(float.__add__, self.seconds, self.recent[-1]))
         self._ended, self._measured = now, measured
         self._named, self._waits_in_named = dict.fromkeys(BETWEEN, 0.0), 0.0
         self._steps += 1
-
-    @property
-    def seconds(self) -> tuple[float, ...]:
-        """Seconds of each of ``PARTS`` since the end of the first step."""
-        return tuple(self._total[part] for part in PARTS)
 
 
 class RunProgress:
@@ -263,7 +258,7 @@ class RunProgress:
         ended, saved, spans = self._ended, self._saved, [row.span for row in [*self._last]]
         recent = [*self.wall_time.recent]
         now = time.monotonic()
-        passed = sum(sum(step.values()) for step in recent)
+        passed = sum(map(sum, recent))
         rows: tuple[StepRow, ...] = ()
         if with_rows:
             rows = tuple(self._rows.popleft() for _ in range(len(self._rows)))
@@ -281,7 +276,7 @@ class RunProgress:
             step_age=None if ended is None else now - ended,
             step_time=fmean(spans) if spans else 0.0,
             usual_step=median(spans) if spans else 0.0,
-            busy=sum(step["compute"] for step in recent) / passed if passed else 0.0,
+            busy=sum(step[0] for step in recent) / passed if passed else 0.0,
             spent=self.wall_time.seconds,
             samples=self.samples,
             memory=self.memory(),
