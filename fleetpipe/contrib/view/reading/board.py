@@ -105,7 +105,9 @@ class JobBoard:
 
     @property
     def is_late(self) -> bool:
-        """Whether no rank has done a step for more than three usual ones."""
+        """Whether steps are left, and no rank has done one for more than three usual ones."""
+        if self.steps is not None and self.step >= self.steps:
+            return False
         ages = [rank.step_age for rank in self.ranks if rank.step_age is not None]
         usual = self.usual_step or self.step_time
         return bool(ages) and min(ages) > max(_STEPS * usual, _LEAST_LATE)

@@ -51,6 +51,7 @@ def test_the_questions_come_in_one_order() -> None:
         (with_states("stopped", "stopped", silence=60.0), "nothing was heard for 1 min 0 s", "bad"),
         (with_states("running", usual_step=0.5), "no step for 20 s, where one takes 0.5 s", "bad"),
         (with_states("running", usual_step=9.0), "running", "good"),
+        (with_states("running", usual_step=0.5, step=100), "running", "good"),
         (with_states("ended", "ended", step=100), "ended", "open"),
         (with_states("ended", "ended", step=99), "ended before its last step", "bad"),
         (JobBoard(0.0), "starting", "open"),
