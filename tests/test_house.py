@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/observe", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
+    ("compare/__init__ compare/differences compare/rounding",),
     (
         "parity/__init__ parity/beside parity/cutting parity/differences parity/edges"
         " parity/evaluation parity/outputs parity/reference parity/repetition"

@@ -21,7 +21,7 @@ from paddle.nn import functional
 import fleetpipe.fleet  # noqa: F401 (chooses MKL's code as a training does)
 from benchmarks.figures import Figure, parser, report
 from fleetpipe.contrib.fast_leaves import fast_linear
-from fleetpipe.contrib.fast_leaves.fast_linear import matrices, same_bits
+from fleetpipe.contrib.fast_leaves.fast_linear import matrices, same_results
 
 HIDDEN, ROWS, CLASSES, WORDS = (256, 768), 128, 1000, 2000
 #: The way of Paddle's own function.
@@ -218,7 +218,7 @@ def is_same(leaf: Leaf, way: Way) -> bool:
     inputs = map(leaf.view, matrices(leaf.shape, paddle.float32))
     operands = [(x, *leaf.parameters) for x in inputs]
     grad = paddle.randn(leaf.plain(*operands[0]).shape)
-    return all(same_bits(leaf.plain, way, one, grad) for one in operands)
+    return all(same_results(leaf.plain, way, one, grad) for one in operands)
 
 
 def times(leaf: Leaf, repeats: int) -> dict[str, list[float]]:

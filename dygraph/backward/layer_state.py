@@ -142,10 +142,7 @@ def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
 
 
 def _is_same(copy: Tensor, tensor: Tensor) -> bool:
-    alike = (copy.shape, copy.dtype, copy.stop_gradient)
-    return alike == (tensor.shape, tensor.dtype, tensor.stop_gradient) and bridge.same_bits(
-        copy, tensor
-    )
+    return copy.stop_gradient == tensor.stop_gradient and bridge.same_bits(copy, tensor)
 
 
 def _is_computed(value: object) -> bool:

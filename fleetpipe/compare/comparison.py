@@ -6,11 +6,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from fleetpipe.compare.rounding import ROUNDING
 from fleetpipe.compare.trail import BEGIN, CallRecord, Summary
 
-#: Of the first event that differs, relative to the largest number of its tensor.
-_ROUNDING = 1e-5
-#: Of any later event: the steps of an optimizer make rounding larger.
+#: Of any event after the first that differs: the steps of an optimizer make rounding larger.
 _GROWN = 1e-3
 
 Ranks = Sequence[Sequence[CallRecord]]
@@ -53,7 +52,7 @@ class TrailComparison(NamedTuple):
     def rounding(self) -> bool:
         """Whether they differ, by no more than the order of sums explains."""
         first = self.first
-        return first is not None and first.apart <= _ROUNDING and self.worst <= _GROWN
+        return first is not None and first.apart <= ROUNDING and self.worst <= _GROWN
 
 
 def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:

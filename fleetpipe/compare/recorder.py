@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.compare.differences import kind_of, leaves, numbers_of
 from fleetpipe.compare.trail import BEGIN, TRAINS, CallRecord, Summary, file_of
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.fit.model import Model
@@ -24,7 +25,6 @@ from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.random import generator_states, python_states
 from fleetpipe.paddle_api.static import dynamic, found_tensor
-from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
@@ -75,7 +75,7 @@ class TrailRecorder:
         self._steps += trains
         around = {**_rate(arguments), **_rows(arguments), **_streams()}
         state = _state_of(owner, arguments) if trains else {}
-        self._write(CallRecord(name, line, self._steps, dict(leaves("", result)), state, around))
+        self._write(CallRecord(name, line, self._steps, summaries(result), state, around))
         if not trains:
             return
         if self._steps == self._stop_after:
@@ -110,27 +110,18 @@ def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterat
             yield
 
 
-def leaves(path: str, value: Any) -> Iterator[tuple[str, Summary]]:
-    """Yields the tensors, arrays and plain values of a nested value, by their paths."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from leaves(f"{path}[{key!r}]", part)
-    elif isinstance(value, (list, tuple)):
-        for number, part in enumerate(value):
-            yield from leaves(f"{path}[{number}]", part)
-    elif isinstance(value, (paddle.Tensor, np.ndarray, np.generic)):
-        yield path, _summary(value)
-    elif isinstance(value, (bool, int, float, str)):
-        yield path, Summary.of_plain(value)
+def summaries(value: Any, name: str = "") -> dict[str, Summary]:
+    """Returns the tensors, arrays and plain values of a nested value, by their paths."""
+    kinds = (paddle.Tensor, np.ndarray, np.generic, int, float, str)
+    parts = leaves(value, name).items()
+    return {path: _summary(part) for path, part in parts if isinstance(part, kinds)}
 
 
 def _summary(value: Any) -> Summary:
+    if isinstance(value, (int, float, str)) and not isinstance(value, np.generic):
+        return Summary.of_plain(value)
     if isinstance(value, paddle.Tensor):
-        kind = f"{str(value.dtype).rpartition('.')[2]} {list(value.shape)}"
-        with dynamic_mode(), paddle.no_grad():
-            # NumPy has no bfloat16; in float32 it has other bits for other numbers.
-            exact = value.astype("float32") if kind.startswith("bfloat16") else value
-            return Summary.of_array(kind, to_host(exact).numpy())
+        return Summary.of_array(kind_of(value), numbers_of(value))
     array = np.asarray(value)
     return Summary.of_array(f"{array.dtype} {list(array.shape)}", array)
 
@@ -158,7 +149,7 @@ def _rows(arguments: list[Any]) -> dict[str, Summary]:
         if arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
         else None
     )
-    return {f"rows{path}": one for path, one in leaves("", data)}
+    return summaries(data, "rows")
 
 
 def _streams() -> dict[str, Summary]:

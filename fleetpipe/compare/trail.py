@@ -7,7 +7,6 @@ from another number.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from fleetpipe.compare.differences import digest_of
 
 #: Calls that train a step.
 TRAINS = ("train_batch", "forward_backward_pipeline", "run")
@@ -42,7 +43,7 @@ class Summary(NamedTuple):
     @classmethod
     def of_bytes(cls, kind: str, content: bytes) -> Summary:
         """Summarizes what has no numbers."""
-        return cls(kind, hashlib.blake2b(content, digest_size=8).hexdigest())
+        return cls(kind, digest_of(content))
 
     @classmethod
     def of_array(cls, kind: str, array: np.ndarray) -> Summary:

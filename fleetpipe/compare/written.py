@@ -12,7 +12,7 @@ import numpy as np
 
 from fleetpipe.checkpoint.files.manifest import MANIFEST
 from fleetpipe.checkpoint.hash_command import digests_in
-from fleetpipe.compare.recorder import leaves
+from fleetpipe.compare.recorder import summaries
 from fleetpipe.compare.trail import Summary
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.paddle_api import paddle
@@ -69,10 +69,10 @@ def _content(path: Path) -> Mapping[str, Summary]:
         return dict(enumerate_lines(path.read_text("utf-8", errors="replace").splitlines()))
     with suppress(Exception):  # of any kind: then its bytes are compared
         if path.suffix in {".pdparams", ".pdopt", ".pdstates"}:
-            return dict(leaves("", paddle.load(str(path))))
+            return summaries(paddle.load(str(path)))
         if path.suffix in {".npy", ".npz"}:
             loaded = np.load(path)
-            return dict(leaves("", dict(loaded) if path.suffix == ".npz" else loaded))
+            return summaries(dict(loaded) if path.suffix == ".npz" else loaded)
     return {"": Summary.of_bytes("bytes", path.read_bytes())}
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Scaler, Scheduler
+from fleetpipe.compare.differences import Difference
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
-from fleetpipe.parity.differences import Difference
 from fleetpipe.parity.reference import LossOf, Reference, of_model, of_same_layers
 from fleetpipe.parity.report import Report
 from fleetpipe.parity.session import Calls, Session

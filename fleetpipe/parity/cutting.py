@@ -11,11 +11,11 @@ from fractions import Fraction
 from typing import Any
 
 from fleetpipe.aliases import Nest
+from fleetpipe.compare.differences import Difference, compare_numbers
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import rebuild
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
-from fleetpipe.parity.differences import Difference, compare_numbers
 
 
 class RepeatedBatch:

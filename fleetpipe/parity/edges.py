@@ -12,23 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.compare.differences import Difference, compare, unit_of
+from fleetpipe.compare.rounding import MARGIN
 from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.nest import has_gradient, map_tensors, tensors_by_place
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
-from fleetpipe.parity.differences import Difference, compare
 from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op
 from fleetpipe.transport import MessageKey, Value
-
-#: A gradient differs by more than another order of sums where it is off by more than this many
-#: of the largest value's last place.
-_ROUNDING = 16
 
 
 class At(NamedTuple):
@@ -212,10 +207,4 @@ def _compare(
     difference = compare("gradient", name, step, ours, expected)
     if difference is None or difference.absolute == 0:
         return None
-    return difference if difference.relative > _ROUNDING * unit(expected) else None
-
-
-def unit(tensor: Tensor) -> float:
-    """Returns the unit in the last place of the number 1 in a tensor's dtype."""
-    name = str(tensor.dtype).rpartition(".")[2]
-    return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
+    return difference if difference.relative > MARGIN * unit_of(expected) else None

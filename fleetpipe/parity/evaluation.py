@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.compare.differences import Difference, compare_values
 from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
 from fleetpipe.dygraph.batch.micro_batches import counted_in
 from fleetpipe.dygraph.batch.outputs import join_outputs
@@ -17,7 +18,6 @@ from fleetpipe.mesh.parts import parted
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.beside import as_the_next_batch
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
-from fleetpipe.parity.differences import Difference, compare_values
 from fleetpipe.parity.outputs import (
     Outputs,
     compare_outputs,

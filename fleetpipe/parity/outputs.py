@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.compare.differences import Difference, compare
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
 from fleetpipe.dygraph.observe.trial import is_trial
 from fleetpipe.extras import extra
 from fleetpipe.job.job import current_job
-from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
 Outputs = dict[str, list[Tensor]]

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.compare.differences import compare, unit_of
 from fleetpipe.dygraph import tensors_of
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.gradients import dense
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.parity.differences import compare
-from fleetpipe.parity.edges import unit
 from fleetpipe.parity.outputs import Outputs, record_model
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, place_of
@@ -52,7 +51,7 @@ class Repetition:
             return
         for place, tensors in self._values_of(outputs, loss).items():
             for one, other in zip(tensors, first.get(place, ())):
-                size = unit(one) if one.is_floating_point() else 0.0
+                size = unit_of(one) if one.is_floating_point() else 0.0
                 if difference := compare("output", place, 0, one, other):
                     size = max(size, difference.relative)
                     self._largest = max(self._largest, (difference.relative, place))

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetpipe.parity.differences import QUANTITIES, Difference
+from fleetpipe.compare.differences import QUANTITIES, Difference
+from fleetpipe.compare.rounding import MARGIN
 from fleetpipe.representation import shows
 
-#: How much more than the spread of two runs passes where a device does not repeat its bits, as two
-#: are a small sample; and the most that does: what differs by more tells nothing of a pipeline.
-MARGIN, _LARGEST = 16.0, 0.1
+#: The most that passes where a device does not repeat its bits: what differs by more tells nothing
+#: of a pipeline.
+_LARGEST = 0.1
 
 
 @shows("passed", "bit_exact", "steps", "evaluations", "tolerance")

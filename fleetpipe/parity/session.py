@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from fleetpipe import dygraph, numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
+from fleetpipe.compare.differences import Difference, compare_numbers, compare_values
+from fleetpipe.compare.rounding import ROUNDING
 from fleetpipe.dygraph import Crossing, PipelineParallel, reordered
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks, current_job
@@ -19,7 +21,6 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import edges
 from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.cutting import RepeatedBatch
-from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, record_model, record_stages
 from fleetpipe.parity.reference import Reference
@@ -274,10 +275,6 @@ def _places(layers: dygraph.PipelineLayer) -> list[str]:
             passed = max(passed, stage)
         places += [slot.name.rpartition(".")[0], slot.name]
     return [*places, *map(edges.name_of, range(passed, stages - 1))]
-
-
-#: Largest relative difference that passes where sums have another order.
-ROUNDING = 1e-5
 
 
 class Orders:

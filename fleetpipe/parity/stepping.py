@@ -9,11 +9,11 @@ import copy
 from collections.abc import Callable
 
 from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
+from fleetpipe.compare.differences import Difference, compare, compare_numbers
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, tensor_parallel
 from fleetpipe.dygraph.train.scheduling import step_rate
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
-from fleetpipe.parity.differences import Difference, compare, compare_numbers
 from fleetpipe.parity.reference import Reference
 
 

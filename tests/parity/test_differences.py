@@ -8,13 +8,14 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.parity.differences import (
+from fleetpipe.compare.differences import (
     compare,
     compare_numbers,
     compare_values,
     largest_gap,
     same_bits,
 )
+from fleetpipe.transport.wire import bridge
 
 
 def test_equal_bits_are_no_difference() -> None:
@@ -81,6 +82,28 @@ def test_nan_on_one_side_is_infinitely_far_and_on_both_no_gap() -> None:
     assert largest_gap(nan, two) == math.inf
     assert largest_gap(nan, paddle.to_tensor([math.nan, 1.5])) == 0.5
     assert largest_gap(None, None) == largest_gap(two, two) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_any_nan_is_any_other_and_zeros_have_a_sign(dtype: str) -> None:
+    nan, other, zeros, minus = (
+        paddle.to_tensor(np.array([number, 1.0])).astype(dtype)
+        for number in (math.nan, -math.nan, 0.0, -0.0)
+    )
+    assert dtype == "bfloat16" or not bridge.same_bits(nan, other)
+    assert same_bits(nan, other)
+    assert compare("output", "", 0, nan, other) is None
+    assert not same_bits(zeros, minus)
+    found = compare("output", "", 0, minus, zeros)
+    assert found is not None
+    assert found.absolute == 0
+
+
+def test_the_scale_of_a_difference_is_the_largest_finite_number() -> None:
+    inf = paddle.to_tensor([math.inf, 2.0, math.nan])
+    found = compare("output", "", 0, inf + 1, inf)
+    assert found is not None
+    assert found.relative == 0.5
 
 
 def test_integers_are_compared_too() -> None:

@@ -6,24 +6,21 @@ first training runs once more for its numbers.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof import training
 from fleetpipe.capture.proof.hook_calls import pause_counting
 from fleetpipe.capture.proof.models import PlainLoop
-from fleetpipe.capture.proof.rounding import Rounding, move_by_a_unit, ulp
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
+from fleetpipe.compare.differences import digest_of, largest_gap, largest_of, same_bits, unit_of
+from fleetpipe.compare.rounding import Rounding, move_by_a_unit
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import set_data
 from fleetpipe.paddle_api.tensor import copy_of
-from fleetpipe.parity.differences import largest_gap, numbers_of, same_bits
 
 #: The parameters and buffers of a model by name.
 State = Mapping[str, Tensor]
@@ -61,7 +58,7 @@ class Digests:
         """Trains the model, whose state the caller restores; see :func:`undo_training`."""
         self._model, self._plain, self.course = model, plain, course
         self.moments: list[training.Moment] = []
-        self.digests: list[dict[str, bytes]] = []
+        self.digests: list[dict[str, str]] = []
         self._whole: dict[int, State] = {}
         for moment in training.moments(model, plain, course):
             self.moments.append(moment._replace(tensors={}))
@@ -157,17 +154,9 @@ class Comparison:
     def _of_update(self, name: str, right: Tensor) -> float:
         """Returns how far a step may move a parameter off, given its gradient's difference."""
         gap = self._off.get(name, 0.0)
-        return 2 * training.RATE * gap + 2 * ulp(right) if gap else 0.0
+        return 2 * (training.RATE * gap + unit_of(right) * largest_of(right)) if gap else 0.0
 
 
-def digests_of(moment: training.Moment) -> dict[str, bytes]:
-    """Returns a digest of each tensor of a moment: of its shape, its dtype and its bits."""
+def digests_of(moment: training.Moment) -> dict[str, str]:
+    """Returns a digest of each tensor of a moment."""
     return {name: digest_of(tensor) for name, tensor in moment.tensors.items()}
-
-
-def digest_of(tensor: Tensor) -> bytes:
-    """Returns a digest of a tensor's shape, its dtype and its bits."""
-    numbers = np.ascontiguousarray(numbers_of(tensor))
-    digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
-    digest.update(numbers.reshape(-1).view(np.uint8).data)
-    return digest.digest()

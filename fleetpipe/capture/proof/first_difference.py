@@ -13,13 +13,13 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
+from fleetpipe.compare.differences import largest_gap
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import intercepting
 from fleetpipe.paddle_api.tensor import has_memory
-from fleetpipe.parity.differences import largest_gap
 
 
 class _Recorded(Keyed):

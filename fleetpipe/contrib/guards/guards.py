@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import Tensor
+from fleetpipe.compare.differences import largest_gap
+from fleetpipe.compare.rounding import ROUNDING
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.broadcast import is_spread
@@ -38,8 +40,8 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.schedules import Op, Recv
 from fleetpipe.transport.wire import bridge
 
-#: How much of the norm the order of a sum may change, in float32, and where halves are added up.
-_ROUNDING, _ROUNDING_OF_HALVES = 1e-5, 0.02
+#: How much of the norm the order of a sum may change where halves are added up.
+_ROUNDING_OF_HALVES = 0.02
 
 
 class Guards(BatchObserver):
@@ -118,7 +120,7 @@ class Guards(BatchObserver):
     def _require_norm(self, norm: float, optimizer: PipelineOptimizer) -> None:
         used = optimizer.gradient_norm or 0.0
         halves = any("float16" in str(p.dtype) for p in optimized_parameters(optimizer.wrapped))
-        if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else _ROUNDING) * max(used, norm):
+        if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else ROUNDING) * max(used, norm):
             raise InvariantError(
                 "gradients are clipped by a norm that is not that of all of them, each once",
                 where=self._location,
@@ -173,7 +175,7 @@ class Guards(BatchObserver):
             f"begin of step {self._step}",
             expected="the same bits, as "
             + ("before the first step" if self._passed is None else f"in step {self._passed}"),
-            got=f"numbers up to {max(_apart(first, other) for other in rest):.3g} apart",
+            got=f"numbers up to {max(largest_gap(first, other) for other in rest):.3g} apart",
             cause=_of_unequal(axis, 0 if self._passed is None else self._step),
             fix="fleetpipe_configs['guards'] = 1 names the step, fleetpipe locate the layer",
         )
@@ -258,10 +260,6 @@ def _finite(gradient: Tensor) -> bool:
     if gradient.is_selected_rows():
         return bool(paddle.isfinite(squared_norm(gradient)).all())
     return bool(paddle.isfinite(gradient.astype("float32")).all())
-
-
-def _apart(one: Tensor, other: Tensor) -> float:
-    return float((one.astype("float64") - other.astype("float64")).abs().max())
 
 
 def _of_unequal(axis: str, step: int) -> str:

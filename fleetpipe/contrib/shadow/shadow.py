@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.capture.proof.comparison import digest_of, undo_training
+from fleetpipe.capture.proof.comparison import undo_training
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.models import copy_inputs
-from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
 from fleetpipe.capture.running.host_memory import return_memory
@@ -26,6 +25,8 @@ from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
+from fleetpipe.compare.differences import digest_of, largest_gap, largest_of
+from fleetpipe.compare.rounding import ROUNDING, Rounding, move_by_a_unit
 from fleetpipe.contrib.shadow.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.backward.layer_state import buffers_kept
@@ -44,7 +45,6 @@ from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
 from fleetpipe.paddle_api.tensor import copy_of, has_memory, is_parameter
 from fleetpipe.parity.beside import Beside, as_the_next_batch
-from fleetpipe.parity.differences import largest_gap
 from fleetpipe.parity.reference import Reference, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -94,7 +94,7 @@ class Shadow(BatchObserver):
         #: The parameters whose memory the copy shares, by name.
         self._shared: set[str] = set()
         #: The buffers as the last batch has left them.
-        self._left: dict[str, bytes] = {}
+        self._left: dict[str, str] = {}
         self._has_twin = False
         #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
         self._failure: str | None = None
@@ -241,7 +241,7 @@ class Shadow(BatchObserver):
         for name, parameter in parameters.items():
             right = expected[name]
             # A norm over ranks is a sum in another order than that over one model.
-            if largest_gap(parameter, right) > SHARE * largest_of(right):
+            if largest_gap(parameter, right) > ROUNDING * largest_of(right):
                 differences.append(f"the update of {name}")
         self._seconds += time.perf_counter() - begin
         try:
@@ -334,7 +334,7 @@ class Shadow(BatchObserver):
                 tensor: Tensor = buffers_in(layer_at(source, path))[key]
                 buffers_in(layer_at(copied, path))[key] = tensor.detach().clone()
 
-    def _buffers(self) -> dict[str, bytes]:
+    def _buffers(self) -> dict[str, str]:
         """Returns a digest of each buffer of the model that has memory on this rank, by name."""
         buffers = self._forms.capturing.model.named_buffers()
         return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
@@ -374,7 +374,7 @@ class Shadow(BatchObserver):
         for one, other in zip(tensors_of(loss), tensors_of(right)):
             # The losses of micro-batches one by one are another question.
             if list(one.shape) == list(other.shape):
-                most = SHARE * largest_of(other) if self._pipeline.replicas.ranks > 1 else 0
+                most = ROUNDING * largest_of(other) if self._pipeline.replicas.ranks > 1 else 0
                 if largest_gap(one, other) > most:
                     return ["the loss"]
         return []

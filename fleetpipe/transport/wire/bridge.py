@@ -103,7 +103,9 @@ def plain(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one shape and dtype have the same bits; CPU tensors are not copied."""
+    """Whether two tensors have the same shape, dtype and bits; CPU tensors are not copied."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
     # What is kept holds the bytes as long as they are read.
     kept = plain([one, other])
     first, second = (np.frombuffer(_memory(t, tensor_bytes(t)), "uint8") for t in kept)

@@ -16,10 +16,10 @@ from paddle import nn
 import fleetpipe
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.proof.models import CapturedRun
-from fleetpipe.capture.proof.rounding import Rounding
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import capturing
 from fleetpipe.capture.tracing.value import Capture
+from fleetpipe.compare.rounding import Rounding
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import operations

@@ -1,0 +1,229 @@
+"""Measures how far two tensors are apart, in absolute, relative and last-place units.
+
+The rule of all comparisons: two tensors are equal if shape, dtype and bits are. So -0.0 is not 0.0,
+and any NaN is any other: what is not a number is so in many bits, which all mean the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import dynamic_mode
+from fleetpipe.paddle_api.tensor import to_host
+from fleetpipe.transport.wire import bridge
+
+#: What is compared, in the order in which a step computes it.
+QUANTITIES = (
+    *("micro-batch", "output", "loss", "gradient", "gradient norm", "learning rate", "parameter"),
+    *("buffer", "last_epoch"),
+)
+
+_FLOATS = {paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two values that should have the same bits and do not.
+
+    Attributes:
+        quantity: One of ``QUANTITIES``.
+        name: The parameter, buffer or layer by its lasting name, an edge as "edge 0 -> 1", a call
+            as "eval_batch"; "" for a quantity of the whole model.
+        step: The training step, from 0; of an evaluation, the number of steps before it.
+        absolute: Largest absolute difference.
+        relative: The absolute difference over the largest absolute value of the reference.
+        ulps: Units in the last place where the difference is largest; None if shapes differ.
+    """
+
+    quantity: str
+    name: str
+    step: int
+    absolute: float
+    relative: float
+    ulps: int | None
+
+    def __str__(self) -> str:
+        what = f"{self.quantity} of {self.name}" if self.name else self.quantity
+        size = f"{self.absolute:.3g} absolute, {self.relative:.3g} relative"
+        unlike = "one is missing, or shape or dtype differ"
+        units = unlike if self.ulps is None else f"{self.ulps} ulp"
+        return f"step {self.step}: {what} differs by {size}, {units}"
+
+
+def compare(
+    quantity: str, name: str, step: int, pipeline: Tensor | None, reference: Tensor | None
+) -> Difference | None:
+    """Compares two tensors bit by bit.
+
+    Args:
+        quantity: One of ``QUANTITIES``.
+        name: See :class:`Difference`.
+        step: The training step.
+        pipeline: The pipeline's tensor; None if it has none.
+        reference: The single-device model's tensor; None if it has none.
+
+    Returns:
+        None if both have the same shape, dtype and bits, or both are None.
+    """
+    if pipeline is None and reference is None:
+        return None
+    if pipeline is None or reference is None or not _alike(pipeline, reference):
+        return Difference(quantity, name, step, math.inf, math.inf, None)
+    if same_bits(pipeline, reference):
+        return None
+    ours, reference_array = numbers_of(pipeline), numbers_of(reference)
+    gaps = gaps_of(ours, reference_array)
+    worst = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
+    absolute, scale = float(gaps[worst]), largest_of(reference)
+    relative = absolute / scale if scale else math.inf
+    ulps = _units_between(ours[worst], reference_array[worst]) >> _unused_bits(reference)
+    return Difference(quantity, name, step, absolute, relative, ulps)
+
+
+def compare_values(
+    quantity: str,
+    name: str,
+    step: int,
+    pipeline: Nest,
+    reference: Nest,
+    same: Callable[[Tensor, Tensor], Tensor] = lambda whole, ours: whole,
+) -> list[Difference]:
+    """Compares all tensors in nested tuples, lists and dicts bit by bit, other items by ``==``.
+
+    Args:
+        quantity: One of ``QUANTITIES``.
+        name: See :class:`Difference`; the place in the containers is appended.
+        step: The training step.
+        pipeline: The pipeline's value.
+        reference: The single-device model's.
+        same: ``same(whole, ours)`` returns the part of the reference's tensor that this rank has.
+    """
+    ours, reference_leaves = leaves(pipeline), leaves(reference)
+    differences = []
+    for path in {**reference_leaves, **ours}:
+        one, other = ours.get(path), reference_leaves.get(path)
+        if isinstance(one, paddle.Tensor) or isinstance(other, paddle.Tensor):
+            both = all(isinstance(value, paddle.Tensor) for value in (one, other))
+            part = same(other, one) if both else None
+            difference = compare(quantity, name + path, step, one, part)
+            differences += [difference] if difference else []
+        elif type(one) is not type(other) or one != other:
+            differences.append(Difference(quantity, name + path, step, math.inf, math.inf, None))
+    return differences
+
+
+def leaves(value: Nest, path: str = "") -> dict[str, Any]:
+    """Returns the items of nested containers by their places: ``{"[0]['mask']": tensor}``.
+
+    The place of a container itself has its type.
+    """
+    if isinstance(value, (tuple, list)):
+        parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    elif isinstance(value, dict):
+        parts = [leaves(item, f"{path}[{key!r}]") for key, item in value.items()]
+    else:
+        return {path: value}
+    return {path: type(value), **{place: leaf for part in parts for place, leaf in part.items()}}
+
+
+def compare_numbers(
+    quantity: str, name: str, step: int, pipeline: float, reference: float
+) -> list[Difference]:
+    """Compares two numbers bit by bit; returns the difference, if there is one."""
+    if pipeline == reference or (math.isnan(pipeline) and math.isnan(reference)):
+        return []
+    gap = abs(pipeline - reference)
+    relative = gap / abs(reference) if reference else math.inf
+    numbers = np.array([pipeline, reference])
+    return [Difference(quantity, name, step, gap, relative, _units_between(*numbers))]
+
+
+def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors have the same shape, dtype and bits, or are both None."""
+    if one is None or other is None:
+        return one is other
+    if bridge.same_bits(one, other):
+        return True
+    if not _alike(one, other) or one.dtype not in _FLOATS:
+        return False
+    left, right = (np.atleast_1d(np.ascontiguousarray(numbers_of(t))) for t in (one, other))
+    bits = f"u{left.itemsize}"
+    return bool(((left.view(bits) == right.view(bits)) | (np.isnan(left) & np.isnan(right))).all())
+
+
+def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
+    """Returns the largest difference; infinite if shapes, dtypes, or what is finite, differ."""
+    difference = compare("", "", 0, one, other)
+    return 0.0 if difference is None else difference.absolute
+
+
+def numbers_of(tensor: Tensor) -> Any:
+    """Returns the numbers of a tensor as an array; bfloat16, which NumPy lacks, as float32."""
+    with dynamic_mode(), paddle.no_grad():
+        # The bits of bfloat16 are the upper half of a float32's.
+        tensor = tensor.astype("float32") if _unused_bits(tensor) else tensor
+        return (tensor if tensor.place.is_cpu_place() else to_host(tensor)).numpy()
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Returns the largest finite absolute number; 0 if there is none."""
+    numbers = np.abs(numbers_of(tensor))
+    return float(numbers.max(initial=0, where=np.isfinite(numbers)))
+
+
+def unit_of(tensor: Tensor) -> float:
+    """Returns the unit in the last place of the number 1 in a tensor's dtype."""
+    dtype = str(tensor.dtype).rpartition(".")[2]
+    return 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Returns the dtype and the shape of a tensor, as ``float32 [2, 3]``."""
+    return f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}"
+
+
+def digest_of(content: bytes | Tensor) -> str:
+    """Returns a digest of bytes; of a tensor's dtype, shape and bits."""
+    if isinstance(content, paddle.Tensor):
+        content = kind_of(content).encode() + numbers_of(content).tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return list(one.shape) == list(other.shape) and one.dtype == other.dtype
+
+
+def gaps_of(ours: Any, expected: Any) -> Any:
+    """Returns the absolute difference of each number; infinite if only one is NaN or infinite."""
+    wide = np.complex128 if np.iscomplexobj(ours) else np.float64
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(ours.astype(wide) - expected.astype(wide))
+    equal = (ours == expected) | (np.isnan(ours) & np.isnan(expected))
+    return np.where(equal, 0.0, np.where(np.isnan(gaps), np.inf, gaps))
+
+
+def _unused_bits(tensor: Tensor) -> int:
+    return 16 if str(tensor.dtype).endswith("bfloat16") else 0
+
+
+def _units_between(one: Any, other: Any) -> int:
+    if one.dtype.kind == "c":
+        return max(_units_between(one.real, other.real), _units_between(one.imag, other.imag))
+    return abs(_ordinal(one) - _ordinal(other))
+
+
+def _ordinal(value: Any) -> int:
+    """Maps a float to an integer, so that neighbouring floats have neighbouring integers."""
+    if value.dtype.kind != "f":
+        return int(value)
+    bits = int(value.view(f"u{value.dtype.itemsize}"))
+    sign = 1 << (8 * value.dtype.itemsize - 1)
+    return sign - bits if bits >= sign else bits
