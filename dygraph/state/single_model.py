@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +11,7 @@ from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys, tensor_parallel
 from fleetpipe.dygraph.batch.losses import carried_in
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
+from fleetpipe.dygraph.state.copies import copy_layers
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.whole_state import Place, hidden_buffers
 from fleetpipe.dygraph.sums.uses import Uses, parameters_of, slots_in
@@ -78,7 +78,7 @@ def single_model(
     described = dict(enumerate(entries))
     ready = {i: e for i, e in described.items() if not hasattr(e, "build_layer")}
     tensor_parallel.refuse_shards(ready)
-    described.update(copy.deepcopy(ready))
+    described.update(copy_layers(ready, ready.values()))
     with tensor_parallel.alone():
         return SingleModel(build([*described.values()], described, tuple(shared)), loss_fns)
 

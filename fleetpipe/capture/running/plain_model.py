@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,12 +12,12 @@ from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import complete
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.state.copies import copy_layers
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.mesh.groups import SoleGroup
-from fleetpipe.mesh.parts import attached_part
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.paddle_api.operations import intercepting, set_data
+from fleetpipe.paddle_api.operations import intercepting
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _FIRST = GlobalMicroBatch(0)
@@ -57,15 +56,8 @@ class Untouched(ModelWithParts):
             shared: Parameters whose copies have the memory of the model's own.
         """
         super().__init__()
-        copies: dict[int, Any] = {}
-        with lent(model.state_dict().values()), paddle.utils.unique_name.guard():
-            for tensor in shared:
-                set_data(copy.deepcopy(tensor, copies), tensor.detach())
-            copied = copy.deepcopy(model, copies)
-        # Paddle's parameters are copied without their further attributes.
-        for original, tensor in zip(model.parameters(), copied.parameters()):
-            if (part := attached_part(original)) is not None:
-                tensor.part_of_whole = part
+        with lent(model.state_dict().values()):
+            copied = copy_layers(model, [model], shared)
         # Around Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
         # A forward may put another tensor in the place of a buffer.
