@@ -65,8 +65,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compare/__init__ compare/differences compare/rounding",),
     (
         "parity/__init__ parity/beside parity/cutting parity/differences parity/edges"
-        " parity/evaluation parity/outputs parity/reference parity/repetition"
-        " parity/report parity/session parity/stepping",
+        " parity/evaluation parity/outputs parity/reference parity/report"
+        " parity/session parity/stepping parity/tolerance",
     ),
     ("capture",),
     ("fleet",),

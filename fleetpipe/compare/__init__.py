@@ -1,6 +1,9 @@
-"""Compares whole runs of a script by their trails: what each call returned and left behind.
+"""Compares trainings: what is equal, what is rounding, and where whole runs of a script part.
+
+``differences`` has the rule of all comparisons, ``rounding`` what another order of sums explains:
+parity, the proof of a capture, the shadow and guards measure by them.
 
 ``fleetpipe parity --whole`` starts with ``whole``, which runs a script in several ``ways``. In each
-process of one (``recorded_script``) the ``recorder`` writes the ``trail`` of the run; ``written``
-has what it leaves beside. ``comparison`` aligns two trails and names the first event that differs.
+process of one the ``recorder`` writes the ``trail`` of the run, and ``written`` has what it leaves
+beside. Two trails are aligned, and the first event that differs is named.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from fleetpipe.transport.wire import bridge
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
-    *("micro-batch", "output", "loss", "gradient", "gradient norm", "learning rate", "parameter"),
-    *("buffer", "last_epoch"),
+    *("initial parameter", "initial buffer", "micro-batch", "output", "loss", "gradient"),
+    *("gradient norm", "learning rate", "parameter", "buffer", "last_epoch"),
 )
 
 _FLOATS = {paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64}
@@ -86,6 +86,18 @@ def compare(
     relative = absolute / scale if scale else math.inf
     ulps = _units_between(ours[worst], reference_array[worst]) >> _unused_bits(reference)
     return Difference(quantity, name, step, absolute, relative, ulps)
+
+
+def compare_all(
+    quantity: str,
+    step: int,
+    pipeline: Mapping[str, Tensor | None],
+    reference: Mapping[str, Tensor | None],
+) -> list[Difference]:
+    """Compares tensors by name; one that is missing on a side is a difference."""
+    pairs = ((name, pipeline.get(name), reference.get(name)) for name in {**reference, **pipeline})
+    compared = (compare(quantity, name, step, *pair) for name, *pair in pairs)
+    return [difference for difference in compared if difference]
 
 
 def compare_values(
@@ -190,11 +202,14 @@ def kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}"
 
 
-def digest_of(content: bytes | Tensor) -> str:
-    """Returns a digest of bytes; of a tensor's dtype, shape and bits."""
+def digest_of(content: Any) -> str:
+    """Returns a digest of bytes, of a flat array's, or of a tensor's dtype, shape and bits."""
+    digest = hashlib.blake2b(digest_size=16)
     if isinstance(content, paddle.Tensor):
-        content = kind_of(content).encode() + numbers_of(content).tobytes()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+        digest.update(kind_of(content).encode())
+        content = np.ascontiguousarray(numbers_of(content)).reshape(-1)
+    digest.update(content)
+    return digest.hexdigest()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.compare import trail, written
-from fleetpipe.compare.comparison import Ranks
 from fleetpipe.errors import UsageError
 
 #: A larger file is linked into a way's folder: nothing is copied that a script only reads.
@@ -69,7 +68,7 @@ class VariantRun:
         """The working directory of the script."""
         return self.folder / "run"
 
-    def trail(self, start: int = 0) -> Ranks:
+    def trail(self, start: int = 0) -> trail.Ranks:
         """Returns the events of each rank in one start."""
         return trail.read(self.folder / f"trail-{start}")
 

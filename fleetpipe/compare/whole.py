@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fleetpipe.arguments import using
-from fleetpipe.compare.comparison import TrailComparison, compare, unseeded
-from fleetpipe.compare.recorded_script import Changes
-from fleetpipe.compare.trail import BEGIN, CallRecord
+from fleetpipe.compare.recorder import Changes
+from fleetpipe.compare.trail import BEGIN, CallRecord, TrailComparison, compare, unseeded
 from fleetpipe.compare.ways import Variant, VariantRun, limit_of, report_of, run
 from fleetpipe.compare.written import texts_apart
 from fleetpipe.errors import UsageError

@@ -5,16 +5,17 @@ training script unchanged. Both make a ``session``, which compares one step afte
 
 1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
 2. the ``reference``, the model on one device, runs forward and backward (``beside``); on a GPU
-   twice, so that ``repetition`` measures how far two runs of the device differ;
+   twice, so that ``tolerance`` measures how far two runs of the device differ;
 3. the pipeline trains, while ``outputs`` records the outputs of layers (the reference's too),
-   ``edges`` records the gradients between stages, and the session finds sums in another order;
+   ``edges`` records the gradients between stages, and ``tolerance`` finds sums in another order;
 4. in place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both sides,
    each at its learning rate; if a gradient differs, the reference first runs once more, to compare
    the gradients on the edges;
-5. parameters and buffers are compared after, as is the loss.
+5. parameters and buffers are compared after, as is the loss; and once more before the next step,
+   since something else may have changed them.
 
-``evaluation`` compares ``eval_batch`` and ``predict_batch`` likewise. ``differences`` measures how
-far two values are apart; the session merges the differences of all ranks into one ``report``.
+``evaluation`` compares ``eval_batch`` and ``predict_batch`` likewise. The rule of ``compare`` says
+how far two values are apart; the session merges the differences of all ranks into one ``report``.
 """
 
 from __future__ import annotations

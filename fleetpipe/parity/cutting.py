@@ -6,14 +6,15 @@ gets the same batch, and refuses one that does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.compare.differences import Difference, compare_numbers
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.nest import rebuild
+from fleetpipe.dygraph.nest import map_tensors, rebuild
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 
@@ -35,7 +36,7 @@ class RepeatedBatch:
         self._preprocessor = type(data) if isinstance(data, PipelineDatasetPreprocessor) else None
         data = data() if self._preprocessor else data
         self._is_iterator = hasattr(type(data), "__next__")
-        self._data = list(_first(data, count)) if self._is_iterator else data
+        self._data = list(islice(data, count)) if self._is_iterator else data
         self._taken = 0
 
     def again(self) -> Any:
@@ -79,8 +80,8 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
     """
     if value is None:
         return None
-    rows = _count(value, size)
-    return [_pick(value, number, size) for number in range(count if rows is None else rows)]
+    pieces = _pieces(value, size)
+    return [value] * count if pieces is None else pieces
 
 
 def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
@@ -101,48 +102,29 @@ def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
 
 def copy_of(value: Nest) -> Nest:
     """Returns a copy of a micro-batch, into which a model may write."""
-    if isinstance(value, paddle.Tensor):
-        return value.detach().clone()
-    return _same(value, [copy_of(part) for part in _parts(value)])
+    return map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
-def _count(value: Nest, size: int) -> int | None:
-    """Returns the number of micro-batches in a value; None if it has no tensor and no list."""
+def _pieces(value: Nest, size: int) -> list[Nest] | None:
+    """Returns the micro-batches of a value; None if it has no tensor and no list."""
     if isinstance(value, paddle.Tensor):
-        return len(range(0, value.shape[0], size))
+        return [copy_of(value[n : n + size]) for n in range(0, value.shape[0], size)]
     if isinstance(value, list):
-        return len(value)
-    if isinstance(value, (tuple, dict)):
-        counts = (_count(part, size) for part in _parts(value))
-        return next((count for count in counts if count is not None), None)
-    return None
-
-
-def _pick(value: Nest, number: int, size: int) -> Nest:
-    """Returns micro-batch ``number`` of a whole batch."""
-    if isinstance(value, paddle.Tensor):
-        return copy_of(value[number * size : (number + 1) * size])
-    if isinstance(value, list):
-        return copy_of(value[number])
-    return _same(value, [_pick(part, number, size) for part in _parts(value)])
+        return [copy_of(item) for item in value]
+    pieces = [_pieces(part, size) for part in _parts(value)]
+    count = next((len(one) for one in pieces if one is not None), None)
+    if count is None:
+        return None
+    parts = [
+        [part if one is None else one[number] for one, part in zip(pieces, _parts(value))]
+        for number in range(count)
+    ]
+    if isinstance(value, dict):
+        return [dict(zip(value, of_one)) for of_one in parts]
+    return [rebuild(value, of_one) for of_one in parts]
 
 
 def _parts(value: Nest) -> list[Nest]:
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (tuple, list)) else []
-
-
-def _same(value: Nest, parts: list[Nest]) -> Nest:
-    """Returns a container like ``value`` with other parts; another value unchanged."""
-    if isinstance(value, dict):
-        return dict(zip(value, parts))
-    if isinstance(value, (tuple, list)):
-        return rebuild(value, parts)
-    return value
-
-
-def _first(items: Iterable[Nest], count: int) -> Iterator[Nest]:
-    """Yields the first ``count`` items, and takes no more than these."""
-    for _, item in zip(range(count), items):
-        yield item

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -18,23 +18,18 @@ from fleetpipe.job.job import current_job
 Outputs = dict[str, list[Tensor]]
 
 
-class _Here(threading.local):
-    """The state of a thread: whether a backward runs in it."""
-
-    backward = False
-
-
-_here = _Here()
+#: Whether a backward runs in this thread.
+_in_backward = ContextVar("_in_backward", default=False)
 
 
 @contextmanager
 def backward_running() -> Iterator[None]:
     """While it is open, no output is recorded, since a backward may recompute a layer."""
-    before, _here.backward = _here.backward, True
+    before = _in_backward.set(True)
     try:
         yield
     finally:
-        _here.backward = before
+        _in_backward.reset(before)
 
 
 @contextmanager
@@ -66,9 +61,11 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
 def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     """Records the outputs of this process's layers of a pipeline, as :func:`record_model` does.
 
-    It leaves out shared layers: each rank makes some of their calls, in an order of its own.
+    It leaves out shared layers: each rank makes some of their calls, in an order of its own; and
+    the whole model, which a batch does not call: that of a capture may own parameters and buffers.
     """
-    names = (n for n in layers.state.local_tensors() if not layers.state.has_several_calls(n))
+    state = layers.state
+    names = (n for n in state.local_tensors() if "." in n and not state.has_several_calls(n))
     return record_model(layers, {n: n for n in names})
 
 
@@ -76,7 +73,7 @@ def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
     def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # Copies: the next layer may work in place, and only where no border between stages stands
         # before it would both sides show it.
-        if not (_here.backward or is_trial()):
+        if not (_in_backward.get() or is_trial()):
             kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
     return keep

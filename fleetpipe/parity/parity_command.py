@@ -14,7 +14,7 @@ from typing import Any
 from fleetpipe import numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler
 from fleetpipe.arguments import using
-from fleetpipe.compare import recorded_script, whole
+from fleetpipe.compare import recorder, whole
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         fix = "fleetpipe parity --whole .."
         raise UsageError("--also is one more way of --whole", got=options.also[0], fix=fix)
     if options.record is not None:
-        return recorded_script.run(options)
+        return recorder.run(options)
     if not script.to_be_launched(options):
         return shadow(options.script, options.arguments, options.report, options.steps)
     report = ["--report", str(options.report)] if options.report else []

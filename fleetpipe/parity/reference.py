@@ -3,82 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from dataclasses import dataclass, field
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import (
     PipelineLayer,
     PipelineOptimizer,
     SingleModel,
-    random_keys,
     random_places,
-    weighted,
 )
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.gradients import cause_of_backward, dense, drop_gradients
-from fleetpipe.dygraph.layer_kinds import fill_gradients
-from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
-from fleetpipe.dygraph.sums.uses import Uses
+from fleetpipe.dygraph.gradients import dense
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at, state_slots
 from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
-from fleetpipe.parity.cutting import copy_of
-from fleetpipe.parity.outputs import backward_running
 from fleetpipe.representation import shows
-from fleetpipe.schedules.action import GlobalMicroBatch
 
 LossOf = Callable[[Nest, Nest], Tensor]
 LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
 
 
 @shows("model", "optimizer")
+@dataclass(eq=False, repr=False)
 class Reference:
     """A Layer that holds the whole model, and an optimizer over its parameters.
 
     Every rank of the pipeline has its own. Parameters and buffers have the pipeline's names.
+
+    Attributes:
+        model: The Layer.
+        losses_of: ``losses_of(inputs, label)`` runs the model and returns the losses of a
+            micro-batch; backward starts from the first.
+        optimizer: An optimizer of the model's parameters; None makes a twin of the pipeline's.
+        names: The pipeline's name of each of the model's parameters and buffers.
+        takes_rate: Whether the pipeline's learning rate is the reference's too.
+        takes_switches: Whether the pipeline says what is trained, clipped and in which mode; a
+            user's own model says it itself.
+        uncompared: The parameters whose gradients are of no interest, by the pipeline's names.
     """
 
-    def __init__(
-        self,
-        model: Layer,
-        losses_of: LossesOf,
-        optimizer: Optimizer | None,
-        names: Mapping[str, str],
-    ) -> None:
-        """Takes the single-device side of a comparison.
-
-        Args:
-            model: The Layer.
-            losses_of: ``losses_of(inputs, label)`` runs the model and returns the losses of a
-                micro-batch; backward starts from the first.
-            optimizer: An optimizer of the model's parameters; None makes a twin of the pipeline's.
-            names: The pipeline's name of each of the model's parameters and buffers.
-        """
-        self.model = model
-        self.names = names
-        self.optimizer: Optimizer = optimizer
-        self.losses_of = losses_of
-        #: Whether the pipeline's learning rate is the reference's too.
-        self.takes_rate = True
-        #: Whether the pipeline says what is trained and clipped; a user's own model says it itself.
-        self.takes_switches = False
-        #: The parameters whose gradients are of no interest, by the pipeline's names.
-        self.uncompared: frozenset[str] = frozenset()
-        self._twins: dict[int, Optimizer] = {}
-        self._has_own_optimizer = optimizer is not None
-        self._stepped_here: frozenset[str] | None = None
-        self._holders: Group = SoleGroup()
+    model: Layer
+    losses_of: LossesOf
+    optimizer: Optimizer
+    names: Mapping[str, str]
+    takes_rate: bool = True
+    takes_switches: bool = False
+    uncompared: frozenset[str] = frozenset()
+    _modes: dict[str, bool] = field(default_factory=dict)
+    _twins: dict[int, Optimizer] = field(default_factory=dict)
+    _stepped_here: frozenset[str] | None = None
+    _holders: Group = field(default_factory=SoleGroup)
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
         """Trains with a twin of the pipeline's optimizer, unless it has its own.
 
         Collective over the pipeline the first time.
         """
-        if self._has_own_optimizer:
+        if self.optimizer is not None and not self._twins:
             rate = learning_rate_of(optimizer.wrapped)
             self.takes_rate = rate is learning_rate_of(self.optimizer)
             return
@@ -114,6 +97,11 @@ class Reference:
         state = self.model.state_dict()
         return {other: state[name] for name, other in self.names.items()}
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients of the parameters that have one."""
+        tensors = self.tensors().items()
+        return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
+
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
         """Returns the places of buffers that no state dict had when the model was built.
 
@@ -142,101 +130,33 @@ class Reference:
                 holder, key = places[name]
                 holder[key] = part[name].detach().clone()
 
-    def accumulate(
-        self,
-        inputs: Sequence[Nest],
-        labels: Sequence[Nest],
-        weights: Sequence[Fraction],
-        first: int = 0,
-        units: Units = WHOLE,
-        functions: Sequence[LossOf] = (),
-        trees: GradientTrees | None = None,
-    ) -> list[list[Tensor]]:
-        """Runs all micro-batches forward and backward, one after another.
-
-        Under the keys of a batch (``random_keys.under_keys``) micro-batch 0 has the random stream
-        of the global micro-batch ``first``, and so on. The units of a micro-batch run forward one
-        after another, and backward in reverse, as in a stage. ``functions``, the pipeline's loss
-        functions, set the weight of a unit in the loss. ``trees`` sum the gradients, if they are
-        given.
-
-        Returns:
-            For each loss function, the share of each unit in the loss of the batch; the gradients
-            are on the parameters.
-        """
+    def train(self) -> None:
+        """Puts the model into training, and the layers that the pipeline evaluates into that."""
         self.model.train()
-        batches = MicroBatches(inputs, labels)
-        weight_of = units.weight_of(functions, batches, lambda _, number: weights[number])
-        states = units.states()
-        keys = random_keys.current()
-        shares: list[list[Tensor]] = []
-        for number, (value, label) in enumerate(zip(*units.cut(batches))):
-            if keys is not None:
-                keys.micro_batch = GlobalMicroBatch(first * units.count + number)
-            with states.forward(0, number):
-                # Of copies, for the same micro-batches may run again.
-                losses = self.losses_of(copy_of(value), copy_of(label))
-            shares.append([weighted(loss, weight_of(i, number)) for i, loss in enumerate(losses)])
-            if (number + 1) % units.count == 0:
-                for last in range(number, number - units.count, -1):
-                    _backward(states, last, shares[last])
-                if trees is not None:
-                    trees.take(0, number, complete=True)
-        if trees is not None:
-            trees.finish()
-            trees.uses.end()
-        parameters = {self.names[n]: p for n, p in self.model.named_parameters()}
-        fill_gradients(parameters)
-        drop_gradients(parameters[name] for name in parameters.keys() & self.uncompared)
-        return [list(of_function) for of_function in zip(*shares)]
-
-    def begin_trees(self, micro_batches: int) -> GradientTrees:
-        """Returns what sums the gradients of a batch by trees.
-
-        A model of the user's own counts as one use of each of its parameters.
-        """
-        if isinstance(self.model, SingleModel):
-            return GradientTrees(self.model.begin_uses(), micro_batches)
-        entries = {0: self.model.parameters()}
-        return GradientTrees(Uses({0: entries}, lambda _number, _parameter: (), ()), micro_batches)
-
-    def take_gradients(self) -> list[Tensor | None]:
-        """Returns copies of the gradients, and removes them from the parameters."""
-        parameters = self.model.parameters()
-        gradients = [None if p.grad is None else dense(p.grad, p).clone() for p in parameters]
-        drop_gradients(parameters)
-        return gradients
-
-    @paddle.no_grad()
-    def add_up(self, gradients: Sequence[Sequence[Tensor | None]], share: Fraction) -> None:
-        """Sets each parameter's gradient to the sum of ``share`` of it in each list, in order."""
-        for parameter, of_replicas in zip(self.model.parameters(), zip(*gradients)):
-            parts = [weighted(gradient, share) for gradient in of_replicas if gradient is not None]
-            if parts:
-                parameter.grad = sum_in_order(parts)
+        for path, layer in self.model.named_sublayers():
+            layer.training = self._modes.get(path, layer.training)
 
     def take_switches(self, pipe: PipelineLayer) -> None:
-        """Copies from the pipeline which parameters are trained and clipped. Collective.
+        """Copies from the pipeline what is trained and clipped, and layers' modes. Collective.
 
-        A script may freeze parameters after it built the layers. A user's own model stays as it is.
+        A script may freeze parameters and layers after it built them. A user's own model stays as
+        it is.
         """
         switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
         }
-        parts = pipe.holders().all_gather(switches)
+        modes, here = dict(pipe.modes_in_training()), {*map(id, pipe.sublayers())}
+        layers = pipe.with_modes.named_sublayers()
+        modes_here = {path: modes[path] for path, layer in layers if id(layer) in here}
+        parts = pipe.holders().all_gather((switches, modes_here))
         if self.takes_switches:
             tensors = self.tensors()
-            for part in parts:
+            for part, modes_there in parts:
+                modes.update(modes_there)
                 for name, (stop_gradient, need_clip) in part.items():
                     tensors[name].stop_gradient = stop_gradient
                     tensors[name].need_clip = need_clip
-
-    @paddle.no_grad()
-    def divide_gradients(self, divisor: Fraction) -> None:
-        """Divides all gradients, as ``delay_scale_loss`` does after backward."""
-        for parameter in self.model.parameters() if divisor != 1 else ():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad / int(divisor)
+            self._modes = modes
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a twin's optimizer."""
@@ -251,18 +171,6 @@ class Reference:
         for part in self._holders.all_gather(stepped):
             for name in part.keys() - self._stepped_here:
                 tensors[name].set_value(part[name])
-
-
-@backward_running()
-def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
-    """Runs the backward of a unit from its first loss, and detaches all its losses."""
-    try:
-        with states.backward(0, number) as (kept, grads):
-            paddle.autograd.backward([losses[0], *kept], [None, *grads])
-        states.release(0, number)
-    except Exception as error:
-        raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
-    losses[:] = [loss.detach() for loss in losses]
 
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:

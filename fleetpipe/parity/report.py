@@ -57,7 +57,11 @@ class Report:
     @property
     def failures(self) -> list[Difference]:
         """The differences beyond the tolerance."""
-        return [one for one in self.differences if not one.relative <= self.limit(one)]
+        return self.beyond(self.differences)
+
+    def beyond(self, differences: Sequence[Difference]) -> list[Difference]:
+        """Returns those of some differences that do not pass."""
+        return [one for one in differences if not one.relative <= self.limit(one)]
 
     def limit(self, difference: Difference) -> float:
         """Returns the largest relative difference that passes for this quantity and place."""
@@ -90,18 +94,10 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, ready for JSON."""
+        names = ("steps", "evaluations", "single_loss", "pipeline_loss", "max_abs_diff")
+        more = ("max_abs_param_diff", "bit_exact", "passed", "tolerance", "orders", "spread")
         return {
-            "steps": self.steps,
-            "evaluations": self.evaluations,
-            "single_loss": self.single_loss,
-            "pipeline_loss": self.pipeline_loss,
-            "max_abs_diff": self.max_abs_diff,
-            "max_abs_param_diff": self.max_abs_param_diff,
-            "bit_exact": self.bit_exact,
-            "passed": self.passed,
-            "tolerance": self.tolerance,
-            "orders": self.orders,
-            "spread": self.spread,
+            **{name: getattr(self, name) for name in (*names, *more)},
             "first_difference": str(self.failures[0]) if self.failures else None,
             "first_layer": str(self.first_of_a_layer) if self.first_of_a_layer else None,
             "holds_for": self.holds_for,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ from fleetpipe import dygraph, numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
 from fleetpipe.compare.differences import Difference, compare_numbers, compare_values
 from fleetpipe.compare.rounding import ROUNDING
-from fleetpipe.dygraph import Crossing, PipelineParallel, reordered
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks, current_job
+from fleetpipe.job.watching.calls import line_of_the_script
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import edges
 from fleetpipe.parity.beside import Beside, as_the_next_batch
@@ -24,9 +23,9 @@ from fleetpipe.parity.cutting import RepeatedBatch
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, record_model, record_stages
 from fleetpipe.parity.reference import Reference
-from fleetpipe.parity.repetition import Repetition
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Rates, Squares, compare_state
+from fleetpipe.parity.tolerance import Orders, Repetition, usual_tolerance
 from fleetpipe.representation import shows
 
 
@@ -72,8 +71,10 @@ class Session:
         self._replicas = pipeline.replicas
         self._tolerance_given = tolerance is not None
         if tolerance is None:
-            tolerance = _usual_tolerance(pipeline, reference)
+            tolerance = usual_tolerance(pipeline, reference)
         self._names = _places(pipeline.layers)
+        #: The parameters and buffers that differ since an earlier step.
+        self._differing: set[str] = set()
         self._watch = edges.EdgeWatch()
         pipeline.observe(self._watch)
         numerics.repeat_bits()
@@ -115,6 +116,7 @@ class Session:
         batches_here, everyone = self._pipeline.share(batches)
         reference = self._reference
         reference.take_switches(layers)
+        differences += self._changes_between_steps()
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
         drawing = functools.partial(as_the_next_batch, keys)
@@ -144,8 +146,9 @@ class Session:
                 self._runs = False
         differences += batch.differences(step) + watched.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
-        alone = self._replicas.ranks == self._pipeline.sequence.ranks == 1
-        differences += compare_state(layers, reference, step, alone)
+        state = compare_state(layers, reference, step, self._is_alone)
+        self._differing = {one.name for one in self.report.beyond(state)}
+        differences += state
         differences += compare_values("loss", "", step, loss, single) + rates.step(step, single)
         self._gather(differences, watched.squares)
         if not self._tolerance_given:
@@ -173,12 +176,16 @@ class Session:
         """Calls the pipeline's ``eval_batch`` with these arguments, and compares. Collective."""
         arguments = (compute_loss, loss_fn_idx, return_host_tensor)
         call, step = self._calls.eval_batch, self.report.steps
-        return self._add_result(*self._evaluations.eval_batch(call, step, data, *arguments))
+        changed = self._changes_between_steps()
+        result, differences = self._evaluations.eval_batch(call, step, data, *arguments)
+        return self._add_result(result, changed + differences)
 
     def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
         """Calls the pipeline's ``predict_batch`` with these arguments, and compares. Collective."""
         call, step = self._calls.predict_batch, self.report.steps
-        return self._add_result(*self._evaluations.predict_batch(call, step, inputs, broadcast))
+        changed = self._changes_between_steps()
+        result, differences = self._evaluations.predict_batch(call, step, inputs, broadcast)
+        return self._add_result(result, changed + differences)
 
     def _add_result(self, result: Nest, differences: list[Difference]) -> Nest:
         self._gather(differences, {})
@@ -198,6 +205,26 @@ class Session:
         return reference_batches, differences
 
     @property
+    def _is_alone(self) -> bool:
+        """Whether this replica saw all the data, so that its statistics are the reference's."""
+        return self._replicas.ranks == self._pipeline.sequence.ranks == 1
+
+    def _changes_between_steps(self) -> list[Difference]:
+        """Names what something else than a step has changed in the pipeline's state. Collective.
+
+        The script may have: it sets values, or steps an optimizer that parity does not know.
+        """
+        step, layers = self.report.steps, self._pipeline.layers
+        state = compare_state(layers, self._reference, step, self._is_alone)
+        changed = [one for one in self.report.beyond(state) if one.name not in self._differing]
+        self._differing.update(one.name for one in changed)
+        where = f"changed outside of a step, before {line_of_the_script()},"
+        return [
+            replace(one, quantity=f"initial {one.quantity}", name=f"{one.name}, {where}")
+            for one in changed
+        ]
+
+    @property
     def _first_micro_batch(self) -> int:
         """The global number of this replica's micro-batch 0."""
         return self._replicas.rank * self._pipeline.accumulate_steps
@@ -213,7 +240,7 @@ class Session:
         """Compares learning rates and, if gradients differ, the values on the edges."""
         step, model = self.report.steps, self._reference.model
         differences = rates.compare(step)
-        wrong = any(not d.relative <= self.report.limit(d) for d in gradients)
+        wrong = bool(self.report.beyond(gradients))
         # Only under keys do layers draw the same once more; edges carry no whole sequences.
         whole = self._pipeline.sequence.ranks == 1
         if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
@@ -240,20 +267,6 @@ class Session:
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
 
 
-def _usual_tolerance(pipeline: dygraph.PipelineParallel, reference: Reference) -> float:
-    """Returns the default tolerance; :class:`Orders` may raise it in a step."""
-    if pipeline.sums_by_tree and isinstance(reference.model, dygraph.SingleModel):
-        return 0.0
-    shards = dygraph.tensor_parallel.model_parallel_group().nranks
-    state = pipeline.layers.state
-    # An expert adds up the tokens of all ranks by micro-batch.
-    several = shards > 1 or pipeline.sequence.ranks > 1
-    if several or state.adds_up_uses or state.spreads_experts:
-        return ROUNDING
-    # Gloo adds up more than two in an order of its own.
-    return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6
-
-
 def _compare_norms(squares: Mapping[str, tuple[float, float]], step: int) -> list[Difference]:
     norms = [math.sqrt(math.fsum(pair[side] for pair in squares.values())) for side in (0, 1)]
     return compare_numbers("gradient norm", "", step, *norms)
@@ -275,49 +288,3 @@ def _places(layers: dygraph.PipelineLayer) -> list[str]:
             passed = max(passed, stage)
         places += [slot.name.rpartition(".")[0], slot.name]
     return [*places, *map(edges.name_of, range(passed, stages - 1))]
-
-
-class Orders:
-    """Finds places where the pipeline adds gradients up in another order than one graph."""
-
-    def __init__(self, pipeline: PipelineParallel, report: Report) -> None:
-        """Prepares the search, which runs in the first steps and when other parameters train.
-
-        Args:
-            pipeline: The wrapped model.
-            report: Gets the reasons, and a higher tolerance if there are any.
-        """
-        self._pipeline, self._report = pipeline, report
-        self._trained: frozenset[str] = frozenset()
-
-    def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """While it is open, the graphs of the stages are recorded, if a search is due.
-
-        Collective.
-        """
-        parameters = self._pipeline.layers.named_parameters()
-        before = self._trained
-        self._trained = frozenset(name for name, p in parameters if not p.stop_gradient)
-        changed = any(all_ranks().all_gather(self._trained != before))
-        # In its first run a stage has a graph of its own: it finds out what it has to copy.
-        return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
-
-    def note(self, crossings: Mapping[int, Crossing]) -> None:
-        """Reports the places found in ``crossings``, and raises the tolerance. Collective.
-
-        Args:
-            crossings: The record of :meth:`crossings` for the stages of this process.
-        """
-        report = self._report
-        plain = [(stage, crossing.plain()) for stage, crossing in crossings.items()]
-        parts = all_ranks().all_gather((plain, self._pipeline.reordered_leaves()))
-        everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}
-        reasons = [
-            f"stage {stage} hands on several tensors, whose gradients meet others'"
-            for stage in reordered(everything)
-        ]
-        leaves = sorted({name for _, names in parts for name in names})
-        reasons += [f"the backward of layer {name} is split" for name in leaves]
-        report.orders += [reason for reason in reasons if reason not in report.orders]
-        if report.orders:
-            report.tolerance = max(report.tolerance, ROUNDING)

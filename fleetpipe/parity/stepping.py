@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 
 from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
-from fleetpipe.compare.differences import Difference, compare, compare_numbers
+from fleetpipe.compare.differences import Difference, compare, compare_all, compare_numbers
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, tensor_parallel
 from fleetpipe.dygraph.train.scheduling import step_rate
 from fleetpipe.paddle_api import paddle
@@ -40,10 +40,8 @@ class Rates:
             follow: Whether the reference takes the pipeline's rate. A user's own optimizer with a
                 scheduler of its own does not: the user steps that.
         """
-        self._optimizer = optimizer.wrapped
-        self._twin = twin
-        self._scheduler = lr_scheduler
-        self._twin_scheduler: Scheduler | None = None
+        self._optimizer, self._twin = optimizer.wrapped, twin
+        self._scheduler, self._twin_scheduler = lr_scheduler, lr_scheduler
         rate = learning_rate_of(self._optimizer)
         self._follow = follow or learning_rate_of(twin) is rate
         if not self._follow:
@@ -138,29 +136,18 @@ def compare_state(
     layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
 ) -> list[Difference]:
     """Compares parameters, and all buffers if one replica saw all the data."""
-    reference_tensors = reference.tensors()
-    parameters = layers.state.own_parameters()
+    tensors = reference.tensors()
+    # Running statistics are parameters in Paddle, which nobody trains.
+    of_stages = layers.state.own_parameters().items()
+    parameters = {n: _whole(p, p) for n, p in of_stages if buffers_too or not p.stop_gradient}
+    differences = compare_all("parameter", step, parameters, {n: tensors[n] for n in parameters})
     if not buffers_too:
-        # Running statistics are parameters in Paddle, which nobody trains.
-        parameters = {name: p for name, p in parameters.items() if not p.stop_gradient}
-    pairs = [("parameter", name, p, reference_tensors[name]) for name, p in parameters.items()]
-    if buffers_too:
-        buffers = {n: t for n, t in layers.state.local_tensors().items() if n not in parameters}
-        pairs += [
-            ("buffer", name, tensor, reference_tensors[name]) for name, tensor in buffers.items()
-        ]
-        places = reference.hidden_places()
-        pairs += [
-            ("buffer", name, tensor, holder[key])
-            for name, tensor in layers.state.hidden_buffers().items()
-            for holder, key in [places[name]]
-            if name in places
-        ]
-    compared = (
-        compare(quantity, name, step, _whole(tensor, tensor), expected)
-        for quantity, name, tensor, expected in pairs
-    )
-    return [difference for difference in compared if difference]
+        return differences
+    places = reference.hidden_places()
+    tensors.update((name, holder[key]) for name, (holder, key) in places.items() if key in holder)
+    buffers = {**layers.state.local_tensors(), **layers.state.hidden_buffers()}
+    buffers = {n: _whole(t, t) for n, t in buffers.items() if n not in parameters and n in tensors}
+    return differences + compare_all("buffer", step, buffers, {n: tensors[n] for n in buffers})
 
 
 def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from paddle import nn
 
 from fleetpipe import numerics, parity
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.parity import repetition
+from fleetpipe.parity import tolerance
 from tests.fixtures import Patch
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
@@ -30,7 +30,7 @@ class Noisy(nn.Linear):  # type: ignore[misc]
 
 def compared(patch: Patch, device: str = "gpu", size: float = 1e-6, wrong: float = 1) -> Any:
     """Trains three steps, the gradient of one layer of the pipeline ``wrong`` times what it is."""
-    patch.setattr(repetition, "device_kind", lambda: device)
+    patch.setattr(tolerance, "device_kind", lambda: device)
     patch.setattr(Noisy, "size", size)
     first, *rest = mlp_layers()
     with job(2):

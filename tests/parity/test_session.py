@@ -256,7 +256,27 @@ def test_a_wrong_step_is_found_in_the_parameters() -> None:
         parameter = model.layers.state_dict()["4.bias"]
         parameter.set_value(parameter + 1)
         session.step(batch())
-        assert not session.report.bit_exact
+        session.step(batch())
+    assert not session.report.bit_exact
+    found = [d for d in session.report.differences if d.quantity == "initial parameter"]
+    assert session.report.failures[0] is found[0]
+    assert [d.step for d in found] == [0]
+    assert found[0].name.startswith("4.bias, changed outside of a step, before ")
+    assert "test_session.py, line" in found[0].name
+
+
+@pytest.mark.parametrize("from_step", [0, 1])
+def test_a_layer_that_the_script_keeps_in_evaluation_is_so_in_the_reference(from_step: int) -> None:
+    layers = [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]
+    with model_in_job(2, layers=layers) as model:
+        session = parity.begin(model, sgd(model))
+        (norm,) = (one for one in model.layers.sublayers() if isinstance(one, nn.BatchNorm1D))
+        for step in range(3):
+            norm.train() if step < from_step else norm.eval()
+            session.step(batch(seed=step))
+        session.eval_batch(batch())
+        session.step(batch())
+    assert session.report.differences == []
 
 
 def test_a_model_of_another_shape_is_refused() -> None:

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 from fleetpipe.compare import trail, written
-from fleetpipe.compare.comparison import compare
-from fleetpipe.compare.recorded_script import Changes
-from fleetpipe.compare.trail import BEGIN, CallRecord, Summary
+from fleetpipe.compare.recorder import Changes
+from fleetpipe.compare.trail import BEGIN, CallRecord, Summary, compare
 from fleetpipe.compare.ways import Variant
 from fleetpipe.compare.whole import Judge
 from fleetpipe.errors import ConfigError, UsageError
