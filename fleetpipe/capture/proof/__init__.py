@@ -4,7 +4,6 @@ Start with ``prove``: a plain loop over the user's own model yields the moments 
 the captured stages under a schedule must yield the same ones.
 """
 
-from fleetpipe.capture.proof.prove import Proof, prove
-from fleetpipe.capture.proof.schedule import planned_schedule
+from fleetpipe.capture.proof.prove import Proof, planned_schedule, prove
 
 __all__ = ["Proof", "planned_schedule", "prove"]

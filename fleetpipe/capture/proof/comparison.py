@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof import training
-from fleetpipe.capture.proof.hook_calls import pause_counting
-from fleetpipe.capture.proof.models import PlainLoop
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.compare.differences import digest_of, largest_gap, largest_of, same_bits, unit_of
@@ -49,25 +47,23 @@ class Digests:
     """The digests of all moments of a plain training.
 
     Attributes:
-        moments: All moments, without tensors.
-        digests: For each moment, the digest of each tensor by name.
+        moments: All moments, with digests in the place of tensors.
         course: The course of the training.
     """
 
-    def __init__(self, model: Layer, plain: PlainLoop, course: training.Course) -> None:
+    def __init__(self, model: Layer, plain: training.PlainLoop, course: training.Course) -> None:
         """Trains the model, whose state the caller restores; see :func:`undo_training`."""
         self._model, self._plain, self.course = model, plain, course
-        self.moments: list[training.Moment] = []
-        self.digests: list[dict[str, str]] = []
         self._whole: dict[int, State] = {}
-        for moment in training.moments(model, plain, course):
-            self.moments.append(moment._replace(tensors={}))
-            self.digests.append(digests_of(moment))
+        self.moments = [
+            moment._replace(tensors=digests_of(moment))
+            for moment in training.moments(model, plain, course)
+        ]
 
     def tensors(self, number: int, initial: State) -> State:
         """Returns the tensors of a moment from another run of the training."""
         if number not in self._whole:
-            with _beside(self._model, initial):
+            with beside(self._model, initial):
                 again = enumerate(training.moments(self._model, self._plain, self.course))
                 # Later moments are not asked for yet, and states are for the next step.
                 self._whole = {
@@ -79,18 +75,21 @@ class Digests:
 
     def moved_gradients(self, step: int, start: State) -> State:
         """Returns the gradients of a step whose parameters are off by a unit in the last place."""
-        with _beside(self._model, start):
+        with beside(self._model, start):
             move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
             self._plain.train(self.course.steps[step])
             return {name: grad.clone() for name, grad in training.gradients_of(self._model).items()}
 
 
 @contextmanager
-def _beside(model: Layer, start: State) -> Iterator[None]:
-    """While it is open, a model has the state ``start``; then its own state is restored."""
+def beside(model: Layer, start: State) -> Iterator[None]:
+    """While it is open, a model has the state ``start``; then its own state is restored.
+
+    Its gradients are copies then.
+    """
     # Copies, for to clear a gradient empties it.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
-    with undo_training(model), pause_counting():
+    with undo_training(model), training.pause_counting():
         drop_gradients(model.parameters())
         give(model, start)
         yield
@@ -121,14 +120,15 @@ class Comparison:
         After a step it sets the model to the values of the first training.
         """
         number, self._number = self._number, self._number + 1
-        left, right = digests_of(moment), self._expected.digests[number]
+        expected = self._expected.moments[number]
+        left, right = digests_of(moment), expected.tensors
         differing = [name for name in {**right, **left} if left.get(name) != right.get(name)]
         if moment.quantity == "gradient":
             self._off = {}
         if differing and moment.quantity in ("gradient", "state"):
             differing = self._beyond(moment, number)
-        modes = self._expected.moments[number].modes
-        wrong = [path for path, mode in modes.items() if moment.modes.get(path) != mode]
+        modes = expected.modes.items()
+        wrong = [path for path, mode in modes if moment.modes.get(path) != mode]
         return differing + [f"the mode of {path or 'the model'}" for path in wrong]
 
     def _beyond(self, moment: training.Moment, number: int) -> list[str]:

@@ -9,27 +9,44 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fleetpipe import schedules
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.proof import verdict
 from fleetpipe.capture.proof.comparison import Comparison, Digests, undo_training
-from fleetpipe.capture.proof.data import Trial
-from fleetpipe.capture.proof.hook_calls import Calls, count_hook_calls
-from fleetpipe.capture.proof.models import CapturedRun, PlainLoop, copy_inputs
-from fleetpipe.capture.proof.summation_order import reordered_sums
-from fleetpipe.capture.proof.training import Course, TrainedStep, moments, state_of_model
+from fleetpipe.capture.proof.training import (
+    Calls,
+    CapturedRun,
+    Course,
+    PlainLoop,
+    TrainedStep,
+    count_hook_calls,
+    moments,
+    state_of_model,
+)
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.place import raised_at
-from fleetpipe.capture.tracing.walk import arguments_of
+from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.capture.variations import ALL, vary_example, with_another_row
+from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.nest import tensors_of
-from fleetpipe.errors import CaptureError, reason
+from fleetpipe.dygraph.model.arrangement import Arrangement
+from fleetpipe.dygraph.nest import copy_tensors, tensors_of
+from fleetpipe.errors import CaptureError, ConfigError, reason
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import Function, intercepting
+from fleetpipe.paddle_api.topology import user_strategy
+from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Schedule
+
+#: Most micro-batches of a step, where a batch has more: enough for every phase of a schedule.
+MOST = 8
+
+#: More operations than a forward on the example has, and it is taken for an endless loop.
+_TIMES, _MORE = 10, 1000
 
 #: Micro-batches of a step where no strategy says how many.
 _MICRO_BATCHES = 3
@@ -153,7 +170,7 @@ def _train_plain(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, 
 
 def _draws(model: Layer, inputs: Nest) -> bool:
     """Whether a model draws random numbers in training."""
-    args, named = arguments_of(copy_inputs(inputs))
+    args, named = arguments_of(copy_tensors(inputs))
     with undo_training(model), in_mode(model, training=True):
         paddle.seed(1)
         untouched = paddle.rand([1])
@@ -185,8 +202,8 @@ def _proof(
     expected: Digests, course: Course, rounded: dict[str, float], forms: Forms, keyed: bool
 ) -> Proof:
     names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
-    for moment, digests in zip(expected.moments, expected.digests):
-        names[moment.quantity] += digests
+    for moment in expected.moments:
+        names[moment.quantity] += moment.tensors
     trained = (n for n, p in forms.capturing.model.named_parameters() if not p.stop_gradient)
     return Proof(
         len(names["output"]),
@@ -198,3 +215,106 @@ def _proof(
         tuple((step.schedule.name, len(step.micro_batches)) for step in course.steps),
         tuple(next((t.shape[0] for t in tensors_of(x) if t.ndim), 0) for x in course.evaluations),
     )
+
+
+def planned_schedule(
+    ranks: int, chunks: int | None, plan: PipelinePlan | None, stages: int
+) -> Schedule | None:
+    """Returns the schedule that will train a model, for at most about ``MOST`` micro-batches.
+
+    Args:
+        ranks: Ranks of the pipeline.
+        chunks: Chunks on each rank; None takes the schedule's own number.
+        plan: The plan that the cut comes from; None if there is none.
+        stages: The number of stages of the cut.
+
+    Returns:
+        None if it cuts sequences, or places another number of stages, which is refused later.
+
+    Raises:
+        ConfigError: The strategy asks for no schedule that can be built.
+        ScheduleError: It passes the memory cap.
+    """
+    config = PipelineConfig.from_strategy(user_strategy())
+    arrangement = Arrangement(ranks, chunks, use_dualpipev=False, plan=plan)
+    schedule = None
+    for count in range(min(MOST, config.micro_batches), config.micro_batches + 1):
+        try:
+            schedule = arrangement.schedule(config.resized(count, config.micro_batch_size))
+            break
+        except ConfigError:
+            # Some schedules want a multiple of the ranks.
+            if count == config.micro_batches:
+                raise
+    fits = schedule is not None and schedule.slices == 1 and schedule.placement.stages == stages
+    return schedule if fits else None
+
+
+def reordered_sums(forms: Forms) -> tuple[str, ...]:
+    """Names the values and parameters whose gradients the stages sum in another order.
+
+    Each stage adds up its own uses first. Two uses of a value make the same sum in any order, but
+    the sum of a parameter continues from micro-batch to micro-batch.
+    """
+    form = forms.example(training=True)
+    names = {id(p): name for name, p in forms.capturing.model.named_parameters()}
+    weights: dict[str, set[int]] = {}
+    values: dict[str, list[int]] = {}
+    for stage in range(len(form.starts) + 1):
+        for node in form.nodes(stage):
+            for tensor in state_of(node):
+                if not tensor.stop_gradient and id(tensor) in names:
+                    weights.setdefault(names[id(tensor)], set()).add(stage)
+            for value in node.uses:
+                maker = form.trace.maker(value)
+                if maker is not None and form.trace.likes[value].dtype.startswith(("f", "b")):
+                    values.setdefault(form.trace.nodes[maker].name, []).append(stage)
+    return (
+        *(name for name, stages in weights.items() if len(stages) > 1),
+        *(name for name, at in values.items() if len(at) > 2 and len({*at}) > 1),
+    )
+
+
+class _Endless(BaseException):
+    """Ends a forward that runs too long; no ``Exception``, which a user's ``except`` could stop."""
+
+
+class _Counted(Walk):
+    """Counts operations, and ends a forward that makes too many."""
+
+    def __init__(self, model: Layer, most: float) -> None:
+        super().__init__(model, Unopened())
+        self.count, self._most = 0, most
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Counts an operation, and runs it."""
+        self.count += 1
+        if self.count > self._most:
+            raise _Endless
+        return super().operation(function, args, named)
+
+
+class Trial:
+    """Finds the inputs that the plain model accepts."""
+
+    def __init__(self, model: Layer) -> None:
+        """Starts without a run; the first one sets the limit of operations."""
+        self._model = model
+        self._most = float("inf")
+
+    def accepts(self, inputs: Nest, training: bool = True) -> bool:
+        """Whether the model runs on inputs, comes to an end, and returns finite numbers."""
+        args, named = arguments_of(copy_tensors(inputs))
+        walk = _Counted(self._model, self._most)
+        try:
+            with undo_training(self._model), in_mode(self._model, training), intercepting(walk):
+                output = self._model(*args, **named)
+        except (Exception, _Endless):
+            # What the model itself refuses is nothing to compare.
+            return False
+        self._most = min(self._most, _TIMES * walk.count + _MORE)
+        return all(
+            bool(paddle.isfinite(tensor).all())
+            for tensor in tensors_of(output)
+            if tensor.is_floating_point() and tensor.size
+        )

@@ -6,23 +6,52 @@ are yielded one by one, so that two trainings can be compared while they run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
-from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.capture.running.plain_model import call_keyed
+from fleetpipe.capture.running.stages import CapturedStages
+from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.tracing.mark import is_noting
+from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
+from fleetpipe.dygraph import random_keys, weighted
+from fleetpipe.dygraph.backward.recompute import rerunning
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import dense, drop_gradients
-from fleetpipe.dygraph.nest import differentiable, map_tensors, tensors_of
+from fleetpipe.dygraph.nest import copy_tensors, differentiable, map_tensors, tensors_of
+from fleetpipe.dygraph.random_keys import Keys
+from fleetpipe.engine.engine import Engine
+from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.layer import forward_hooks, state_slots
+from fleetpipe.paddle_api.operations import intercepting
 from fleetpipe.paddle_api.tensor import has_memory
-from fleetpipe.schedules import Schedule
+from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
+from fleetpipe.schedules.action import GlobalMicroBatch
+from fleetpipe.transport import MemoryHub
 
 #: So small that a step changes the bits of a parameter and not what a layer does.
 RATE = 0.05
+
+#: Nothing is ever waited for in one process.
+_NO_WAIT = 1.0
+
+_FIRST = GlobalMicroBatch(0)
+
+#: By the path of a layer, how often its hooks were called.
+Calls = Counter[str]
+
+_pauses: list[None] = []
 
 
 class TrainedStep(NamedTuple):
@@ -39,6 +68,11 @@ class TrainedStep(NamedTuple):
     schedule: Schedule
     optimizer: type[Optimizer]
     draw: int
+
+    @property
+    def weights(self) -> list[Fraction]:
+        """The weight of each micro-batch in the loss."""
+        return [Fraction(1, len(self.micro_batches))] * len(self.micro_batches)
 
 
 class Course(NamedTuple):
@@ -59,13 +93,14 @@ class Moment(NamedTuple):
     Attributes:
         quantity: "output", "gradient", "state" (parameters and buffers) or "mode".
         step: The number of the step; the evaluation counts as one more.
-        tensors: The tensors by name. Names of outputs have the number of the micro-batch.
+        tensors: The tensors, or their digests, by name. Names of outputs have the number of the
+            micro-batch.
         modes: By path, whether a layer is in training.
     """
 
     quantity: str
     step: int
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Any]
     modes: dict[str, bool]
 
     def clone_tensors(self) -> Moment:
@@ -74,24 +109,112 @@ class Moment(NamedTuple):
         return self._replace(tensors=copies)
 
 
-class Side(Protocol):
-    """One side of a comparison, which runs the model itself or its stages."""
+class PlainLoop:
+    """Trains the untouched model, one micro-batch after another."""
+
+    def __init__(
+        self, model: Layer, unopened: Unopened, keys_of: Callable[[TrainedStep], Keys | None]
+    ) -> None:
+        """Takes the model.
+
+        Args:
+            model: The model.
+            unopened: The layers that are single nodes: each node has a random key of its own.
+            keys_of: Returns the random keys of a step; None if nothing is drawn.
+        """
+        self.model, self._unopened, self._keys_of = model, unopened, keys_of
 
     def train(self, step: TrainedStep) -> list[Nest]:
-        """Adds the gradients of all micro-batches to the parameters; returns the outputs."""
+        """Runs forward and backward of each micro-batch; see :func:`moments`."""
+        outputs = []
+        for number, inputs in enumerate(step.micro_batches):
+            keys = self._keys_of(step)
+            micro_batch = GlobalMicroBatch(number)
+            output = call_keyed(self.model, copy_tensors(inputs), self._unopened, keys, micro_batch)
+            weighted(loss_of(output), step.weights[number]).backward()
+            outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
+        return outputs
 
     def evaluate(self, inputs: Nest) -> Nest:
-        """Returns the output for one micro-batch."""
+        """Runs one forward; see :func:`moments`."""
+        args, named = arguments_of(inputs)
+        # As the stages do, without gradients; a hook on one is no error then.
+        with paddle.no_grad(), intercepting(Walk(self.model, self._unopened)):
+            return self.model(*args, **named)
 
 
-def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
+class CapturedRun:
+    """Trains the captured stages, all in this process, under the schedule of each step."""
+
+    def __init__(
+        self, forms: Forms, model: Layer, keys_of: Callable[[TrainedStep], Keys | None]
+    ) -> None:
+        """Takes the captured runs of the forward.
+
+        Args:
+            forms: The captured runs.
+            model: The model, whose mode selects the run.
+            keys_of: Returns the random keys of a step; None if nothing is drawn.
+        """
+        self._forms, self._keys_of = forms, keys_of
+        self._parts = CapturedStages(forms, lambda: model.training)
+
+    def train(self, step: TrainedStep) -> list[Nest]:
+        """Runs the plan of the step; see :func:`moments`."""
+        outputs: list[Nest] = [None] * len(step.micro_batches)
+
+        def loss(output: Nest, number: int) -> Tensor:
+            outputs[number] = map_tensors(lambda tensor: tensor.detach(), output)
+            return loss_of(output)
+
+        plan = step.schedule.lower(self._parts.edges(training=True))
+        stage = self._stage(step.schedule)
+        numbers = list(range(len(step.micro_batches)))
+        batches = MicroBatches([copy_tensors(inputs) for inputs in step.micro_batches], numbers)
+        stage.begin(Batch(batches, Losses([loss], step.weights)))
+        try:
+            with random_keys.under_keys(self._keys_of(step), SoleGroup()):
+                collectives = dict.fromkeys(("REDUCE", "STEP"), lambda: None)
+                _engine(plan, stage).run(collectives, _FIRST)
+        finally:
+            stage.end()
+        return outputs
+
+    def evaluate(self, inputs: Nest) -> Nest:
+        """Runs one micro-batch forward; see :func:`moments`."""
+        schedule = forward_only(Placement("loop", self._forms.stages), 1)
+        stage = self._stage(schedule)
+        batch = Batch(MicroBatches([inputs], None))
+        stage.begin(batch)
+        try:
+            with paddle.no_grad():
+                _engine(schedule.lower(self._parts.edges(training=False)), stage).run({}, _FIRST)
+        finally:
+            stage.end()
+        return batch.outputs[0]
+
+    def _stage(self, schedule: Schedule) -> DygraphStage:
+        form = self._forms.example(training=True)
+        split = SplitBackward(schedule, form.layers)
+        placement = Placement("loop", self._forms.stages)
+        return DygraphStage(self._parts.function, placement, split, self._parts)
+
+
+def _engine(plan: Plan, stage: DygraphStage) -> Engine:
+    hub = MemoryHub(plan.placement.ranks)
+    endpoints = {rank: hub.endpoint(rank) for rank in range(plan.placement.ranks)}
+    return Engine(plan, stage, endpoints, _NO_WAIT)
+
+
+def moments(model: Layer, side: PlainLoop | CapturedRun, course: Course) -> Iterator[Moment]:
     """Trains a model in place, and yields the moments of the training.
 
     The caller may change the model's values between two moments.
 
     Args:
         model: The model, whose own ``train`` and ``eval`` set the modes.
-        side: Runs the model.
+        side: Runs the model: its ``train`` adds the gradients of all micro-batches of a step to the
+            parameters and returns the outputs, its ``evaluate`` those of one micro-batch.
         course: The steps and evaluations to run.
     """
     parameters = list(dict.fromkeys(p for p in model.parameters() if not p.stop_gradient))
@@ -109,7 +232,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
     model.eval()
     end = len(course.steps)
     for number, inputs in enumerate(course.evaluations):
-        output = side.evaluate(map_tensors(lambda tensor: tensor.clone(), inputs))
+        output = side.evaluate(copy_tensors(inputs))
         yield Moment("output", end, _number_outputs([output], "evaluation", number), {})
         yield Moment("state", end, state_of_model(model), _modes(model))
 
@@ -154,13 +277,7 @@ def loss_of(output: Nest) -> Tensor:
     return total
 
 
-def weights_of(step: TrainedStep) -> list[Fraction]:
-    """Returns the weight of each micro-batch in the loss of a step."""
-    count = len(step.micro_batches)
-    return [Fraction(1, count)] * count
-
-
-@cache
+@functools.cache
 def _weights(shape: tuple[int, ...]) -> Tensor:
     # A short list, repeated: a large output is not to need as many random numbers.
     numbers = np.random.default_rng(0).uniform(0.5, 1.5, 997).astype("float32")
@@ -177,3 +294,39 @@ def _number_outputs(outputs: Sequence[Nest], what: str, first: int = 0) -> dict[
 
 def _modes(model: Layer) -> dict[str, bool]:
     return {path: layer.training for path, layer in model.named_sublayers(include_self=True)}
+
+
+@contextmanager
+def count_hook_calls(model: Layer) -> Iterator[Calls]:
+    """While it is open, calls of the hooks of all sublayers are counted.
+
+    Hooks of the model itself are left out: their operations are captured.
+    """
+    calls: Calls = Counter()
+    replaced: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for path, layer in model.named_sublayers():
+        for hooks in forward_hooks(layer):
+            replaced.append((hooks, dict(hooks)))
+            for key, hook in hooks.items():
+                hooks[key] = functools.partial(_count_call, calls, path, hook)
+    try:
+        yield calls
+    finally:
+        for hooks, before in replaced:
+            hooks.update((key, hook) for key, hook in before.items() if key in hooks)
+
+
+@contextmanager
+def pause_counting() -> Iterator[None]:
+    """While it is open, calls of hooks are not counted, as a proof only measures rounding."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+
+
+def _count_call(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    # A proof may meet rows that have to be captured first, and recompute runs layers again.
+    calls[path] += not (is_noting() or _pauses or rerunning())
+    return hook(*args, **named)

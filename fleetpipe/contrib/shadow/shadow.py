@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from fleetpipe import log
-from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.capture.proof.comparison import undo_training
-from fleetpipe.capture.proof.first_difference import first_difference
-from fleetpipe.capture.proof.models import copy_inputs
-from fleetpipe.capture.proof.verdict import node_of
+from fleetpipe.aliases import Nest, Optimizer, Tensor
+from fleetpipe.capture.proof.comparison import beside
+from fleetpipe.capture.proof.verdict import first_difference, node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
 from fleetpipe.capture.running.host_memory import return_memory
 from fleetpipe.capture.running.memory import release
@@ -28,13 +26,13 @@ from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.compare.differences import digest_of, largest_gap, largest_of
 from fleetpipe.compare.rounding import ROUNDING, Rounding, move_by_a_unit
 from fleetpipe.contrib.shadow.unshadowed import obstacle
-from fleetpipe.dygraph import PipelineParallel, random_keys
+from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.backward.layer_state import buffers_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.code_names import is_of_library
 from fleetpipe.dygraph.gradients import dense, drop_gradients, set_gradient
-from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.dygraph.nest import copy_tensors, tensors_of
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import CaptureError
@@ -43,7 +41,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at
 from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
-from fleetpipe.paddle_api.tensor import copy_of, has_memory, is_parameter
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.reference import Reference, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -60,21 +58,17 @@ class _Batch(NamedTuple):
     """A batch that is compared with the plain model.
 
     Attributes:
+        observed: The batch of the pipeline; its keys are those of the layers' random numbers.
         inputs: The inputs of this replica's micro-batches.
-        keys: The keys of the layers' random numbers.
-        loss: The loss of the plain model.
-        optimizer: The optimizer that steps; None if the caller steps it.
         everyone: The micro-batches of all replicas.
-        weights: The weights of these micro-batches; None if the caller gives none.
+        loss: The loss of the plain model.
         held: The gradients that parameters of this rank had before the batch, by name.
     """
 
+    observed: ObservedBatch
     inputs: Sequence[Nest]
-    keys: random_keys.Keys | None
-    loss: Nest
-    optimizer: Optimizer
     everyone: MicroBatches
-    weights: Sequence[Fraction] | None
+    loss: Nest
     held: dict[str, Tensor]
 
 
@@ -103,17 +97,19 @@ class Shadow(BatchObserver):
         """Trains the plain model on a batch that is about to run. Collective."""
         job = current_job()
         if job is not None:
-            with job.guarded(lambda: "training the plain model beside the pipeline"):
+            with (
+                job.guarded(lambda: "training the plain model beside the pipeline"),
+                self._count_seconds(),
+            ):
                 self._begin(batch)
 
     def _begin(self, batch: ObservedBatch) -> None:
         if self._give_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
             return
-        begin = time.perf_counter()
         reference = self._prepare(batch.optimizer)
         return_memory()
         batches_here, everyone = self._pipeline.share(batch.data)
-        keys = copy.copy(batch.keys)
+        batch = batch._replace(keys=copy.copy(batch.keys))
         # An optimizer leaves zeros, which take no part in what follows.
         before = self._gradients().items()
         held = {n: grad.clone() for n, grad in before if grad is not None and _apart(grad, None)}
@@ -121,8 +117,7 @@ class Shadow(BatchObserver):
         loss, failure, buffers = None, None, self._buffers()
         put_back = buffers_kept([self._forms.capturing.model])
         try:
-            with as_the_next_batch(keys):
-                loss = self._train(reference, everyone, batch.weights)
+            loss = self._train(reference, everyone, batch)
         except Exception as error:
             lacks = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
             failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
@@ -149,9 +144,13 @@ class Shadow(BatchObserver):
                 set_gradient(parameter, held[name])
         if self._give_up(f"the loss uses {added[0]} of the model" if added else None):
             return
-        self._batch = _Batch(
-            batches_here.inputs, keys, loss, batch.optimizer, everyone, batch.weights, held
-        )
+        self._batch = _Batch(batch, batches_here.inputs, everyone, loss, held)
+
+    @contextmanager
+    def _count_seconds(self) -> Iterator[None]:
+        """Counts the seconds while it is open."""
+        begin = time.perf_counter()
+        yield
         self._seconds += time.perf_counter() - begin
 
     def _gradients(self) -> dict[str, Tensor | None]:
@@ -159,12 +158,10 @@ class Shadow(BatchObserver):
         parameters = self._pipe.state.own_parameters()
         return {name: dense(self._pipeline.gradient_of(p), p) for name, p in parameters.items()}
 
-    def _train(
-        self, reference: Reference, everyone: MicroBatches, weights: Sequence[Fraction] | None
-    ) -> Nest:
+    def _train(self, reference: Reference, everyone: MicroBatches, batch: ObservedBatch) -> Nest:
         """Trains the plain model; the pipeline's loss functions keep their state."""
-        with losses_kept(self._pipe.loss_functions()):
-            return Beside(self._pipeline, reference).train(everyone, weights)
+        with as_the_next_batch(batch.keys), losses_kept(self._pipe.loss_functions()):
+            return Beside(self._pipeline, reference).train(everyone, batch.weights)
 
     def _give_up(self, obstacle: str | None) -> bool:
         """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
@@ -194,29 +191,30 @@ class Shadow(BatchObserver):
                 "call reads, as auxiliary losses in a list",
                 fix="return it from the forward, for the loss to take; no stage appends to a list",
             )
-        begin = time.perf_counter()
-        tensors = reference.tensors().items()
-        gradients = {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
+        with self._count_seconds():
+            off = self._wrong_gradients(batch, reference)
+            differences = [f"the gradient of {name}" for name in off]
+            differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
+        self._refuse(differences, off, batch)
+        # From here on those of the stages count: rounding is no fault of the optimizer's.
+        expected, of_stages = reference.tensors(), self._gradients()
+        drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
+        self._batch = batch._replace(held={})
+        if batch.observed.optimizer is None:
+            self._count_batch()
+
+    def _wrong_gradients(self, batch: _Batch, reference: Reference) -> list[str]:
+        """Names the parameters of this rank whose gradients differ by more than rounding."""
+        gradients, wrong = reference.gradients(), []
         rounding = Rounding(gradients, lambda: self._moved_gradients(reference, batch, gradients))
-        off: list[str] = []
-        of_stages = self._gradients()
-        for name, gradient in of_stages.items():
+        for name, gradient in self._gradients().items():
             right, held = gradients.get(name), batch.held.get(name)
             if held is not None:
                 right = held if right is None else right + held
             gap = _apart(gradient, right)
             if gap and not rounding.carries(name, gap):
-                off.append(name)
-        differences = [f"the gradient of {name}" for name in off]
-        differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
-        self._seconds += time.perf_counter() - begin
-        self._refuse(differences, off, batch)
-        # From here on those of the stages count: rounding is no fault of the optimizer's.
-        expected = reference.tensors()
-        drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
-        self._batch = batch._replace(held={})
-        if batch.optimizer is None:
-            self._count_batch()
+                wrong.append(name)
+        return wrong
 
     def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
         """Steps both optimizers and compares the parameters. Collective if the steps are.
@@ -230,20 +228,18 @@ class Shadow(BatchObserver):
             if batch is not None:  # one without an optimizer has ended already
                 self._count_batch()
             return
-        begin = time.perf_counter()
-        expected = self._expected_update(reference, batch.optimizer)
         parameters = self._pipe.state.own_parameters()
-        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self._seconds += time.perf_counter() - begin
+        with self._count_seconds():
+            expected = self._expected_update(reference, batch.observed.optimizer)
+            before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         step()
-        begin = time.perf_counter()
-        differences = []
-        for name, parameter in parameters.items():
-            right = expected[name]
+        with self._count_seconds():
             # A norm over ranks is a sum in another order than that over one model.
-            if largest_gap(parameter, right) > ROUNDING * largest_of(right):
-                differences.append(f"the update of {name}")
-        self._seconds += time.perf_counter() - begin
+            differences = [
+                f"the update of {name}"
+                for name, parameter in parameters.items()
+                if largest_gap(parameter, expected[name]) > ROUNDING * largest_of(expected[name])
+            ]
         try:
             self._refuse(differences, None, batch)
         except CaptureError:
@@ -322,7 +318,6 @@ class Shadow(BatchObserver):
         self._has_twin = all(all_ranks().all_gather(_can_have_a_twin(optimizer)))
         drop_gradients(self._reference.model.parameters())
         self._reference.take_switches(pipe)
-        self._take_modes(self._reference.model.plain)
         return self._reference
 
     def _take_unsaved_buffers(self, reference: Reference) -> None:
@@ -339,17 +334,6 @@ class Shadow(BatchObserver):
         buffers = self._forms.capturing.model.named_buffers()
         return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
 
-    def _take_modes(self, copied: Layer) -> None:
-        """Gives each layer of the copy its mode on the rank that runs it. Collective."""
-        here = set(map(id, self._pipe.sublayers()))
-        modes, modes_here = dict[str, bool](), dict[str, bool]()
-        for path, layer in self._forms.capturing.model.named_sublayers(include_self=True):
-            (modes_here if id(layer) in here else modes)[path] = layer.training
-        for part in self._pipe.holders().all_gather(modes_here):
-            modes.update(part)
-        for path, layer in copied.named_sublayers(include_self=True):
-            layer.training = modes[path]
-
     def _moved_gradients(
         self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -357,17 +341,11 @@ class Shadow(BatchObserver):
 
         ``gradients`` gets copies, since clearing the batch's gradients empties their tensors.
         """
-        tensors = reference.tensors()
-        before = {name: copy_of(tensors[name].grad) for name in gradients}
-        with undo_training(reference.model):
-            drop_gradients(tensors.values())
-            move_by_a_unit(tensor for tensor in tensors.values() if not tensor.stop_gradient)
-            with as_the_next_batch(batch.keys):
-                self._train(reference, batch.everyone, batch.weights)
-            moved = {n: dense(t.grad, t).clone() for n, t in tensors.items() if t.grad is not None}
-        for name, gradient in before.items():
-            tensors[name].grad = gradient
-            gradients[name] = dense(tensors[name].grad, tensors[name])
+        with beside(reference.model, {}):
+            move_by_a_unit(t for t in reference.tensors().values() if not t.stop_gradient)
+            self._train(reference, batch.everyone, batch.observed)
+            moved = {name: gradient.clone() for name, gradient in reference.gradients().items()}
+        gradients.update(reference.gradients())
         return moved
 
     def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
@@ -433,12 +411,12 @@ class Shadow(BatchObserver):
             *(reference.model.plain, capturing.example), shape_inputs=capturing.shape_inputs
         )
         again.unopened = capturing.unopened
-        forms = Forms(again, ())
+        forms, keys = Forms(again, ()), batch.observed.keys
         for number, inputs in enumerate(batch.inputs):
             form = forms.of(again.look_of(inputs), training=True)
-            if batch.keys is not None:
-                batch.keys.micro_batch = GlobalMicroBatch(number)
-            node = first_difference(again, form, copy_inputs(inputs), batch.keys)
+            if keys is not None:
+                keys.micro_batch = GlobalMicroBatch(number)
+            node = first_difference(again, form, copy_tensors(inputs), keys)
             if node is not None:
                 return f"first in {node.name}, micro-batch {number}, {node.place}"
         form = self._forms.example(training=True)

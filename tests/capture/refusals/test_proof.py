@@ -15,7 +15,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.capture.proof import Proof
-from fleetpipe.capture.proof.models import CapturedRun
+from fleetpipe.capture.proof.training import CapturedRun
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import capturing
 from fleetpipe.capture.tracing.value import Capture

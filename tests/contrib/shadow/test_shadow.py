@@ -181,29 +181,6 @@ def test_verify_takes_three_values() -> None:
         fleetpipe.pipeline(Gated(), data(0)[0], split_spec=["second"], verify="last")
 
 
-def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
-    """That of a key's bias is, under a softmax; three stages add up in their own order."""
-
-    class Attention(nn.Layer):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-            self.out = nn.Linear(8, 8)
-
-        def forward(self, x: Any) -> Any:
-            query, key, value = self.query(x), self.key(x), self.value(x)
-            weights = nn.functional.softmax(query @ key.transpose([0, 2, 1]), -1)
-            return self.out(weights @ value + x)
-
-    fleet.shutdown()  # a pipeline outside a job has any number of stages
-    paddle.seed(0)
-    proof = fleetpipe.pipeline(
-        Attention(), paddle.randn([2, 5, 8]), split_spec=["key", "out"]
-    ).proof
-    assert proof.gradients == 8
-    assert all(share < 1e-5 for share in proof.rounded.values())
-
-
 def test_the_optimizers_state_has_the_names_of_a_plain_models() -> None:
     """Others resume from it: names are counted, and a proof and a shadow train too."""
     _, model, optimizer = wrapped()
