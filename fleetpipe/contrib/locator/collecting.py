@@ -17,6 +17,8 @@ import numpy as np
 
 from fleetpipe import numerics
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.capture import api
+from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.contrib.guards.guards import Guards
 from fleetpipe.contrib.locator.locate_options import SETTING, Setting
 from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
@@ -79,6 +81,8 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 
             stack.enter_context(replaced((owner, name, call)))
 
+        put(api, "pipeline", hooks.capture)
+        put(Capturing, "with_numbers", hooks.unrecorded)
         put(paddle.nn.Layer, "__call__", hooks.layer)
         put(paddle.nn.functional, "dropout", hooks.dropout)
         put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
@@ -110,12 +114,13 @@ def _with_method(base: type, name: str) -> list[type]:
     return [kind for kind in {*kinds} if name in kind.__dict__]
 
 
-def _kept_by_dropout(x: Tensor, output: Tensor) -> Tensor:
-    """Returns which numbers a dropout has kept; of zeros its gradient alone shows that."""
-    if output.stop_gradient:
-        return (output != 0) | (x == 0)
-    (factors,) = paddle.grad(output, x, paddle.ones_like(output), retain_graph=True)
-    return factors != 0
+def _kept(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
+    """Returns which numbers a dropout is about to keep: of zeros its output does not show it."""
+    states = paddle.get_rng_state()
+    with paddle.no_grad():
+        kept = call(paddle.ones_like(x), *more, **named) != 0
+    paddle.set_rng_state(states)
+    return numbers_of(kept)
 
 
 def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:
@@ -130,7 +135,7 @@ class _Hooks(BatchObserver):
         self._training = False
         #: How often the twin had to read more samples before an optimizer could step.
         self._put_off: Counter[int] = Counter()
-        self._backward_runs = False
+        self._paused = False
         self._in_recompute = False
         self._steps_within = 0
         self._clips_within = 0
@@ -139,12 +144,29 @@ class _Hooks(BatchObserver):
 
     # Layers
 
+    def unrecorded(self, call: Around, *arguments: Any, **named: Any) -> Any:
+        """Calls something whose layers are no part of the training, as a capture's are."""
+        before, self._paused = self._paused, True
+        try:
+            return call(*arguments, **named)
+        finally:
+            self._paused = before
+
+    def capture(self, call: Around, model: Layer, *arguments: Any, **named: Any) -> Any:
+        """Captures a model without a proof: this comparison is one; on one device in one stage."""
+        given = inspect.signature(call).bind(model, *arguments, **named).arguments
+        given["verify"] = False
+        if self._feed is not None:
+            for name in ("split_spec", "num_stages", "num_chunks", "recompute_interval"):
+                given.pop(name, None)
+        return self.unrecorded(call, **given)
+
     def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
         recorder = self._recorder
         outermost = not self._paths
         training = paddle.is_grad_enabled() or self._in_recompute
         wanted = recorder.forwarding if recorder.in_pipeline else training
-        if self._backward_runs or not wanted or isinstance(layer, PipelineParallel):
+        if self._paused or not wanted or isinstance(layer, PipelineParallel):
             return call(layer, *inputs, **named)
         if outermost:
             # A frozen layer within is one of the model's: an evaluation is of a whole model.
@@ -160,20 +182,19 @@ class _Hooks(BatchObserver):
         return output
 
     def dropout(self, call: Around, x: Tensor, *more: Any, **named: Any) -> Tensor:
-        output = call(x, *more, **named)
         bound = inspect.signature(call).bind(x, *more, **named)
         bound.apply_defaults()
         p, training, mode = (bound.arguments[name] for name in ("p", "training", "mode"))
         path = self._paths[-1] if self._paths else None
         if path is None or not training or not isinstance(p, (int, float)) or not 0 < p < 1:
-            return output
+            return call(x, *more, **named)
         place = self._recorder.next_mask(path)
         if self._feed is None:
-            self._recorder.put(
-                place._replace(part=DROPPED), numbers_of(x.detach().reshape([-1])[:32])
-            )
-            self._recorder.put(place, numbers_of(_kept_by_dropout(x, output)))
-            return output
+            dropped = numbers_of(x.detach().reshape([-1])[:32])
+            self._recorder.put(place._replace(part=DROPPED), dropped)
+            self._recorder.put(place, _kept(call, x, *more, **named))
+            return call(x, *more, **named)
+        output = call(x, *more, **named)
         mask = self._feed.mask(place, tuple(output.shape), self._recorder.recorded)
         if mask is None:
             return output
@@ -288,17 +309,13 @@ class _Hooks(BatchObserver):
 
     def backward(self, call: Around, tensor: Tensor, *more: Any, **named: Any) -> None:
         recorder = self._recorder
-        if recorder.main_root is None or recorder.in_pipeline or self._backward_runs:
+        if recorder.main_root is None or recorder.in_pipeline or self._paused:
             call(tensor, *more, **named)
             return
         recorder.put(Meaning(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
         if not recorder.noted("gradient"):
             recorder.note_gradients_left()
-        self._backward_runs = True
-        try:
-            call(tensor, *more, **named)
-        finally:
-            self._backward_runs = False
+        self.unrecorded(call, tensor, *more, **named)
         recorder.forget_tensors()
         recorder.gradients_as("gradient")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +16,17 @@ import paddle
 import pytest
 from safetensors.numpy import save_file
 
+import fleetpipe
 from fleetpipe import cli, fleet
 from fleetpipe.contrib.locator import locate_command, record
 from fleetpipe.contrib.locator.assembly import WholeTensors
+from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.collecting import collecting
+from fleetpipe.contrib.locator.comparison import first_difference
 from fleetpipe.contrib.locator.locate_command import _await_end
 from fleetpipe.contrib.locator.locate_options import Setting
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
-from fleetpipe.contrib.locator.twin import Feed
+from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.errors import UsageError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests import jobs
@@ -37,6 +42,76 @@ def _recorded(model: Any, folder: Path) -> record.RankTensors:
             optimizer.step()
     (rank,) = record.read(folder).ranks
     return rank
+
+
+def _located(train: Callable[[bool], None], folder: Path) -> Location | None:
+    """Returns the first place where a job of one process differs from its twin.
+
+    ``train`` is called with whether it is the job.
+    """
+    records = []
+    for part in ("job", "twin", "moved"):
+        (folder / part).mkdir()
+        feed = None if part == "job" else Feed(folder / "job", part == "moved")
+        with ExitStack() as stack:
+            if feed is not None:
+                stack.enter_context(degrees_of_one(1))
+            stack.enter_context(collecting(Recorder(folder / part, 2, 0), feed))
+            fleet.init(is_collective=True, strategy=jobs.strategy(2, pp=2))
+            stack.callback(fleet.shutdown)
+            paddle.seed(3)
+            with suppress(Finished):
+                train(feed is None)
+        records.append(record.read(folder / part))
+    return first_difference(*records)
+
+
+class _Net(nn.Layer):
+    """A plain model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(3, 8), nn.BatchNorm1D(8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(self.dropout(nn.functional.relu(self.norm(self.a(x)))))
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_captured_model_is_compared_with_itself_in_one_stage(
+    factor: float, tmp_path: Path
+) -> None:
+    def train(is_job: bool) -> None:
+        def loss(output: Any, label: Any) -> Any:
+            return nn.functional.mse_loss(output, label) * (factor if is_job else 1.0)
+
+        rows = paddle.ones([jobs.ROWS, 3])
+        pipe = fleetpipe.pipeline(_Net(), rows, loss, ["b"])
+        optimizer = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
+        model, optimizer = fleet.distributed_model(pipe), fleet.distributed_optimizer(optimizer)
+        for step in range(2):
+            rows = paddle.arange(2.0 * jobs.ROWS * 3).reshape([-1, 3]) * (step + 1)
+            model.train_batch([rows.sin(), rows.cos()], optimizer)
+
+    place = _located(train, tmp_path)
+    assert (place and place.phase) == (None if factor == 1 else "loss"), place
+
+
+def test_what_a_dropout_keeps_of_zeros_is_recorded_too(tmp_path: Path) -> None:
+    """Without gradients, as in the first run of what is computed again, too."""
+
+    class Model(nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            x = self[0](x)
+            return fleet.utils.recompute(self[1], x)
+
+    inner = nn.Sequential(nn.ReLU(), nn.Dropout(0.5))
+    model = Model(nn.Linear(3, 64), inner)
+    model[0].bias.set_value(paddle.full([64], -100.0))
+    rank = _recorded(model, tmp_path)
+    (mask,) = (t for p, t in rank.of(0, "forward").items() if p.part == "mask")
+    assert 0.3 < mask.mean() < 0.7
 
 
 def test_running_statistics_are_buffers_and_no_update(tmp_path: Path) -> None:
