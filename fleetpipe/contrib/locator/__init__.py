@@ -9,12 +9,10 @@ processes, which leave files:
 2. ``twin`` runs a script at degrees 1, and gives each of its steps the job's weights, data and
    gradients: every phase of every step is compared by itself;
 3. ``rows`` and ``layouts`` find the part of the twin's tensors that a rank has;
-4. ``comparison`` goes through the phases of a step; a difference counts if it is larger than that
+4. ``comparison`` goes through the phases of a step (``flow`` has what goes through layers,
+   ``parameters`` the rest, ``step`` what both need); a difference counts if it is larger than that
    of a second twin, whose numbers were changed in the last place (``tolerance``);
 5. ``causes`` describes the likely cause in a sentence.
-
-``record``, ``rows``, ``layouts``, ``assembly``, ``tolerance``, ``comparison``, ``parameters`` and
-``causes`` load no Paddle.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
-from fleetpipe.contrib.locator.rows import OTHER
 
 
 class Location(NamedTuple):
@@ -56,32 +53,20 @@ class Location(NamedTuple):
         )
 
 
-class Outcome(NamedTuple):
-    """The comparison of one tensor of one rank with the twin's.
-
-    Attributes:
-        rank: The rank.
-        place: The place of the tensor.
-        position: The position at which the twin computed it, among the tensors of a micro-batch.
-        gap: The difference between the two.
-        tolerance: The difference that rounding may cause.
-        partial: The axis along which the ranks' tensors sum to the twin's; "" if they do not.
-    """
-
-    rank: RankTensors
-    place: Meaning
-    position: float
-    gap: float
-    tolerance: float
-    partial: str = ""
-
-    @property
-    def right(self) -> bool:
-        """Whether it agrees with the twin's."""
-        return self.gap <= self.tolerance
-
-
+OTHER_SAMPLES = (
+    "replica {} reads samples that the twin does not read in this step: its sampler is wrong, or "
+    "the script needs to know that it runs on one device (--twin)"
+)
+SAME_SAMPLES = (
+    "replica {} reads the same samples as another replica: the sampler does not know of the "
+    "replicas"
+)
+REORDERED = (
+    "replica {} reads its samples in another order than the twin, unlike the other replicas: it "
+    "shuffles by a seed of its own"
+)
 MISSING = "the model of the job lacks this parameter: a layer that no stage has, or another model"
+EXTRA = "one device has no such parameter: a weight that is not tied in the job, or another layer"
 SAME_SHARDS = "all shards were drawn from one random stream: seed each rank of the axis by itself"
 MISPLACED = "these ranks hold the shards of others: a checkpoint is cut by another order of ranks"
 OTHER_WEIGHTS = "this weight begins with other values than the twin's, unlike the rest"
@@ -94,6 +79,18 @@ EVALUATING = "the model of these ranks is in the mode of eval() as they train, a
 OTHER_ROWS = (
     "this layer computes something else, and its micro-batch has other rows than the twin's: what "
     "depends on all rows, as a batch normalisation, takes those of one replica alone"
+)
+OTHER_LOSS = (
+    "the loss function computes something else or gets other values, such as other labels; or "
+    "losses are not weighted by the tokens, or rows, that they are the mean of"
+)
+DETACHED_SKIP = (
+    "what comes back to its input lacks the gradient of its own output, which a skip connection "
+    "gives: it is detached"
+)
+DETACHED_BRANCH = (
+    "what comes back to its input is the gradient of its own output, as of a skip connection, and "
+    "nothing else: what that is added to is detached"
 )
 RETURNED = "losses are not averaged over all replicas and micro-batches before they are returned"
 GRADIENT = "this layer's own gradient is wrong, and what came to its output in backward is right"
@@ -116,7 +113,8 @@ UPDATE = (
 )
 BUFFER = "the buffer is updated another number of times, or from other values"
 
-_FORWARD = {
+#: By axis, of a layer whose outputs on its ranks sum to the right one.
+PARTIAL = {
     "mp": "a missing all-reduce over mp: each rank's output is its part of the sum",
     "ep": "a missing sum over ep: each rank's output has its own experts' part",
     "sep": "a missing sum over sep: each rank's output is its part of the sum",
@@ -124,124 +122,33 @@ _FORWARD = {
 }
 
 
-def of_data(what: str, replica: int) -> str:
-    """Describes wrong samples."""
-    if what == OTHER:
-        return (
-            f"replica {replica} reads samples that the twin does not read in this step: its "
-            "sampler is wrong, or the script needs to know that it runs on one device (--twin)"
-        )
-    return f"replica {replica} reads {what}: the sampler does not know of the replicas"
-
-
-def of_flow(
-    degrees: Mapping[str, int],
-    step: int,
-    consumer: Callable[[Meaning], str],
-    wrong: Sequence[Outcome],
-) -> Location:
-    """Describes a wrong output, input or gradient between layers.
+def of_loss(
+    ratio: float, tolerance: float, scales: Sequence[int], count: int, degrees: Mapping[str, int]
+) -> str:
+    """Describes a loss that differs from the twin's.
 
     Args:
+        ratio: The sum of the ranks' losses over that of the twin's.
+        tolerance: The relative difference that rounding may cause.
+        scales: The factors by which the ratio may rightly be larger.
+        count: The number of micro-batches.
         degrees: The job's degrees.
-        step: The step.
-        consumer: Returns the innermost layer that takes a layer's output.
-        wrong: The outcomes of one place on all ranks.
     """
-    bad = [outcome for outcome in wrong if not outcome.right]
-    place = bad[0].place
-    rest = [outcome.rank for outcome in wrong if outcome.right]
-    partial = next((outcome.partial for outcome in bad if outcome.partial), "")
-    axis = partial or axis_between([outcome.rank for outcome in bad], rest, degrees)
-    layer, backward = place.name, place.phase == "gradient"
-    taken = consumer(place) if backward else ""
-    if backward:
-        layer = taken or layer
-    elif place.part.startswith("input") and "." in layer:
-        # No layer has made it: the layer around has.
-        layer = layer.rpartition(".")[0]
-    if not axis:
-        axis = next((a for a in ("mp", "sep", "cp", "ep") if degrees.get(a, 1) > 1), "")
-    numbers = sorted({outcome.rank.rank for outcome in bad})
-    worst = max(bad, key=lambda outcome: outcome.gap)
-    cause = _of_flow(layer, place.part, axis if partial else "", axis, backward)
-    if backward and not taken and not partial:
-        cause = "what comes back to its output is wrong: see what is made of that between layers"
-    return Location(
-        *(layer, place.phase, axis, numbers, step, place.micro_batch),
-        *(worst.gap, worst.tolerance, cause),
-    )
-
-
-def _of_flow(layer: str, part: str, partial: str, axis: str, backward: bool) -> str:
-    if backward and partial:
-        return f"a missing all-reduce over {partial} in backward, of what it takes"
-    if backward:
-        return f"the backward of {layer} gives a wrong gradient to what it takes"
-    if partial:
-        return _FORWARD[partial]
-    if part.startswith("input"):
-        return f"what {layer} computes between its layers, or was sent, is another value"
-    if axis:
-        return f"this layer computes something else: see what it does along {axis}"
-    return "this layer computes something else from the same input"
-
-
-def of_evaluation(job: Record, step: int) -> Location | None:
-    """Finds ranks on which nothing of the model was recorded, as in the mode of evaluation."""
-
-    def has_inputs(rank: RankTensors) -> bool:
-        return any(place.part.startswith("input") for place in rank.of(step, "data"))
-
-    training = [rank for rank in job.ranks if has_inputs(rank)]
-    wrong = [
-        rank
-        for rank in job.ranks
-        if rank not in training and {place.part for place in rank.of(step, "loss")} == {"share"}
+    ways = [
+        (float(count), f"not divided by the {count} micro-batches"),
+        (1 / count, f"divided by the {count} micro-batches twice"),
     ]
-    if not training or not wrong:
-        return None
-    axis, numbers = axis_between(wrong, training, job.degrees), [rank.rank for rank in wrong]
-    return Location("", "forward", axis, numbers, step, None, float("inf"), 0.0, EVALUATING)
-
-
-def of_loss(
-    job: Record,
-    step: int,
-    shares: Mapping[tuple[int, ...], Mapping[int, float]],
-    expected: Mapping[int, float],
-    ratio: float,
-    off: float,
-    tolerance: float,
-) -> Location:
-    """Describes a loss that differs from the twin's."""
-    counts = [len(of_rank) for of_rank in shares.values()]
-    micro_batches = counts[0]
-    per_place = [sum(of_rank.values()) for of_rank in shares.values()]
-    factor = round(ratio) if ratio >= 1 else 1 / round(1 / ratio) if ratio else 0
-    exact = bool(factor) and abs(ratio / factor - 1) <= max(tolerance, 1e-6)
-    if exact and factor != 1:
-        whose = f"{factor:g} times" if factor > 1 else f"1/{1 / factor:g} of"
-        cause = f"a wrong scale: backward begins from {whose} the loss"
-        if micro_batches > 1 and factor % micro_batches == 0:
-            cause += f", as where it is not divided by the {micro_batches} micro-batches"
-        elif micro_batches > 1 and round(1 / factor) % micro_batches == 0:
-            cause += f", as where it is divided by the {micro_batches} micro-batches twice"
-    elif len(per_place) > 1 or micro_batches > 1:
-        cause = (
-            "losses are not weighted by the tokens, or rows, that they are the mean of; or the "
-            "loss function gets other values"
-        )
-    else:
-        cause = "the loss function computes something else from the same output"
-    degrees = job.degrees
-    axis = next((a for a in ("dp", "sharding", "sep", "cp") if degrees.get(a, 1) > 1), "")
-    if axis == "" and degrees.get("mp", 1) > 1:
-        axis = "mp"
-    ranks = [r.rank for r in job.ranks if r.of(step, "loss")]
-    whole = [n for n in expected if all(n in of_rank for of_rank in shares.values())]
-    first = min(whole, default=None)
-    return Location("", "loss", axis, ranks, step, first, off, tolerance, cause)
+    for axis, degree in degrees.items():
+        ways.append((float(degree), f"multiplied by the degree of {axis}"))
+        ways.append((1 / degree, f"divided by the degree of {axis}"))
+    ways += [(float(round(ratio)), ""), (1 / max(1, round(1 / ratio)) if ratio else 0.0, "")]
+    for factor, how in ways:
+        for scale in scales if how else (1,):
+            if factor not in (0, 1) and abs(ratio / scale / factor - 1) <= max(tolerance, 1e-6):
+                size = f"{factor:g} times" if factor > 1 else f"1/{1 / factor:g} of"
+                how = how and f", as where it is {how}"
+                return f"a wrong scale: backward begins from {size} the loss{how}"
+    return OTHER_LOSS
 
 
 def of_reduction(
@@ -268,34 +175,16 @@ def of_reduction(
         if axis == "pp" and shared:
             return axis, f"a missing all-reduce of the tied weight of {layer} between its stages"
         return axis, f"a missing all-reduce over {axis} of the gradient of {layer}"
+    axis = axes[0] if axes else next(iter(degrees), "")
     if ratio is not None and abs(ratio - 1) > 1e-3:
-        times = f"{ratio:.4g} times"
+        times = f"{ratio:.4g} times the gradient"
         if shared:
             how = "counted twice" if ratio > 1 else "averaged over its stages and not added up"
-            return "pp", f"{times} the gradient: that of the tied weight is {how}"
-        axis = next(
-            (a for a in (*axes, *degrees) if abs(degrees.get(a, 1) - max(ratio, 1 / ratio)) < 1e-2),
-            axes[0] if axes else "",
-        )
-        return axis, f"{times} the gradient: a wrong scale, by {axis or 'some degree'}"
-    axis = axes[0] if axes else next(iter(degrees), "")
+            return "pp", f"{times}: that of the tied weight is {how}"
+        likely = max(ratio, 1 / ratio)
+        fitting = (a for a in (*axes, *degrees) if abs(degrees.get(a, 1) - likely) < 1e-2)
+        axis = next(fitting, axes[0] if axes else "")
+        return axis, f"{times}: a wrong scale, by {axis or 'some degree'}"
     if shared:
         return "pp", f"the parts of the tied weight of {layer} do not make the sum of all its uses"
     return axis, f"ranks do not add up their gradients of {layer} along {axis} as they should"
-
-
-def axis_between(
-    wrong: Iterable[RankTensors], right: Iterable[RankTensors], degrees: Mapping[str, int]
-) -> str:
-    """Returns an axis whose place decides whether a rank is right; "" if there is none."""
-    bad, good = list(wrong), list(right)
-    for axis in degrees:
-        places = {rank.coordinate.get(axis, 0) for rank in bad}
-        if bad and good and not places & {rank.coordinate.get(axis, 0) for rank in good}:
-            return axis
-    return ""
-
-
-def first_split(degrees: Mapping[str, int], *preferred: str) -> str:
-    """Returns the first split axis, among the given ones or all; "" if none is split."""
-    return next((axis for axis in (*preferred, *degrees) if degrees.get(axis, 1) > 1), "")

@@ -114,7 +114,7 @@ def _with_method(base: type, name: str) -> list[type]:
     return [kind for kind in {*kinds} if name in kind.__dict__]
 
 
-def _kept(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
+def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
     """Returns which numbers a dropout is about to keep: of zeros its output does not show it."""
     states = paddle.get_rng_state()
     with paddle.no_grad():
@@ -154,12 +154,12 @@ class _Hooks(BatchObserver):
 
     def capture(self, call: Around, model: Layer, *arguments: Any, **named: Any) -> Any:
         """Captures a model without a proof: this comparison is one; on one device in one stage."""
-        given = inspect.signature(call).bind(model, *arguments, **named).arguments
-        given["verify"] = False
+        passed = inspect.signature(call).bind(model, *arguments, **named).arguments
+        passed["verify"] = False
         if self._feed is not None:
             for name in ("split_spec", "num_stages", "num_chunks", "recompute_interval"):
-                given.pop(name, None)
-        return self.unrecorded(call, **given)
+                passed.pop(name, None)
+        return self.unrecorded(call, **passed)
 
     def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
         recorder = self._recorder
@@ -192,7 +192,7 @@ class _Hooks(BatchObserver):
         if self._feed is None:
             dropped = numbers_of(x.detach().reshape([-1])[:32])
             self._recorder.put(place._replace(part=DROPPED), dropped)
-            self._recorder.put(place, _kept(call, x, *more, **named))
+            self._recorder.put(place, _mask_of(call, x, *more, **named))
             return call(x, *more, **named)
         output = call(x, *more, **named)
         mask = self._feed.mask(place, tuple(output.shape), self._recorder.recorded)

@@ -1,4 +1,8 @@
-"""Finds the part of a whole tensor that a rank has, from both shapes and its coordinate."""
+"""Finds the part of a whole tensor that a rank has, and assembles whole tensors from parts.
+
+How a tensor is split is not recorded: it follows from both shapes, and from the numbers where they
+show it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
+from fleetpipe.contrib.locator.rows import signatures
+from fleetpipe.contrib.locator.tolerance import gap
 
 #: Axes along which ranks hold parts of one tensor, and those that split one together.
 _SPLITTING = (
@@ -127,3 +135,213 @@ def put_part(
     for cut in layout:
         places[cut.dimension] = cut.indices(whole.shape[cut.dimension], coordinate, degrees)
     whole[np.ix_(*places)] = part
+
+
+class WholeTensors:
+    """Parameters, gradients and samples of a job, assembled as one device would have them."""
+
+    def __init__(self, job: Record) -> None:
+        self._job = job
+        self._layouts: dict[str, Layout] = {}
+        self._sources_of: dict[int, dict[bytes, tuple[int, int, list[bytes]]]] = {}
+        self._values = [self._by_step(rank) for rank in job.ranks]
+
+    def _by_step(self, rank: RankTensors) -> list[dict[str, np.ndarray]]:
+        """Returns a rank's parameters at the beginning of each step."""
+        values: list[dict[str, np.ndarray]] = []
+        now: dict[str, np.ndarray] = {}
+        for step in range(self._job.steps):
+            now = {**now, **rank.names(step, "initial")}
+            values.append(now)
+            # Running statistics, which Paddle makes parameters, are left as buffers.
+            now = {**now, **rank.names(step, "update"), **rank.names(step, "buffer")}
+        return values
+
+    def parameter(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
+        """Returns a parameter at the beginning of a step; None if the job does not have it.
+
+        Args:
+            step: The step.
+            name: The parameter.
+            like: The twin's own initial value, of the whole shape.
+        """
+        if step >= self._job.steps:
+            return None
+        return self._assemble(name, [values[step].get(name) for values in self._values], like)
+
+    def gradient(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
+        """Returns the gradient with which a parameter was stepped; None if the job has none."""
+        rate = Meaning(step, "optimizer input", "", part="learning rate")
+        parts = [
+            rank.names(step, "reduction").get(name) if name in rank.listed(rate) else None
+            for rank in self._job.ranks
+        ]
+        return self._assemble(name, parts, like)
+
+    def _assemble(
+        self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
+    ) -> np.ndarray | None:
+        wholes = [part for part in parts if part is not None and part.shape == like.shape]
+        if wholes:
+            if self._job.degrees.get("sharding", 1) == 1:
+                return wholes[0]
+            # Of an optimizer's shards one rank has the reduced gradient.
+            nearest: np.ndarray = min(wholes, key=lambda part: gap(part, like))
+            return nearest
+        layout = self.layout(name, parts, like)
+        if layout is None:
+            return None
+        whole: np.ndarray = like.copy()
+        for rank, part in zip(self._job.ranks, parts):
+            if part is not None:
+                put_part(whole, part, layout, rank.coordinate, self._job.degrees)
+        return whole
+
+    def layout(
+        self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
+    ) -> Layout | None:
+        """Returns how a parameter is split: as the twin's values show, else the simplest way."""
+        if name not in self._layouts:
+            apart = self._apart(parts, like)
+            if not apart:
+                return None
+            nearest = min(apart, key=lambda layout: apart[layout])
+            if sum(far <= 2 * apart[nearest] for far in apart.values()) > 1:
+                # Constants show nothing, but their gradients will.
+                return next(iter(apart))
+            self._layouts[name] = nearest
+        return self._layouts[name]
+
+    def _apart(self, parts: Sequence[np.ndarray | None], like: np.ndarray) -> dict[Layout, float]:
+        """Returns for each layout how far the ranks' parts are from a whole tensor."""
+        held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
+        degrees = self._job.degrees
+        return {
+            way: sum(gap(p, part_of(like, way, r.coordinate, degrees)) for r, p in held)
+            for way in (layouts(like.shape, held[0][1].shape, degrees) if held else ())
+        }
+
+    def unclear(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
+        """Returns the parameters whose layout the twin's values do not show.
+
+        Args:
+            drawn: The twin's parameters before it was given the job's.
+
+        Returns:
+            Whether ranks have just these numbers, in other places; else they have drawn others.
+        """
+        unclear: dict[str, bool] = {}
+        for name, like in drawn.items():
+            held = [rank.names(0, "initial").get(name) for rank in self._job.ranks]
+            apart = self._apart(held, like)
+            if len(apart) > 1 and min(apart.values()) > 0:
+                numbers = np.unique([part for part in held if part is not None])
+                unclear[name] = bool(np.array_equal(numbers, np.unique(like)))
+        return unclear
+
+    def rows(self, step: int) -> int:
+        """Returns the number of samples that all replicas have in a step."""
+        replicas = {
+            self._job.replica(r): r for r in reversed(self._job.ranks) if r.of(step, "data")
+        }
+        counted = (signatures(rank, step) for rank in replicas.values())
+        return sum(len(rows) for by_micro_batch in counted for rows in by_micro_batch.values())
+
+    def mask(self, place: Meaning, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
+        """Returns the dropout mask that the job used for some samples; None if it has none.
+
+        Args:
+            place: The place of the twin's dropout.
+            shape: The shape of its output.
+            twin: The twin's tensors, with at least the samples.
+        """
+        samples = signatures(twin, place.step).get(place.micro_batch, [])
+        matched = [self._sources(place.step).get(sample) for sample in samples]
+        sources = [source for source in matched if source is not None]
+        if len(sources) < len(samples) or not samples:
+            # Parts of sequences: samples are not known by content.
+            counts = [p.micro_batch for rank in self._job.ranks for p in rank.tensors]
+            replica, number = divmod(place.micro_batch, 1 + max(counts))
+            there = place._replace(micro_batch=number)
+            data = twin.of(place.step, "data").items()
+            whole = {p.part: t for p, t in data if p.micro_batch == place.micro_batch}
+            return self._of_members(there, replica, shape, whole)
+        for axis in range(min(2, len(shape))):
+            pieces = []
+            for sample, (replica, number, rows) in zip(samples, sources):
+                size = shape[axis] // len(samples) * len(rows)
+                there = place._replace(micro_batch=number)
+                of_all = self._of_members(there, replica, (*shape[:axis], size, *shape[axis + 1 :]))
+                if of_all is not None:
+                    pieces.append(np.split(of_all, len(rows), axis)[rows.index(sample)])
+            if len(pieces) == len(samples):
+                return np.concatenate(pieces, axis)
+        return None
+
+    def _sources(self, step: int) -> dict[bytes, tuple[int, int, list[bytes]]]:
+        """Returns for each sample its replica, its micro-batch and all samples of that."""
+        if step not in self._sources_of:
+            self._sources_of[step] = {
+                sample: (self._job.replica(rank), number, rows)
+                for rank in reversed(self._job.ranks)
+                for number, rows in signatures(rank, step).items()
+                for sample in rows
+            }
+        return self._sources_of[step]
+
+    def _of_members(
+        self,
+        place: Meaning,
+        replica: int,
+        shape: tuple[int, ...],
+        samples: Mapping[str, np.ndarray] | None = None,
+    ) -> np.ndarray | None:
+        """Joins the parts of the ranks of a replica; None if the result has another shape."""
+        ranks = [
+            r for r in self._job.ranks if self._job.replica(r) == replica and place in r.tensors
+        ]
+        if not ranks:
+            return None
+        ways = list(layouts(shape, ranks[0].tensors[place].shape, self._job.degrees))
+        if any(self._in_order(place, ranks, *sample) for sample in (samples or {}).items()):
+            ways.sort(key=lambda way: any(cut.zigzag for cut in way))
+        joined = [self._join(ranks, place, shape, way) for way in ways]
+        # A wrong way gives one place to ranks that have different values there.
+        return next((w for w, fits in joined if fits), joined[0][0] if joined else None)
+
+    def _join(
+        self, ranks: Sequence[RankTensors], place: Meaning, shape: tuple[int, ...], way: Layout
+    ) -> tuple[np.ndarray, bool]:
+        """Joins the parts of ranks, and returns whether each rank has its own part."""
+        whole, degrees = np.zeros(shape, ranks[0].tensors[place].dtype), self._job.degrees
+        for rank in ranks:
+            put_part(whole, rank.tensors[place], way, rank.coordinate, degrees)
+        parts = (
+            (rank.tensors[place], part_of(whole, way, rank.coordinate, degrees)) for rank in ranks
+        )
+        return whole, all(np.array_equal(*pair) for pair in parts)
+
+    def _in_order(
+        self, place: Meaning, ranks: Sequence[RankTensors], part: str, whole: np.ndarray
+    ) -> bool:
+        """Whether ranks have successive pieces of a sample that fit in no other order."""
+        here = Meaning(place.step, "data", "", place.micro_batch, part)
+        parts = [(rank, rank.tensors[here]) for rank in ranks if here in rank.tensors]
+        degrees = self._job.degrees
+        fitting = [
+            way
+            for way in (layouts(whole.shape, parts[0][1].shape, degrees) if parts else ())
+            if way
+            and all(gap(p, part_of(whole, way, r.coordinate, degrees)) == 0 for r, p in parts)
+        ]
+        return bool(fitting) and not any(cut.zigzag for way in fitting for cut in way)
+
+    def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:
+        """Returns the inputs or labels of all replicas' micro-batches, one after another."""
+        batches: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        for rank in self._job.ranks:
+            for place, tensor in rank.of(step, "data").items():
+                if place.part.startswith(kind):
+                    key = self._job.replica(rank), place.micro_batch
+                    batches.setdefault(key, {}).setdefault(place.part[len(kind) :], tensor)
+        return [batches[key] for key in sorted(batches)]

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.assembly import WholeTensors
-from fleetpipe.contrib.locator.causes import CUT, Location, first_split
+from fleetpipe.contrib.locator.causes import CUT, Location
 from fleetpipe.contrib.locator.comparison import first_difference
+from fleetpipe.contrib.locator.layouts import WholeTensors
 from fleetpipe.contrib.locator.locate_options import SETTING, TIMEOUT, Setting
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch import log_filter, script
@@ -68,17 +68,13 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
         UsageError: The errors of :func:`run`.
     """
     with command_folder(large=True) as temporary:
+        kept = None if options.against is None else _earlier_twins(options.against)
         home = options.record or temporary
-        kept: record.Record | None = None
-        if options.against is not None:
-            kept = record.read(options.against / TWIN)
         _empty_folder(home)
         _start(options, Setting(str(home / JOB), options.steps), "the job")
         job = record.read(home / JOB)
         if kept is not None:
-            moved = options.against / PERTURBED
-            perturbed = record.read(moved) if moved.is_dir() else None
-            return first_difference(job, kept, perturbed), min(job.steps, kept.steps)
+            return first_difference(job, *kept), min(job.steps, kept[0].steps)
         automatic = not (options.twin or options.twin_arguments)
         setting = Setting(str(home / TWIN), job.steps, str(home / JOB), False, automatic)
         _start(options, setting, "the twin")
@@ -95,13 +91,26 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
         return finding, steps
 
 
+def _earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
+    """Reads the twins of an earlier record."""
+    for part in (TWIN, PERTURBED):
+        if not any((folder / part).glob(record.FILES)):
+            raise UsageError(
+                "--against names a folder that has no record of a twin",
+                where=str(folder / part),
+                cause="it is another folder, or the run that was to make it has failed",
+                fix="make one first: fleetpipe locate --record FOLDER train.py",
+            )
+    return record.read(folder / TWIN), record.read(folder / PERTURBED)
+
+
 def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
     """Names a weight whose parts form another whole than that of one device."""
     for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
         layer = name.rpartition(".")[0]
         if finding is None and moved:
-            ranks, axis = [rank.rank for rank in job.ranks], first_split(job.degrees, "mp")
-            cause = f"{name}: {CUT}"
+            ranks, cause = [rank.rank for rank in job.ranks], f"{name}: {CUT}"
+            axis = "mp" if "mp" in job.degrees else next(iter(job.degrees), "")
             return Location(layer, "initial", axis, ranks, 0, None, float("inf"), 0.0, cause)
         if finding and (finding.phase, finding.layer) == ("forward", layer.rpartition(".")[0]):
             raise UsageError(
@@ -180,7 +189,7 @@ def locate(
 def _empty_folder(home: Path) -> None:
     for part in (JOB, TWIN, PERTURBED):
         (home / part).mkdir(parents=True, exist_ok=True)
-        for file in (home / part).glob("rank-*.safetensors"):
+        for file in (home / part).glob(record.FILES):
             file.unlink()
 
 

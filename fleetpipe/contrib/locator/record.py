@@ -13,6 +13,8 @@ from fleetpipe.errors import UsageError
 from fleetpipe.extras import needed_for
 from fleetpipe.json_value import JsonValue, Source, parse
 
+#: The files of a record.
+FILES = "rank-*.step-*.safetensors"
 #: The part of a gradient that there is before backward begins.
 LEFT = "left over"
 #: The part of what a dropout takes: its first numbers.
@@ -100,32 +102,6 @@ class Record(NamedTuple):
         return rank.coordinate.get("dp", 0) * self.degrees.get("sharding", 1) + of_sharding
 
 
-def ratio_of(shares: dict[tuple[int, ...], dict[int, float]], expected: dict[int, float]) -> float:
-    """Returns the sum of the ranks' losses over that of the twin's."""
-    return sum(map(sum, map(dict.values, shares.values()))) / (sum(expected.values()) or 1.0)
-
-
-def shares_by_place(job: Record, step: int, *more: str) -> dict[tuple[int, ...], dict[int, float]]:
-    """Returns the losses that backward started from, by place on the axes of data and ``more``."""
-    shares: dict[tuple[int, ...], dict[int, float]] = {}
-    axes = ("dp", "sharding", "sep", "cp", "ep", *more)
-    for rank in job.ranks:
-        place = tuple(rank.coordinate.get(a, 0) for a in axes)
-        of_rank = shares_of(rank, step)
-        if of_rank and place not in shares:
-            shares[place] = of_rank
-    return shares
-
-
-def shares_of(rank: RankTensors, step: int) -> dict[int, float]:
-    """Returns by micro-batch the losses that a rank's backward started from."""
-    return {
-        place.micro_batch: float(tensor.sum())
-        for place, tensor in rank.of(step, "loss").items()
-        if place.part == "share"
-    }
-
-
 def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: int) -> None:
     """Writes one step of a rank and removes it from memory."""
     with needed_for("a record of a run"):
@@ -154,7 +130,7 @@ def read(folder: Path) -> Record:
     """
     ranks: dict[int, RankTensors] = {}
     degrees: Mapping[str, int] = {}
-    for file in sorted(folder.glob("rank-*.step-*.safetensors")):
+    for file in sorted(folder.glob(FILES)):
         try:
             index, arrays = _open(file)
             degrees = _counts(index["degrees"])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
+from fleetpipe.contrib.locator.causes import OTHER_SAMPLES, REORDERED, SAME_SAMPLES
 from fleetpipe.contrib.locator.record import RankTensors, Record
 
-#: What is wrong with samples that the twin does not have.
-OTHER = "other samples"
 #: Of the twin: a micro-batch and a row of it.
 Row = tuple[int, int]
+#: By replica and micro-batch, the bytes of each row.
+Samples = dict[int, dict[int, list[bytes]]]
 
 
 class SampleRows(NamedTuple):
@@ -33,7 +35,7 @@ class Matched(NamedTuple):
 
     Attributes:
         rows: The rows by replica and micro-batch; empty if samples cannot be distinguished.
-        wrong: The error in the data and its replica, or None.
+        wrong: The cause, with room for a replica, and the replica; None if all is right.
     """
 
     rows: dict[tuple[int, int], SampleRows]
@@ -44,7 +46,7 @@ def match(job: Record, twin: Record, step: int) -> Matched:
     """Finds the samples of each replica in the twin's batches."""
     (single,) = twin.ranks
     expected = signatures(single, step)
-    samples: dict[int, dict[int, list[bytes]]] = {}
+    samples: Samples = {}
     for rank in job.ranks:
         replica = job.replica(rank)
         if replica not in samples and (of_rank := signatures(rank, step)):
@@ -67,13 +69,11 @@ def match(job: Record, twin: Record, step: int) -> Matched:
                 places.append(free.pop(0) if free is taken.get(signature) else free[0])
             else:
                 rows[replica, number] = SampleRows(tuple(places), _whole(places, expected))
-    if not rows:
-        # Parts of sequences, or numbers drawn on each rank: nothing to be known by content.
-        split = any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
-        return Matched({}, (OTHER, missing[0]) if missing and not split else None)
+    # Parts of sequences, or numbers drawn on each rank: nothing to be known by content.
+    split = any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
     if missing:
-        return Matched(rows, (OTHER, missing[0]))
-    return Matched(rows, _find_repeated(samples, expected))
+        return Matched(rows, None if split and not rows else (OTHER_SAMPLES, missing[0]))
+    return Matched(rows, _find_repeated(samples, expected) or _find_reordered(samples, expected))
 
 
 def _whole(places: list[Row], expected: dict[int, list[bytes]]) -> int | None:
@@ -82,20 +82,27 @@ def _whole(places: list[Row], expected: dict[int, list[bytes]]) -> int | None:
     return first if same else None
 
 
-def _find_repeated(
-    samples: dict[int, dict[int, list[bytes]]], expected: dict[int, list[bytes]]
-) -> tuple[str, int] | None:
+def _find_repeated(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
     """Finds a replica that reads another's samples although the twin reads them only once."""
-    wanted = Counter(row for rows in expected.values() for row in rows)
+    wanted = Counter(chain.from_iterable(expected.values()))
     here: Counter[bytes] = Counter()
-    for replica in sorted(samples):
-        of_replica = Counter(row for rows in samples[replica].values() for row in rows)
-        if replica and any(
-            here[row] + of_replica[row] > wanted[row] and here[row] for row in of_replica
-        ):
-            return "the same samples as another replica", replica
-        here += of_replica
+    for replica, of_replica in sorted(samples.items()):
+        counts = Counter(chain.from_iterable(of_replica.values()))
+        if any(here[row] and here[row] + n > wanted[row] for row, n in counts.items()):
+            return SAME_SAMPLES, replica
+        here += counts
     return None
+
+
+def _find_reordered(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
+    """Finds a replica that reads its samples in another order, if others have the twin's order."""
+
+    def in_order(of_replica: dict[int, list[bytes]]) -> bool:
+        rest = chain.from_iterable(expected.values())
+        return all(row in rest for row in chain.from_iterable(of_replica.values()))
+
+    bad = [replica for replica, rows in sorted(samples.items()) if not in_order(rows)]
+    return (REORDERED, bad[0]) if 0 < len(bad) < len(samples) else None
 
 
 def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:

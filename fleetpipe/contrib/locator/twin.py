@@ -13,7 +13,7 @@ import numpy as np
 from fleetpipe import fleet
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.assembly import WholeTensors
+from fleetpipe.contrib.locator.layouts import WholeTensors
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
 from fleetpipe.contrib.locator.tolerance import gap
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel

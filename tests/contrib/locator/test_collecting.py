@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,16 +20,16 @@ from safetensors.numpy import save_file
 import fleetpipe
 from fleetpipe import cli, fleet
 from fleetpipe.contrib.locator import locate_command, record
-from fleetpipe.contrib.locator.assembly import WholeTensors
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.collecting import collecting
 from fleetpipe.contrib.locator.comparison import first_difference
+from fleetpipe.contrib.locator.layouts import WholeTensors
 from fleetpipe.contrib.locator.locate_command import _await_end
 from fleetpipe.contrib.locator.locate_options import Setting
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.errors import UsageError
-from fleetpipe.fleet.meta_parallel import PipelineLayer
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests import jobs
 
 nn: Any = paddle.nn
@@ -57,7 +58,7 @@ def _located(train: Callable[[bool], None], folder: Path) -> Location | None:
             if feed is not None:
                 stack.enter_context(degrees_of_one(1))
             stack.enter_context(collecting(Recorder(folder / part, 2, 0), feed))
-            fleet.init(is_collective=True, strategy=jobs.strategy(2, pp=2))
+            fleet.init(is_collective=True, strategy=jobs.strategy(4, pp=2))
             stack.callback(fleet.shutdown)
             paddle.seed(3)
             with suppress(Finished):
@@ -78,24 +79,70 @@ class _Net(nn.Layer):
         return self.b(self.dropout(nn.functional.relu(self.norm(self.a(x)))))
 
 
+class _Block(nn.Layer):
+    """A layer with a skip connection, of which a way may be detached."""
+
+    def __init__(self, detached: str) -> None:
+        super().__init__()
+        self.inner, self.detached = nn.Linear(3, 3), detached
+
+    def forward(self, x: Any) -> Any:
+        skip = x.detach() if self.detached == "skip" else x
+        return skip + self.inner((x.detach() if self.detached == "branch" else x).tanh())
+
+
+def _train(layers: list[Any] | None, factor: float) -> None:
+    """Trains a list of layers, or a captured model, with so many times a loss."""
+
+    def loss(output: Any, label: Any) -> Any:
+        return nn.functional.mse_loss(output, label) * factor
+
+    if layers is None:
+        pipe: Any = fleetpipe.pipeline(_Net(), paddle.ones([jobs.ROWS, 3]), loss, ["b"])
+    else:
+        stages = fleet.get_hybrid_communicate_group().get_pipe_parallel_world_size()
+        pipe = PipelineLayer(layers, num_stages=stages, loss_fn=loss)
+    optimizer: Any = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
+    model, optimizer = fleet.distributed_model(pipe), fleet.distributed_optimizer(optimizer)
+    for step in range(2):
+        rows = paddle.arange(4.0 * jobs.ROWS * 3).reshape([-1, 3]) * (step + 1)
+        model.train_batch([rows.sin(), rows.cos()], optimizer)
+
+
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_a_captured_model_is_compared_with_itself_in_one_stage(
     factor: float, tmp_path: Path
 ) -> None:
-    def train(is_job: bool) -> None:
-        def loss(output: Any, label: Any) -> Any:
-            return nn.functional.mse_loss(output, label) * (factor if is_job else 1.0)
+    place = _located(lambda is_job: _train(None, factor if is_job else 1.0), tmp_path)
+    assert (place and place.phase) == (None if factor == 1 else "loss"), place
 
-        rows = paddle.ones([jobs.ROWS, 3])
-        pipe = fleetpipe.pipeline(_Net(), rows, loss, ["b"])
-        optimizer = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
-        model, optimizer = fleet.distributed_model(pipe), fleet.distributed_optimizer(optimizer)
-        for step in range(2):
-            rows = paddle.arange(2.0 * jobs.ROWS * 3).reshape([-1, 3]) * (step + 1)
-            model.train_batch([rows.sin(), rows.cos()], optimizer)
+
+@pytest.mark.parametrize(
+    ("detached", "tied", "factor", "layer", "phase", "words"),
+    [
+        ("skip", True, 1.0, "1", "gradient", "lacks the gradient of its own output"),
+        ("branch", True, 1.0, "1", "gradient", "of a skip connection, and nothing else"),
+        ("", False, 1.0, "3", "initial", "3.weight: one device has no such parameter"),
+        ("", True, 2.0, "", "loss", "2 times the loss, as where it is multiplied by .* pp"),
+        ("", True, 4.0, "", "loss", "4 times the loss, as where it is not divided by the 4 micro"),
+        ("", True, 5.0, "", "loss", "5 times the loss$"),
+        ("", True, 0.25, "", "loss", "1/4 of the loss, as where it is divided by the 4 micro"),
+    ],
+)
+def test_the_cause_is_named(
+    detached: str, tied: bool, factor: float, layer: str, phase: str, words: str, tmp_path: Path
+) -> None:
+    def train(is_job: bool) -> None:
+        ends: list[Any] = [SharedLayerDesc("first", nn.Linear, None, "weight", 3, 3)] * 2
+        if is_job and not tied:
+            ends[1] = LayerDesc(nn.Linear, 3, 3)
+        blocks = [LayerDesc(_Block, detached if is_job else ""), LayerDesc(_Block, "")]
+        _train([ends[0], *blocks, ends[1]], factor if is_job else 1.0)
 
     place = _located(train, tmp_path)
-    assert (place and place.phase) == (None if factor == 1 else "loss"), place
+    assert place is not None
+    assert (place.layer, place.phase) == (layer, phase)
+    assert re.search(words, place.cause), place
 
 
 def test_what_a_dropout_keeps_of_zeros_is_recorded_too(tmp_path: Path) -> None:
@@ -246,6 +293,18 @@ def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
         job = record.read(tmp_path / "job")
         assert [rank.rank for rank in job.ranks] == [*range(ranks)]
         assert all(t.item() == ranks for rank in job.ranks for t in rank.tensors.values())
+
+
+@pytest.mark.parametrize("parts", [[], ["twin"]])
+def test_a_folder_without_a_record_is_refused_before_the_job_runs(
+    parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in parts:
+        (tmp_path / part).mkdir()
+        record.write(tmp_path / part, record.RankTensors(0, {}), {}, 0)
+    monkeypatch.setattr(locate_command, "_start", None)
+    with pytest.raises(UsageError, match="has no record of a twin"):
+        locate_command.locate("train.py", against=tmp_path, log_dir=tmp_path)
 
 
 def test_an_error_of_its_own_is_no_difference(

@@ -69,6 +69,19 @@ def test_rows_are_known_by_content_in_any_order() -> None:
     assert first_difference(compared(other), twin(), twin(ROUNDING)) is None
 
 
+def test_a_replica_that_alone_has_another_order_of_rows_is_named() -> None:
+    """Where all have, the twin has its order by chance."""
+    for orders, ranks in (([1, -1], [1]), ([-1, 1], [0]), ([-1, -1], None)):
+        job = [
+            one_rank(rank, {"dp": rank}, ROWS[2 * rank : 2 * rank + 2][::order], 2)
+            for rank, order in enumerate(orders)
+        ]
+        finding = first_difference(compared(job), twin(), twin(ROUNDING))
+        assert (finding and finding.ranks) == ranks
+        assert finding is None or (finding.phase, finding.axis) == ("data", "dp")
+        assert finding is None or "in another order" in finding.cause
+
+
 def test_a_twin_that_lacks_the_samples_of_other_replicas_cannot_be_compared() -> None:
     """It reads on, and what it reads is no replica's; where it need not, a sampler is wrong."""
     job = [one_rank(rank, {"dp": rank}, ROWS[:2] + 50 * rank, 2) for rank in (0, 1)]

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fleetpipe.contrib.locator.assembly import WholeTensors
-from fleetpipe.contrib.locator.layouts import DimensionCut, Layout, layouts, part_of, put_part
+from fleetpipe.contrib.locator.layouts import (
+    DimensionCut,
+    Layout,
+    WholeTensors,
+    layouts,
+    part_of,
+    put_part,
+)
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 
 WHOLE = np.arange(8 * 6).reshape(8, 6)

@@ -1,0 +1,100 @@
+"""One step of a job beside that of its twin: what every check of it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from fleetpipe.contrib.locator.causes import Location
+from fleetpipe.contrib.locator.layouts import parts_of
+from fleetpipe.contrib.locator.record import READ_ON, Meaning, Record
+from fleetpipe.contrib.locator.tolerance import Tolerances
+
+#: Of a tensor of the twin: its phase, name, part and call.
+Key = tuple[str, str, str, int]
+
+
+class StepBesideTwin:
+    """One step of a job and of its twin.
+
+    Attributes:
+        job: The tensors of the job's ranks.
+        twin: The tensors of one device.
+        number: The number of the step.
+        ranks: The job's ranks by number.
+        degrees: The degrees of the axes that are split.
+        scales: The factors by which a rank's loss, or gradient, may rightly be larger before ranks
+            average it.
+        reads_on: Whether the twin has read the samples of several replicas one after another.
+        positions: When the twin first computed a tensor, for any micro-batch.
+    """
+
+    def __init__(self, job: Record, twin: Record, tolerances: Tolerances, number: int) -> None:
+        self.job, self.number, self._tolerances = job, number, tolerances
+        (self.twin,) = twin.ranks
+        self.ranks = {rank.rank: rank for rank in job.ranks}
+        self.degrees = job.degrees
+        self.reads_on = self.place("data", part=READ_ON) in self.twin.tensors
+        parts = [self.degrees.get(axis, 1) for axis in ("dp", "sharding", "sep", "cp", "ep")]
+        self.scales = sorted({1, *parts, int(np.prod(parts[:2])), int(np.prod(parts[:4]))})
+        self.positions: dict[Key, int] = {}
+        for position, place in enumerate(self.twin.tensors):
+            if place.step == number:
+                self.positions.setdefault(key_of(place), position)
+
+    def place(self, phase: str, name: str = "", part: str = "", micro_batch: int = -1) -> Meaning:
+        """Returns the place of a tensor of this step."""
+        return Meaning(self.number, phase, name, micro_batch, part)
+
+    def tolerance(self, place: Meaning, tensor: np.ndarray) -> float:
+        """Returns the largest relative difference of a tensor at a place that is rounding."""
+        return self._tolerances.at(place, tensor.dtype)
+
+    def parts_of(
+        self, whole: np.ndarray, shape: tuple[int, ...], rank: int
+    ) -> Iterator[np.ndarray]:
+        """Yields the possible parts of a tensor that a rank has, by the shape of its part."""
+        return parts_of(whole, shape, self.ranks[rank].coordinate, self.degrees)
+
+    def members(self, rank: int, axes: Iterable[str], of: Iterable[int]) -> list[int]:
+        """Returns the ranks of ``of`` that differ from one along some axes only."""
+        anywhere = dict.fromkeys(axes, 0)
+        here = {**self.ranks[rank].coordinate, **anywhere}
+        return [n for n in of if {**self.ranks[n].coordinate, **anywhere} == here]
+
+    def axis_of(self, wrong: Iterable[int], of: Iterable[int]) -> str:
+        """Returns an axis whose place decides which ranks of ``of`` are wrong; "" if none does."""
+        bad = {*wrong}
+        for axis in self.degrees:
+            places = [
+                {self.ranks[n].coordinate.get(axis, 0) for n in s} for s in (bad, {*of} - bad)
+            ]
+            if all(places) and places[0].isdisjoint(places[1]):
+                return axis
+        return ""
+
+    def split(self, *axes: str) -> str:
+        """Returns the first of some axes that is split; "" if none is."""
+        return next((axis for axis in axes if self.degrees.get(axis, 1) > 1), "")
+
+    def location(
+        self,
+        layer: str,
+        phase: str,
+        ranks: Iterable[int],
+        cause: str,
+        axis: str = "",
+        micro_batch: int | None = None,
+        difference: float = float("inf"),
+        tolerance: float = 0.0,
+    ) -> Location:
+        """Describes a place of this step."""
+        numbers: Sequence[int] = sorted({*ranks})
+        measured = difference, tolerance
+        return Location(layer, phase, axis, numbers, self.number, micro_batch, *measured, cause)
+
+
+def key_of(place: Meaning) -> Key:
+    """Returns a place without its step and micro-batch."""
+    return place.phase, place.name, place.part, place.call
