@@ -23,6 +23,7 @@ from fleetpipe.contrib.guards.guards import Guards
 from fleetpipe.contrib.locator.locate_options import SETTING, Setting
 from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
 from fleetpipe.contrib.locator.recorder import Recorder
+from fleetpipe.contrib.locator.tolerance import numbers_of
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.observed import ObservedBatch
@@ -34,7 +35,6 @@ from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
-from fleetpipe.parity.differences import numbers_of
 from fleetpipe.schedules import Action, Op
 
 #: A method's replacement: it takes the method, then what that takes.
@@ -84,7 +84,9 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         put(api, "pipeline", hooks.capture)
         put(Capturing, "with_numbers", hooks.unrecorded)
         put(paddle.nn.Layer, "__call__", hooks.layer)
-        put(paddle.nn.functional, "dropout", hooks.dropout)
+        for module in (paddle.nn.functional, paddle.nn.functional.common):
+            # dropout2d calls the second.
+            put(module, "dropout", hooks.dropout)
         put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
         put(paddle.Tensor, "backward", hooks.backward)
         put(PipelineParallel, "train_batch", hooks.train_batch)
@@ -96,9 +98,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         clips: Any = paddle.nn.ClipGradByNorm.__base__
         for kind in _with_method(clips, "__call__"):
             put(kind, "__call__", hooks.clip)
-        stepping: list[Any] = [PipelineOptimizer]
-        stepping += _with_method(paddle.optimizer.Optimizer, "step")
-        for kind in stepping:
+        for kind in (PipelineOptimizer, *_with_method(paddle.optimizer.Optimizer, "step")):
             put(kind, "step", hooks.optimizer_step)
         for kind in _with_method(paddle.optimizer.Optimizer, "clear_grad"):
             put(kind, "clear_grad", hooks.clear_grad)
@@ -107,11 +107,8 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 
 def _with_method(base: type, name: str) -> list[type]:
     """Returns a class and its subclasses that define a method themselves."""
-    derived: type
-    kinds: list[type] = [base]
-    for derived in base.__subclasses__():
-        kinds += _with_method(derived, name)
-    return [kind for kind in {*kinds} if name in kind.__dict__]
+    kinds = {base} if name in base.__dict__ else set()
+    return [*kinds.union(*(_with_method(derived, name) for derived in base.__subclasses__()))]
 
 
 def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
@@ -223,7 +220,7 @@ class _Hooks(BatchObserver):
         if inner is recorder.main_root:
             if recorder.micro_batch < 0 and recorder.step:
                 self._begin_step()
-            recorder.begin_micro_batch(recorder.micro_batch + 1)
+            recorder.micro_batch += 1
             self._data("input", inputs, recorder.micro_batch)
         elif recorder.main_root is not None and not any(True for _ in inner.parameters()):
             integers = [t for t in tensors_of(inputs) if not t.is_floating_point()]
@@ -286,7 +283,7 @@ class _Hooks(BatchObserver):
 
         def forward() -> Blocked | None:
             recorder.forwarding = recorder.in_pipeline
-            recorder.begin_micro_batch(op.micro_batch + self._earlier)
+            recorder.micro_batch = op.micro_batch + self._earlier
             try:
                 return instruction()
             finally:
@@ -313,10 +310,10 @@ class _Hooks(BatchObserver):
             call(tensor, *more, **named)
             return
         recorder.put(Meaning(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
-        if not recorder.noted("gradient"):
+        if "gradient" not in recorder.noted:
             recorder.note_gradients_left()
         self.unrecorded(call, tensor, *more, **named)
-        recorder.forget_tensors()
+        recorder.made.clear()
         recorder.gradients_as("gradient")
 
     def clip(self, call: Around, clip: Any, pairs: Any, *more: Any, **named: Any) -> Any:
@@ -339,7 +336,7 @@ class _Hooks(BatchObserver):
         if self._steps_within == 0 and self._must_read_on():
             self._put_off[id(base_optimizer(optimizer))] += 1
             return None
-        if self._steps_within == 0 and not recorder.noted("gradient"):
+        if self._steps_within == 0 and "gradient" not in recorder.noted:
             recorder.gradients_as("gradient")
         if isinstance(optimizer, paddle.optimizer.Optimizer):
             self._inputs_of(optimizer)
@@ -366,8 +363,7 @@ class _Hooks(BatchObserver):
         """
         if self._feed is None or self._recorder.in_pipeline:
             return False
-        rows = sum(map(len, self._recorder.rows().values()))
-        return self._feed.must_read_on(self._recorder.step, rows)
+        return self._feed.must_read_on(self._recorder.recorded, self._recorder.step)
 
     def _inputs_of(self, optimizer: Optimizer) -> None:
         recorder = self._recorder

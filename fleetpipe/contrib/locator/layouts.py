@@ -239,14 +239,6 @@ class WholeTensors:
                 unclear[name] = bool(np.array_equal(numbers, np.unique(like)))
         return unclear
 
-    def rows(self, step: int) -> int:
-        """Returns the number of samples that all replicas have in a step."""
-        replicas = {
-            self._job.replica(r): r for r in reversed(self._job.ranks) if r.of(step, "data")
-        }
-        counted = (signatures(rank, step) for rank in replicas.values())
-        return sum(len(rows) for by_micro_batch in counted for rows in by_micro_batch.values())
-
     def mask(self, place: Meaning, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
         """Returns the dropout mask that the job used for some samples; None if it has none.
 

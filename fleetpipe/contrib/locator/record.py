@@ -136,7 +136,14 @@ def read(folder: Path) -> Record:
             degrees = _counts(index["degrees"])
             number = index["rank"].count()
             rank = ranks.setdefault(number, RankTensors(number, _counts(index["coordinate"])))
-            _add(rank, index, arrays)
+            places = {str(i): place for i, place in enumerate(_meanings(index["places"]))}
+            if places.keys() != arrays.keys():
+                raise index["places"].refused(f"the meanings of {len(arrays)} tensors")
+            rank.tensors.update((place, arrays[i]) for i, place in places.items())
+            for i, sources in index["sources"].fields().items():
+                if i not in places:
+                    raise sources.refused("sources of one of the tensors")
+                rank.sources[places[i]] = _meanings(sources)
         except UsageError as error:
             error.add_place(str(file))
             raise
@@ -151,24 +158,15 @@ def read(folder: Path) -> Record:
     return Record([ranks[rank] for rank in sorted(ranks)], degrees)
 
 
-def _add(rank: RankTensors, index: JsonValue, arrays: Mapping[str, np.ndarray]) -> None:
-    """Adds the tensors of a file to those of its rank."""
-    places = {str(i): _meaning(one) for i, one in enumerate(index["places"].items())}
-    if places.keys() != arrays.keys():
-        raise index["places"].refused(f"the meanings of {len(arrays)} tensors")
-    rank.tensors.update((place, arrays[i]) for i, place in places.items())
-    for i, sources in index["sources"].fields().items():
-        if i not in places:
-            raise sources.refused("sources of one of the tensors")
-        rank.sources[places[i]] = [_meaning(one) for one in sources.items()]
-
-
 def _counts(value: JsonValue) -> dict[str, int]:
     return {name: one.count() for name, one in value.fields().items()}
 
 
-def _meaning(value: JsonValue) -> Meaning:
-    return value.row(Meaning, micro_batch=lambda one: -1 if one.content == -1 else one.count())
+def _meanings(value: JsonValue) -> list[Meaning]:
+    def number(one: JsonValue) -> int:
+        return -1 if one.content == -1 else one.count()
+
+    return [one.row(Meaning, micro_batch=number) for one in value.items()]
 
 
 _SOURCE = Source(

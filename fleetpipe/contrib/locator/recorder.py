@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,24 +14,17 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.contrib.experts import Experts
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.record import Meaning
-from fleetpipe.contrib.locator.rows import signatures
+from fleetpipe.contrib.locator.tolerance import numbers_of
 from fleetpipe.dygraph import PipelineLayer, tensors_of
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import wrapped_layer
-from fleetpipe.parity.differences import numbers_of
 
 
 class Finished(SystemExit):
     """The wanted number of steps is recorded, so that the script can stop."""
-
-
-class _Here(threading.local):
-    """The layers that run in a thread."""
-
-    forwarding = False
 
 
 class Recorder:
@@ -42,34 +34,28 @@ class Recorder:
         step: The present training step.
         micro_batch: The micro-batch of the present forward, within the step and replica.
         in_pipeline: Whether ``train_batch`` runs, which reports micro-batches itself.
+        forwarding: Whether it runs the forward of a micro-batch.
+        recorded: The tensors of this step.
     """
 
     def __init__(self, folder: Path, steps: int, rank: int) -> None:
         """Creates a recorder that writes into a folder."""
         self._folder = folder
         self._steps = steps
-        self._record = record.RankTensors(rank, {})
+        self.recorded = record.RankTensors(rank, {})
         self.step = 0
         self.micro_batch = -1
-        self._here = _Here()
         self.in_pipeline = False
+        self.forwarding = False
         self._roots: list[tuple[str, Layer]] = []
         self._paths: dict[int, str] = {}
         self._parameter_names: dict[int, str] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         #: What layers returned in this step, alive so that no other tensor gets its id.
-        self._made: dict[int, tuple[Tensor, Meaning]] = {}
+        self.made: dict[int, tuple[Tensor, Meaning]] = {}
         self._last: dict[str, np.ndarray] = {}
-        self._noted: set[str] = set()
-
-    @property
-    def forwarding(self) -> bool:
-        """Whether this thread calls layers for a training step."""
-        return self._here.forwarding
-
-    @forwarding.setter
-    def forwarding(self, forwarding: bool) -> None:
-        self._here.forwarding = forwarding
+        #: The phases of which gradients are stored in this step.
+        self.noted: set[str] = set()
 
     # What there is
 
@@ -129,11 +115,7 @@ class Recorder:
     def put(self, place: Meaning, tensor: Tensor | np.ndarray) -> None:
         """Stores a copy of a tensor."""
         array = tensor if isinstance(tensor, np.ndarray) else numbers_of(tensor.detach())
-        self._record.tensors[place] = array
-
-    def begin_micro_batch(self, number: int) -> None:
-        """Starts the forward of a micro-batch."""
-        self.micro_batch = number
+        self.recorded.tensors[place] = array
 
     def called(self, layer: Layer, inputs: Iterable[Nest], output: Nest) -> None:
         """Stores a layer's output, and those of its inputs that no layer computed."""
@@ -151,52 +133,32 @@ class Recorder:
         # A number alone is a loss, of as many rows as a micro-batch happens to have; one beside
         # other outputs is handed on, and compared where a micro-batch has the twin's rows.
         for number, tensor in enumerate(tensors_of(list(inputs))):
-            source = self._made.get(id(tensor))
+            source = self.made.get(id(tensor))
             if source is not None:
                 sources.append(source[1])
             elif tensor.dtype in _FLOATS and math.prod(tensor.shape) > 1:
                 self.put(place(f"input {number}"), tensor)
         outputs = list(tensors_of(output))
         for number, tensor in enumerate(outputs):
-            if id(tensor) in self._made and self._made[id(tensor)][1].name == path:
+            if id(tensor) in self.made and self.made[id(tensor)][1].name == path:
                 continue
             if math.prod(tensor.shape) == 1 and len(outputs) == 1:
                 continue
             here = place(f"output {number}")
             self.put(here, tensor)
-            self._record.sources[here] = sources
-            if id(tensor) in self._made:
+            self.recorded.sources[here] = sources
+            if id(tensor) in self.made:
                 # On one device what is handed on has the gradient of its earlier uses too.
                 continue
-            self._made[id(tensor)] = tensor, here
+            self.made[id(tensor)] = tensor, here
             if not tensor.stop_gradient and tensor.dtype in _FLOATS:
-                tensor.register_hook(self._gradient_of(here._replace(phase="gradient")))
-
-    def _gradient_of(self, place: Meaning) -> Any:
-        def keep(gradient: Tensor) -> None:
-            self.put(place, gradient)
-
-        return keep
+                tensor.register_hook(partial(self.put, here._replace(phase="gradient")))
 
     def next_mask(self, path: str) -> Meaning:
         """Returns the place of the mask of a layer's next dropout."""
         key = (f"{path} mask", self.micro_batch)
         self._calls[key] += 1
-        call = self._calls[key] - 1
-        return Meaning(self.step, "forward", path, self.micro_batch, "mask", call)
-
-    @property
-    def recorded(self) -> record.RankTensors:
-        """The stored tensors of this step."""
-        return self._record
-
-    def rows(self) -> dict[int, list[bytes]]:
-        """Returns the bytes of the samples of this step, by micro-batch."""
-        return signatures(self._record, self.step)
-
-    def forget_tensors(self) -> None:
-        """Drops the outputs of layers after backward has used them."""
-        self._made.clear()
+        return Meaning(self.step, "forward", path, self.micro_batch, "mask", self._calls[key] - 1)
 
     def parameters_as(self, phase: str) -> None:
         """Stores all parameters that have changed since they were last stored."""
@@ -214,23 +176,19 @@ class Recorder:
         for name, parameter in self.parameters().items():
             if parameter.grad is not None:
                 self.put(Meaning(self.step, phase, name, part="gradient"), parameter.grad)
-        self._noted.add(phase)
+        self.noted.add(phase)
 
     def forget_gradients(self) -> None:
         """Drops parameters' gradients from before the reduction."""
-        for place in self._record.of(self.step, "gradient"):
+        for place in self.recorded.of(self.step, "gradient"):
             if place.part == "gradient":
-                del self._record.tensors[place]
+                del self.recorded.tensors[place]
 
     def note_gradients_left(self) -> None:
         """Stores gradients of the step before that still exist when backward begins."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None and bool((parameter.grad != 0).any()):
                 self.put(Meaning(self.step, "gradient", name, part=record.LEFT), parameter.grad)
-
-    def noted(self, phase: str) -> bool:
-        """Whether gradients of a phase are stored in this step."""
-        return phase in self._noted
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of all models."""
@@ -258,17 +216,17 @@ class Recorder:
         all_degrees = {} if job is None else job.degrees.__dict__
         degrees = {axis: all_degrees[axis] for axis in AXES if all_degrees.get(axis, 1) > 1}
         if job is not None and not job.local:
-            self._record.coordinate = {
+            self.recorded.coordinate = {
                 axis: getattr(job.coordinate, axis) for axis in AXES if axis in degrees
             }
         elif job is None and paddle.distributed.get_world_size() > 1:
             # Replicas without fleet.init.
             degrees = {"dp": paddle.distributed.get_world_size()}
-            self._record.coordinate = {"dp": self._record.rank}
-        record.write(self._folder, self._record, degrees, self.step)
+            self.recorded.coordinate = {"dp": self.recorded.rank}
+        record.write(self._folder, self.recorded, degrees, self.step)
         self._calls.clear()
-        self._noted.clear()
-        self.forget_tensors()
+        self.noted.clear()
+        self.made.clear()
         self.step += 1
         self.micro_batch = -1
         if self.step >= self._steps:

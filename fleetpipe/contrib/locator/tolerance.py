@@ -11,6 +11,7 @@ import numpy as np
 
 from fleetpipe.contrib.locator.record import Meaning, Record
 from fleetpipe.parity.differences import gaps_of
+from fleetpipe.parity.differences import numbers_of as numbers_of
 
 #: How much more than one sample of rounding passes. Sums in another order make several times what
 #: the sample shows; a wrong operation makes thousands of times as much.

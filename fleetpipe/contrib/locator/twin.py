@@ -15,16 +15,13 @@ from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.layouts import WholeTensors
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
-from fleetpipe.contrib.locator.tolerance import gap
+from fleetpipe.contrib.locator.rows import signatures
+from fleetpipe.contrib.locator.tolerance import numbers_of
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.dygraph.nest import map_tensors, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.optimizer import learning_rate_of
-from fleetpipe.parity.differences import numbers_of
-
-#: How far labels may be apart that ranks and twin compute, each from sums in another order.
-_COMPUTED_AGAIN = 1e-4
 
 
 class Feed:
@@ -72,9 +69,12 @@ class Feed:
         """Returns the job's dropout mask for a micro-batch; None if it has none."""
         return self._whole.mask(place, shape, recorded)
 
-    def must_read_on(self, step: int, rows: int) -> bool:
+    def must_read_on(self, recorded: RankTensors, step: int) -> bool:
         """Whether the job's replicas have more samples in a step than the twin has read."""
-        return self.replicas > 1 and step < self._job.steps and rows < self._whole.rows(step)
+        if self.replicas == 1 or step >= self._job.steps:
+            return False
+        of_replica = {self._job.replica(r): r for r in self._job.ranks[::-1] if r.of(step, "data")}
+        return _rows(recorded, step) < sum(_rows(rank, step) for rank in of_replica.values())
 
     def average(self, batches: int, parameters: Iterable[Tensor]) -> None:
         """Divides gradients that several batches have summed, to those of their mean loss."""
@@ -103,9 +103,8 @@ class Feed:
         inputs, labels = (self._whole.batches(step, kind) for kind in ("input", "label"))
         listed = isinstance(data, (list, tuple)) and len(data) == 2
         rows = pipeline.accumulate_steps * pipeline.micro_batch_size
-        if listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data))):
-            return [data[0], self._copy_weights(data[1], labels)] if len(labels) == wanted else data
-        if len(inputs) != wanted or len(labels) != wanted:
+        whole = listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data)))
+        if whole or len(inputs) != wanted or len(labels) != wanted:
             return data
         template = data if listed else next(data)
         for part, values in zip(template, (inputs, labels)):
@@ -115,25 +114,6 @@ class Feed:
             [_fill(part, value) for value in values]
             for part, values in zip(template, (inputs, labels))
         ]
-
-    def _copy_weights(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
-        """Copies the job's numbers that belong to equal labels, such as weights, to the twin.
-
-        A script may compute them from the samples of all replicas, and multiply them by the number
-        of replicas if a mean follows. Any others are wrong, and the twin's own loss shows it.
-        """
-        here = {place: numbers_of(tensor) for place, tensor in tensors_by_place(target).items()}
-        if here.keys() != labels[0].keys():
-            return target
-        joined = {path: np.concatenate([batch[path] for batch in labels]) for path in here}
-        whole = [np.array_equal(joined[p], t) for p, t in here.items() if t.dtype.kind != "f"]
-        times = {1, self.replicas}
-        near = [
-            any(gap(joined[p], t * n) <= _COMPUTED_AGAIN for n in times)
-            for p, t in here.items()
-            if t.dtype.kind == "f"
-        ]
-        return _fill(target, joined) if whole and all(whole + near) else target
 
     def _perturb(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -149,6 +129,11 @@ class Feed:
             value = np.asarray(moved, value.dtype)
         with paddle.no_grad():
             tensor.set_value(paddle.to_tensor(value).astype(tensor.dtype))
+
+
+def _rows(rank: RankTensors, step: int) -> int:
+    """Returns the number of samples that a rank has in a step."""
+    return sum(map(len, signatures(rank, step).values()))
 
 
 def _fill(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:

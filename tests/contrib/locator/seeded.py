@@ -157,112 +157,50 @@ PARTS = PLACED._replace(in_parts=True)
 ROUTED = PLACED._replace(mixture="routed")
 parts: Any = right_layers.parts
 EP = ["sharding", "ep"]
+# fmt: off
 BUGS = {
-    name: Bug(axes, patched, layer, phase, axis, program)
-    for name, axes, patched, layer, phase, axis, program in (
-        ("labels-shuffled", ["pp"], lambda: _of_batch(_shuffled), "", "data", "pp", BASE),
-        ("rate", ["pp"], _on_last_rank(scheduled=True), "", "optimizer input", "pp", BASE),
-        ("decay", ["pp"], _on_last_rank(decay=0.0), "2.norm", "update", "pp", BASE),
-        (
-            "decay of sharding",
-            ["sharding"],
-            _on_last_rank(decay=0.0),
-            "1.norm",
-            "update",
-            "sharding",
-            BASE,
-        ),
-        ("no-clip", ["dp"], _on_last_rank(clip=0.0), "", "clip", "dp", LOOP),
-        ("doubled", ["pp", "dp"], _on_last(_twice([16, 8])), "3.down", "gradient", "", BASE),
-        ("left-out", ["pp"], _on_last(list.pop), "4", "optimizer input", "", BASE),
-        ("changed", ["dp"], _on_last(_change_first), "0", "initial", "dp", LOOP),
-        (
-            *("statistics-frozen", ["dp"], lambda: _instead(nn.BatchNorm1D, "forward", _frozen)),
-            *("1.norm", "forward", "dp", BASE._replace(norm="BatchNorm1D")),
-        ),
-        (
-            *("largest-of-ranks", ["dp"], lambda: _reduction(id, op=distributed.ReduceOp.MAX)),
-            *("4", "reduction", "dp", LOOP),
-        ),
-        ("half-precision", ["dp"], lambda: _reduction(_halved), "4", "reduction", "dp", LOOP),
-        ("local-attention", ["sep"], _attends(_local_attention), "1", "forward", "sep", PLACED),
-        ("local-attention of cp", ["cp"], _attends(_local_attention), "1", "forward", "cp", PLACED),
-        (
-            "not-causal",
-            ["cp"],
-            _attends(lambda f, *args, causal: f(*args, causal=not causal)),
-            "1",
-            "forward",
-            "cp",
-            PLACED,
-        ),
-        (
-            "parts-in-order",
-            ["cp"],
-            lambda: _instead(sequences, "own_part", _in_order),
-            "1",
-            "forward",
-            "cp",
-            PLACED,
-        ),
-        (
-            *(
-                "positions-from-zero",
-                ["sep"],
-                lambda: _of_batch(lambda x, y: [(x[0], x[1] - x[1].min()), y]),
-            ),
-            *("0.positions", "forward", "sep", PLACED),
-        ),
-        (
-            *("labels-within-part", ["sep"], lambda: _of_batch(lambda x, _: [x, x[0].roll(-1, 1)])),
-            *("", "data", "sep", PLACED),
-        ),
-        (
-            *(
-                "norm-of-parts",
-                ["mp"],
-                lambda: patch.object(parts, "mark_as_sequence_parallel_parameter", id),
-            ),
-            *("3.after", "reduction", "mp", PARTS),
-        ),
-        (
-            "gathered-as-sum",
-            ["mp"],
-            lambda: patch.object(parts, "GatherOp", parts.AllGatherOp),
-            "4",
-            "gradient",
-            "mp",
-            PARTS,
-        ),
-        (
-            "slice-for-scatter",
-            ["mp"],
-            lambda: patch.object(parts, "ScatterOp", _Slice),
-            "0.tokens",
-            "reduction",
-            "mp",
-            PARTS,
-        ),
-        (
-            "router-not-reduced",
-            EP,
-            _unsynchronized_router,
-            "3.inner.router",
-            "reduction",
-            "sharding",
-            ROUTED,
-        ),
-        (
-            "expert-twice",
-            EP,
-            _on_last(_twice([8, 8])),
-            "3.inner.mixture.experts.3.2",
-            "gradient",
-            "",
-            ROUTED,
-        ),
+    name: Bug(axes, patched, *place, program)
+    for name, axes, patched, place, program in (
+        ("labels-shuffled", ["pp"], lambda: _of_batch(_shuffled), ("", "data", "pp"), BASE),
+        ("rate", ["pp"], _on_last_rank(scheduled=True), ("", "optimizer input", "pp"), BASE),
+        ("decay", ["pp"], _on_last_rank(decay=0.0), ("2.norm", "update", "pp"), BASE),
+        ("decay of sharding", ["sharding"], _on_last_rank(decay=0.0),
+         ("1.norm", "update", "sharding"), BASE),
+        ("no-clip", ["dp"], _on_last_rank(clip=0.0), ("", "clip", "dp"), LOOP),
+        ("doubled", ["pp", "dp"], _on_last(_twice([16, 8])), ("3.down", "gradient", ""), BASE),
+        ("left-out", ["pp"], _on_last(list.pop), ("4", "optimizer input", ""), BASE),
+        ("changed", ["dp"], _on_last(_change_first), ("0", "initial", "dp"), LOOP),
+        ("statistics-frozen", ["dp"], lambda: _instead(nn.BatchNorm1D, "forward", _frozen),
+         ("1.norm", "forward", "dp"), BASE._replace(norm="BatchNorm1D")),
+        ("largest-of-ranks", ["dp"], lambda: _reduction(id, op=distributed.ReduceOp.MAX),
+         ("4", "reduction", "dp"), LOOP),
+        ("half-precision", ["dp"], lambda: _reduction(_halved), ("4", "reduction", "dp"), LOOP),
+        ("local-attention", ["sep"], _attends(_local_attention), ("1", "forward", "sep"), PLACED),
+        ("local-attention of cp", ["cp"], _attends(_local_attention),
+         ("1", "forward", "cp"), PLACED),
+        ("not-causal", ["cp"], _attends(lambda f, *args, causal: f(*args, causal=not causal)),
+         ("1", "forward", "cp"), PLACED),
+        ("parts-in-order", ["cp"], lambda: _instead(sequences, "own_part", _in_order),
+         ("1", "forward", "cp"), PLACED),
+        ("positions-from-zero", ["sep"],
+         lambda: _of_batch(lambda x, y: [(x[0], x[1] - x[1].min()), y]),
+         ("0.positions", "forward", "sep"), PLACED),
+        ("labels-within-part", ["sep"], lambda: _of_batch(lambda x, _: [x, x[0].roll(-1, 1)]),
+         ("", "data", "sep"), PLACED),
+        ("norm-of-parts", ["mp"],
+         lambda: patch.object(parts, "mark_as_sequence_parallel_parameter", id),
+         ("3.after", "reduction", "mp"), PARTS),
+        ("gathered-as-sum", ["mp"], lambda: patch.object(parts, "GatherOp", parts.AllGatherOp),
+         ("4", "gradient", "mp"), PARTS),
+        ("slice-for-scatter", ["mp"], lambda: patch.object(parts, "ScatterOp", _Slice),
+         ("0.tokens", "reduction", "mp"), PARTS),
+        ("router-not-reduced", EP, _unsynchronized_router,
+         ("3.inner.router", "reduction", "sharding"), ROUTED),
+        ("expert-twice", EP, _on_last(_twice([8, 8])),
+         ("3.inner.mixture.experts.3.2", "gradient", ""), ROUTED),
     )
 }
+# fmt: on
 
 
 def run_job(folder: str, name: str) -> None:

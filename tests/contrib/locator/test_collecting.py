@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -241,26 +240,6 @@ def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
     optimizer = paddle.optimizer.SGD(scheduler, parameters=nn.Linear(1, 1).parameters())
     Feed(tmp_path, perturbed=False).rate(0, optimizer)
     assert optimizer.get_lr() == 0.25
-
-
-@pytest.mark.parametrize(
-    ("factors", "of_job"),
-    [((1.0, 1.0), True), ((2.0, 2.0), True), ((0.5, 0.5), False), ((1.0, 1.1), False)],
-)
-def test_a_twin_has_the_jobs_weights_of_labels_where_they_are_its_own(
-    factors: tuple[float, float], of_job: bool, tmp_path: Path
-) -> None:
-    """Ranks may multiply them by the replicas; others are wrong, and the twin keeps its own."""
-    tags, weights = np.arange(4), np.float32([1.0, 0.3, 0.2, 2.0])
-    for rank, factor in enumerate(factors):
-        here, part = record.RankTensors(rank, {"dp": rank}), slice(2 * rank, 2 * rank + 2)
-        for name, value in (("[0]", tags), ("[1]", weights * np.float32(factor * (1 + 1e-6)))):
-            here.tensors[record.Meaning(0, "data", "", 0, f"label{name}")] = value[part]
-        record.write(tmp_path, here, {"dp": 2}, 0)
-    own = [paddle.ones([4, 3]), (paddle.to_tensor(tags), paddle.to_tensor(weights))]
-    pipeline: Any = SimpleNamespace(accumulate_steps=2, micro_batch_size=2)
-    (_, (_, given)) = Feed(tmp_path, perturbed=False).batch(0, own, pipeline)
-    assert (given.numpy().tobytes() != weights.tobytes()) == of_job
 
 
 def test_steps_that_the_twin_lacks_are_no_equal_ones(
