@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,6 +135,8 @@ def of_loss(
         count: The number of micro-batches.
         degrees: The job's degrees.
     """
+    if not ratio or not math.isfinite(ratio):
+        return OTHER_LOSS
     ways = [
         (float(count), f"not divided by the {count} micro-batches"),
         (1 / count, f"divided by the {count} micro-batches twice"),
@@ -141,7 +144,7 @@ def of_loss(
     for axis, degree in degrees.items():
         ways.append((float(degree), f"multiplied by the degree of {axis}"))
         ways.append((1 / degree, f"divided by the degree of {axis}"))
-    ways += [(float(round(ratio)), ""), (1 / max(1, round(1 / ratio)) if ratio else 0.0, "")]
+    ways += [(float(round(ratio)), ""), (1 / max(1, round(1 / ratio)), "")]
     for factor, how in ways:
         for scale in scales if how else (1,):
             if factor not in (0, 1) and abs(ratio / scale / factor - 1) <= max(tolerance, 1e-6):

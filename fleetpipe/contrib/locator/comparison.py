@@ -152,10 +152,19 @@ class _Comparison:
             return flow.describe(flow.waiting)
         count = len(next(iter(shares.values())))
         cause = causes.of_loss(ratio, tolerance, at.scales, count, at.degrees)
-        ranks = [rank.rank for rank in at.job.ranks if rank.of(at.number, "loss")]
-        axis = at.split("dp", "sharding", "sep", "cp", "mp")
-        first = min((k for k in expected if all(k in s for s in shares.values())), default=None)
-        return at.location("", "loss", ranks, cause, axis, first, off, tolerance)
+        ranks = [rank.rank for rank in at.job.ranks if _shares_of(rank, at.number)]
+        # Of rows that are no micro-batch of the twin's the loss is not known.
+        wrong = [
+            (number, rank.rank)
+            for rank in at.job.ranks
+            for number, share in _shares_of(rank, at.number).items()
+            if (whole := flow.rows_of(rank, number).whole) in expected
+            if min(abs(share / (expected[whole] or 1.0) / n - 1) for n in at.scales) > tolerance
+        ]
+        bad = [rank for _, rank in wrong] or ranks
+        axis = at.axis_of(bad, ranks) or at.split("dp", "sharding", "sep", "cp", "mp")
+        first = min(wrong)[0] if wrong else None
+        return at.location("", "loss", bad, cause, axis, first, off, tolerance)
 
     def _shares(self, *more: str) -> dict[tuple[int, ...], Losses]:
         """Returns backward's losses, by place on the axes of data and ``more``."""

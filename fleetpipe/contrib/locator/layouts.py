@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,14 +102,16 @@ def _cuts(
                 yield DimensionCut(dimension, axes, parts)
 
 
-def part_of(
-    whole: np.ndarray, layout: Layout, coordinate: Mapping[str, int], degrees: Mapping[str, int]
-) -> np.ndarray:
-    """Returns a rank's part of a tensor."""
+def places_of(
+    shape: Sequence[int], layout: Layout, coordinate: Mapping[str, int], degrees: Mapping[str, int]
+) -> tuple[Any, ...]:
+    """Returns the index of a rank's part in a whole tensor of a shape."""
+    if not layout:
+        return (...,)
+    places: list[np.ndarray] = [np.arange(size) for size in shape]
     for cut in layout:
-        size = whole.shape[cut.dimension]
-        whole = whole.take(cut.indices(size, coordinate, degrees), axis=cut.dimension)
-    return whole
+        places[cut.dimension] = cut.indices(shape[cut.dimension], coordinate, degrees)
+    return np.ix_(*places)
 
 
 def parts_of(
@@ -120,21 +122,7 @@ def parts_of(
 ) -> Iterator[np.ndarray]:
     """Yields the possible parts of a tensor that a rank has, by the shape of its part."""
     for layout in layouts(whole.shape, shape, degrees):
-        yield part_of(whole, layout, coordinate, degrees)
-
-
-def put_part(
-    whole: np.ndarray,
-    part: np.ndarray,
-    layout: Layout,
-    coordinate: Mapping[str, int],
-    degrees: Mapping[str, int],
-) -> None:
-    """Writes a rank's part into its places of the whole tensor."""
-    places: list[np.ndarray] = [np.arange(size) for size in whole.shape]
-    for cut in layout:
-        places[cut.dimension] = cut.indices(whole.shape[cut.dimension], coordinate, degrees)
-    whole[np.ix_(*places)] = part
+        yield whole[places_of(whole.shape, layout, coordinate, degrees)]
 
 
 class WholeTensors:
@@ -188,16 +176,23 @@ class WholeTensors:
             # Of an optimizer's shards one rank has the reduced gradient.
             nearest: np.ndarray = min(wholes, key=lambda part: gap(part, like))
             return nearest
-        layout = self.layout(name, parts, like)
-        if layout is None:
-            return None
+        layout = self._layout(name, parts, like)
+        return None if layout is None else self._join(parts, layout, like)
+
+    def _join(
+        self, parts: Sequence[np.ndarray | None], layout: Layout, like: np.ndarray
+    ) -> np.ndarray:
+        """Returns a tensor with the parts of ranks, and what ``like`` has where there is none."""
         whole: np.ndarray = like.copy()
         for rank, part in zip(self._job.ranks, parts):
             if part is not None:
-                put_part(whole, part, layout, rank.coordinate, self._job.degrees)
+                whole[self._places(rank, layout, like)] = part
         return whole
 
-    def layout(
+    def _places(self, rank: RankTensors, layout: Layout, whole: np.ndarray) -> tuple[Any, ...]:
+        return places_of(whole.shape, layout, rank.coordinate, self._job.degrees)
+
+    def _layout(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> Layout | None:
         """Returns how a parameter is split: as the twin's values show, else the simplest way."""
@@ -215,11 +210,8 @@ class WholeTensors:
     def _apart(self, parts: Sequence[np.ndarray | None], like: np.ndarray) -> dict[Layout, float]:
         """Returns for each layout how far the ranks' parts are from a whole tensor."""
         held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
-        degrees = self._job.degrees
-        return {
-            way: sum(gap(p, part_of(like, way, r.coordinate, degrees)) for r, p in held)
-            for way in (layouts(like.shape, held[0][1].shape, degrees) if held else ())
-        }
+        ways = layouts(like.shape, held[0][1].shape, self._job.degrees) if held else ()
+        return {way: sum(gap(p, like[self._places(r, way, like)]) for r, p in held) for way in ways}
 
     def unclear(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
         """Returns the parameters whose layout the twin's values do not show.
@@ -289,43 +281,27 @@ class WholeTensors:
         samples: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray | None:
         """Joins the parts of the ranks of a replica; None if the result has another shape."""
-        ranks = [
-            r for r in self._job.ranks if self._job.replica(r) == replica and place in r.tensors
-        ]
-        if not ranks:
+        parts = self._of_replica(replica, place)
+        first = next((part for part in parts if part is not None), None)
+        if first is None:
             return None
-        ways = list(layouts(shape, ranks[0].tensors[place].shape, self._job.degrees))
-        if any(self._in_order(place, ranks, *sample) for sample in (samples or {}).items()):
+        ways = list(layouts(shape, first.shape, self._job.degrees))
+        if any(self._in_order(place, replica, *sample) for sample in (samples or {}).items()):
             ways.sort(key=lambda way: any(cut.zigzag for cut in way))
-        joined = [self._join(ranks, place, shape, way) for way in ways]
+        joined = {way: self._join(parts, way, np.zeros(shape, first.dtype)) for way in ways}
         # A wrong way gives one place to ranks that have different values there.
-        return next((w for w, fits in joined if fits), joined[0][0] if joined else None)
+        fitting = (whole for way, whole in joined.items() if self._apart(parts, whole)[way] == 0)
+        return next(fitting, next(iter(joined.values()), None))
 
-    def _join(
-        self, ranks: Sequence[RankTensors], place: Meaning, shape: tuple[int, ...], way: Layout
-    ) -> tuple[np.ndarray, bool]:
-        """Joins the parts of ranks, and returns whether each rank has its own part."""
-        whole, degrees = np.zeros(shape, ranks[0].tensors[place].dtype), self._job.degrees
-        for rank in ranks:
-            put_part(whole, rank.tensors[place], way, rank.coordinate, degrees)
-        parts = (
-            (rank.tensors[place], part_of(whole, way, rank.coordinate, degrees)) for rank in ranks
-        )
-        return whole, all(np.array_equal(*pair) for pair in parts)
+    def _of_replica(self, replica: int, place: Meaning) -> list[np.ndarray | None]:
+        ranks = self._job.ranks
+        return [r.tensors.get(place) if self._job.replica(r) == replica else None for r in ranks]
 
-    def _in_order(
-        self, place: Meaning, ranks: Sequence[RankTensors], part: str, whole: np.ndarray
-    ) -> bool:
+    def _in_order(self, place: Meaning, replica: int, part: str, whole: np.ndarray) -> bool:
         """Whether ranks have successive pieces of a sample that fit in no other order."""
         here = Meaning(place.step, "data", "", place.micro_batch, part)
-        parts = [(rank, rank.tensors[here]) for rank in ranks if here in rank.tensors]
-        degrees = self._job.degrees
-        fitting = [
-            way
-            for way in (layouts(whole.shape, parts[0][1].shape, degrees) if parts else ())
-            if way
-            and all(gap(p, part_of(whole, way, r.coordinate, degrees)) == 0 for r, p in parts)
-        ]
+        apart = self._apart(self._of_replica(replica, here), whole)
+        fitting = [way for way, far in apart.items() if way and far == 0]
         return bool(fitting) and not any(cut.zigzag for way in fitting for cut in way)
 
     def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:

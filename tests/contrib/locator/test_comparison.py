@@ -155,6 +155,19 @@ def test_rows_of_another_micro_batch_are_said_with_a_layer_that_differs() -> Non
     assert "other rows than the twin" in finding.cause
 
 
+def test_a_replica_with_another_loss_of_its_micro_batch_is_named() -> None:
+    job, single = replicas(), RankTensors(0, {})
+    for number, of_replica in enumerate(job):
+        for place, tensor in of_replica.tensors.items():
+            own = place._replace(micro_batch=number) if place.micro_batch == 0 else place
+            single.tensors[own] = tensor / 2 if place.phase == "loss" else tensor
+    _scaled("loss", "share", 1.5, 1)(job)
+    finding = first_difference(compared(job), Record([single], {}), Record([single], {}))
+    assert finding is not None
+    assert (finding.phase, finding.axis, finding.ranks) == ("loss", "dp", [1])
+    assert "the loss function computes something else" in finding.cause
+
+
 def _same_rows(ranks: list[RankTensors]) -> None:
     ranks[1].tensors = dict(ranks[0].tensors)
 
@@ -166,6 +179,7 @@ def _same_rows(ranks: list[RankTensors]) -> None:
         (_scaled("initial", "parameter", 2.0, 1), "fc", "initial", "dp", [1], "broadcast"),
         (_scaled("forward", "output 0", 1.001, 1), "fc", "forward", "dp", [1], "something else"),
         (_scaled("loss", "share", 3.0), "", "loss", "dp", [0, 1], "wrong scale"),
+        (_scaled("loss", "share", float("nan"), 1), "", "loss", "dp", [0, 1], "something else"),
         (_scaled("gradient", "gradient", 1.001, 0), "fc", "gradient", "", [0, 1], "own gradient"),
         (_not_reduced, "fc", "reduction", "dp", [0, 1], "missing all-reduce over dp"),
         (_scaled("reduction", "gradient", 2.0), "fc", "reduction", "dp", [0, 1], "2 times"),

@@ -12,8 +12,7 @@ from fleetpipe.contrib.locator.layouts import (
     Layout,
     WholeTensors,
     layouts,
-    part_of,
-    put_part,
+    places_of,
 )
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 
@@ -32,8 +31,8 @@ WHOLE = np.arange(8 * 6).reshape(8, 6)
 )
 def test_a_rank_has_the_rows_of_its_coordinate(layout: Layout, rows: list[int]) -> None:
     coordinate = {"mp": 1, "cp": 1, "sep": 1}
-    part = part_of(WHOLE, layout, coordinate, {"mp": 2, "cp": 2, "sep": 2})
-    assert np.array_equal(part, WHOLE[rows])
+    places = places_of(WHOLE.shape, layout, coordinate, {"mp": 2, "cp": 2, "sep": 2})
+    assert np.array_equal(WHOLE[places], WHOLE[rows])
 
 
 def test_all_ranks_parts_make_the_whole() -> None:
@@ -41,8 +40,8 @@ def test_all_ranks_parts_make_the_whole() -> None:
     for layout in layouts(WHOLE.shape, (4, 6), degrees):
         whole = np.zeros_like(WHOLE)
         for rank in range(2):
-            part = part_of(WHOLE, layout, {"mp": rank}, degrees)
-            put_part(whole, part, layout, {"mp": rank}, degrees)
+            places = places_of(WHOLE.shape, layout, {"mp": rank}, degrees)
+            whole[places] = WHOLE[places]
         assert np.array_equal(whole, WHOLE)
 
 
@@ -75,7 +74,7 @@ def test_masks_of_parts_are_joined_in_the_order_of_the_samples(
     for number in range(4):
         here = RankTensors(number, {"mp": number % 2, "cp": number // 2})
         for place, whole in ((data, twin.tensors[data]), (kept, drawn)):
-            here.tensors[place] = part_of(whole, (cut,), here.coordinate, degrees)
+            here.tensors[place] = whole[places_of(whole.shape, (cut,), here.coordinate, degrees)]
         ranks.append(here)
     mask = WholeTensors(Record(ranks, degrees)).mask(kept, (2, 8), twin)
     assert mask is not None
