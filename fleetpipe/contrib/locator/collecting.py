@@ -108,16 +108,17 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 def _with_method(base: type, name: str) -> list[type]:
     """Returns a class and its subclasses that define a method themselves."""
     kinds = {base} if name in base.__dict__ else set()
-    return [*kinds.union(*(_with_method(derived, name) for derived in base.__subclasses__()))]
+    derived: list[type] = base.__subclasses__()
+    return [*kinds.union(*(_with_method(kind, name) for kind in derived))]
 
 
 def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
     """Returns which numbers a dropout is about to keep: of zeros its output does not show it."""
     states = paddle.get_rng_state()
     with paddle.no_grad():
-        kept = call(paddle.ones_like(x), *more, **named) != 0
+        kept: np.ndarray = numbers_of(call(paddle.ones_like(x), *more, **named) != 0)
     paddle.set_rng_state(states)
-    return numbers_of(kept)
+    return kept
 
 
 def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:

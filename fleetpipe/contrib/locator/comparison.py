@@ -125,9 +125,9 @@ class _Comparison:
                 if place.part == "mask" and mask.size > 32 and not mask.all():
                     seen[place].append((rank, mask.tobytes()))
         for place, masks in seen.items():
-            for (one, mask), (other, same) in itertools.combinations(masks, 2):
+            for (one, drawn), (other, same) in itertools.combinations(masks, 2):
                 axis = at.axis_of([one.rank], [one.rank, other.rank])
-                if axis in ("", "pp", "ep") or mask != same:
+                if axis in ("", "pp", "ep") or drawn != same:
                     continue
                 taken = [rank.tensors.get(place._replace(part=DROPPED)) for rank in (one, other)]
                 if axis in ("mp", "sep", "cp") and _are_alike(*taken):

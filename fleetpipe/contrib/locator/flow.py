@@ -106,7 +106,8 @@ class Flow:
         grouped: dict[tuple[float, float, Meaning], list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
             order = (float(outcome.place.micro_batch), outcome.position)
-            grouped[(*(order[::-1] if backward else order), outcome.place)].append(outcome)
+            first, second = order[::-1] if backward else order
+            grouped[first, second, outcome.place].append(outcome)
         self.waiting = None
         for key in sorted(grouped):
             here = grouped[key]
