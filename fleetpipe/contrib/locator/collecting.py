@@ -30,6 +30,7 @@ from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.nest import tensors_by_place, tensors_of
 from fleetpipe.dygraph.train.observers import observing_all
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
+from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import paddle, replaced
@@ -254,6 +255,12 @@ class _Hooks(BatchObserver):
     ) -> Any:
         """Records a forward and backward: of ``train_batch``, or one of several of a step."""
         recorder = self._recorder
+        if pipeline.layers.placement.has_head:
+            raise UsageError(
+                "locate compares no vocabulary head in parts",
+                cause="each rank's part is a stage of its own, which one device has not",
+                fix="locate with an nn.Linear in its place",
+            )
         recorder.add_root(pipeline.layers)
         self._pipeline = pipeline
         self._earlier = recorder.micro_batch + 1

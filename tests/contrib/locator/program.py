@@ -19,7 +19,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import nn
-from paddle.distributed import fleet as paddle_fleet
+from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -29,9 +29,6 @@ from paddle.distributed.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 from paddle.nn import functional as F
-
-fleet: Any = paddle_fleet
-pipeline: Any = PipelineLayer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--bug", default="")
@@ -64,7 +61,7 @@ strategy.pipeline_configs = {
 fleet.init(is_collective=True, strategy=strategy)
 hcg = fleet.get_hybrid_communicate_group()
 replica = hcg.get_data_parallel_rank() * DEGREES["sharding"] + hcg.get_sharding_parallel_rank()
-shard, stage = hcg.get_model_parallel_rank(), hcg.get_stage_id()
+stage = hcg.get_stage_id()
 paddle.seed(SEED)
 
 
@@ -118,19 +115,7 @@ class Block(nn.Layer):
 
 
 def logits(embedding: Any, hidden: Any) -> Any:
-    hidden = (
-        paddle.distributed.fleet.layers.mpu.mp_ops._c_identity(
-            hidden, group=embedding.table.model_parallel_group
-        )
-        if DEGREES["mp"] > 1
-        else hidden
-    )
-    columns = paddle.matmul(hidden, embedding.weight, transpose_y=True)
-    if DEGREES["mp"] > 1:
-        columns = paddle.distributed.fleet.layers.mpu.mp_ops._c_concat(
-            columns, group=embedding.table.model_parallel_group
-        )
-    return columns
+    return paddle.matmul(hidden, embedding.weight, transpose_y=True)
 
 
 class Loss(nn.Layer):
@@ -186,7 +171,7 @@ def make_optimizer(parameters: Any) -> tuple[Any, Any]:
 
 def by_train_batch() -> None:
     model = fleet.distributed_model(
-        pipeline(descriptions(), num_stages=DEGREES["pp"], loss_fn=Loss())
+        PipelineLayer(descriptions(), num_stages=DEGREES["pp"], loss_fn=Loss())
     )
     parameters = model.parameters()
     if bug("gradient-counted-twice") and stage == 0:
@@ -195,10 +180,9 @@ def by_train_batch() -> None:
     optimizer, rate = make_optimizer(parameters)
     optimizer = fleet.distributed_optimizer(optimizer)
     if bug("no-tied-reduction"):
-        pipeline.allreduce_shared_weight_gradients = lambda self: None
+        PipelineLayer.allreduce_shared_weight_gradients = lambda self: None
     for step in range(STEPS):
-        loss = model.train_batch(list(batch(step)), optimizer, rate)
-        print(step, float(loss), flush=True)
+        print(step, float(model.train_batch(list(batch(step)), optimizer, rate)), flush=True)
 
 
 class Model(nn.Layer):
@@ -232,8 +216,7 @@ def by_loop() -> None:
         for k in range(count):
             part = slice(k * ROWS, (k + 1) * ROWS)
             loss = loss_fn(model(tokens[part]), following[part])
-            scaled = loss if bug("not-divided") else loss / count
-            scaled.backward()
+            (loss if bug("not-divided") else loss / count).backward()
         for number, parameter in enumerate(model.parameters()):
             if REPLICAS > 1 and parameter.grad is not None:
                 if bug("one-not-reduced") and number == 3:

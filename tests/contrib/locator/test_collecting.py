@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -27,6 +28,7 @@ from fleetpipe.contrib.locator.locate_command import _await_end
 from fleetpipe.contrib.locator.locate_options import Setting
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests import jobs
@@ -144,6 +146,17 @@ def test_the_cause_is_named(
     assert re.search(words, place.cause), place
 
 
+def test_a_vocabulary_head_in_parts_is_refused(tmp_path: Path) -> None:
+    def train(_: bool) -> None:
+        layers = [nn.Linear(3, 8), nn.Linear(8, 8), VocabularyHead(8, 4)]
+        pipe = fleet.distributed_model(PipelineLayer(layers, 2, loss_fn=VocabularyLoss()))
+        optimizer: Any = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
+        pipe.train_batch([paddle.ones([8, 3]), paddle.ones([8], "int64")], optimizer)
+
+    with pytest.raises(UsageError, match="compares no vocabulary head"):
+        _located(train, tmp_path)
+
+
 def test_what_a_dropout_keeps_of_zeros_is_recorded_too(tmp_path: Path) -> None:
     """Without gradients, as in the first run of what is computed again, too."""
 
@@ -242,17 +255,24 @@ def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
     assert optimizer.get_lr() == 0.25
 
 
+def _writing(ranks: int, steps: int) -> Callable[..., None]:
+    """Returns what writes the record of a job, or of a twin of one step, in place of a run."""
+
+    def start(_: object, setting: Setting, what: str) -> None:
+        counts = (ranks, steps) if what == "the job" else (1, 1)
+        for rank, step in itertools.product(*map(range, counts)):
+            here = record.RankTensors(rank, {})
+            place = record.Meaning(step, "update", "weight", part="parameter")
+            here.tensors[place] = np.array([ranks])
+            record.write(Path(setting.folder), here, {}, step)
+
+    return start
+
+
 def test_steps_that_the_twin_lacks_are_no_equal_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(_: object, setting: Setting, what: str) -> None:
-        for step in range(2 if what == "the job" else 1):
-            here = record.RankTensors(0, {})
-            place = record.Meaning(step, "update", "weight", part="parameter")
-            here.tensors[place] = np.ones(2)
-            record.write(Path(setting.folder), here, {}, step)
-
-    monkeypatch.setattr(locate_command, "_start", start)
+    monkeypatch.setattr(locate_command, "_start", _writing(1, 2))
     with pytest.raises(UsageError, match="after 1 of the job's 2 steps"):
         locate_command.locate("train.py", log_dir=tmp_path)
 
@@ -260,14 +280,8 @@ def test_steps_that_the_twin_lacks_are_no_equal_ones(
 def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(_: object, setting: Setting, what: str) -> None:
-        for rank in range(ranks if what == "the job" else 1):
-            here = record.RankTensors(rank, {})
-            here.tensors[record.Meaning(0, "update", "weight")] = np.array([ranks])
-            record.write(Path(setting.folder), here, {}, 0)
-
-    monkeypatch.setattr(locate_command, "_start", start)
     for ranks in (2, 1):
+        monkeypatch.setattr(locate_command, "_start", _writing(ranks, 1))
         assert locate_command.locate("train.py", record=tmp_path, log_dir=tmp_path) is None
         job = record.read(tmp_path / "job")
         assert [rank.rank for rank in job.ranks] == [*range(ranks)]

@@ -146,15 +146,6 @@ def test_a_rank_that_does_not_clip_is_named() -> None:
     assert first_difference(compared(job), single, moved) is None
 
 
-def test_rows_of_another_micro_batch_are_said_with_a_layer_that_differs() -> None:
-    job = replicas()
-    _scaled("forward", "output 0", 1.001)(job)
-    finding = first_difference(compared(job), twin(), twin(ROUNDING))
-    assert finding is not None
-    assert (finding.layer, finding.phase, finding.axis) == ("fc", "forward", "dp")
-    assert "other rows than the twin" in finding.cause
-
-
 def test_a_replica_with_another_loss_of_its_micro_batch_is_named() -> None:
     job, single = replicas(), RankTensors(0, {})
     for number, of_replica in enumerate(job):
@@ -168,6 +159,21 @@ def test_a_replica_with_another_loss_of_its_micro_batch_is_named() -> None:
     assert "the loss function computes something else" in finding.cause
 
 
+def _without(phase: str, name: str) -> Change:
+    """Takes the tensors of a name from the last rank."""
+
+    def change(ranks: list[RankTensors]) -> None:
+        held = ranks[-1].tensors.items()
+        ranks[-1].tensors = {p: t for p, t in held if (p.phase, p.name) != (phase, name)}
+
+    return change
+
+
+def _evaluates(ranks: list[RankTensors]) -> None:
+    for phase, name in (("data", ""), ("forward", "fc")):
+        _without(phase, name)(ranks)
+
+
 def _same_rows(ranks: list[RankTensors]) -> None:
     ranks[1].tensors = dict(ranks[0].tensors)
 
@@ -178,6 +184,9 @@ def _same_rows(ranks: list[RankTensors]) -> None:
         (_same_rows, "", "data", "dp", [1], "does not know of the replicas"),
         (_scaled("initial", "parameter", 2.0, 1), "fc", "initial", "dp", [1], "broadcast"),
         (_scaled("forward", "output 0", 1.001, 1), "fc", "forward", "dp", [1], "something else"),
+        (_scaled("forward", "output 0", 1.001), "fc", "forward", "dp", [0, 1], "other rows than"),
+        (_evaluates, "", "forward", "dp", [1], "eval()"),
+        (_without("gradient", "fc.weight"), "fc", "gradient", "dp", [1], "frozen or detached"),
         (_scaled("loss", "share", 3.0), "", "loss", "dp", [0, 1], "wrong scale"),
         (_scaled("loss", "share", float("nan"), 1), "", "loss", "dp", [0, 1], "something else"),
         (_scaled("gradient", "gradient", 1.001, 0), "fc", "gradient", "", [0, 1], "own gradient"),
@@ -201,16 +210,6 @@ def test_the_first_wrong_place_is_named(
         *("layer", "phase", "axis", "ranks", "step", "micro_batch"),
         *("difference", "tolerance", "cause"),
     }
-
-
-def test_a_rank_that_trains_in_the_mode_of_evaluation_is_named() -> None:
-    job = replicas()
-    kept = {p: t for p, t in job[1].tensors.items() if p.phase not in ("data", "forward")}
-    job[1].tensors = kept
-    finding = first_difference(compared(job), twin(), twin(ROUNDING))
-    assert finding is not None
-    assert (finding.layer, finding.phase, finding.axis) == ("", "forward", "dp")
-    assert "eval()" in finding.cause
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -279,14 +278,6 @@ def test_a_parameter_that_one_rank_has_first_is_compared_once_others_have_it() -
     finding = first_difference(compared(job), single, single)
     assert finding is not None
     assert (finding.layer, finding.phase, finding.ranks) == ("critic", "update", [1])
-
-
-def test_a_rank_without_a_gradient_is_named() -> None:
-    job = replicas()
-    del job[1].tensors[Meaning(0, "gradient", "fc.weight", part="gradient")]
-    finding = first_difference(compared(job), twin(), twin(ROUNDING))
-    assert finding is not None
-    assert (finding.phase, finding.axis, finding.ranks) == ("gradient", "dp", [1])
 
 
 def test_no_gradient_before_the_reduction_is_named_where_the_twin_has_one() -> None:
