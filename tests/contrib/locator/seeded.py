@@ -162,7 +162,6 @@ BUGS = {
     name: Bug(axes, patched, *place, program)
     for name, axes, patched, place, program in (
         ("labels-shuffled", ["pp"], lambda: _of_batch(_shuffled), ("", "data", "pp"), BASE),
-        ("rate", ["pp"], _on_last_rank(scheduled=True), ("", "optimizer input", "pp"), BASE),
         ("decay", ["pp"], _on_last_rank(decay=0.0), ("2.norm", "update", "pp"), BASE),
         ("decay of sharding", ["sharding"], _on_last_rank(decay=0.0),
          ("1.norm", "update", "sharding"), BASE),
