@@ -104,7 +104,7 @@ TIED = "the gradients of the uses of this tied weight do not add up to that of o
 TWICE = "the gradient of one use of this tied weight is counted twice"
 NO_GRADIENT = "no rank has a gradient: the parameter is detached, frozen, or its stage's is lost"
 ABSENT_GRADIENT = "these ranks have no gradient, as others do: it is frozen or detached there"
-UNCLIPPED = "these ranks do not clip gradients, as the others and the twin do"
+UNCLIPPED = "these ranks do not clip gradients, as the twin does"
 CUT = "ranks have the numbers of the whole weight in other places: it is cut in a wrong way"
 RATE = "the learning rate is another: set by rank, or its scheduler has stepped more or less often"
 UNTRAINED = "no rank's optimizer has this parameter"
@@ -124,7 +124,12 @@ PARTIAL = {
 
 
 def of_loss(
-    ratio: float, tolerance: float, scales: Sequence[int], count: int, degrees: Mapping[str, int]
+    ratio: float,
+    tolerance: float,
+    scales: Sequence[int],
+    micro_batches: int,
+    rows: int,
+    degrees: Mapping[str, int],
 ) -> str:
     """Describes a loss that differs from the twin's.
 
@@ -132,25 +137,28 @@ def of_loss(
         ratio: The sum of the ranks' losses over that of the twin's.
         tolerance: The relative difference that rounding may cause.
         scales: The factors by which the ratio may rightly be larger.
-        count: The number of micro-batches.
+        micro_batches: The number of micro-batches.
+        rows: The number of rows of one.
         degrees: The job's degrees.
     """
     if not ratio or not math.isfinite(ratio):
         return OTHER_LOSS
     ways = [
-        (float(count), f"not divided by the {count} micro-batches"),
-        (1 / count, f"divided by the {count} micro-batches twice"),
+        (float(micro_batches), f"not divided by the {micro_batches} micro-batches"),
+        (1 / micro_batches, f"divided by the {micro_batches} micro-batches twice"),
+        (float(rows), f"a sum over the {rows} rows of a micro-batch"),
     ]
     for axis, degree in degrees.items():
         ways.append((float(degree), f"multiplied by the degree of {axis}"))
         ways.append((1 / degree, f"divided by the degree of {axis}"))
-    ways += [(float(round(ratio)), ""), (1 / max(1, round(1 / ratio)), "")]
-    for factor, how in ways:
-        for scale in scales if how else (1,):
-            if factor not in (0, 1) and abs(ratio / scale / factor - 1) <= max(tolerance, 1e-6):
-                size = f"{factor:g} times" if factor > 1 else f"1/{1 / factor:g} of"
-                how = how and f", as where it is {how}"
-                return f"a wrong scale: backward begins from {size} the loss{how}"
+    plain = float(round(ratio)), 1 / max(1, round(1 / ratio))
+    for factor in (*dict(ways), *plain):
+        how = " or ".join(how for of_way, how in ways if of_way == factor)
+        off = (abs(ratio / scale / factor - 1) for scale in (scales if how else (1,)) if factor)
+        if factor != 1 and min(off, default=1.0) <= max(tolerance, 1e-6):
+            size = f"{factor:g} times" if factor > 1 else f"1/{1 / factor:g} of"
+            how = how and f", as where it is {how}"
+            return f"a wrong scale: backward begins from {size} the loss{how}"
     return OTHER_LOSS
 
 

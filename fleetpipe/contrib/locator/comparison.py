@@ -151,7 +151,7 @@ class _Comparison:
         if flow.waiting is not None:
             return flow.describe(flow.waiting)
         count = len(next(iter(shares.values())))
-        cause = causes.of_loss(ratio, tolerance, at.scales, count, at.degrees)
+        cause = causes.of_loss(ratio, tolerance, at.scales, count, flow.rows, at.degrees)
         ranks = [rank.rank for rank in at.job.ranks if _shares_of(rank, at.number)]
         # Of rows that are no micro-batch of the twin's the loss is not known.
         wrong = [

@@ -49,6 +49,7 @@ class Flow:
     """The tensors between the layers of a step.
 
     Attributes:
+        rows: The number of rows of a micro-batch of the twin.
         waiting: What adds up to the right value, and of which nothing right was made yet.
     """
 
@@ -77,7 +78,7 @@ class Flow:
         }
         self._micro_batches = 1 + max(p.micro_batch for r in step.job.ranks for p in r.tensors)
         inputs = [t for t in step.twin.of(step.number, "data").values() if t.ndim]
-        self._counts = len(inputs[0]) if inputs else 1
+        self.rows = len(inputs[0]) if inputs else 1
 
     def first(self, phase: str) -> Location | None:
         """Returns the first wrong input or output of a layer."""
@@ -164,7 +165,7 @@ class Flow:
             # One number is made of all rows that a rank has, and of no others.
             return []
         tensors = (self._by_key.get(self._key(place, n), {}) for n in numbers)
-        wholes = [gather(rows, of_key, self._counts) for of_key in tensors]
+        wholes = [gather(rows, of_key, self.rows) for of_key in tensors]
         return list(itertools.chain.from_iterable(wholes))
 
     def _key(self, place: Meaning, call: int) -> Key:

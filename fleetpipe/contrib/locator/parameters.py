@@ -274,7 +274,7 @@ class ParameterChecks:
         # A rank whose shard has no parameter steps none, and clips none.
         stepping = [r.rank for r in self._job.ranks if self._rate in r.tensors]
         rest = [number for number in stepping if number not in clipping]
-        if clipping and rest and self._twin.names(self._at.number, "clip"):
+        if rest and self._twin.names(self._at.number, "clip"):
             axis = self._at.axis_of(rest, [*rest, *clipping])
             return self._finding("", "clip", rest, causes.UNCLIPPED, axis)
         return self._first("clip", NORM, "mp", "pp", "sharding", *self._at.degrees)

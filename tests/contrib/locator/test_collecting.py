@@ -124,7 +124,7 @@ def test_a_captured_model_is_compared_with_itself_in_one_stage(
         ("skip", True, 1.0, "1", "gradient", "lacks the gradient of its own output"),
         ("branch", True, 1.0, "1", "gradient", "of a skip connection, and nothing else"),
         ("", False, 1.0, "3", "initial", "3.weight: one device has no such parameter"),
-        ("", True, 2.0, "", "loss", "2 times the loss, as where it is multiplied by .* pp"),
+        ("", True, 2.0, "", "loss", "2 times .* a sum over the 2 rows .* by the degree of pp$"),
         ("", True, 4.0, "", "loss", "4 times the loss, as where it is not divided by the 4 micro"),
         ("", True, 5.0, "", "loss", "5 times the loss$"),
         ("", True, 0.25, "", "loss", "1/4 of the loss, as where it is divided by the 4 micro"),

@@ -144,6 +144,10 @@ def test_a_rank_that_does_not_clip_is_named() -> None:
     # Its shard has no parameter: others step for it.
     del job[1].tensors[Meaning(0, "optimizer input", "", part="learning rate")]
     assert first_difference(compared(job), single, moved) is None
+    del job[0].tensors[Meaning(0, "clip", "fc.weight", part="gradient")]
+    finding = first_difference(compared(job), single, moved)
+    assert finding is not None
+    assert (finding.phase, finding.ranks) == ("clip", [0])
 
 
 def test_a_replica_with_another_loss_of_its_micro_batch_is_named() -> None:
