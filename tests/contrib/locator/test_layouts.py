@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fleetpipe.contrib.locator.layouts import (
-    DimensionCut,
-    Layout,
-    WholeTensors,
-    layouts,
-    places_of,
-)
+from fleetpipe.contrib.locator.layouts import DimensionCut, Layout, WholeTensors, layouts, places_of
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 
 WHOLE = np.arange(8 * 6).reshape(8, 6)
