@@ -194,7 +194,7 @@ class _Hooks(BatchObserver):
             self._recorder.put(place, _mask_of(call, x, *more, **named))
             return call(x, *more, **named)
         output = call(x, *more, **named)
-        mask = self._feed.mask(place, tuple(output.shape), self._recorder.recorded)
+        mask = self._feed.whole.mask(place, tuple(output.shape), self._recorder.recorded)
         if mask is None:
             return output
         kept = x * paddle.to_tensor(mask).astype(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ class Feed:
             perturbed: Whether each number is changed by at most one unit in its last place.
         """
         self._job = record.read(folder)
-        self._whole = WholeTensors(self._job)
+        self.whole = WholeTensors(self._job)
         self._random = np.random.default_rng(2026) if perturbed else None
 
     @property
@@ -51,7 +52,7 @@ class Feed:
         """Sets parameters to the job's values at the beginning of a step."""
         for name, parameter in parameters.items():
             drawn = numbers_of(parameter.detach())
-            value = self._whole.parameter(step, name, drawn)
+            value = self.whole.parameter(step, name, drawn)
             if value is not None or self._random is not None:
                 self._set(parameter, drawn if value is None else value)
 
@@ -59,15 +60,9 @@ class Feed:
         """Sets gradients to those with which the job's optimizer stepped."""
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                value = self._whole.gradient(step, name, numbers_of(parameter.grad))
+                value = self.whole.gradient(step, name, numbers_of(parameter.grad))
                 if value is not None:
                     self._set(parameter.grad, value)
-
-    def mask(
-        self, place: Meaning, shape: tuple[int, ...], recorded: RankTensors
-    ) -> np.ndarray | None:
-        """Returns the job's dropout mask for a micro-batch; None if it has none."""
-        return self._whole.mask(place, shape, recorded)
 
     def must_read_on(self, recorded: RankTensors, step: int) -> bool:
         """Whether the job's replicas have more samples in a step than the twin has read."""
@@ -100,7 +95,7 @@ class Feed:
 
     def _union(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
         wanted = pipeline.accumulate_steps
-        inputs, labels = (self._whole.batches(step, kind) for kind in ("input", "label"))
+        inputs, labels = (self.whole.batches(step, kind) for kind in ("input", "label"))
         listed = isinstance(data, (list, tuple)) and len(data) == 2
         rows = pipeline.accumulate_steps * pipeline.micro_batch_size
         whole = listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data)))
@@ -150,25 +145,20 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
     """
     begin, build = fleet.init, PipelineLayer.__init__
 
-    def init(
-        role_maker: Any = None,
-        is_collective: bool = False,
-        strategy: Any = None,
-        log_level: int | str = "INFO",
-    ) -> Any:
-        if strategy is not None:
-            strategy = _of_one(strategy, replicas)
-        return begin(role_maker, is_collective, strategy, log_level)
+    def init(*arguments: Any, **named: Any) -> Any:
+        passed = inspect.signature(begin).bind(*arguments, **named).arguments
+        if passed.get("strategy") is not None:
+            passed["strategy"] = _of_one(passed["strategy"], replicas)
+        return begin(**passed)
 
-    def whole(model: PipelineLayer, layers: Any, *more: Any, **named: Any) -> None:
-        # Positional arguments after the layers: num_stages, topology.
-        rest = dict(zip(("num_stages", "topology", "loss_fn", "seg_method"), more))
-        named = {**rest, **named, "num_stages": 1, "topology": None}
-        named.pop("num_virtual_pipeline_stages", None)
-        named.pop("use_dualpipev", None)
-        if not isinstance(named.get("seg_method", ""), str):
-            del named["seg_method"]
-        build(model, layers, **named)
+    def whole(*arguments: Any, **named: Any) -> None:
+        passed = inspect.signature(build).bind(*arguments, **named).arguments
+        passed.update(num_stages=1, topology=None)
+        for name in ("num_virtual_pipeline_stages", "use_dualpipev", "plan"):
+            passed.pop(name, None)
+        if not isinstance(passed.get("seg_method", ""), str):
+            del passed["seg_method"]
+        build(**passed)
 
     alone = ((paddle.distributed, name, function) for name, function in _COLLECTIVES.items())
     with replaced((fleet, "init", init), (PipelineLayer, "__init__", whole), *alone):
