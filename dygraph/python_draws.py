@@ -30,74 +30,128 @@ from fleetpipe.paddle_api import paddle
 _GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 _MODULES: tuple[types.ModuleType, ...] = (random, np.random)
 
+#: Packages of libraries whose code is read, because it draws from these generators.
+_READ = ("paddle.vision.transforms",)
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+#: What code is read of, or what a generator is reached by.
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+
+#: Where an object of a kind has what it calls.
+_WRAPPED: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    functools.cached_property: ("func",),
+}
+
 #: By ``id``, with a reference that ends the entry: hooks come with each forward, and an object may
 #: compare by value.
-_results: dict[int, tuple[weakref.ref[Any], bool]] = {}
+_Results = dict[int, tuple[weakref.ref[Any], bool]]
+_of_values: _Results = {}
+_of_code: _Results = {}
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
-    """Whether code that a function or a layer runs, as far as it is known, names a generator."""
-    code: Any = next(_functions(function), function)
-    if type(code).__weakrefoffset__ == 0:
-        return _runs_draws(code, set())
-    key = id(code)
-    if key not in _results:
-        gone = weakref.ref(code, functools.partial(_results.pop, key))
-        _results[key] = gone, _runs_draws(code, set())
-    return _results[key][1]
+    """Whether code that a function or a layer runs, as far as it is known, names a generator.
+
+    Hooks count, and so does what is in attributes and containers.
+    """
+    return _once(_of_values, function, lambda: any(map(_code_draws, _held(function))))
 
 
-def _runs_draws(value: Any, seen: set[Any]) -> bool:
-    codes = [*_functions(value)]
-    return any(_draws(code, seen) for code in codes) if codes else _of_object(value, seen)
+def read_layers_again() -> None:
+    """Has layers looked at anew, which the script may have changed since."""
+    _of_values.clear()
 
 
-def _of_object(thing: Any, seen: set[Any]) -> bool:
-    """Whether methods of an object or its sublayers draw, or callables that these hold."""
-    parts = thing.sublayers(include_self=True) if isinstance(thing, paddle.nn.Layer) else [thing]
-    held = [v for part in parts for v in getattr(part, "__dict__", {}).values() if callable(v)]
-    return any(_of_class(type(one), seen) for one in (*parts, *held)) or any(
-        _draws(function, seen) for one in held for function in _functions(one)
-    )
+def _once(results: _Results, thing: Any, decide: Callable[[], bool]) -> bool:
+    if type(thing).__weakrefoffset__ == 0:
+        return decide()
+    key = id(thing)
+    if key not in results:
+        result = decide()
+        results[key] = weakref.ref(thing, functools.partial(results.pop, key)), result
+    return results[key][1]
 
 
-def _of_class(kind: type, seen: set[Any]) -> bool:
-    if kind in seen:
-        return False
-    seen.add(kind)
-    members = [
-        member
-        for base in kind.__mro__
-        if not is_of_library(base)
-        for name, member in vars(base).items()
-        if name != "__init__"
-    ]
-    return any(_draws(function, seen) for member in members for function in _functions(member))
+def _code_draws(code: Any) -> bool:
+    return _once(_of_code, code, lambda: _reaches_generator(code))
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """Yields the Python functions that a value runs when it is called, as far as they are known."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    value = getattr(value, "__wrapped__", getattr(value, "__func__", value))
-    if isinstance(value, types.FunctionType):
-        yield value
+def _reaches_generator(code: Any) -> bool:
+    """Whether a generator is reached from code, by the names in it and in what it reaches."""
+    waiting: list[tuple[Any, frozenset[str] | None]] = [(code, None)]
+    seen: dict[Any, Any] = {}
+    while waiting:
+        one, names = waiting.pop()
+        key = id(one), names if isinstance(one, types.ModuleType) else None
+        if key in seen:
+            continue
+        # The value keeps the object, so that no other has its id.
+        seen[key] = one
+        if _is_generator(one, names):
+            return True
+        names, values = _reached(one, names)
+        waiting += [(held, names) for value in values for held in _held(value)]
+    return False
 
 
-def _draws(function: types.FunctionType, seen: set[Any]) -> bool:
-    if function.__code__ in seen or is_of_library(function):
-        return False
-    code = function.__code__
-    seen.update(codes_in(code))
-    names = names_in(code)
-    values = [*variables_of(function).values(), *held_by(function)]
-    values += [sys.modules.get(name) for name in imports_in(code)]
-    return any(_is_drawn(value, names, seen) for value in values)
+def _is_generator(one: Any, names: frozenset[str] | None) -> bool:
+    if isinstance(one, types.ModuleType):
+        return one in _MODULES or (one is np and (names is None or "random" in names))
+    return any(one is it or getattr(one, "__self__", None) is it for it in _GENERATORS)
 
 
-def _is_drawn(value: Any, names: frozenset[str], seen: set[Any]) -> bool:
-    if isinstance(value, types.ModuleType):
-        return value in _MODULES or (value is np and "random" in names)
-    if any(getattr(value, "__self__", None) is generator for generator in _GENERATORS):
-        return True
-    return _runs_draws(value, seen)
+def _reached(one: Any, names: frozenset[str] | None) -> tuple[frozenset[str] | None, list[Any]]:
+    """Returns the values that a function, a class or a module may use, and the names in it."""
+    if _is_silent(one.__name__ if isinstance(one, types.ModuleType) else one):
+        return names, []
+    if isinstance(one, types.FunctionType):
+        code = one.__code__
+        modules = [sys.modules.get(name) for name in imports_in(code)]
+        return names_in(code), [*variables_of(one).values(), *held_by(one), *modules]
+    if isinstance(one, types.ModuleType):
+        return names, [v for name, v in vars(one).items() if names is None or name in names]
+    members = [vars(base) for base in getattr(one, "__mro__", ()) if not _is_silent(base)]
+    return None, [v for base in members for name, v in base.items() if name != "__init__"]
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """Yields the functions, classes, modules and generators that a value is or holds."""
+    waiting, seen = [value], {}
+    while waiting:
+        one = waiting.pop()
+        kind = type(one)
+        if kind in _PLAIN or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, _CODE) or any(one is generator for generator in _GENERATORS):
+            yield one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting += one
+        elif isinstance(one, functools.partial):
+            waiting += (one.func, *one.args, *one.keywords.values())
+        elif isinstance(one, paddle.nn.Layer) or not _is_silent(kind):
+            yield kind
+            waiting += _attributes(one)
+        waiting += [getattr(one, name) for name in _WRAPPED.get(kind, ())]
+        waiting.append(getattr(one, "__dict__", {}).get("__wrapped__"))
+
+
+def _attributes(one: Any) -> Iterator[Any]:
+    yield from getattr(one, "__dict__", {}).values()
+    for base in type(one).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(one, name, None)
+
+
+def _is_silent(thing: object) -> bool:
+    """Whether a library has a thing, or a module of this name, that draws from no such generator."""
+    module = thing if isinstance(thing, str) else getattr(thing, "__module__", None)
+    return is_of_library(thing) and not str(module).startswith(_READ)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import random
+import sys
 import weakref
 from random import uniform
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.vision.transforms import Normalize, RandomErasing
 
-from fleetpipe.dygraph.python_draws import draws_python
+from fleetpipe.dygraph.python_draws import draws_python, read_layers_again
 
 
 def helper() -> float:
@@ -67,6 +69,57 @@ class Weighted:
         return x * self.weight * helper()
 
 
+class Noise:
+    """Draws in a method, a property and a class method, and is not called itself."""
+
+    def scaled(self, x: Any) -> Any:
+        return x * helper()
+
+    @property
+    def factor(self) -> float:
+        return helper()
+
+    @classmethod
+    def of_class(cls, x: Any) -> Any:
+        return x * helper()
+
+
+class Slotted:
+    __slots__ = ("function",)
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+class Has(nn.Layer):
+    """Has something in an attribute, by which its forward may draw."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class DrawsInProperty(nn.Layer):
+    @property
+    def factor(self) -> float:
+        return helper()
+
+    def forward(self, x: Any) -> Any:
+        return x * self.factor
+
+
+class Hooked(nn.Linear):
+    def __init__(self, when: str) -> None:
+        super().__init__(2, 2)
+        getattr(self, f"register_forward_{when}_hook")(lambda *values: values[-1] * helper())
+
+
+TABLE = {"scale": [helper]}
+THIS_MODULE = sys.modules[__name__]
+
 CASES: list[tuple[Any, bool]] = [
     (Calls(), True),
     (nn.Sequential(nn.Linear(2, 2), nn.Sequential(Calls())), True),
@@ -80,12 +133,38 @@ CASES: list[tuple[Any, bool]] = [
     (closing(np.random.default_rng(0).random), False),
     (closing(helper), True),
     (Weighted(), True),
+    (lambda x: THIS_MODULE.helper() * x, True),
+    (lambda x: THIS_MODULE.paddle.rand([2]) * x, False),
+    (lambda x: TABLE["scale"][0]() * x, True),
+    (lambda x: Noise.of_class(x), True),
+    (closing(closing(helper)), True),
+    (Noise().scaled, True),
+    (Has(Noise()), True),
+    (Has([helper]), True),
+    (Has({"rate": (0.1, {"by": random.gauss})}), True),
+    (Has(np.random), True),
+    (Has(Slotted(helper)), True),
+    (Has(functools.partial(max, key=helper)), True),
+    (Has(RandomErasing()), True),
+    (Has(Normalize()), False),
+    (Has([0.5, "relu", paddle.ones([2]), nn.functional.relu, np.random.default_rng(0)]), False),
+    (DrawsInProperty(), True),
+    (Hooked("pre"), True),
+    (nn.Sequential(Hooked("post")), True),
 ]
 
 
 @pytest.mark.parametrize(("function", "draws"), CASES)
 def test_what_names_a_generator_draws(function: Any, draws: bool) -> None:
     assert draws_python(function) is draws
+
+
+def test_a_layer_that_the_script_changes_is_read_again() -> None:
+    layer = Has(None)
+    assert not draws_python(layer)
+    layer.held = helper
+    read_layers_again()
+    assert draws_python(layer)
 
 
 def test_nothing_that_a_function_holds_outlives_it() -> None:
