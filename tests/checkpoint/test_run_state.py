@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.script_state import of_place
 from fleetpipe.checkpoint.ranks import Part, Place
@@ -139,12 +142,22 @@ def freeze(pipe: Any, _optimizer: Any) -> None:
     pipe.layers.owned_stages.functions[1].eval()
 
 
+def patch(pipe: Any, _optimizer: Any) -> None:
+    pipe.layers.owned_stages.functions[1].forward = lambda x: 2 * x
+
+
+def hook(pipe: Any, _optimizer: Any) -> None:
+    pipe.layers.owned_stages.functions[1].register_forward_post_hook(lambda *values: values[-1] / 2)
+
+
 CHANGES = [
     (unfreeze, "0.bias.stop_gradient"),
     (drop, "1.p"),
     (clip, "clip.0.clip_norm"),
     (momentum, "optimizer._momentum"),
     (freeze, "1.training"),
+    (patch, "1.forward"),
+    (hook, "1.hooks"),
 ]
 
 
@@ -181,6 +194,101 @@ def test_a_change_that_a_run_has_made_is_made_again_or_refused(
         changed(tmp_path / "parts", change, 5)
     assert changed(tmp_path / "parts", change, 5, again=True) == whole
     np.testing.assert_equal(fleetpipe.CheckpointManager(tmp_path / "parts").steps(), [3])
+
+
+class Mean:
+    """A mean in an object, which no state dict has."""
+
+    def __init__(self) -> None:
+        self.value, self.calls = paddle.zeros([2]), {"all": 0}
+
+
+class Keeps(nn.Layer):
+    """Keeps something in an attribute, and changes it by a function."""
+
+    def __init__(self, kept: Any, change: Any) -> None:
+        super().__init__()
+        self.kept, self.change = kept, change
+
+    def forward(self, x: Any) -> Any:
+        self.change(self.kept)
+        return x
+
+
+class CountsInClass(nn.Layer):
+    calls = 0
+
+    def forward(self, x: Any) -> Any:
+        CountsInClass.calls += 1
+        return x
+
+
+SEEN = {"calls": 0}
+
+
+def counts_in_module(x: Any) -> Any:
+    SEEN["calls"] += 1
+    return x
+
+
+def counting() -> Any:
+    calls = paddle.zeros([1])
+
+    def forward(x: Any) -> Any:
+        calls.add_(paddle.ones([1]))
+        return x
+
+    return forward
+
+
+def forget(memory: dict[str, Any]) -> None:
+    memory["mean"] = memory["mean"] + 1
+
+
+def grow(table: dict[int, Any]) -> None:
+    table[len(table)] = paddle.ones([2])
+
+
+def lengthen(tables: list[Any]) -> None:
+    tables[0] = paddle.ones([tables[0].shape[0] + 1])
+
+
+def average(mean: Mean) -> None:
+    mean.value, mean.calls["all"] = mean.value + 1, mean.calls["all"] + 1
+
+
+#: What a layer or a function keeps that no checkpoint has, and the names under which it shows; a
+#: table that is made or made longer when it is first needed shows no change.
+KEPT: list[tuple[Any, list[str]]] = [
+    (Keeps({"mean": paddle.zeros([2])}, forget), ["0.kept['mean'][2]"]),
+    (Keeps({"mean": np.zeros(2)}, forget), ["0.kept['mean'][2]"]),
+    (Keeps(Mean(), average), ["0.kept.calls", "0.kept.value[2]"]),
+    (Keeps(np.random.RandomState(0), np.random.RandomState.rand), ["0.kept"]),
+    (Keeps(np.random.default_rng(0), np.random.Generator.random), ["0.kept"]),
+    (Keeps(random.Random(0), random.Random.random), ["0.kept"]),
+    (Keeps({1}, lambda kept: kept.add(len(kept) + 1)), ["0.kept"]),
+    (
+        Keeps([nn.Linear(1, 1)], lambda kept: kept[0].bias.add_(kept[0].bias + 1)),
+        ["0.kept[0]['bias'][1]"],
+    ),
+    (CountsInClass(), ["0.calls"]),
+    (counts_in_module, ["0.SEEN"]),
+    (functools.partial(counts_in_module), ["0.SEEN"]),
+    (counting(), ["0.calls[1]"]),
+    (Keeps({}, grow), []),
+    (Keeps([paddle.ones([1])], lengthen), []),
+]
+
+
+@pytest.mark.parametrize(("function", "names"), KEPT)
+def test_what_a_layer_keeps_outside_of_its_buffers_shows(function: Any, names: list[str]) -> None:
+    with model_in_job(1, layers=[function, LayerDesc(nn.Linear, FEATURES, CLASSES)]) as pipe:
+        attributes = Attributes(pipe.layers)
+        before = attributes.now()
+        with paddle.no_grad():
+            pipe.layers.owned_stages.functions[0](paddle.ones([1]))
+        after = attributes.now()
+    assert sorted(n for n, text in before.items() if after.get(n, text) != text) == names
 
 
 def test_one_entry_allows_an_attribute_of_all_layers(tmp_path: Path) -> None:

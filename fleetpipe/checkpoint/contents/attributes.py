@@ -1,4 +1,4 @@
-"""What the objects of a run look like: their plain attributes, which no state dict has.
+"""What the objects of a run look like: their attributes, which no state dict has.
 
 A script may change them in a run: it unfreezes a parameter, puts a norm into evaluation, sets
 another ``p`` of a dropout or another ``clip_norm``, or a layer counts its calls. A process that
@@ -7,24 +7,36 @@ runs the script anew has them as they were at first, and would train other weigh
 
 from __future__ import annotations
 
+import functools
+import random
+import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from fleetpipe import log
-from fleetpipe.aliases import Optimizer
+from fleetpipe.aliases import Layer, Optimizer
 from fleetpipe.checkpoint.contents.layer_and_optimizer import unwrap, without_wrappers
+from fleetpipe.dygraph.code_names import is_of_library, variables_of
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import required_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, dict_groups, groups_of
+from fleetpipe.paddle_api.tensor import has_memory
 
 _log = log.logger(__name__)
 
 _SCALARS = (bool, int, float, str, np.number)
+#: The states of generators of the script's own.
+_STATES: dict[type, Callable[[Any], bytes]] = {
+    random.Random: lambda own: repr(own.getstate()).encode(),
+    np.random.RandomState: lambda own: repr(own.get_state(legacy=False)).encode(),
+    np.random.Generator: lambda own: repr(own.bit_generator.state).encode(),
+}
 #: A longer text is shown by its begin and a checksum.
 _LONGEST = 40
 #: Those that every layer has, whose modes come by themselves; and what Paddle's norms set in their
@@ -97,7 +109,7 @@ class Attributes:
         lost: dict[str, list[str]] = {}
         for name, value in changed.items():
             if begun.get(name) == value:
-                lost.setdefault(name.rpartition(".")[2], []).append(name)
+                lost.setdefault(name.partition("[")[0].rpartition(".")[2], []).append(name)
             else:
                 _log.info("%s was %s when it was saved, and is now %s", name, saved[name], value)
         for attribute, (name, *more) in lost.items():
@@ -116,8 +128,10 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     """Yields the names of attributes of layers, losses, the optimizer and its clips, and values."""
     model = without_wrappers(model)
     named = model.named_functions() if hasattr(model, "named_functions") else {"": model}
+    layers = [one for one in named.values() if isinstance(one, paddle.nn.Layer)]
+    seen = {id(part) for layer in layers for part in _parts_of(layer)}
     for name, function in named.items():
-        yield from _of_function(name, function)
+        yield from _of_function(name, function, seen)
     if hasattr(model, "modes_in_training"):
         yield from ((f"{name}.training", str(mode)) for name, mode in model.modes_in_training())
     if optimizer is None:
@@ -136,26 +150,91 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
         yield from _texts(f"clip.{number}", {} if stock is None else vars(stock))
 
 
-def _of_function(name: str, function: Any) -> Iterator[tuple[str, str]]:
+def _parts_of(layer: Layer) -> Iterator[Any]:
+    """Yields a layer and what it has of its own, which is compared or restored by other ways."""
+    yield from layer.sublayers(include_self=True)
+    yield from (*layer.parameters(), *layer.buffers())
+
+
+def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
     if not isinstance(function, paddle.nn.Layer):
-        yield from _texts(
-            name, {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
-        )
+        own = {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
+        yield from _texts(name, {**_of_code(function), **own}, seen)
         return
     for path, layer in function.named_sublayers(prefix=name, include_self=True):
-        yield from _texts(path, {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT})
+        own = {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT}
+        yield from _texts(path, {**_of_code(layer), **own}, seen)
+        yield f"{path}.forward", str(_names_of([own.get("forward", layer.forward)]))
+        yield (
+            f"{path}.hooks",
+            str(_names_of(h for hooks in forward_hooks(layer) for h in hooks.values())),
+        )
         for of, parameter in layer.named_parameters(prefix=path, include_sublayers=False):
             yield f"{of}.stop_gradient", str(parameter.stop_gradient)
             yield from _texts(of, getattr(parameter, "optimize_attr", {}))
 
 
-def _texts(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_code(thing: Any) -> dict[str, Any]:
+    """Returns the values that a function, or the class of an object, may change by its code."""
+    if isinstance(thing, functools.partial):
+        return _of_code(thing.func)
+    bases = [base for base in type(thing).__mro__ if not is_of_library(base)]
+    members = {n: v for base in reversed(bases) for n, v in vars(base).items() if n[:2] != "__"}
+    functions = [one for one in (thing, *members.values()) if isinstance(one, types.FunctionType)]
+    values = {n: v for n, v in members.items() if not callable(v) and not hasattr(v, "__get__")}
+    for function in functions:
+        if not is_of_library(function):
+            cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+            held = {n: cell.cell_contents for n, cell in cells if hasattr(cell, "cell_contents")}
+            values.update({**variables_of(function), **held})
+    return {n: v for n, v in values.items() if not isinstance(v, (type, types.ModuleType))}
+
+
+def _texts(
+    name: str, values: Mapping[str, Any], seen: set[int] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yields texts of plain values; given what was seen, also of what others are and hold."""
     for attribute, value in values.items():
+        path = f"{name}.{attribute}".lstrip(".")
         if _is_plain(value):
             text = repr(value)
             if len(text) > _LONGEST:
                 text = f"{text[:_LONGEST]}.. ({zlib.crc32(text.encode()):08x})"
-            yield f"{name}.{attribute}".lstrip("."), text
+            yield path, text
+        elif seen is not None and id(value) not in seen:
+            seen.add(id(value))
+            yield from _of_value(path, value, seen)
+
+
+def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yields texts of a value that is not plain, or of its parts; none of a library's object."""
+    if isinstance(value, paddle.Tensor):
+        if has_memory(value) and value.is_dense():
+            yield from _of_value(path, value.numpy(), seen)
+    elif isinstance(value, np.ndarray):
+        # By its shape too: a table that a longer input makes longer is another one.
+        data = np.ascontiguousarray(value).tobytes() if value.dtype != object else b""
+        yield f"{path}{[*value.shape]}", f"{value.dtype} ({zlib.crc32(data):08x})"
+    elif isinstance(value, (set, frozenset)):
+        yield path, str(sorted(map(repr, value)))
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in items:
+            yield from _texts("", {f"{path}[{key!r}]": part}, seen)
+    elif type(value) in _STATES:
+        yield path, f"{type(value).__name__} ({zlib.crc32(_STATES[type(value)](value)):08x})"
+    elif isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
+        yield from ((path, name) for name in _names_of([value]))
+    elif isinstance(value, paddle.nn.Layer):
+        yield from _of_value(path, value.state_dict(), seen)
+    elif not is_of_library(type(value)):
+        yield from _texts(path, {**_of_code(value), **getattr(value, "__dict__", {})}, seen)
+
+
+def _names_of(functions: Iterable[Any]) -> list[str]:
+    """Returns the names of those functions that are no library's."""
+    own = (one for one in functions if not is_of_library(one))
+    return [str(getattr(one, "__qualname__", type(one).__qualname__)) for one in own]
 
 
 def _is_plain(value: Any) -> bool:
