@@ -18,7 +18,6 @@ import numpy as np
 
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.code_names import (
-    codes_in,
     held_by,
     imports_in,
     is_of_library,
@@ -152,6 +151,6 @@ def _attributes(one: Any) -> Iterator[Any]:
 
 
 def _is_silent(thing: object) -> bool:
-    """Whether a library has a thing, or a module of this name, that draws from no such generator."""
+    """Whether a thing, or a module of this name, is a library's, whose code is not read."""
     module = thing if isinstance(thing, str) else getattr(thing, "__module__", None)
     return is_of_library(thing) and not str(module).startswith(_READ)

@@ -136,7 +136,7 @@ CASES: list[tuple[Any, bool]] = [
     (lambda x: THIS_MODULE.helper() * x, True),
     (lambda x: THIS_MODULE.paddle.rand([2]) * x, False),
     (lambda x: TABLE["scale"][0]() * x, True),
-    (lambda x: Noise.of_class(x), True),
+    (lambda x: 2 * Noise.of_class(x), True),
     (closing(closing(helper)), True),
     (Noise().scaled, True),
     (Has(Noise()), True),
