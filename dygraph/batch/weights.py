@@ -9,6 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from numbers import Rational
 from typing import Any
 
 from fleetpipe.aliases import Nest
@@ -88,7 +89,7 @@ class MicroBatchWeights:
         """Refuses a caller's weights if these options do not allow them.
 
         Raises:
-            ConfigError: An option sets the weights already, or their number is wrong.
+            ConfigError: An option sets the weights already, or their number or type is wrong.
         """
         if self.by_tokens:
             raise ConfigError(
@@ -109,6 +110,12 @@ class MicroBatchWeights:
                 expected=f"{len(self.usual)} weights (accumulate_steps)",
                 got=f"{len(weights)} weights",
                 fix="give each micro-batch its weight in the loss of the batch",
+            )
+        if not all(isinstance(weight, Rational) for weight in weights):
+            raise ConfigError(
+                "the weights of micro-batches are fractions",
+                got=f"weights={[*weights]!r}",
+                fix="give fractions.Fraction(rows, rows_of_the_batch) for each",
             )
 
     def weight_of(

@@ -34,6 +34,7 @@ from fleetpipe.paddle_api.optimizer import (
     gradient_clip,
     learning_rate_of,
     optimized_parameters,
+    options_of,
     owner_of,
 )
 from fleetpipe.paddle_api.topology import in_data_parallel_mode
@@ -290,6 +291,7 @@ class PipelineOptimizer(FleetsType):
         return {
             "optimizer": type(base_optimizer(self._inner_opt)).__name__,
             "gradient clip of each parameter group": str(keys or clips),
+            **{f"{n} of the optimizer": v for n, v in options_of(self._inner_opt).items()},
         }
 
     def _replace_clips(self) -> None:

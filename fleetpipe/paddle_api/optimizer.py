@@ -133,6 +133,16 @@ def dict_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return groups if groups and isinstance(groups[0], dict) else []
 
 
+def options_of(optimizer: Optimizer) -> dict[str, str]:
+    """Returns what a Paddle optimizer was built with beside parameters, rate and clip, as texts."""
+    base = base_optimizer(optimizer)
+    defaults: dict[str, Any] = base._default_dict
+    plain = {n: repr(v) for n, v in defaults.items() if isinstance(v, (bool, int, float, str))}
+    # With groups it is that of the group that stepped last.
+    alike = {} if dict_groups(base) else {"regularization": str(base.regularization)}
+    return {**plain, **alike}
+
+
 def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Replaces the groups of an optimizer that has not stepped yet."""
     base = base_optimizer(optimizer)

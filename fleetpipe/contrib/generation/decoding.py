@@ -81,15 +81,16 @@ def generate(
     pipeline, computing = _pipeline_of(model)
     job = pipeline.require_running()
     kept = _cache_of(pipeline, cache)
-    job.require_agreement(
-        {
-            **{f"prompt {number}": str(prompt) for number, prompt in enumerate(prompts)},
-            **{name: repr(value) for name, value in sampling._asdict().items()},
-            "max_new_tokens": str(max_new_tokens),
-            "eos": str(sorted(ends)),
-            "cache": str(kept is not None),
-        }
-    )
+    with job.calling("generates"):
+        job.require_agreement(
+            {
+                **{f"prompt {number}": str(prompt) for number, prompt in enumerate(prompts)},
+                **{name: repr(value) for name, value in sampling._asdict().items()},
+                "max_new_tokens": str(max_new_tokens),
+                "eos": str(sorted(ends)),
+                "cache": str(kept is not None),
+            }
+        )
     decoding = _Decoding(pipeline, job, sampling, prompts, kept, inputs)
     with _left_as_before(pipeline), computing:
         going = list(range(len(prompts)))

@@ -19,7 +19,7 @@ from fleetpipe.dygraph.batch.weights import PlaceWeights
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh.groups import SoleGroup
 from tests.dygraph.members import on_all, threads
-from tests.pipelines import job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 F: Any = nn.functional
 IGNORED = nn.CrossEntropyLoss(ignore_index=0)
@@ -234,6 +234,11 @@ def test_a_micro_batch_without_places_counts_as_its_parts_or_not_at_all() -> Non
     nothing = [[paddle.zeros([1, 2], "int64")] * 2] * 2
     assert weights(IGNORED, [HALF, HALF], nothing) == [[HALF, HALF]] * 2
     assert weights(IGNORED, None, nothing) == [[0, 0]] * 2
+
+
+def test_weights_of_micro_batches_are_fractions() -> None:
+    with job(2, 4), pytest.raises(ConfigError, match=r"weights=\[0.25, 0.25, 0.25, 0.25\]"):
+        pipeline().train_batch(batch(), None, weights=[0.25] * 4)
 
 
 def test_tokens_weigh_the_micro_batches_of_a_pipeline() -> None:

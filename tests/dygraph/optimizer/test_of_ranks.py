@@ -199,6 +199,37 @@ def test_ranks_with_less_to_train_step_as_one_device(on_ranks: Any) -> None:
         assert "parameters=[]" in none
 
 
+#: Optimizers with an option that differs on ranks, by rank and parameters.
+OPTIONS: dict[str, Callable[[int, Any], Any]] = {
+    "beta1": lambda rank, own: optimizers.Adam(0.1, beta1=0.9 - rank / 10, parameters=own),
+    "momentum": lambda rank, own: optimizers.Momentum(0.1, 0.9 - rank / 10, parameters=own),
+    "weight_decay": lambda rank, own: optimizers.AdamW(
+        0.1, weight_decay=rank / 10, parameters=[{"params": own}]
+    ),
+    "regularization": lambda rank, own: optimizers.SGD(0.1, own, weight_decay=0.1 + rank / 10),
+}
+
+
+def options_differ() -> list[str]:
+    """What a rank is told of optimizers that were built with another option on the other."""
+    told = []
+    with job(2):
+        model = pipeline()
+        for make in OPTIONS.values():
+            optimizer = make(fleet.worker_index(), model.parameters())
+            with pytest.raises(ConfigError) as raised:
+                model.train_batch(batch(), fleet.distributed_optimizer(optimizer))
+            told.append(str(raised.value))
+    return told
+
+
+def test_ranks_whose_optimizers_have_other_options_are_refused(on_ranks: Any) -> None:
+    for told in on_ranks(options_differ, 2):
+        for name, text in zip(OPTIONS, told):
+            assert "ranks 0 and 1 of the job do not run the same" in text
+            assert f"as on rank 0: {name} of the optimizer = " in text
+
+
 def test_one_process_has_paddles_constructors_and_clips_of_a_script() -> None:
     with job(2):
         optimizer = optimizers.SGD(0.1, pipeline().parameters(), grad_clip=Halved(0.1))

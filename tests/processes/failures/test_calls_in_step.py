@@ -59,6 +59,9 @@ class Script:
     def profiles(self) -> None:
         self.model.profile(A)
 
+    def generates(self) -> None:
+        fleetpipe.generate(self.model, [[1, 2]], 2)
+
     def clips(self) -> None:
         self.optimizer._grad_clip = paddle.nn.ClipGradByGlobalNorm(1.0)
 
@@ -93,6 +96,7 @@ WORDS = {
     "saves": "is saving step 1",
     "restores": "is restoring",
     "profiles": "profiles a batch",
+    "generates": "generates",
     "exchanges": "is exchanging values of the script's",
     "clips": "compares the optimizers",
 }
