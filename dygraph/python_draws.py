@@ -58,7 +58,7 @@ def draws_python(function: Callable[[Nest], Nest]) -> bool:
 
     Hooks count, and so does what is in attributes and containers.
     """
-    return _once(_of_values, function, lambda: any(map(_code_draws, _held(function))))
+    return _once(_of_values, function, lambda: any(map(_code_draws, _code_in(function))))
 
 
 def read_layers_again() -> None:
@@ -93,8 +93,8 @@ def _reaches_generator(code: Any) -> bool:
         seen[key] = one
         if _is_generator(one, names):
             return True
-        names, values = _reached(one, names)
-        waiting += [(held, names) for value in values for held in _held(value)]
+        names, values = _values_in(one, names)
+        waiting += [(code, names) for value in values for code in _code_in(value)]
     return False
 
 
@@ -104,7 +104,7 @@ def _is_generator(one: Any, names: frozenset[str] | None) -> bool:
     return any(one is it or getattr(one, "__self__", None) is it for it in _GENERATORS)
 
 
-def _reached(one: Any, names: frozenset[str] | None) -> tuple[frozenset[str] | None, list[Any]]:
+def _values_in(one: Any, names: frozenset[str] | None) -> tuple[frozenset[str] | None, list[Any]]:
     """Returns the values that a function, a class or a module may use, and the names in it."""
     if _is_silent(one.__name__ if isinstance(one, types.ModuleType) else one):
         return names, []
@@ -118,7 +118,7 @@ def _reached(one: Any, names: frozenset[str] | None) -> tuple[frozenset[str] | N
     return None, [v for base in members for name, v in base.items() if name != "__init__"]
 
 
-def _held(value: Any) -> Iterator[Any]:
+def _code_in(value: Any) -> Iterator[Any]:
     """Yields the functions, classes, modules and generators that a value is or holds."""
     waiting, seen = [value], {}
     while waiting:

@@ -33,9 +33,9 @@ _log = log.logger(__name__)
 _SCALARS = (bool, int, float, str, np.number)
 #: The states of generators of the script's own.
 _STATES: dict[type, Callable[[Any], bytes]] = {
-    random.Random: lambda own: repr(own.getstate()).encode(),
-    np.random.RandomState: lambda own: repr(own.get_state(legacy=False)).encode(),
-    np.random.Generator: lambda own: repr(own.bit_generator.state).encode(),
+    random.Random: lambda generator: repr(generator.getstate()).encode(),
+    np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)).encode(),
+    np.random.Generator: lambda generator: repr(generator.bit_generator.state).encode(),
 }
 #: A longer text is shown by its begin and a checksum.
 _LONGEST = 40
@@ -158,13 +158,13 @@ def _parts_of(layer: Layer) -> Iterator[Any]:
 
 def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
     if not isinstance(function, paddle.nn.Layer):
-        own = {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
-        yield from _texts(name, {**_of_code(function), **own}, seen)
+        values = {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
+        yield from _texts(name, {**_of_code(function), **values}, seen)
         return
     for path, layer in function.named_sublayers(prefix=name, include_self=True):
-        own = {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT}
-        yield from _texts(path, {**_of_code(layer), **own}, seen)
-        yield f"{path}.forward", str(_names_of([own.get("forward", layer.forward)]))
+        values = {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT}
+        yield from _texts(path, {**_of_code(layer), **values}, seen)
+        yield f"{path}.forward", str(_names_of([values.get("forward", layer.forward)]))
         yield (
             f"{path}.hooks",
             str(_names_of(h for hooks in forward_hooks(layer) for h in hooks.values())),
@@ -233,8 +233,8 @@ def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]
 
 def _names_of(functions: Iterable[Any]) -> list[str]:
     """Returns the names of those functions that are no library's."""
-    own = (one for one in functions if not is_of_library(one))
-    return [str(getattr(one, "__qualname__", type(one).__qualname__)) for one in own]
+    scripts = (one for one in functions if not is_of_library(one))
+    return [str(getattr(one, "__qualname__", type(one).__qualname__)) for one in scripts]
 
 
 def _is_plain(value: Any) -> bool:
