@@ -198,7 +198,8 @@ def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
                 f"{path} does not have accumulate_steps x micro_batch_size rows",
                 expected=f"{count} x {size} = {count * size} rows",
                 got="a 0-D tensor" if rows is None else f"{rows} rows (shape {tensor.shape})",
-                fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
+                fix="change the batch, or strategy.pipeline_configs; drop an incomplete last "
+                f"batch; give what all micro-batches share to each of them, as [value] * {count}",
             )
         count = -(-rows // size)
     whole = tensor if cut.keeps_graph and not tensor.stop_gradient else tensor.detach()
@@ -235,7 +236,8 @@ def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",
         got=type(value).__name__,
         fix="leave it out, or give None in its place: a captured model takes the plain values of "
-        "its example_inputs; paddle.to_tensor(..) if it differs from batch to batch"
+        "its example_inputs; [paddle.to_tensor(..)] * accumulate_steps if it differs from batch to "
+        "batch"
         if isinstance(value, (bool, int, float, str))
         else "convert it with paddle.to_tensor before train_batch",
     )
