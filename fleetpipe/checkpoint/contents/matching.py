@@ -41,10 +41,11 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
     shapes = {plain: saved.tensors[TensorName(MODEL, name)].shape for plain, name in there.items()}
     if parts.adapters:
         raise CheckpointError(
-            "the checkpoint has adapters of other layers than the model",
+            "the checkpoint has adapters, or trained parameters, of other layers than the model",
             expected=listed([name for name in here if name not in there]),
             got=listed([name for name in there if name not in here]),
-            fix="call lora.adapt with the targets of the checkpoint",
+            fix="call lora.adapt with the targets of the checkpoint, and set stop_gradient = False "
+            "of what it has trained besides",
         )
     ordered = saved.plain_order != saved.order
     _require_same_shapes({n: outline[name] for n, name in here.items()}, shapes, ordered)

@@ -111,6 +111,12 @@ class _Options:
 
     def __init__(self, targets: frozenset[str], rank: int, alpha: float) -> None:
         require_whole("rank", rank, rule="rank is a number of 1 or more", fix="give such a number")
+        if not 0 < alpha < math.inf:
+            raise ConfigError(
+                "alpha / rank is the scale of what an adapter adds: it is a number above 0",
+                got=f"alpha={alpha}",
+                fix="give a number such as rank, or twice that",
+            )
         self._targets, self._rank, self._scale = targets, rank, alpha / rank
         self._text = f"rank {rank}, alpha {alpha:g}, targets {', '.join(sorted(targets))}"
 

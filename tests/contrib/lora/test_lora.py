@@ -249,3 +249,20 @@ def tied(net: Any) -> Any:
 def test_what_takes_no_adapter_is_refused(model: Any, targets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lora.adapt(model(), targets)
+
+
+@pytest.mark.parametrize("alpha", [0, -8, float("nan"), float("inf")])
+def test_a_scale_that_trains_nothing_or_is_no_number_is_refused(alpha: float) -> None:
+    net = Net()
+    with pytest.raises(ConfigError, match=f"alpha={alpha}"):
+        lora.adapt(net, ["up"], RANK, alpha)
+    assert all(not p.stop_gradient for p in net.parameters())
+
+
+def test_what_was_trained_beside_the_adapters_is_asked_for_by_name(tmp_path: Path) -> None:
+    nets = [lora.adapt(Net(), ["up"], RANK) for _ in range(2)]
+    for parameter in nets[0][3].parameters():
+        parameter.stop_gradient = False
+    fleetpipe.CheckpointManager(tmp_path).save(1, model=lora.TrainedPart(nets[0]))
+    with pytest.raises(CheckpointError, match=r"(?s)3.weight, 3.bias.*stop_gradient = False"):
+        fleetpipe.load_single(lora.TrainedPart(nets[1]), tmp_path)
