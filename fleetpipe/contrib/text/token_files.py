@@ -148,7 +148,7 @@ def _open(folder: Path) -> TokenFiles:
         digest.update(ends.tobytes())
         if digest.hexdigest() != contents["sha256"]:
             raise ValueError("another SHA-256")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"the packed tokens are damaged: {folder}",
             expected="the files as they were written, by their SHA-256",

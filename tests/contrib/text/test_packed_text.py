@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,14 @@ def test_a_tokenizer_of_the_users(folder: Path) -> None:
     assert sorted(documents_of(packed(folder, tokenizer=far))) == sorted(texts())
 
 
+@pytest.mark.parametrize("damaged", [lambda whole: whole[:-8], lambda _: b"", lambda _: b"[]"])
 @pytest.mark.parametrize("name", ["tokens.bin", "ends.npy", "contents.json", "tokenizer.json"])
-def test_damaged_files_are_refused(folder: Path, name: str) -> None:
+def test_damaged_files_are_refused(
+    folder: Path, name: str, damaged: Callable[[bytes], bytes]
+) -> None:
     packed(folder)
     (file,) = (folder.parent / "cache").glob(f"*/{name}")
-    file.write_bytes(file.read_bytes()[:-8])
+    file.write_bytes(damaged(file.read_bytes()))
     with pytest.raises(CheckpointError, match=r"(?s)damaged.*remove that folder"):
         packed(folder)
 
