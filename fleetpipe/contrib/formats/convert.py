@@ -107,6 +107,7 @@ def format_of(folder: Path) -> str:
         "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder",
         where=str(folder),
         expected="; ".join(f"{name}: {one.files}" for name, one in FORMATS.items()),
+        got="a file" if folder.is_file() else None,
         fix="pass the folder in which these files are, of one step; --from or source_format= says "
         "its format",
     )

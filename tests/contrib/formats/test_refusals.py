@@ -234,3 +234,6 @@ def test_the_formats_of_others_are_loaded_by_load_checkpoint(unified: Path, tmp_
             fleetpipe.load_single(model, tmp_path / to)
         with pytest.raises(CheckpointError, match=r"fleetpipe.load_checkpoint loads what other"):
             fleetpipe.CheckpointManager(tmp_path / to).restore(model=model)
+    (file,) = unified.glob("model-*.safetensors")
+    with pytest.raises(CheckpointError, match=r"no such folder(.|\n)*got: a file"):
+        fleetpipe.load_checkpoint(file, model=model)
