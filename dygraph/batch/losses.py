@@ -19,6 +19,7 @@ from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 from fleetpipe.mesh.sums import tree
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import rehearsal_dtype
+from fleetpipe.paddle_api.tensor import NoNumbersError
 
 #: ``criterion(output, label)`` gives a Tensor with one element.
 Criterion = Callable[[Nest, Nest], Tensor]
@@ -168,6 +169,8 @@ _WITHOUT_MEMORY = ("holder_ should not be null", "> memory_size():0")
 def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     try:
         loss = criterion(output, label)
+    except NoNumbersError as error:
+        raise _refusal(error, output, label) from error
     except (FleetPipeError, MemoryError):
         # Of a collective within the loss, say: it is not what was passed.
         raise
@@ -196,7 +199,8 @@ def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
     """Returns the error to raise instead of one of a loss function."""
     if gradients.is_refusal(error):
         return gradients.refusal(error, "the loss function", output)
-    if any(text in str(error) for text in _WITHOUT_MEMORY):
+    texts = (text in str(error) for text in _WITHOUT_MEMORY)
+    if isinstance(error, NoNumbersError) or any(texts):
         return BoundaryError(
             "the loss function uses a parameter that lies on another rank",
             where="last stage",

@@ -7,6 +7,7 @@ The names are the same in 2.6.2 and 3.3.x, except that ``_apply_backward_hook`` 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import sys
@@ -237,32 +238,54 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, _framework.EagerParamBase)
 
 
+class NoNumbersError(StateError):
+    """The numbers of a parameter are asked for, and another rank has them."""
+
+
 class ElsewhereParameter(_framework.EagerParamBase):
-    """A parameter whose numbers another rank has; Paddle would read none, without a word."""
+    """A parameter whose numbers another rank has.
 
-    def numpy(self, *args: object) -> Any:
-        """Returns the numbers while there are any.
+    Paddle would read none, without a word, or with an error that names neither. So what reads or
+    writes numbers asks first whether there are any.
+    """
 
-        Raises:
-            StateError: This rank has none.
-        """
-        self._require_numbers()
-        return super().numpy(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._require_numbers()
-        parent: Any = super()
-        return parent.__deepcopy__(memo)
+    def numel(self, name: str | None = None) -> Tensor:
+        """Returns how many numbers it has, which Paddle asks the memory for."""
+        return paddle.full([], math.prod(self.shape), "int64", name)
 
     def _require_numbers(self) -> None:
         if not has_memory(self):
-            raise StateError(
+            raise NoNumbersError(
                 "the numbers of this weight are on another rank, and on this one there are none",
                 where=f"parameter {self.name!r}, of shape {list(self.shape)}",
                 cause="fleetpipe.pipeline leaves each rank of a pipeline the weights of its stages",
-                fix="read pipe.full_state_dict(), which every rank calls; to copy the model, copy "
-                "it before fleetpipe.pipeline",
+                fix="read pipe.full_state_dict(), which every rank calls, and set by "
+                "pipe.load_from(state); to copy the model, copy it before fleetpipe.pipeline",
             )
+
+
+def _requiring_numbers(name: str) -> Callable[..., Any]:
+    original: Any = getattr(_framework.EagerParamBase, name)
+
+    @functools.wraps(original)
+    def method(self: ElsewhereParameter, *args: Any, **named: Any) -> Any:
+        self._require_numbers()
+        return original(self, *args, **named)
+
+    return method
+
+
+#: Paddle's own table of methods, its operators, and what is in neither; but not what asks for the
+#: shape and the dtype alone.
+_OF_NUMBERS = {
+    *paddle.tensor.tensor_method_func,
+    *(name for name in set(dir(_Tensor)) - set(dir(object)) if name.startswith("__")),
+    *("astype", "clone", "copy_", "cpu", "detach", "fill_", "item", "numpy", "set_value"),
+    *("tolist", "value", "zero_"),
+} - {*("__len__", "is_complex", "is_floating_point", "is_integer", "is_tensor", "numel", "rank")}
+for _name in _OF_NUMBERS:
+    if inspect.isroutine(getattr(_Tensor, _name, None)):
+        setattr(ElsewhereParameter, _name, _requiring_numbers(_name))
 
 
 def note_elsewhere(parameter: Tensor) -> None:

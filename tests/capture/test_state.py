@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 from tests.capture.beside import images
 from tests.capture.models import GPT, UNet, tokens
 from tests.capture.test_models import of_tokens
@@ -85,3 +86,37 @@ def test_a_layer_of_several_ranks_has_no_file(tmp_path: Path) -> None:
     pipe = fleetpipe.pipeline(Halves(), paddle.ones([2, 3]), split_spec=["second"])
     with pytest.raises(ConfigError, match="full_state_dict"):
         pipe.save_state_dict(tmp_path)
+
+
+#: What a script does with the weights of the model that it has made a pipeline of.
+READ: list[Callable[[Any, str], object]] = [
+    lambda net, _: [parameter.numpy() for parameter in net.parameters()],
+    lambda net, _: sum(float((parameter**2).sum()) for parameter in net.parameters()),
+    lambda net, _: [parameter.scale_(0.5) for parameter in net.parameters()],
+    lambda net, _: net.set_state_dict(GPT().state_dict()),
+    lambda net, folder: paddle.save(net.state_dict(), folder + "/net.pdparams"),
+    lambda net, _: fleetpipe.model_hash(net),
+]
+
+
+def told_on_a_rank(folder: str) -> tuple[int, list[str]]:
+    """The size of a model by its parameters, and what a rank is told of each reading."""
+    told = []
+    net = GPT()
+    with job(2):
+        fleetpipe.pipeline(net, IDS[:2], of_tokens, ["blocks.2"], verify=False)
+        size = sum(int(parameter.numel()) for parameter in net.parameters())
+        for read in READ:
+            with pytest.raises(FleetPipeError) as refusal, paddle.no_grad():
+                read(net, folder)
+            told.append(str(refusal.value))
+    return size, told
+
+
+def test_weights_of_another_rank_say_so_whatever_reads_them(
+    on_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    size = sum(int(parameter.numel()) for parameter in GPT().parameters())
+    for counted, told in on_ranks(told_on_a_rank, 2, str(tmp_path)):
+        assert counted == size
+        assert all("the numbers of this weight are on another rank" in text for text in told)
