@@ -93,10 +93,11 @@ READ: list[Callable[[Any, str], object]] = [
     lambda net, _: [parameter.numpy() for parameter in net.parameters()],
     lambda net, _: sum(float((parameter**2).sum()) for parameter in net.parameters()),
     lambda net, _: [parameter.scale_(0.5) for parameter in net.parameters()],
-    lambda net, _: net.set_state_dict(GPT().state_dict()),
     lambda net, folder: paddle.save(net.state_dict(), folder + "/net.pdparams"),
     lambda net, _: fleetpipe.model_hash(net),
 ]
+if paddle.__version__.startswith("3."):  # 2.6.2 leaves out what has no memory
+    READ.append(lambda net, _: net.set_state_dict(GPT().state_dict()))
 
 
 def told_on_a_rank(folder: str) -> tuple[int, list[str]]:
