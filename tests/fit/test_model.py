@@ -129,6 +129,20 @@ def test_a_sum_over_micro_batches_is_that_many_times_their_mean() -> None:
         assert np.allclose(other, STEPS * one, rtol=1e-3, atol=1e-6)
 
 
+def test_a_loss_that_adds_up_rows_fits_as_paddles() -> None:
+    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="sum"):
+        model = fleetpipe.Model(layers())
+        network = single(model)
+        reference = paddle.Model(network)
+        for fitted, parameters in ((model, model.parameters()), (reference, network.parameters())):
+            sgd = paddle.optimizer.SGD(0.001, parameters=parameters)
+            fitted.prepare(sgd, nn.CrossEntropyLoss(reduction="sum"))
+            data = Digits(0, BATCH + BATCH // 2)
+            fitted.fit(data, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        for mine, other in zip(single(model).parameters(), network.parameters()):
+            assert np.allclose(mine.numpy(), other.numpy(), rtol=1e-4, atol=1e-6)
+
+
 # A micro_batch_size that is not that of the data is one that nobody cared about.
 @pytest.mark.parametrize("rows", [ROWS, 1])
 def test_a_loss_that_is_divided_in_the_end_fits_alike(rows: int) -> None:
