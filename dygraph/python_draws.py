@@ -56,14 +56,10 @@ _of_code: _Results = {}
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
     """Whether code that a function or a layer runs, as far as it is known, names a generator.
 
-    Hooks count, and so does what is in attributes and containers.
+    Hooks count, and so does what is in attributes and containers. A layer is read once, when it
+    first runs: what a script puts into it later is not seen.
     """
     return _once(_of_values, function, lambda: any(map(_code_draws, _code_in(function))))
-
-
-def read_layers_again() -> None:
-    """Has layers looked at anew, which the script may have changed since."""
-    _of_values.clear()
 
 
 def _once(results: _Results, thing: Any, decide: Callable[[], bool]) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.python_draws import draws_python, read_layers_again
+from fleetpipe.dygraph.python_draws import draws_python
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.layer import is_patched
@@ -265,7 +265,6 @@ def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) 
     """
     if mode == FLEET:
         return None
-    read_layers_again()
     states = None if training else GeneratorStates()
     number = drawn_on_host(2**31 - 1)
     if states is not None:

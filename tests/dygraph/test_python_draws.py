@@ -17,7 +17,7 @@ import pytest
 from paddle import nn
 from paddle.vision.transforms import Normalize, RandomErasing
 
-from fleetpipe.dygraph.python_draws import draws_python, read_layers_again
+from fleetpipe.dygraph.python_draws import draws_python
 
 
 def helper() -> float:
@@ -157,14 +157,6 @@ CASES: list[tuple[Any, bool]] = [
 @pytest.mark.parametrize(("function", "draws"), CASES)
 def test_what_names_a_generator_draws(function: Any, draws: bool) -> None:
     assert draws_python(function) is draws
-
-
-def test_a_layer_that_the_script_changes_is_read_again() -> None:
-    layer = Has(None)
-    assert not draws_python(layer)
-    layer.held = helper
-    read_layers_again()
-    assert draws_python(layer)
 
 
 def test_nothing_that_a_function_holds_outlives_it() -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from fleetpipe.compare.differences import gaps_of
+from fleetpipe.compare.differences import numbers_of as numbers_of
+from fleetpipe.compare.rounding import MARGIN
 from fleetpipe.contrib.locator.record import Meaning, Record
-from fleetpipe.parity.differences import gaps_of
-from fleetpipe.parity.differences import numbers_of as numbers_of
 
-#: How much more than one sample of rounding passes. Sums in another order make several times what
-#: the sample shows; a wrong operation makes thousands of times as much.
-MARGIN = 16.0
 #: One unit in the last place of 1, by the size of the number.
 _UNITS = {2: 2.0**-10, 4: 2.0**-23, 8: 2.0**-52, 16: 2.0**-52}
 
