@@ -11,7 +11,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -123,27 +123,36 @@ def _code_in(value: Any) -> Iterator[Any]:
         if kind in _PLAIN or id(one) in seen:
             continue
         seen[id(one)] = one
-        if isinstance(one, _CODE) or any(one is generator for generator in _GENERATORS):
+        # By its type: a stand-in for a value of another stage refuses to be asked.
+        if issubclass(kind, _CODE) or any(one is generator for generator in _GENERATORS):
             yield one
-        elif isinstance(one, dict):
+        elif issubclass(kind, dict):
             waiting += one.values()
-        elif isinstance(one, (list, tuple, set, frozenset)):
+        elif issubclass(kind, (list, tuple, set, frozenset)):
             waiting += one
-        elif isinstance(one, functools.partial):
+        elif issubclass(kind, functools.partial):
             waiting += (one.func, *one.args, *one.keywords.values())
-        elif isinstance(one, paddle.nn.Layer) or not _is_silent(kind):
+        elif issubclass(kind, paddle.nn.Layer) or not _is_silent(kind):
             yield kind
             waiting += _attributes(one)
         waiting += [getattr(one, name) for name in _WRAPPED.get(kind, ())]
-        waiting.append(getattr(one, "__dict__", {}).get("__wrapped__"))
+        waiting.append(_dict_of(one).get("__wrapped__"))
 
 
 def _attributes(one: Any) -> Iterator[Any]:
-    yield from getattr(one, "__dict__", {}).values()
+    yield from _dict_of(one).values()
     for base in type(one).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             yield getattr(one, name, None)
+
+
+def _dict_of(one: Any) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return {}
+    return found
 
 
 def _is_silent(thing: object) -> bool:

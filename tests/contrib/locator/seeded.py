@@ -162,9 +162,6 @@ BUGS = {
     name: Bug(axes, patched, *place, program)
     for name, axes, patched, place, program in (
         ("labels-shuffled", ["pp"], lambda: _of_batch(_shuffled), ("", "data", "pp"), BASE),
-        ("decay", ["pp"], _on_last_rank(decay=0.0), ("2.norm", "update", "pp"), BASE),
-        ("decay of sharding", ["sharding"], _on_last_rank(decay=0.0),
-         ("1.norm", "update", "sharding"), BASE),
         ("no-clip", ["dp"], _on_last_rank(clip=0.0), ("", "clip", "dp"), LOOP),
         ("doubled", ["pp", "dp"], _on_last(_twice([16, 8])), ("3.down", "gradient", ""), BASE),
         ("left-out", ["pp"], _on_last(list.pop), ("4", "optimizer input", ""), BASE),

@@ -19,9 +19,7 @@ def test_a_bug_is_named(name: str) -> None:
     assert right(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["decay", "statistics-frozen", "positions-from-zero", "expert-twice"]
-)
+@pytest.mark.parametrize("name", ["statistics-frozen", "positions-from-zero", "expert-twice"])
 def test_a_bug_of_another_axis_is_named(name: str, tmp_path: Path) -> None:
     if VERSION.startswith("2.") and "ep" in seeded.BUGS[name].axes:
         pytest.skip("2.6.2 has no ep_degree")
