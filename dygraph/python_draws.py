@@ -149,10 +149,10 @@ def _attributes(one: Any) -> Iterator[Any]:
 
 def _dict_of(one: Any) -> Mapping[str, Any]:
     try:
-        found: Mapping[str, Any] = object.__getattribute__(one, "__dict__")
+        attributes: Mapping[str, Any] = object.__getattribute__(one, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return attributes
 
 
 def _is_silent(thing: object) -> bool:

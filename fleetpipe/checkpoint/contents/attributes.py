@@ -7,7 +7,6 @@ runs the script anew has them as they were at first, and would train other weigh
 
 from __future__ import annotations
 
-import functools
 import random
 import types
 import zlib
@@ -19,7 +18,7 @@ import numpy as np
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Optimizer
 from fleetpipe.checkpoint.contents.layer_and_optimizer import unwrap, without_wrappers
-from fleetpipe.dygraph.code_names import is_of_library, variables_of
+from fleetpipe.dygraph.code_names import is_of_library
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import required_job
@@ -159,11 +158,11 @@ def _parts_of(layer: Layer) -> Iterator[Any]:
 def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
     if not isinstance(function, paddle.nn.Layer):
         values = {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
-        yield from _texts(name, {**_of_code(function), **values}, seen)
+        yield from _texts(name, values, seen)
         return
     for path, layer in function.named_sublayers(prefix=name, include_self=True):
         values = {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT}
-        yield from _texts(path, {**_of_code(layer), **values}, seen)
+        yield from _texts(path, {**_of_class(layer), **values}, seen)
         yield f"{path}.forward", str(_names_of([values.get("forward", layer.forward)]))
         yield (
             f"{path}.hooks",
@@ -174,20 +173,11 @@ def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str
             yield from _texts(of, getattr(parameter, "optimize_attr", {}))
 
 
-def _of_code(thing: Any) -> dict[str, Any]:
-    """Returns the values that a function, or the class of an object, may change by its code."""
-    if isinstance(thing, functools.partial):
-        return _of_code(thing.func)
+def _of_class(thing: Any) -> dict[str, Any]:
+    """Returns the values that a class of the script's has, which its methods may change."""
     bases = [base for base in type(thing).__mro__ if not is_of_library(base)]
     members = {n: v for base in reversed(bases) for n, v in vars(base).items() if n[:2] != "__"}
-    functions = [one for one in (thing, *members.values()) if isinstance(one, types.FunctionType)]
-    values = {n: v for n, v in members.items() if not callable(v) and not hasattr(v, "__get__")}
-    for function in functions:
-        if not is_of_library(function):
-            cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-            held = {n: cell.cell_contents for n, cell in cells if hasattr(cell, "cell_contents")}
-            values.update({**variables_of(function), **held})
-    return {n: v for n, v in values.items() if not isinstance(v, (type, types.ModuleType))}
+    return {n: v for n, v in members.items() if not callable(v) and not hasattr(v, "__get__")}
 
 
 def _texts(
@@ -228,7 +218,7 @@ def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]
     elif isinstance(value, paddle.nn.Layer):
         yield from _of_value(path, value.state_dict(), seen)
     elif not is_of_library(type(value)):
-        yield from _texts(path, {**_of_code(value), **getattr(value, "__dict__", {})}, seen)
+        yield from _texts(path, {**_of_class(value), **getattr(value, "__dict__", {})}, seen)
 
 
 def _names_of(functions: Iterable[Any]) -> list[str]:
