@@ -34,8 +34,10 @@ def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] 
             set_data(copy.deepcopy(tensor, copies), tensor.detach())
         copied = copy.deepcopy(value, copies)
     for layer in layers:
-        for parameter in layer.parameters() if isinstance(layer, paddle.nn.Layer) else ():
-            twin = copies[id(parameter)]
+        if not isinstance(layer, paddle.nn.Layer):
+            continue
+        # A layer with a __deepcopy__ of its own may say nothing of what it copies below it.
+        for parameter, twin in zip(layer.parameters(), copies[id(layer)].parameters()):
             for name in vars(parameter).keys() - vars(twin).keys() - {*_OF_RANKS}:
                 setattr(twin, name, getattr(parameter, name))
             twin.name = parameter.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 from paddle import nn
 
@@ -27,3 +29,23 @@ def test_a_copy_has_names_attributes_hooks_and_modes() -> None:
     assert (other[0].scale, other[0].scale is layer[0].scale) == ([1, 2], False)
     assert shares_memory(other[0].weight, weight)
     assert not shares_memory(other[2].bias, bias)
+
+
+class CopiesItself(nn.Layer):
+    """Is copied by a method of its own, which knows no memo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        other = CopiesItself()
+        other.set_state_dict(self.state_dict())
+        return other
+
+
+def test_a_layer_that_copies_itself_keeps_names_too() -> None:
+    layer = CopiesItself()
+    other = copy_layers(layer, [layer])
+    assert [p.name for p in other.parameters()] == [p.name for p in layer.parameters()]
+    assert (other.linear.weight == layer.linear.weight).all()
