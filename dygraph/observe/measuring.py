@@ -23,6 +23,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter, Sample
+from fleetpipe.dygraph.observe.memory_meter import MemoryMeter
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Instruction, Observer, Played
 from fleetpipe.engine.stopwatch import Stopwatch
@@ -30,6 +31,7 @@ from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api.device import device_clock, device_kind
+from fleetpipe.profiling import ProcessMemory
 from fleetpipe.schedules import Action, Free, Op, Placement, Recv, Schedule, Send, forward_only
 from fleetpipe.schedules.action import numbers
 from fleetpipe.schedules.forms.events import Event
@@ -187,6 +189,23 @@ class Runs:
             for (kind, number, index), each in part:
                 merged[kind, number, index] = max(each, merged[kind, number, index])
         return {doing: seconds / count for doing, seconds in merged.items()}
+
+    def process(self) -> ProcessMemory | None:
+        """Returns what a process takes beside its tensors: the most of any rank. Collective.
+
+        None if a rank's system does not say it.
+        """
+        schedule = in_turn(self._layers.placement, len(self._weights), "B")
+        meter = MemoryMeter()
+        engine, stage = self._engine(schedule, None, meter)
+        for _ in range(COLD):
+            _run(engine, stage, self._batch(self._data, self._weights))
+        result = meter.result()
+        ranks = self._job.group().all_gather(None if result is None else list(result))
+        known = [figures for figures in ranks if figures is not None]
+        if len(known) < len(ranks):
+            return None
+        return ProcessMemory(*map(max, zip(*known)))
 
     def latency(self) -> float | None:
         """Returns the seconds that a message takes while no rank is busy. Collective.

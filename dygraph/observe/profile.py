@@ -59,6 +59,7 @@ def measure(
     cut = units.count > 1
     with _state_kept(layers):
         # By themselves last: then each stage is warm.
+        process = run.process()
         latency = run.latency()
         whole, split = run.stages("B"), run.stages("IW")
         times = run.stages("B", units) if cut else {}
@@ -79,7 +80,9 @@ def measure(
         )
         if waits_left_out:
             whole_profile = replace(whole_profile, exchange=whole_profile.link(0))
-        whole_profile = replace(whole_profile, degrees=LayerDegrees.of(job.degrees))
+        whole_profile = replace(
+            whole_profile, degrees=LayerDegrees.of(job.degrees), process=process
+        )
         if cut:
             lengths = next(lengths_there for _, lengths_there in everyone if lengths_there)
             costs = tuple(_slice_costs(layers, parts, times, i) for i in range(len(lengths)))

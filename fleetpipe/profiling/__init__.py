@@ -7,7 +7,7 @@ Needs no Paddle. Begin with ``planner.py``. ``profile.py`` and ``plan.py`` are t
 
 from __future__ import annotations
 
-from fleetpipe.profiling.cost_model import LayerCost, Link, StageCost, Transfer
+from fleetpipe.profiling.cost_model import LayerCost, Link, ProcessMemory, StageCost, Transfer
 from fleetpipe.profiling.explaining import Predicted
 from fleetpipe.profiling.plan import PipelinePlan
 from fleetpipe.profiling.planner import fastest_cut, plan, recosted
@@ -20,6 +20,7 @@ __all__ = [
     "Link",
     "PipelinePlan",
     "Predicted",
+    "ProcessMemory",
     "Profile",
     "StageCost",
     "Transfer",

@@ -54,6 +54,26 @@ class Transfer(NamedTuple):
         return self.receiving + self.per_byte * size
 
 
+class ProcessMemory(NamedTuple):
+    """What a process takes of its device's memory, by what its tensors take.
+
+    On a CPU it is the resident size, by which the system ends a process; on a GPU what Paddle
+    reserves of the card.
+
+    Attributes:
+        base: Bytes beside the tensors: the interpreter, its libraries, the user's data.
+        growth: Bytes for each byte of tensors, at least 1: memory that is freed stays in part with
+            the process.
+    """
+
+    base: float
+    growth: float
+
+    def taken(self, tensors: float) -> int:
+        """Returns the bytes of a process whose tensors take ``tensors`` bytes at their peak."""
+        return round(self.base + self.growth * tensors)
+
+
 @shows("name", "forward", "backward", "input_grad", "weight_grad", "parameters", "held")
 @dataclass(frozen=True)
 class LayerCost:

@@ -27,15 +27,18 @@ class Predicted(NamedTuple):
     Attributes:
         time: Seconds of the forwards and backwards of a batch, without the optimizer's step.
         busy: For each rank the seconds that it computes.
-        peak_bytes: For each rank the most bytes used: parameters, gradients, the optimizer's state,
-            buffers and activations.
+        peak_bytes: For each rank the most bytes of its tensors: parameters, gradients, the
+            optimizer's state, buffers and activations.
         bound: A lower bound, in seconds, for any plan with these ranks and micro-batches.
+        process_bytes: For each rank the most bytes that its process takes: the resident size on a
+            CPU, what Paddle reserves on a GPU. None if the profile does not say it.
     """
 
     time: float
     busy: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     bound: float
+    process_bytes: tuple[int, ...] | None = None
 
 
 class Facts(NamedTuple):
@@ -75,11 +78,15 @@ def describe(facts: Facts) -> str:
                 _ranges(again) or "-",
             )
         )
-    ranks = [("rank", "computes ms", "waits ms", "peak memory")]
-    for rank, (busy, peak) in enumerate(zip(predicted.busy, predicted.peak_bytes)):
-        waits = predicted.time - busy
-        ranks.append((str(rank), f"{1e3 * busy:.3f}", f"{1e3 * waits:.3f}", show_bytes(peak)))
-    return "\n".join([heading, table(rows, left=(3,)), table(ranks)])
+    ranks = [
+        ("rank", *map(str, range(placement.ranks))),
+        ("computes ms", *(f"{1e3 * busy:.3f}" for busy in predicted.busy)),
+        ("waits ms", *(f"{1e3 * (predicted.time - busy):.3f}" for busy in predicted.busy)),
+        ("peak memory", *map(show_bytes, predicted.peak_bytes)),
+    ]
+    if predicted.process_bytes is not None:
+        ranks.append(("of the process", *map(show_bytes, predicted.process_bytes)))
+    return "\n".join([heading, table(rows, left=(3,)), table(list(zip(*ranks)))])
 
 
 def name_bottleneck(facts: Facts) -> str:
@@ -116,18 +123,19 @@ def _time(facts: Facts) -> Iterator[str]:
 
 
 def _memory(facts: Facts) -> Iterator[str]:
-    peaks = facts.predicted.peak_bytes
+    peaks, taken = facts.predicted.peak_bytes, facts.predicted.process_bytes
     rank = peaks.index(max(peaks))
+    most = f"memory: tensors take at most {show_bytes(peaks[rank])}, on rank {rank}"
     if facts.memory_cap is None:
-        yield f"memory: at most {show_bytes(peaks[rank])}, on rank {rank}; there is no cap"
-        return
-    share = peaks[rank] / facts.memory_cap
-    yield (
-        f"memory: at most {show_bytes(peaks[rank])} of {show_bytes(facts.memory_cap)}, on rank"
-        f" {rank} ({share:.1%})"
-    )
-    if share >= _FULL or any(facts.recompute):
-        yield f"  the memory of rank {rank} binds: a plan with a larger cap may be faster"
+        yield f"{most}; there is no cap"
+    else:
+        share = peaks[rank] / facts.memory_cap
+        yield f"{most}, {share:.1%} of the cap of {show_bytes(facts.memory_cap)}"
+        if share >= _FULL or any(facts.recompute):
+            yield f"  the memory of rank {rank} binds: a plan with a larger cap may be faster"
+    if taken is not None:
+        about = "" if facts.memory_cap is None else "; the cap is about tensors alone"
+        yield f"  its process takes some {show_bytes(taken[rank])}, libraries included{about}"
 
 
 def _recompute(facts: Facts) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.profiling.cost_model import StageCost, costs_of
+from fleetpipe.profiling.cost_model import ProcessMemory, StageCost, costs_of
 from fleetpipe.profiling.explaining import Facts, Predicted, describe, name_bottleneck
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
@@ -49,12 +49,14 @@ class PipelinePlan:
         recompute: For each stage the layers whose forward runs again in backward.
         stages: The costs of each stage for one micro-batch.
         comm: Seconds that a value takes from each stage to the next.
-        memory_cap: Bytes that a rank may use; None: no cap.
+        memory_cap: Bytes that the tensors of a rank may take; None: no cap.
         optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
         bound: A lower bound of the time of any plan, in seconds.
         slices: The costs of each stage for each slice, if the schedule cuts sequences into slices.
         slice_comm: The same as :attr:`comm`, for each slice.
         degrees: The number of ranks over which experts and sequences are split; None if unknown.
+        process: What a process takes of its device's memory, by what its tensors take; None if
+            unknown.
     """
 
     schedule: Schedule
@@ -68,6 +70,7 @@ class PipelinePlan:
     slices: tuple[tuple[StageCost, ...], ...] = ()
     slice_comm: tuple[tuple[float, ...], ...] = ()
     degrees: LayerDegrees | None = None
+    process: ProcessMemory | None = None
 
     @property
     def ranks(self) -> int:
@@ -129,7 +132,8 @@ class PipelinePlan:
         timeline = self.schedule.simulate(self.costs)
         busy = tuple(sum(end - start for _, start, end in row) for row in timeline.events)
         peaks = peak_bytes(self.schedule, self.stages, self.optimizer_copies, self.slices)
-        return Predicted(timeline.makespan, busy, peaks, self.bound)
+        taken = None if self.process is None else tuple(map(self.process.taken, peaks))
+        return Predicted(timeline.makespan, busy, peaks, self.bound, taken)
 
     def explain(self) -> str:
         """Names the bottleneck (work, waiting or memory) and the gap to the lower bound."""
@@ -203,6 +207,7 @@ class PipelinePlan:
                     "optimizer_copies": self.optimizer_copies,
                     "bound": self.bound,
                     "degrees": self.degrees and self.degrees._asdict(),
+                    "process": self.process and self.process._asdict(),
                 }
             )
             + "\n"
@@ -256,7 +261,7 @@ def _plan(content: JsonValue) -> PipelinePlan:
             fix="make the plan anew with fleetpipe plan",
         )
     cap, slices, slice_comm = map(content.get, ("memory_cap", "slices", "slice_comm"))
-    degrees = content.get("degrees")
+    degrees, process = map(content.get, ("degrees", "process"))
     return PipelinePlan(
         schedule,
         partition,
@@ -273,6 +278,7 @@ def _plan(content: JsonValue) -> PipelinePlan:
         if slice_comm
         else (),
         None if degrees is None else degrees.record(LayerDegrees, JsonValue.count),
+        None if process is None else process.record(ProcessMemory, JsonValue.figure),
     )
 
 

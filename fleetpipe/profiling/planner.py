@@ -35,14 +35,16 @@ def plan(
 ) -> PipelinePlan:
     """Returns the fastest plan that fits into memory. Runs nothing.
 
-    The same profile gives the same plan anywhere.
+    Of plans whose times differ by less than 1 %, as two profiles of one model do, it is the one
+    that needs least memory. The same profile gives the same plan anywhere.
 
     Args:
         profile: A result of ``model.profile(batch)``, or its file.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
-        memory_cap: Bytes that a rank may use, as a number or as ``"2GiB"``: parameters, gradients,
-            the optimizer's state, buffers and activations. None: no cap.
+        memory_cap: Bytes that the tensors of a rank may take, as a number or as ``"2GiB"``:
+            parameters, gradients, the optimizer's state, buffers and activations. A process takes
+            more: see ``plan.predicted.process_bytes``. None: no cap.
         search: The parts of the plan to choose. Without ``"partition"`` the cut is even in layers,
             without ``"placement"`` each rank has one chunk, without ``"schedule"`` it is 1F1B, and
             without ``"recompute"`` nothing is recomputed.
@@ -169,6 +171,7 @@ def _plan_of(
         slices,
         tuple(task.comm(placement, part) for part in slices),
         task.profile.degrees if any(one.loads or one.queries for one in layers) else None,
+        task.profile.process,
     )
 
 

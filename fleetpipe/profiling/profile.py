@@ -17,6 +17,7 @@ from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.profiling.cost_model import (
     LayerCost,
     Link,
+    ProcessMemory,
     Stages,
     Transfer,
     check_figure,
@@ -68,6 +69,8 @@ class Profile:
         slice_lengths: The places of each of these slices.
         exchange: The link of exchanges among the ranks of a stage, which layers' times leave out.
         degrees: The number of ranks over which experts and sequences were split.
+        process: What a process takes of its device's memory, by what its tensors take; None if
+            unknown.
 
     Raises:
         ConfigError: No layer, a figure that is negative or not a number, a layer with neither B nor
@@ -84,6 +87,7 @@ class Profile:
     slice_lengths: tuple[int, ...] = ()
     exchange: Link = _FREE
     degrees: LayerDegrees = _ALONE
+    process: ProcessMemory | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or not self.links:
@@ -99,6 +103,8 @@ class Profile:
                 check_figure(name, value, "a link")
         for name, value in (*self.transfer._asdict().items(), *self.exchange._asdict().items()):
             check_figure(name, value, "a transfer or an exchange")
+        for name, value in (self.process._asdict() if self.process else {}).items():
+            check_figure(name, value, "the memory of a process")
         self.degrees.check()
         self._require_whole_slices()
         places = self.places or ()
@@ -221,6 +227,7 @@ class Profile:
         content["transfer"] = self.transfer._asdict()
         content["exchange"] = self.exchange._asdict()
         content["degrees"] = self.degrees._asdict()
+        content["process"] = self.process and self.process._asdict()
         layers, slices = _plain(content.pop("layers")), list(map(_plain, content.pop("slices")))
         lengths = content.pop("slice_lengths")
         if slices:
@@ -404,4 +411,5 @@ _READERS: Any = {
     "slice_lengths": JsonValue.counts,
     "exchange": _link,
     "degrees": lambda value: value.record(LayerDegrees, JsonValue.count),
+    "process": lambda value: value.record(ProcessMemory, JsonValue.figure),
 }

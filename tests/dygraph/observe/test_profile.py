@@ -10,6 +10,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe import systems
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import product
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter
@@ -91,6 +92,17 @@ def test_one_process_takes_what_transfers_usually_cost() -> None:
             batch()
         )
     assert profile.transfer == TYPICAL
+
+
+@pytest.mark.skipif(systems.resident_bytes() == 0, reason="the system says no resident size")
+def test_a_process_takes_more_than_its_tensors() -> None:
+    with model_in_job(2, 2) as model:
+        process = model.profile(batch(2)).process
+    assert process is not None
+    assert process.growth >= 1
+    # Paddle's libraries alone.
+    assert 50 * 2**20 < process.base < systems.resident_bytes(peak=True)
+    assert process.taken(2**30) >= 2**30 + process.base
 
 
 def test_each_value_that_crosses_between_ranks_is_sent_and_received_twice() -> None:
