@@ -101,7 +101,8 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/schedule_commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    *("dygraph/observe/profile", "engine/step_meter", "fleet/gpu_only", "job/run_files"),
+    *("dygraph/observe/memory_meter", "dygraph/observe/profile"),
+    *("engine/step_meter", "fleet/gpu_only", "job/run_files"),
     *("paddle_api/launcher", "paddle_api/loading", "schedules/families/variants"),
 )
 EXTRAS = ("contrib", "paddle_api/pipelining", "paddle_api/rehearsal")

@@ -202,10 +202,10 @@ class Runs:
             _run(engine, stage, self._batch(self._data, self._weights))
         result = meter.result()
         ranks = self._job.group().all_gather(None if result is None else list(result))
-        known = [figures for figures in ranks if figures is not None]
-        if len(known) < len(ranks):
+        measured = [figures for figures in ranks if figures is not None]
+        if len(measured) < len(ranks):
             return None
-        return ProcessMemory(*map(max, zip(*known)))
+        return ProcessMemory(*map(max, zip(*measured)))
 
     def latency(self) -> float | None:
         """Returns the seconds that a message takes while no rank is busy. Collective.
