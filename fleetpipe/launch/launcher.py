@@ -8,6 +8,7 @@ from pathlib import Path
 # Run by path, this file's folder stands first on the path of modules, and must not.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from fleetpipe.launch.forked_ranks import run_launcher  # noqa: E402
 from fleetpipe.launch.noted_launch import launch  # noqa: E402
 
-launch()
+run_launcher(launch)

@@ -12,7 +12,7 @@ from fleetpipe.errors import UsageError
 from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.watching.watch import EXIT_CODE
-from fleetpipe.launch import streams
+from fleetpipe.launch import forked_ranks, streams
 from fleetpipe.launch.command_folder import end_with_command
 from fleetpipe.launch.script import end_sessions, in_a_shell
 from fleetpipe.paddle_api import launcher
@@ -27,6 +27,7 @@ def launch() -> None:
             else 0.
     """
     streams.prepare()
+    forked_ranks.load()
     home = Path(os.environ[attempt_files.FOLDER])
     end_with_command(functools.partial(end_sessions, home))
     try:
@@ -36,6 +37,7 @@ def launch() -> None:
             exit_code=functools.partial(_exit_code, home),
             explained=functools.partial(_is_explained, home),
             share=require_sockets,
+            popen=forked_ranks.popen,
             hold=extra("healing.replacing").holder(home) if generation.asked_for() else None,
         )
     except UsageError as error:

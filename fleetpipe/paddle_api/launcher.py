@@ -13,6 +13,7 @@ import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from paddle.distributed.launch.context import device as _device
@@ -20,6 +21,7 @@ from paddle.distributed.launch.controllers import controller as _controller
 from paddle.distributed.launch.job import container as _container
 from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
+from paddle.distributed.launch.utils import process_context as _process_context
 
 from fleetpipe.paddle_api.device import cards, device_kind
 from fleetpipe.systems import STOP_SIGNALS
@@ -50,6 +52,7 @@ _Device: Any = _device.Device
 _Pod: Any = _pod.Pod
 _Container: Any = _container.Container
 _Collective: Any = _controller.Controller
+_processes: Any = _process_context
 
 
 def launch(
@@ -58,6 +61,7 @@ def launch(
     exit_code: Callable[[Mapping[int, int]], int],
     explained: Callable[[], bool],
     share: Callable[[int, int], None],
+    popen: Callable[..., Any],
     hold: Callable[[RankProcess], Any] | None = None,
 ) -> None:
     """Runs Paddle's launcher with the arguments of this process, which it ends.
@@ -70,12 +74,14 @@ def launch(
             the end of its log.
         share: Called with a number of ranks and a smaller one of cards, before any rank starts.
             Raises an error if the ranks may not share them.
+        popen: Starts each rank, in the place of ``subprocess.Popen``.
         hold: Called with each process that has begun; returns what the launcher watches in its
             place, with the methods of ``subprocess.Popen``, and then reports its end itself.
 
     Raises:
         SystemExit: With that code.
     """
+    waiting: list[threading.Thread] = []
 
     def deploy(pod: Any) -> None:
         # Ctrl-C, which a terminal sends here too, is left to who started the launcher.
@@ -84,6 +90,9 @@ def launch(
             signal.signal(number, lambda number, _: _pass_on(pod, number))
         with _hold_signals(*STOP_SIGNALS, signal.SIGABRT):
             _deploy(pod)
+            # Only now, since a rank may be a fork of this process.
+            for thread in waiting:
+                thread.start()
 
     def start(container: Any) -> None:
         _start(container)
@@ -94,10 +103,10 @@ def launch(
             one = RankProcess(_rank_of(container), process, words, environment, container.outfile)
             container._proc._proc = hold(one)
             return
-        waiting = threading.Thread(
+        wait = threading.Thread(
             target=lambda: ended(_rank_of(container), int(process.wait())), daemon=True
         )
-        waiting.start()
+        waiting.append(wait)
 
     def code(pod: Any) -> int:
         return exit_code({_rank_of(one): int(one.exit_code or 0) for one in pod.containers})
@@ -106,6 +115,7 @@ def launch(
         if not explained():
             _tail(container)
 
+    _processes.subprocess = SimpleNamespace(Popen=popen)
     _Pod.deploy, _Container.start = deploy, start
     _Container.tail = show_end
     _Pod.exit_code = property(code)

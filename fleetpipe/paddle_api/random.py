@@ -220,3 +220,8 @@ def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
             fix="restore on paddlepaddle 3.3, or leave the random states out with only=",
         )
     return words
+
+
+def seed_anew() -> None:
+    """Gives the generator of the CPU a seed of the system's, as when a process begins."""
+    core.default_cpu_generator().seed()

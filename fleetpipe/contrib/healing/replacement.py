@@ -20,6 +20,7 @@ from fleetpipe.errors import CheckpointError, PipelineTimeout, StateError
 from fleetpipe.job import attempt_files, generation, meeting
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import ALONE, Job
+from fleetpipe.launch.forked_ranks import EARLY
 from fleetpipe.mesh.axes import Mesh
 from fleetpipe.paddle_api.gloo.process_groups import refuse_unconnected
 from fleetpipe.paddle_api.topology import beginning
@@ -30,8 +31,6 @@ _log = log.logger(__name__)
 _LOOK_SECONDS = 0.01
 #: The environment with which this process began; empty in one that replaces no rank.
 ENVIRONMENT: dict[str, str] = {}
-#: Variables that count when Paddle is loaded, which it was before the script could set them.
-_EARLY = ("FLAGS_", "OMP_", "MKL_", "KMP_", "CUDA_", "OPENBLAS_")
 
 
 def begin_alone(
@@ -54,7 +53,7 @@ def begin_alone(
         StateError: It is not the first job of the script, or the script has set variables that
             Paddle reads when it is loaded.
     """
-    early = {name for name in {*os.environ, *ENVIRONMENT} if name.startswith(_EARLY)}
+    early = {name for name in {*os.environ, *ENVIRONMENT} if name.startswith(EARLY)}
     changed = [name for name in sorted(early) if os.environ.get(name) != ENVIRONMENT.get(name)]
     if changed and ENVIRONMENT:
         raise StateError(

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
-import io
 import os
-import random
-import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fleetpipe import systems
 from fleetpipe.contrib.kept_state import kept_state
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.watching.watch import EXIT_CODE
+from fleetpipe.launch import forked_ranks
+from fleetpipe.launch.forked_ranks import EARLY, Program
 from fleetpipe.paddle_api.launcher import RankProcess
 
 _WAIT_SECONDS = 0.02
 #: Is loaded before a fork, and imports Paddle.
 _REPLACEMENT = "fleetpipe.contrib.healing.replacement"
 _ENDED = "rank {} has ended its work, and meets no other process"
-#: More than the launcher has open.
-_MOST_FILES = 1 << 16
 
 
 class Rank:
@@ -73,27 +68,6 @@ class Rank:
         self.send_signal(systems.SIGKILL)
 
 
-class _Fork:
-    """A forked process, with what is asked of a ``subprocess.Popen``."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Returns the exit code, -n if signal n ended it; None while it runs."""
-        if self._code is None:
-            no_wait = os.WNOHANG  # type: ignore[attr-defined,unused-ignore]
-            ended, status = os.waitpid(self.pid, no_wait)
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
-        return self._code
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
-        if self._code is None:
-            os.kill(self.pid, number)
-
-
 class Healer:
     """Decides for each rank that ends whether a process takes its place, and starts that.
 
@@ -114,7 +88,7 @@ class Healer:
         self._replaced: list[tuple[int, int]] = []
         #: The steps in which ranks raised an error, which a replacement would meet again.
         self._raised: set[tuple[int, int]] = set()
-        self._loaded: dict[str, str] | None = None
+        self._loaded = False
 
     def hold(self, started: RankProcess) -> Rank:
         """Returns what the launcher watches in the place of a process."""
@@ -126,8 +100,10 @@ class Healer:
 
         The first call, when the ranks have been started, loads what a replacement needs.
         """
-        if self._loaded is None:
-            self._loaded = _load()
+        if not self._loaded:
+            self._loaded = True
+            forked_ranks.load()
+            importlib.import_module(_REPLACEMENT)
         running = [rank for rank in self._ranks if rank.code is None]
         ended = [(rank, code) for rank in running if (code := rank.process.poll()) is not None]
         # A rank that ends because of another one has another code.
@@ -213,8 +189,7 @@ class Healer:
         now = before.number + 1
         self._generation = Generation(now, {**before.since, number: now})
         generation.write(self._home, self._generation)
-        variables = self._loaded or {}
-        rank.process = _Fork(_fork(lambda: become(rank.started, now, variables)))
+        rank.process = forked_ranks.fork(_program(rank.started, now))
         attempt_files.note_start(self._home, number, rank.pid)
 
 
@@ -223,73 +198,15 @@ def holder(home: Path) -> Callable[[RankProcess], Rank]:
     return Healer(home, int(os.environ[generation.HEAL])).hold
 
 
-def _load() -> dict[str, str]:
-    """Loads Paddle and fleetpipe; returns the variables of the environment that these have set."""
-    before = dict(os.environ)
-    for name in ("fleetpipe.fleet", _REPLACEMENT):
-        importlib.import_module(name)
-    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+def _program(started: RankProcess, number: int) -> Program:
+    """Returns the program that takes the place of a process in a generation."""
+    early = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
+    environment = {**early, **started.environment, generation.BEGAN: str(number)}
 
-
-def _fork(act: Callable[[], NoReturn]) -> int:
-    """Returns the number of a new process, which runs ``act``."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    gc.freeze()  # a child that looks through these objects would copy them
-    child = os.fork()  # type: ignore[attr-defined,unused-ignore]
-    return int(child) if child else act()
-
-
-def become(started: RankProcess, number: int, variables: Mapping[str, str]) -> NoReturn:
-    """Makes this fork a rank from its first line on, and ends the process after its last.
-
-    Args:
-        started: The process that it replaces.
-        number: The generation that begins.
-        variables: What the loading of Paddle has set in the environment.
-    """
-    code = 1
-    try:
-        _leave_the_launcher(started)
-        os.environ.clear()
-        os.environ.update({**variables, **started.environment})
-        os.environ[generation.BEGAN] = str(number)
+    def prepare() -> None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stop in systems.STOP_SIGNALS:  # until the script goes by fleetpipe.resume
+            signal.signal(stop, generation.note_signal)
         importlib.import_module(_REPLACEMENT).ENVIRONMENT.update(os.environ)
-        _, *words = started.words
-        sys.argv = words[1:] if words[0] == "-u" else words
-        random.seed()
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        try:
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
 
-
-def _leave_the_launcher(started: RankProcess) -> None:
-    """Gives this fork a session, signals and files of its own."""
-    os.setsid()  # type: ignore[attr-defined,unused-ignore]
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGABRT, signal.SIG_DFL)
-    for number in systems.STOP_SIGNALS:  # until the script goes by fleetpipe.resume
-        signal.signal(number, generation.note_signal)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    if started.log:
-        log = os.open(started.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(write_through=True, line_buffering=True)  # as python -u
-    # The launcher's sockets and locks must end with it.
-    os.closerange(3, int(min(systems.descriptor_limits()[0], _MOST_FILES)))
+    return Program(started.words, environment, started.log, started.log, prepare)

@@ -35,7 +35,7 @@ from fleetpipe.systems import STOP_SIGNALS  # noqa: E402
 # which takes them for a report of its own, is loaded, they wait.
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # type: ignore[attr-defined,unused-ignore]
 
-from fleetpipe.launch import streams  # noqa: E402
+from fleetpipe.launch import forked_ranks, streams  # noqa: E402
 from fleetpipe.launch.noted_launch import launch  # noqa: E402
 from fleetpipe.launch.script import in_a_shell  # noqa: E402
 from fleetpipe.launch.supervisor import pods  # noqa: E402
@@ -73,7 +73,7 @@ def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
 
 
 def _launch(order: pods.Order) -> NoReturn:
-    """Runs Paddle's launcher in this process, which then exits."""
+    """Runs Paddle's launcher in this process, which then exits; a fork of it goes on as a rank."""
     code = 1
     try:
         # Names and ports would be those of the attempt before.
@@ -82,12 +82,15 @@ def _launch(order: pods.Order) -> NoReturn:
         os.environ.update(order.environment)
         launch()
         code = 0
+    except forked_ranks.ForkedRank:
+        raise
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end_loading() -> None:
@@ -100,11 +103,16 @@ def _end_loading() -> None:
     _LOADING.unlink()
 
 
+def _serve_supervisor() -> None:
+    with contextlib.suppress(ConnectionError):  # a supervisor that was killed
+        serve(socket.socket(fileno=int(sys.argv[1])))
+
+
 if __name__ == "__main__":
     streams.prepare()
+    forked_ranks.load()
     _end_loading()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
-    with contextlib.suppress(ConnectionError):  # a supervisor that was killed
-        serve(socket.socket(fileno=int(sys.argv[1])))
+    forked_ranks.run_launcher(_serve_supervisor)
