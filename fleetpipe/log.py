@@ -62,11 +62,33 @@ def _once_in_turn(log: Callable[..., None], text: str) -> None:
         once(log, text)
 
 
+class LogObserver(logging.Handler):
+    """Gives records to the program itself: beside it notices are shown as without it."""
+
+    def __init__(self, see: Callable[[logging.LogRecord], None], level: int) -> None:
+        """Prepares to be added to a logger.
+
+        Args:
+            see: Gets each record; called on the thread that logs.
+            level: The least level of a record.
+        """
+        super().__init__(level)
+        self._see = see
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Gives a record to the program."""
+        self._see(record)
+
+
 class _Unconfigured(logging.Handler):
     """Writes records to the current ``sys.stderr`` if no handler of the user's takes them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        handlers = [handler for handler in _handlers(record) if handler is not self]
+        handlers = [
+            handler
+            for handler in _handlers(record)
+            if handler is not self and not isinstance(handler, LogObserver)
+        ]
         paddles = [handler for handler in handlers if _is_paddles(handler)]
         for handler in paddles:
             _keep_out(handler)

@@ -229,7 +229,10 @@ class Loop:
         self.logs.update(step=step, batch_size=rows.everywhere)
         self._tell("on_batch_end", mode, step, self.logs)
         if mode == "train":
-            self._runner.progress.note(self._figures(self.logs))
+            # What ThroughputMonitor has measured, of a model whose rows have tokens.
+            tokens = self.logs.get("tokens_per_second")
+            rate = {} if tokens is None else {"tokens/s": tokens}
+            self._runner.progress.note({**self._figures(self.logs), **rate})
 
     def _end(self) -> Logs:
         for metric in self._runner.metrics:

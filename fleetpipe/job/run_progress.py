@@ -127,6 +127,7 @@ class RunProgress:
         memory_limit: Bytes that it may hold.
         gradient_norm: Returns the gradient norm of the last step; None if it is not known.
         figures: Gets each step with its figures by name; None where nobody takes them away.
+        events: Gets what happens to the run, as a kind and a text; None as for figures.
         folders: The folders in which the run is recorded.
         calls: The collective calls that it has begun.
         wall_time: Where its time goes.
@@ -144,6 +145,7 @@ class RunProgress:
         self.memory_limit = sys.maxsize
         self.gradient_norm: Callable[[], float | None] = lambda: None
         self.figures: deque[tuple[int, Mapping[str, float]]] | None = None
+        self.events: deque[tuple[str, str]] | None = None
         self._losses: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
@@ -201,6 +203,11 @@ class RunProgress:
         """Adds figures of the last step, such as metrics, to those that a board shows."""
         if self.figures is not None:
             self.figures.append((self.step, figures))
+
+    def note_event(self, kind: str, text: str) -> None:
+        """Adds something that happened, such as a healing, to what a board shows."""
+        if self.events is not None:
+            self.events.append((kind, text))
 
     def _is_due(self, name: str) -> bool:
         now = time.monotonic()

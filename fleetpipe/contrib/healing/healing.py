@@ -317,8 +317,10 @@ class Healing:
         stayed = [rank for rank in ranks if now.since.get(rank, 0) <= before]
         if attempt_files.own_rank() == stayed[0]:
             seconds = time.monotonic() - since
-            place = f"{gone}, another process has its place"
-            _log.info(f"{place}: the job goes on after {step} steps ({seconds:.1f} s)")
+            text = f"{gone}, another process has its place"
+            text = f"{text}: the job goes on after {step} steps ({seconds:.1f} s)"
+            _log.info(text)
+            self._job.progress.note_event("healed", text)
         return step < self._run.step
 
     def _kill(self, ranks: list[int]) -> None:

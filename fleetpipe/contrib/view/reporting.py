@@ -1,17 +1,20 @@
 """Makes a board of the whole job on its first rank, five times a second.
 
 A thread of rank 0 combines the records of all ranks. It writes the board as a file into the folder
-of the attempt, which the launcher reads, and into the folders of the run, and logs slow ranks.
+of the attempt, which the launcher reads, and into the folders of the run, beside a history of
+figures and events; and it logs slow ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,105 +31,177 @@ from fleetpipe.contrib.view.reading.board import (
     read_board,
 )
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import attempt_files, run_files
+from fleetpipe.job import allow, attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.records import Heard, RankRecord
 
 _log = log.logger(__name__)
 #: The least seconds from one file of the history to the next, and how many times its writing.
 _HISTORY_PERIOD, _HISTORY_TIMES = 1.0, 500
 #: Seconds that a board may take at the end of a job.
 _LONGEST = 10.0
-#: Most steps between two boards.
+#: Most steps, and events, between two boards.
 _MOST_NOTED = 4096
+#: Loggers whose warnings are events of another kind.
+_OTHERWISE = (__name__, allow.__name__)
 
 
-class Reporter:
-    """Makes the board of a job until the job ends.
+class BoardWriter:
+    """Makes boards of a job from the records of its ranks, and writes them.
 
     Attributes:
         board: The last board.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.board = JobBoard(time.time())
+    def __init__(self, job: Job, now: float) -> None:
+        """Begins without a board.
+
+        Args:
+            job: The job.
+            now: Seconds since 1970.
+        """
+        self.board = JobBoard(now)
         self._job = job
         self._boards = Boards()
         self._notices = Notices()
         self._history = history.History()
         self._figures = job.progress.figures = deque(maxlen=_MOST_NOTED)
-        self._history_due = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fleetpipe-board", daemon=True)
-        self._thread.start()
+        self._noted = job.progress.events = deque(maxlen=_MOST_NOTED)
+        if attempt_files.number() <= 1:  # of a later attempt the launcher says why it begins
+            self._add_event("start", "the training begins", job.progress.step, now)
+        self._slow: Mapping[tuple[int, str], SlowRank] = {}
+        self._allowed: set[str] = set()
+        self._strange: set[str] = set()
+        self._mixed = False
+        #: By the clock of the boards, which may be set back.
+        self._history_written, self._history_period = -math.inf, _HISTORY_PERIOD
+        #: Of each folder, which file of a board was written last.
+        self._written: dict[Path, tuple[int, int]] = {}
 
-    def close(self) -> None:
-        """Ends the thread; the last board says that the job has ended."""
-        self._ended.set()
-        self._thread.join(_LONGEST)
-        if self._thread.is_alive():  # on a disk that hangs: it would write over the last one
-            return
-        # The last step may be younger than what was heard last; it is that of all ranks.
-        last = self._job.progress.record(0, "", with_rows=False)
+    def add(self, heard: Mapping[int, Heard], now: float) -> None:
+        """Makes and writes the next board.
+
+        Args:
+            heard: The last record of each rank, with the rows that came since the last board.
+            now: Seconds since 1970.
+        """
+        board = self._boards.next(heard, now)
+        self._note(board)
+        named = self._notices.choose(board.slow, now)
+        self._note_events(board)
+        restarts = max(0, attempt_files.number() - 1)
+        self.board = replace(board, restarts=restarts, history=self._history)
+        self._write(self.board)
+        for one in named:
+            _log.warning("step %d: %s", board.step, one)
+            line = {"step": board.step, "time": now, **asdict(one)}
+            for folder in self._job.progress.folders:
+                with contextlib.suppress(OSError):
+                    run_files.append_line(folder / run_files.SLOW, line)
+
+    def close(self, last: RankRecord, now: float) -> None:
+        """Writes the last board, which says that the job has ended.
+
+        Args:
+            last: The last record of this rank, which may be younger than what was heard last.
+            now: Seconds since 1970.
+        """
         step = max(self.board.step, last.step)
         ranks = [replace(rank, state="ended", step=step, part="") for rank in self.board.ranks]
         if ranks:
             ranks[0] = replace(ranks[0], spent=last.spent, step_age=last.step_age)
+        saved = filter(None, [self.board.last_checkpoint, checkpoint_of(last)])
         self.board = replace(
             self.board,
-            at=time.time(),
+            at=now,
             step=step,
             ranks=tuple(ranks),
             gradient_norm=last.gradient_norm,
-            last_checkpoint=max(
-                filter(None, [self.board.last_checkpoint, checkpoint_of(last)]), default=None
-            ),
+            last_checkpoint=max(saved, default=None),
             news="the job has ended",
+            history=self._history,
         )
         self._note(self.board)
-        self._history_due = 0.0
+        self._notices.choose((), now)
+        self._note_events(self.board)
+        self._history_written = -math.inf
         self._write(self.board)
-
-    def _run(self) -> None:
-        try:
-            while not self._ended.wait(PERIOD):
-                board = self._boards.next(self._job.heard(), time.time())
-                self._note(board)
-                restarts = max(0, attempt_files.number() - 1)
-                self.board = replace(board, restarts=restarts, history=self._history)
-                self._write(self.board)
-                self._name_slow(self.board.slow)
-        except Exception:  # the training goes on without
-            _log.exception("the board of the job broke; nobody can watch it any more")
 
     def _note(self, board: JobBoard) -> None:
         """Adds the figures that came since the last board to those of the run."""
         if not self._figures:
             return
         if not self._history.last:
-            # What an earlier attempt has left; from the step on that comes now it is dropped.
-            earlier = map(history.read_history, self._folders())
-            self._history = max(earlier, key=lambda one: one.last, default=self._history)
+            self._adopt(self._figures[0][0])
         for _ in range(len(self._figures)):
-            self._history.add(*self._figures.popleft())
+            step, figures = self._figures.popleft()
+            self._history.add(step, figures)
+            for name, figure in figures.items():
+                if not math.isfinite(figure) and name not in self._strange:
+                    self._strange.add(name)
+                    self._add_event("nan", f"{name} is {figure}", step, board.at)
         if board.step_time:
             busy = sum(rank.busy for rank in board.ranks) / len(board.ranks)
             norm = {} if board.gradient_norm is None else {"gradient norm": board.gradient_norm}
             self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
 
+    def _adopt(self, step: int) -> None:
+        """Takes over what an earlier attempt has left; later steps of it are dropped."""
+        if step > 1 or attempt_files.number() > 1:
+            earlier = map(history.read_history, self._folders())
+            events = self._history.events
+            self._history = max(
+                (self._history, *earlier), key=lambda one: (one.last, len(one.events))
+            )
+            for event in events:
+                self._history.add_event(event)
+
+    def _note_events(self, board: JobBoard) -> None:
+        """Adds what has happened since the last board."""
+        for _ in range(len(self._noted)):
+            self._add_event(*self._noted.popleft(), board.step, board.at)
+        used = self._job.allow.used
+        for entry in [entry for entry in used if entry not in self._allowed]:
+            self._allowed.add(entry)
+            self._add_event("allowed", f"{entry} was let pass: {used[entry]}", board.step, board.at)
+        saved, before = board.last_checkpoint, self.board.last_checkpoint
+        if saved is not None and (before is None or saved.step != before.step):
+            self._add_event("save", "saved", saved.step, board.at - saved.age)
+        for key in self._slow.keys() - self._notices.lasting.keys():
+            one = self._slow[key]
+            text = f"rank {one.rank} was slow in {one.what}"
+            self._add_event("slow", text, board.step, board.at, one.since)
+        self._slow = self._notices.lasting
+
+    def _add_event(self, kind: str, text: str, step: int, at: float, since: int = 0) -> None:
+        event = history.RunEvent(at, step, kind, text, min(step, since or step))
+        self._history.add_event(event)
+
     def _write(self, board: JobBoard) -> None:
         self._replace(FILE, board.content())
-        now = time.monotonic()
-        if self._history.last and now >= self._history_due:
+        if abs(board.at - self._history_written) >= self._history_period:
             begin = time.thread_time()
             self._replace(history.FILE, self._history.content())
             took = time.thread_time() - begin
-            self._history_due = now + max(_HISTORY_PERIOD, _HISTORY_TIMES * took)
+            self._history_written = board.at
+            self._history_period = max(_HISTORY_PERIOD, _HISTORY_TIMES * took)
 
     def _replace(self, name: str, content: object) -> None:
         text = json.dumps(content)
         for folder in self._folders():
             with contextlib.suppress(OSError):
+                if name == FILE:
+                    self._note_others(folder)
                 atomic_file.replace_text(folder / name, text)
+                self._written[folder / name] = _identity(folder / name)
+
+    def _note_others(self, folder: Path) -> None:
+        """Adds an event if the board in a folder is not the one that was written last."""
+        last = self._written.get(folder / FILE)
+        if last is not None and _identity(folder / FILE) != last and not self._mixed:
+            self._mixed = True
+            text = "another job writes into this folder: give each a folder of its own"
+            self._add_event("mixed", text, self.board.step, self.board.at)
 
     def _folders(self) -> Iterator[Path]:
         yield from self._job.progress.folders
@@ -134,14 +209,49 @@ class Reporter:
         if home is not None:
             yield home
 
-    def _name_slow(self, slow: tuple[SlowRank, ...]) -> None:
-        """Logs each rank that stays slow."""
-        for one in self._notices.choose(slow, time.monotonic()):
-            _log.warning("step %d: %s", self.board.step, one)
-            line = {"step": self.board.step, "time": time.time(), **asdict(one)}
-            for folder in self._job.progress.folders:
-                with contextlib.suppress(OSError):
-                    run_files.append_line(folder / run_files.SLOW, line)
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+class Reporter:
+    """Runs a :class:`BoardWriter` on a thread until the job ends."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._writer = BoardWriter(job, time.time())
+        self._warnings = log.LogObserver(self._note_warning, logging.WARNING)
+        logging.getLogger(log.NAME).addHandler(self._warnings)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fleetpipe-board", daemon=True)
+        self._thread.start()
+
+    @property
+    def board(self) -> JobBoard:
+        """The last board."""
+        return self._writer.board
+
+    def close(self) -> None:
+        """Ends the thread; the last board says that the job has ended."""
+        self._ended.set()
+        self._thread.join(_LONGEST)
+        logging.getLogger(log.NAME).removeHandler(self._warnings)
+        if not self._thread.is_alive():  # on a disk that hangs it would write over the last one
+            last = self._job.progress.record(0, "", with_rows=False)
+            self._writer.close(last, time.time())
+
+    def _note_warning(self, record: logging.LogRecord) -> None:
+        if record.name not in _OTHERWISE:
+            first = record.getMessage().partition("\n")[0]
+            self._job.progress.note_event("warning", first)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(PERIOD):
+                self._writer.add(self._job.heard(), time.time())
+        except Exception:  # the training goes on without
+            _log.exception("the board of the job broke; nobody can watch it any more")
 
 
 def record_in(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from fleetpipe import atomic_file
 from fleetpipe.contrib.view.address import Address
 from fleetpipe.contrib.view.reading import history
 from fleetpipe.contrib.view.reading.board import FILE, JobBoard, read_board
@@ -47,10 +48,11 @@ class AttemptBoard:
             samples_per_second=0.0,
         )
         if self._file is not None:
-            with contextlib.suppress(OSError):  # no step was done
-                before = self._file.with_name(history.FILE)
-                shutil.copyfile(before, home / history.FILE)
-                self._last = replace(self._last, history=history.read_history(home))
+            earlier = history.read_history(self._file.parent)
+            step, text = max(self._last.step, earlier.last), news or "the training begins again"
+            earlier.add_event(history.RunEvent(time.time(), step, "restart", text, step))
+            atomic_file.replace_text(home / history.FILE, json.dumps(earlier.content()))
+            self._last = replace(self._last, history=earlier)
         self._file, self._restarts, self._news = home / FILE, restarts, news
 
     def __call__(self) -> JobBoard:

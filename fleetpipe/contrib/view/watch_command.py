@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.contrib.view.address import TOKEN, Address, configure_serve
-from fleetpipe.contrib.view.judging.answers import answers_of
+from fleetpipe.contrib.view.judging.answers import answers_of, status_of
 from fleetpipe.contrib.view.reading.board import FILE, BoardFile, JobBoard, board_of
 from fleetpipe.contrib.view.showing.numbers import seconds, short, size
 from fleetpipe.contrib.view.showing.server import Server
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--json shows a job once", fix="give --once --json")
     source = source_of(options.job)
     if options.json:
-        sys.stdout.write(json.dumps(source().status()) + "\n")
+        sys.stdout.write(json.dumps(status_of(source())) + "\n")
     elif options.once:
         show_once(source)
     elif options.serve is not None:
@@ -127,7 +127,10 @@ def render(board: JobBoard) -> RenderableType:
 
     answers = Table(box=None, pad_edge=False, show_header=False)
     for answer in answers_of(board):
-        answers.add_row(answer.question, _plain(answer.text, _STYLES.get(answer.kind, "")))
+        style = _STYLES.get(answer.kind, "")
+        # Where there are no colours, too, it is seen what is wrong.
+        mark = "!" if answer.kind == "bad" else ""
+        answers.add_row(mark, answer.question, _plain(answer.text, style))
     curves = Table(box=None, pad_edge=False, show_header=False)
     for name, (_, values) in board.history.series().items():
         curves.add_row(_plain(name), _plain(short(values[-1])), _plain(_spark(values), "cyan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import sys
@@ -23,6 +24,7 @@ from fleetpipe.contrib.view.reading.board import FILE, read_board
 from fleetpipe.contrib.view.reading.history import FILE as HISTORY
 from fleetpipe.contrib.view.reading.history import History, HistoryRow, read_history
 from fleetpipe.contrib.view.serving import AttemptBoard
+from fleetpipe.job.allow import Allow
 from fleetpipe.job.records import Heard, RankRecord
 from fleetpipe.job.run_progress import RunProgress
 from tests.contrib.view.boards import board, written_on
@@ -129,6 +131,8 @@ def test_the_board_of_the_launcher_outlives_an_attempt(tmp_path: Path) -> None:
     assert (between.step, between.restarts) == (11, 1)
     assert (between.step_time, between.eta_seconds) == (0.0, None)
     assert between.history.rows() == read_history(second).rows() == of_loss.rows()
+    (restart,) = read_history(second).events
+    assert str(restart) == "step 11: attempt 2, since rank 1 was ended by SIGKILL"
     assert between.news == "attempt 2, since rank 1 was ended by SIGKILL"
     assert before <= between.at <= time.time()
 
@@ -167,6 +171,23 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert replace(last, ranks=()).slow == ()
 
 
+def test_warnings_and_what_was_let_pass_are_events(tmp_path: Path) -> None:
+    progress, allow = RunProgress(), Allow(("optimizer:MySAM",))
+    progress.folders.append(tmp_path)
+    records = {0: Heard(RankRecord(0, ""))}
+    job = SimpleNamespace(progress=progress, heard=lambda: records, allow=allow)
+    reporter = reporting.Reporter(job)  # type: ignore[arg-type]
+    logging.getLogger("fleetpipe.checkpoint").warning("the disk is slow\nsecond line")
+    logging.getLogger("fleetpipe.job.allow").warning("it has an event of its own")
+    allow.refuse("optimizer", "MySAM", "it has a step of its own", fix="")
+    reporter.close()
+    assert [(event.kind, event.text) for event in read_history(tmp_path).events] == [
+        ("start", "the training begins"),
+        ("warning", "the disk is slow"),
+        ("allowed", "optimizer:MySAM was let pass: it has a step of its own"),
+    ]
+
+
 def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) -> None:
     asked = threading.Event()
 
@@ -178,7 +199,7 @@ def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) ->
     progress = RunProgress()
     progress.folders.append(tmp_path)
     progress.expect(1, None)
-    reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard))  # type: ignore[arg-type]
+    reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard, allow=Allow()))  # type: ignore[arg-type]
     progress.note({"loss": 2.0})
     assert asked.wait(10)
     reporter.close()

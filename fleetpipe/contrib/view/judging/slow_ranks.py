@@ -56,6 +56,9 @@ _LASTS = 5.0
 #: Seconds after which it may be named again for the same; each time twice as many.
 _PAUSE = 600.0
 _REMEDIES = {
+    "compute": "; likely its rows are longer, or something in its layers takes longer",
+    "data": "; likely its loader: give it more workers, or a faster disk",
+    "save": "; likely the disk that it saves to",
     LIMIT: "; give its container more processor time (cpu.max, docker's --cpus)",
     MACHINE: "; look for what else runs on its host or core, and for its clock and temperature",
 }
@@ -71,16 +74,19 @@ class SlowRank:
             ``save``, ``link to rank N``, or ``step`` and ``callbacks`` of a rank that ends no step.
         factor: How many times as long it takes.
         reference: What it is compared with, in words.
+        since: The step from which on it is slow, from 1; 0 if unknown.
     """
 
     rank: int
     what: str
     factor: float
     reference: str
+    since: int = 0
 
     def __str__(self) -> str:
         text = f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long as "
-        return text + self.reference + _REMEDIES.get(self.what, "")
+        since = f", since step {self.since:,}" if self.since else ""
+        return text + self.reference + since + _REMEDIES.get(self.what, "")
 
 
 class _Compared(NamedTuple):
@@ -231,14 +237,14 @@ class SlowRanks:
             self._rows[rank].update((row.step, row) for row in new)
         whole = set.intersection(*map(set, self._rows.values()))
         for step in sorted(whole):
-            self._compare({rank: kept[step] for rank, kept in self._rows.items()})
+            self._compare(step, {rank: kept[step] for rank, kept in self._rows.items()})
         if whole:
             last = max(whole)
             for rank, kept in self._rows.items():
                 self._rows[rank] = {step: row for step, row in kept.items() if step > last}
         return self.slow
 
-    def _compare(self, step: Mapping[int, StepRow]) -> None:
+    def _compare(self, number: int, step: Mapping[int, StepRow]) -> None:
         span = median(row.span for row in step.values())
         probes = {rank: (row.probe or 1.0) ** _POWER for rank, row in step.items()}
         for name, comparison in self._comparisons.items():
@@ -267,9 +273,11 @@ class SlowRanks:
             if limit.factor is not None:
                 slow.pop((rank, "compute"), None)
                 slow[rank, LIMIT] = limit.factor
+        since = {(one.rank, one.what): one.since for one in self.slow}
+        first = max(1, number + 2 - WINDOW)
         self.slow = [
-            SlowRank(rank, what, factor, self._reference(rank, what))
-            for (rank, what), factor in slow.items()
+            SlowRank(*key, factor, self._reference(*key), since.get(key, first))
+            for key, factor in slow.items()
         ]
 
     def _reference(self, rank: int, what: str) -> str:
@@ -307,10 +315,15 @@ class Notices:
     """Chooses who is named in a log: who stays slow, and again only after longer and longer pauses.
 
     Other work of a desktop computer is often short, and comes again and again.
+
+    Attributes:
+        lasting: Those that are slow now, and have been so for long enough to be named.
     """
 
     def __init__(self) -> None:
+        self.lasting: dict[tuple[int, str], SlowRank] = {}
         self._since: dict[tuple[int, str], float] = {}
+        self._named: set[tuple[int, str]] = set()
         self._due: dict[tuple[int, str], float] = {}
         self._pauses: defaultdict[tuple[int, str], float] = defaultdict(lambda: _PAUSE)
 
@@ -318,11 +331,14 @@ class Notices:
         """Returns who is to be named of those that are slow at a moment, in seconds."""
         by_key = {(one.rank, one.what): one for one in slow}
         self._since = {key: self._since.get(key, now) for key in by_key}
+        lasts = {key for key, since in self._since.items() if now >= since + _LASTS}
+        self.lasting = {key: one for key, one in by_key.items() if key in lasts}
+        self._named &= set(by_key)
         chosen = []
-        for key, one in by_key.items():
-            if now >= max(self._since[key] + _LASTS, self._due.get(key, now)):
-                self._since[key] = math.inf
+        for key, one in self.lasting.items():
+            if key not in self._named and now >= self._due.get(key, now):
                 self._due[key] = now + self._pauses[key]
                 self._pauses[key] *= 2
+                self._named.add(key)
                 chosen.append(one)
         return chosen

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from fleetpipe.contrib.view.judging.slow_ranks import SlowRank, SlowRanks
+from fleetpipe.contrib.view.reading.attempts import AttemptRecord, attempts_of
 from fleetpipe.contrib.view.reading.history import History, read_history
 from fleetpipe.errors import ConfigError
+from fleetpipe.job import run_files
 from fleetpipe.job.records import PARTS, Heard, RankRecord
 from fleetpipe.json_value import JsonValue, Source, parse, read
 
@@ -40,7 +43,9 @@ _STATUS = (
     *("state", "step", "steps", "step_time", "samples_per_second", "eta_seconds", "shares"),
     *("ranks", "slow", "restarts", "last_checkpoint"),
 )
-_OF_SLOW = ("rank", "what", "factor")
+_OF_SLOW = ("rank", "what", "factor", "since")
+#: What stands in files of their own beside the board's.
+_BESIDE = ("history", "attempts")
 
 
 #: The history of a job that has done no step.
@@ -65,7 +70,8 @@ class JobBoard:
         gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
         news: What happened to the job, in words; empty if nothing did.
         silence: Seconds in which nothing was heard of it.
-        history: The figures of its steps; a file of its own beside the board's.
+        history: The figures of its steps, and what happened.
+        attempts: The starts of the run, where it has a folder.
     """
 
     at: float
@@ -82,6 +88,7 @@ class JobBoard:
     news: str = ""
     silence: float = 0.0
     history: History = field(default=_NONE, compare=False, repr=False)
+    attempts: tuple[AttemptRecord, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def eta_seconds(self) -> float | None:
@@ -120,10 +127,9 @@ class JobBoard:
         return {part: fmean(shares) for part, shares in zip(PARTS, zip(*each))}
 
     def content(self) -> dict[str, Any]:
-        """Returns the board without its history as a value of JSON."""
-        content = asdict(replace(self, history=_NONE))
-        del content["history"]
-        return content
+        """Returns the board without its history and attempts as a value of JSON."""
+        content = asdict(replace(self, history=_NONE, attempts=()))
+        return {name: value for name, value in content.items() if name not in _BESIDE}
 
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
@@ -154,6 +160,7 @@ class JobBoard:
             last_checkpoint=lambda saved: saved.record(LastCheckpoint),
             gradient_norm=JsonValue.number,
             history=History.of,
+            attempts=lambda value: (),
         )
 
     def seen_at(self, now: float) -> JobBoard:
@@ -197,12 +204,16 @@ class JobBoard:
 
 
 def read_board(path: Path) -> JobBoard:
-    """Reads the file of a board, and the history beside it.
+    """Reads the file of a board, and what stands beside it.
 
     Raises:
         ConfigError: The file is missing, or is no board.
     """
-    return replace(read(path, _SOURCE, JobBoard.of), history=read_history(path.parent))
+    board = replace(read(path, _SOURCE, JobBoard.of), history=read_history(path.parent))
+    with suppress(OSError):
+        lines = run_files.read_lines(path.parent / run_files.ATTEMPTS).values
+        board = replace(board, attempts=tuple(attempts_of(lines)))
+    return board
 
 
 class BoardFile:

@@ -1,4 +1,4 @@
-"""The figures of a run by step, from the first step to the last, in bounded memory."""
+"""The figures of a run by step, and what happened to it, from its begin on, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from fleetpipe.json_value import JsonValue, Source, read
 FILE = "watch-history.json"
 #: Rows that are kept; of more, each two become one.
 MOST = 600
+#: Events that are kept, the newest ones.
+MOST_EVENTS = 100
 #: Names of a row's figures begin so if an evaluation has measured them.
 EVALUATED = "eval_"
 
@@ -29,18 +31,49 @@ class HistoryRow(NamedTuple):
     figures: Mapping[str, float]
 
 
+class RunEvent(NamedTuple):
+    """What happened to a run, once or several times in a row.
+
+    Attributes:
+        time: Seconds since 1970, at the last time.
+        step: Steps that were done by then.
+        kind: ``start``, ``restart``, ``healed``, ``save``, ``allowed``, ``warning``, ``slow``,
+            ``nan`` or ``mixed``.
+        text: What happened, in words.
+        since: Steps that were done when it began, or at the first time.
+        times: How many times it happened.
+    """
+
+    time: float
+    step: int
+    kind: str
+    text: str
+    since: int
+    times: int = 1
+
+    def __str__(self) -> str:
+        steps = f"step {self.step:,}"
+        if self.since < self.step:
+            steps = f"steps {self.since:,} to {self.step:,}"
+        return f"{steps}: {self.text}" + (f", {self.times} times" if self.times > 1 else "")
+
+
 class History:
     """Figures by step: a row for each step, or for more of them where there would be too many rows.
 
     A row has the last figure of its steps; a NaN or an infinity among them stays.
 
     Attributes:
+        events: What happened, the newest last.
         stride: How many steps a row stands for.
         last: The last step; 0 without one.
     """
 
-    def __init__(self, rows: Iterable[HistoryRow] = (), stride: int = 1) -> None:
+    def __init__(
+        self, rows: Iterable[HistoryRow] = (), stride: int = 1, events: Iterable[RunEvent] = ()
+    ) -> None:
         self.stride, self.last = stride, 0
+        self.events: tuple[RunEvent, ...] = tuple(events)[-MOST_EVENTS:]
         # A row is never changed, so that other threads may read it.
         self._rows: dict[int, Mapping[str, float]] = {}
         for row in rows:
@@ -63,6 +96,16 @@ class History:
             for at, row in self._rows.items():
                 halved[at // 2] = _join(halved.get(at // 2, {}), row)
             self._rows, self.stride = halved, 2 * self.stride
+
+    def add_event(self, event: RunEvent) -> None:
+        """Adds an event; one that is as the last one is counted with that."""
+        *earlier, last = self.events or (None,)
+        if last is not None and (last.kind, last.text) == (event.kind, event.text):
+            times = last.times + event.times
+            event = event._replace(since=min(last.since, event.since), times=times)
+        elif last is not None:
+            earlier.append(last)
+        self.events = (*earlier[1 - MOST_EVENTS :], event)
 
     def rows(self) -> list[HistoryRow]:
         """Returns the rows, each with its last step."""
@@ -91,7 +134,8 @@ class History:
 
     def content(self) -> dict[str, Any]:
         """Returns the history as a value of Python's JSON, which has NaN and infinities."""
-        return {"stride": self.stride, "rows": [[step, {**row}] for step, row in self.rows()]}
+        rows = [[step, {**row}] for step, row in self.rows()]
+        return {"stride": self.stride, "rows": rows, "events": list(map(list, self.events))}
 
     @classmethod
     def of(cls, value: JsonValue) -> History:
@@ -100,10 +144,15 @@ class History:
         Raises:
             ConfigError: The value is no history.
         """
-        rows = value["rows"].items()
-        if len(rows) > MOST or not value["stride"].count():
+        rows, stride = value["rows"].items(), value["stride"].count()
+        if len(rows) > MOST or not stride:
             raise value.refused(f"at most {MOST} rows")
-        return cls((row.row(HistoryRow, figures=_figures) for row in rows), value["stride"].count())
+        events = value.get("events")  # missing in those of earlier versions
+        return cls(
+            (row.row(HistoryRow, figures=_figures) for row in rows),
+            stride,
+            () if events is None else (event.row(RunEvent) for event in events.items()),
+        )
 
 
 def _figures(value: JsonValue) -> dict[str, float]:

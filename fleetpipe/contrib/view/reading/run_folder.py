@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.digests import SHORT
+from fleetpipe.contrib.view.reading.attempts import AttemptRecord, attempts_of
 from fleetpipe.contrib.view.reading.board import FILE as BOARD
 from fleetpipe.contrib.view.reading.board import BoardFile, JobBoard
 from fleetpipe.contrib.view.reading.timelines import Pipeline, pipeline_of
@@ -21,6 +21,8 @@ from fleetpipe.job import run_files
 _MOST = 1e200
 #: What stands in a row beside its figures.
 _KEYS = ("step", "epoch", "phase", "time")
+#: Of a training, whose product is the number of its steps.
+_SIZES = ("batches_per_epoch", "epochs")
 
 
 class Row(NamedTuple):
@@ -55,7 +57,7 @@ class RunFolder:
         slow: Times at which a rank became slow, with the rank, the cause and the factor.
         notes: Texts about missing or damaged files, why, and what to do.
         saved: The newest step of checkpoints in the folder, and the hash of its model.
-        board: The last state of the job; None if nobody wrote it.
+        board: The last state of the job; if nobody wrote it, what its rows tell.
     """
 
     name: str
@@ -65,9 +67,9 @@ class RunFolder:
     attempts: list[AttemptRecord]
     pipeline: Pipeline | None
     slow: list[dict[str, Any]]
+    board: JobBoard
     notes: list[str] = field(default_factory=list)
     saved: tuple[int, str] | None = None
-    board: JobBoard | None = None
 
     @property
     def last(self) -> Row | None:
@@ -136,10 +138,27 @@ def read(folder: Path) -> RunFolder:
         line for line in _lines(folder / run_files.SLOW, notes) if _is_number(line.get("factor"))
     ]
     saved = _newest_model(folder)
-    board = None
-    with suppress(ConfigError):
-        board = BoardFile(folder / BOARD)() if (folder / BOARD).exists() else None
-    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes, saved, board)
+    board = _board(folder, [*train, *evaluations], about, attempts)
+    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, board, notes, saved)
+
+
+def _board(
+    folder: Path,
+    rows: Sequence[Row],
+    about: Mapping[str, Any],
+    attempts: Sequence[AttemptRecord],
+) -> JobBoard:
+    """Returns the state of a job as it wrote it, or else what can be told from the other files."""
+    try:
+        return BoardFile(folder / BOARD)()
+    except ConfigError:
+        last = max(rows, key=lambda row: (row.step, row.time), default=Row(0, 0, 0.0, {}, {}))
+        training = about.get("training")
+        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else []
+        counts = [size for size in sizes if isinstance(size, int)]
+        steps = math.prod(counts) if len(counts) == len(_SIZES) else None
+        norm = last.figures.get("gradient_norm")
+        return JobBoard(last.time, last.step, steps, gradient_norm=norm, attempts=tuple(attempts))
 
 
 def _newest_model(folder: Path) -> tuple[int, str] | None:
@@ -232,81 +251,3 @@ def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             "and what it says is left out."
         )
     return values
-
-
-#: The exit code of what Ctrl-C has ended.
-INTERRUPTED = 130
-
-
-@dataclass
-class AttemptRecord:
-    """One start of a run.
-
-    Attributes:
-        began: Seconds since 1970.
-        step: Steps that the run had done before.
-        ended: Seconds since 1970; None if not recorded.
-        last_step: The step in which it failed, or the number of steps done or saved at its end.
-        outcome: How it ended, in words; empty if not recorded.
-        details: The last output of the rank that failed.
-        failed: Whether some rank failed.
-        finished: Whether the training was completed.
-    """
-
-    began: float
-    step: int
-    ended: float | None = None
-    last_step: int | None = None
-    outcome: str = ""
-    details: str = ""
-    failed: bool = False
-    finished: bool = False
-
-
-def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
-    """Returns the attempts recorded in the lines of ``lives.jsonl``, in order.
-
-    Several trainings of one process are one attempt.
-    """
-    attempts: list[AttemptRecord] = []
-    current: object = None
-    for line in lines:
-        if line.get("event") == "begin":
-            process = (line.get("process"), line.get("life"))
-            if process != current or not attempts:
-                attempts.append(
-                    AttemptRecord(_number(line.get("time")), int(_number(line.get("step"))))
-                )
-            current = process
-            attempts[-1].ended = None
-        elif line.get("event") == "end" and attempts:
-            _end(attempts[-1], line)
-    return attempts
-
-
-def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
-    attempt.ended = _number(line.get("time"))
-    code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
-    attempt.finished = code == 0 and saved is None
-    interrupted = code == INTERRUPTED
-    attempt.failed = not attempt.finished and not interrupted and saved is None
-    last = step if saved is None else saved
-    attempt.last_step = int(_number(last)) if _is_usable(last) else None
-    if attempt.finished:
-        attempt.outcome = "finished"
-    elif saved is not None:
-        why = "interrupted" if interrupted else "asked to stop"
-        attempt.outcome = f"{why}, and saved {attempt.last_step} steps"
-    elif interrupted:
-        attempt.outcome = "interrupted"
-    else:
-        attempt.outcome = str(line.get("culprit") or f"ended with {code}")
-        attempt.details = str(line.get("details") or "")
-
-
-def _number(value: Any) -> float:
-    return float(value) if _is_usable(value) else 0.0
-
-
-def _is_usable(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < 1e15

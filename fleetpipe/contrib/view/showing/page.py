@@ -11,7 +11,7 @@ from statistics import median
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from fleetpipe.contrib.view.judging.answers import Answer, alive, learning_of, time_of
+from fleetpipe.contrib.view.judging.answers import alive, answers_of, points_of
 from fleetpipe.contrib.view.reading.history import EVALUATED
 from fleetpipe.contrib.view.reading.run_folder import Row, RunFolder
 from fleetpipe.contrib.view.showing import tables
@@ -53,7 +53,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
     command = run.about.get("command")
     return template("page.html").render(
         run=run,
-        answers=list(_answers(run, at)),
+        answers=answers_of(run.board, _points_by_name(run), at),
         command=" ".join(map(str, command)) if isinstance(command, list) else "",
         tiles=[(name, value) for name, value in _tiles(run) if value],
         learning=learning({run.name: run}),
@@ -72,33 +72,13 @@ def page(run: RunFolder, now: float | None = None) -> str:
     )
 
 
-def status_of(run: RunFolder, now: float) -> Answer:
-    """Returns the state of the run in words."""
-    attempt = run.attempts[-1] if run.attempts else None
-    if attempt is not None and attempt.ended is not None:
-        return Answer("state", attempt.outcome, "bad" if attempt.failed else "good")
-    if run.board is not None:
-        return alive(run.board)
-    if run.last is None:
-        return Answer("state", "nothing is known of its end", "open")
-    ago = seconds(max(0.0, now - run.last.time))
-    text = f"still running, or died without a word: the last row is {ago} old"
-    return Answer("state", text, "open")
-
-
-def _answers(run: RunFolder, now: float) -> Iterator[Answer]:
-    """Yields what is to be said of the run, in the order of :func:`answers_of`."""
-    yield status_of(run, now)
-    rows = (("", run.train), (EVALUATED, run.evaluations))
-    losses = {
-        prefix + LOSS: [(row.step, row.figures[LOSS]) for row in each if LOSS in row.figures]
-        for prefix, each in rows
-    }
-    norms = [row.figures[NORM] for row in run.train[-1:] if NORM in row.figures]
-    figures = {name: points for name, points in losses.items() if points}
-    yield from learning_of(figures, *norms)
-    if run.board is not None and run.board.shares:
-        yield Answer("time", time_of(run.board.shares))
+def _points_by_name(run: RunFolder) -> dict[str, list[tuple[int, float]]]:
+    """Returns the steps and figures of a run by name, those of evaluations too."""
+    figures = points_of(run.board.history)
+    for prefix, rows in (("", run.train), (EVALUATED, run.evaluations)):
+        for name in {name: None for row in rows for name in row.figures}:
+            figures[prefix + name] = [(r.step, r.figures[name]) for r in rows if name in r.figures]
+    return figures
 
 
 def _tiles(run: RunFolder) -> Iterator[tuple[str, str]]:
@@ -199,7 +179,7 @@ def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
     lasted = [elapsed_seconds(run, last) for run, last in zip(runs.values(), lasts)]
     columns = [
         tables.Column("run", list(runs), False),
-        tables.Column("end", [status_of(run, now).text for run in runs.values()], False),
+        tables.Column("end", [alive(run.board, now).text for run in runs.values()], False),
         tables.Column("steps", [f"{last[0].step:,}" if last else "" for last in lasts]),
         tables.Column("elapsed", [seconds(each[-1]) if each else "" for each in lasted]),
         tables.Column("restarts", [str(max(0, len(run.attempts) - 1)) for run in runs.values()]),

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from fleetpipe.arguments import using
 from fleetpipe.contrib.view.address import TOKEN, Address
-from fleetpipe.contrib.view.judging.answers import answers_of
+from fleetpipe.contrib.view.judging.answers import answers_of, status_of
 from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard
 from fleetpipe.contrib.view.reading.history import EVALUATED, History
 from fleetpipe.contrib.view.showing.chart import Chart, Curve, chart, with_mean
@@ -170,7 +170,7 @@ class Server:
         if path == "/":
             return page(board).encode()
         if path == "/status.json":
-            content = board.status()
+            content = status_of(board)
         else:
             content = {**board.content(), "history": board.history.content()}
         return json.dumps(content).encode() + b"\n"
@@ -192,7 +192,7 @@ def page(board: JobBoard) -> str:
 
 
 #: Figures that are no metrics come last, with their units.
-_UNITS = {"gradient norm": "", "step time": "s", "busy share": "%, mean of ranks"}
+_UNITS = {"gradient norm": "", "tokens/s": "", "step time": "s", "busy share": "%, mean of ranks"}
 
 
 def _charts(history: History) -> Iterator[Chart]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe.contrib.view.reading.run_folder import AttemptRecord, Row, RunFolder
+from fleetpipe.contrib.view.reading.attempts import AttemptRecord
+from fleetpipe.contrib.view.reading.run_folder import Row, RunFolder
 from fleetpipe.contrib.view.showing.numbers import align, moment, seconds, short
 
 #: Letters of the names of a stage's layers.

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from fleetpipe.contrib.view.judging.answers import Answer, answers_of
+from fleetpipe.contrib.view.reading.attempts import AttemptRecord
 from fleetpipe.contrib.view.reading.board import JobBoard
-from fleetpipe.contrib.view.reading.history import History, HistoryRow
+from fleetpipe.contrib.view.reading.history import History, HistoryRow, RunEvent
 from fleetpipe.job.records import RankRecord
 from tests.contrib.view.boards import running
 
 pytestmark = pytest.mark.no_paddle
 
+#: Midnight, where the tests run.
+NOW = time.mktime((2026, 1, 2, 0, 0, 0, 0, 0, -1))
+
 
 def answers(board: JobBoard) -> dict[str, Answer]:
-    return {answer.question: answer for answer in answers_of(board)}
+    return {answer.question: answer for answer in answers_of(board, now=NOW)}
 
 
 def of_losses(losses: Iterable[float], **figures: float) -> History:
@@ -38,9 +43,11 @@ def test_the_questions_come_in_one_order() -> None:
     made = running(ranks=ranks, history=of_losses([0.5]))
     questions = ["state", "learning", "done", "speed", "time", "slow", "happened"]
     assert [answer.question for answer in answers_of(made)] == questions
-    assert answers(made)["time"].text.startswith(
-        "compute 25.0%, waiting for peers 0.0%, data 75.0%"
-    )
+    likely = "75.0% data: the loader is slow: give it more workers, or a faster disk; compute 25.0%"
+    assert answers(made)["time"].text.startswith(likely)
+
+
+HANGS = "hangs: no step for 20 s, where one takes 0.5 s"
 
 
 @pytest.mark.parametrize(
@@ -48,8 +55,12 @@ def test_the_questions_come_in_one_order() -> None:
     [
         (running(), "running", "good"),
         (with_states("running", "stopped"), "stopped: rank 1", "bad"),
-        (with_states("stopped", "stopped", silence=60.0), "nothing was heard for 1 min 0 s", "bad"),
-        (with_states("running", usual_step=0.5), "no step for 20 s, where one takes 0.5 s", "bad"),
+        (
+            with_states("stopped", "stopped", silence=60.0),
+            "dead or cut off: nothing was heard for 1 min 0 s, since 23:59:00",
+            "bad",
+        ),
+        (with_states("running", usual_step=0.5), HANGS, "bad"),
         (with_states("running", usual_step=9.0), "running", "good"),
         (with_states("running", usual_step=0.5, step=100), "running", "good"),
         (with_states("ended", "ended", step=100), "ended", "open"),
@@ -99,3 +110,44 @@ def test_a_run_that_has_ended_has_nothing_left() -> None:
     made = with_states("ended", "ended", step=100, news="the job has ended")
     assert answers(made)["done"].text == "step 100 of 100"
     assert "ended" not in answers(made)["happened"].text
+
+
+def test_what_happened_stands_below_with_times_the_newest_last() -> None:
+    saved, slow = (
+        RunEvent(NOW - 60, 40, "save", "saved", 10, 4),
+        RunEvent(NOW - 90_000, 8, "slow", "rank 1 was slow in data", 3),
+    )
+    failed = AttemptRecord(NOW - 100, 0, NOW - 30, 42, "rank 1 died", failed=True)
+    going = AttemptRecord(NOW - 20, 40)
+    made = running(history=History(events=[slow, saved]), attempts=(failed, going), slow=())
+    said = answers_of(made, now=NOW)
+    first = [answer.question for answer in said].index("happened")
+    assert said[first].text.startswith("2 restarts, last checkpoint: step 10, 3.5 s ago")
+    assert said[first + 1 :] == [
+        Answer(time.strftime("%m-%d %H:%M", time.localtime(NOW - 90_000)), str(slow)),
+        Answer("23:59:00", "steps 10 to 40: saved, 4 times"),
+        Answer("23:59:30", "step 42: rank 1 died", "bad"),
+    ]
+    assert answers(made)["slow"] == Answer(
+        *("slow", "nobody now; steps 3 to 8: rank 1 was slow in data", "open")
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        ({"tokens/s": 4096.0}, "0.5 s/step, 64 samples/s, 4096 tokens/s"),
+        ({}, "0.5 s/step, 64 samples/s"),
+    ],
+)
+def test_how_fast_it_is(figures: dict[str, float], text: str) -> None:
+    made = running(history=History([HistoryRow(1, figures)]))
+    assert answers(made)["speed"].text == text
+
+
+def test_the_step_of_a_nan_is_exact_in_a_long_run() -> None:
+    """A row of the history stands for many steps there."""
+    rows = [HistoryRow(step, {"loss": math.nan if step > 7000 else 1.0}) for step in range(1, 9000)]
+    events = [RunEvent(NOW, 7001, "nan", "loss is nan", 7001)]
+    long = running(history=History(rows, events=events))
+    assert answers(long)["learning"].text.startswith("NaN or infinite from step 7,001 on")

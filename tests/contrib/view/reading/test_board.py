@@ -113,7 +113,7 @@ def test_scripts_get_fixed_keys() -> None:
                 "last_step_age": 4.0,
             },
         ],
-        "slow": [{"rank": 0, "what": "compute", "factor": 1.5}],
+        "slow": [{"rank": 0, "what": "compute", "factor": 1.5, "since": 0}],
         "restarts": 2,
         "last_checkpoint": {"step": 10, "age": 3.5},
     }
@@ -172,7 +172,8 @@ def test_a_job_without_a_step_for_three_usual_ones_is_late(age: float, state: st
     else:
         assert (seen.step_time, seen.samples_per_second, seen.eta_seconds) == (0.0, 0.0, None)
         assert [str(one) for one in seen.slow] == [
-            "rank 1 is slow: data takes 3.2 times as long as a usual step"
+            "rank 1 is slow: data takes 3.2 times as long as a usual step; "
+            "likely its loader: give it more workers, or a faster disk"
         ]
 
 

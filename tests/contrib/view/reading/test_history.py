@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.contrib.view.reading import history
-from fleetpipe.contrib.view.reading.history import MOST, History, HistoryRow, read_history
+from fleetpipe.contrib.view.reading.history import (
+    MOST,
+    MOST_EVENTS,
+    History,
+    HistoryRow,
+    RunEvent,
+    read_history,
+)
 
 pytestmark = pytest.mark.no_paddle
 
@@ -55,10 +62,23 @@ def test_a_run_that_goes_on_from_a_checkpoint_and_one_whose_steps_are_unknown() 
 def test_it_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
     made = of_steps(3 * MOST)
     made.add(made.last + 1, {"loss": math.inf})
+    made.add_event(RunEvent(1.7e9, 3, "warning", "slow disk", 3))
     file = tmp_path / history.FILE
     file.write_text(json.dumps(made.content()))
     read = read_history(tmp_path)
     assert (read.stride, read.last) == (made.stride, made.last)
-    assert read.rows() == made.rows()
+    assert (read.rows(), read.events) == (made.rows(), made.events)
     file.write_text('{"stride": 0, "rows": [[1, {"loss": "x"}]]}')
     assert read_history(tmp_path).rows() == []
+
+
+def test_events_are_bounded_and_one_that_comes_again_is_counted() -> None:
+    made = History()
+    for step in (10, 20, 30):
+        made.add_event(RunEvent(1e9 + step, step, "save", "saved", step))
+    assert made.events == (RunEvent(1e9 + 30, 30, "save", "saved", 10, 3),)
+    assert str(made.events[0]) == "steps 10 to 30: saved, 3 times"
+    for step in range(2 * MOST_EVENTS):
+        made.add_event(RunEvent(1e9, step, "warning", f"warning {step}", step))
+    assert len(made.events) == MOST_EVENTS
+    assert str(made.events[-1]) == f"step {2 * MOST_EVENTS - 1}: warning {2 * MOST_EVENTS - 1}"

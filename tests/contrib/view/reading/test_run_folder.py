@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.reading.run_folder import attempts_of, read
+from fleetpipe.contrib.view.reading.attempts import attempts_of
+from fleetpipe.contrib.view.reading.run_folder import read
 from fleetpipe.contrib.view.showing.page import page
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import append_line, read_lines
