@@ -231,7 +231,7 @@ class Loop:
         if mode == "train":
             # What ThroughputMonitor has measured, of a model whose rows have tokens.
             tokens = self.logs.get("tokens_per_second")
-            rate = {} if tokens is None else {"tokens/s": tokens}
+            rate = {} if tokens is None else {"tokens_per_second": tokens}
             self._runner.progress.note({**self._figures(self.logs), **rate})
 
     def _end(self) -> Logs:

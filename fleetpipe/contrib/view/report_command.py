@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
-from fleetpipe.contrib.view.reading.run_folder import RunFolder, read
+from fleetpipe.contrib.view.reading.run_folder import RunRecord, read
 from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import ABOUT, ATTEMPTS, METRICS, TRACE
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
             got=" ".join(map(str, folders)),
             fix="give the folders of different runs",
         )
-    runs: list[RunFolder] = []
+    runs: list[RunRecord] = []
     for folder in folders:
         _refuse_file_of_run(folder, options.output)
         with using("FOLDER", folder, "the folder of a run"):

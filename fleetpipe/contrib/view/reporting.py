@@ -142,7 +142,7 @@ class BoardWriter:
                     self._add_event("nan", f"{name} is {figure}", step, board.at)
         if board.step_time:
             busy = sum(rank.busy for rank in board.ranks) / len(board.ranks)
-            norm = {} if board.gradient_norm is None else {"gradient norm": board.gradient_norm}
+            norm = {} if board.gradient_norm is None else {"gradient_norm": board.gradient_norm}
             self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
 
     def _adopt(self, step: int) -> None:

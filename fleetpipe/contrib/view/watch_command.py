@@ -20,11 +20,13 @@ from urllib.parse import parse_qs, urlsplit
 from fleetpipe.contrib.view.address import TOKEN, Address, configure_serve
 from fleetpipe.contrib.view.judging.answers import answers_of, status_of
 from fleetpipe.contrib.view.reading.board import FILE, BoardFile, JobBoard, board_of
-from fleetpipe.contrib.view.showing.numbers import seconds, short, size
+from fleetpipe.contrib.view.reading.run_folder import RunRecord
+from fleetpipe.contrib.view.showing.chart import title_of
+from fleetpipe.contrib.view.showing.numbers import short
 from fleetpipe.contrib.view.showing.server import Server
+from fleetpipe.contrib.view.showing.tables import present
 from fleetpipe.errors import ConfigError, UsageError, printable
 from fleetpipe.extras import needed_for
-from fleetpipe.job.records import RankRecord
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,7 +92,6 @@ _STYLES = {
 _BARS = "▁▂▃▄▅▆▇█"
 #: Most blocks of a curve.
 _BLOCKS = 50
-_COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "messages")
 
 
 def show(source: Source) -> None:
@@ -121,48 +122,33 @@ def show_once(source: Source) -> None:
 
 
 def render(board: JobBoard) -> RenderableType:
-    """Renders a board for the terminal: answers, curves, and what each rank does."""
+    """Renders a board for the terminal: answers, what each rank does, and curves."""
     from rich.console import Group
     from rich.table import Table
 
-    answers = Table(box=None, pad_edge=False, show_header=False)
-    for answer in answers_of(board):
+    answers, curves, ranks = (
+        Table(box=None, pad_edge=False, show_header=header) for header in (False, False, True)
+    )
+    for answer in answers_of(RunRecord("job", board)):
         style = _STYLES.get(answer.kind, "")
         # Where there are no colours, too, it is seen what is wrong.
         mark = "!" if answer.kind == "bad" else ""
         answers.add_row(mark, answer.question, _plain(answer.text, style))
-    curves = Table(box=None, pad_edge=False, show_header=False)
     for name, (_, values) in board.history.series().items():
-        curves.add_row(_plain(name), _plain(short(values[-1])), _plain(_spark(values), "cyan"))
-    present = () if board.state == "ended" else board.ranks
-    actions = (_plain(f"rank {rank.rank}: {rank.doing}") for rank in present)
-    return Group(answers, _ranks(board.ranks), curves, *actions)
-
-
-def _ranks(ranks: Sequence[RankRecord]) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in _COLUMNS:
-        words = name in ("state", "busy")
+        text = _plain(title_of(name))
+        curves.add_row(text, _plain(short(values[-1])), _plain(_spark(values), "cyan"))
+    columns = present(board.ranks)[:-1]  # a line of its own has the action
+    for column in columns:
         # Of a narrow terminal others get less.
-        whole = words or name == "step"
-        justify: Literal["left", "right"] = "left" if words else "right"
-        table.add_column(name, justify=justify, overflow="ellipsis", no_wrap=whole)
-    for rank in ranks:
-        limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
-        table.add_row(
-            str(rank.rank),
-            "–" if rank.stage is None else str(rank.stage),
-            _plain(rank.state, _STYLES.get(rank.state, "dim")),
-            f"{'█' * round(8 * min(1.0, rank.busy)):8} {rank.busy:4.0%}",
-            str(rank.step),
-            "–" if rank.step_age is None else f"{seconds(rank.step_age)} ago",
-            f"{size(rank.memory)}{limit}",
-            str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
-            str(rank.incoming),
-        )
-    return table
+        whole = column.name in ("state", "busy", "step")
+        justify: Literal["left", "right"] = "right" if column.number else "left"
+        ranks.add_column(column.name, justify=justify, overflow="ellipsis", no_wrap=whole)
+    for row in zip(*(column.cells for column in columns)):
+        ranks.add_row(*(_plain(cell, _STYLES.get(cell, "")) for cell in row))
+    acting = () if board.state == "ended" else board.ranks
+    return Group(
+        answers, ranks, curves, *(_plain(f"rank {rank.rank}: {rank.doing}") for rank in acting)
+    )
 
 
 def _plain(text: str, style: str = "") -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from fleetpipe.contrib.view.judging.account import (
     machine_of,
     shares_of,
 )
-from fleetpipe.contrib.view.judging.answers import time_of
+from fleetpipe.contrib.view.judging.answers import Answer, time_of
 from fleetpipe.contrib.view.judging.slowdown import (
     Alternative,
     Slowdown,
@@ -41,6 +42,7 @@ from fleetpipe.contrib.view.reading.traced_ops import (
     read_trace,
 )
 from fleetpipe.contrib.view.showing.drawing import Drawing, laid_out
+from fleetpipe.contrib.view.showing.numbers import moment, seconds
 from fleetpipe.contrib.view.showing.page import template
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import BETWEEN
@@ -129,8 +131,8 @@ def _lines(
     if shares:
         yield f"wall time                 {time_of(shares)}"
     yield f"mean step, measured       {measured / steps:.6g} s"
-    for name, time in account.items():
-        yield f"  {name:<24}{time:.6g} s, {time * steps / measured:.1%}"
+    for name, taken in account.items():
+        yield f"  {name:<24}{taken:.6g} s, {taken * steps / measured:.1%}"
     yield f"mean step, replayed       {replayed / steps:.6g} s ({replayed / measured:.4f} of it)"
     yield f"mean step, ideal          {ideal / steps:.6g} s"
     yield f"slowdown S                {slowdown.slowdown:.4f}"
@@ -216,24 +218,26 @@ def page(
     shares: Mapping[str, float],
 ) -> str:
     """Returns the page as an HTML text that loads no other file."""
+    step = sum(account.values()) or 1.0
     lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
     slowest = int(np.argmax(lost))
     columns = _columns(len(steps))
     return template("why.html").render(
         sentence=sentence,
-        tiles=[
-            ("slowdown S", f"{slowdown.slowdown:.3f}"),
-            ("of the last stage, M_S", f"{slowdown.last_stage:.1%}"),
-            ("of the slowest 3 %, M_W", f"{slowdown.slowest_ranks:.1%}"),
-            ("of all communication", f"{slowdown.links:.1%}"),
+        answers=[
+            Answer("slowdown S", f"{slowdown.slowdown:.3f}"),
+            Answer("of the last stage, M_S", f"{slowdown.last_stage:.1%}"),
+            Answer("of the slowest 3 %, M_W", f"{slowdown.slowest_ranks:.1%}"),
+            Answer("of all communication", f"{slowdown.links:.1%}"),
+            *([Answer("wall time", time_of(shares))] if shares else []),
+            *(Answer(name, f"{seconds(x)}, {x / step:.1%}") for name, x in account.items()),
         ],
-        account=account,
-        time=time_of(shares),
         drawing=_timelines(steps, slowdown, slowest),
         heat=_heat(steps, slowdown, columns),
         columns=[str(steps[part[0]].operations[0].step) for part in columns],
         hottest=_HOTTEST,
         version=__version__,
+        written=moment(time.time()),
     )
 
 

@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from fleetpipe.contrib.view.reading.board import JobBoard
-from fleetpipe.contrib.view.reading.history import EVALUATED, History, RunEvent
+from fleetpipe.contrib.view.reading.history import EVALUATED, RunEvent
+from fleetpipe.contrib.view.reading.run_folder import RunRecord
 from fleetpipe.contrib.view.showing.numbers import percent, seconds, short
 
 #: From this moment on the hour of an end means nothing, and much later ones have none.
@@ -59,18 +60,15 @@ class Answer(NamedTuple):
     kind: str = ""
 
 
-def answers_of(
-    board: JobBoard, figures: Mapping[str, Points] | None = None, now: float | None = None
-) -> list[Answer]:
+def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
     """Returns what is to be said of a run.
 
     Args:
-        board: Its state.
-        figures: Steps and figures by name, where more are known than those of the board's history.
+        run: What is recorded of it.
         now: Seconds since 1970; None: the present time.
     """
     at = time.time() if now is None else now
-    figures = points_of(board.history) if figures is None else figures
+    board, figures = run.board, run.points
     return [
         alive(board, at),
         *learning_of(figures, board.gradient_norm, board.history.events),
@@ -86,7 +84,7 @@ def status_of(board: JobBoard) -> dict[str, Any]:
     """Returns the figures and the answers for scripts, under keys that no version changes."""
     return {
         **board.status(),
-        "answers": [answer._asdict() for answer in answers_of(board)],
+        "answers": [answer._asdict() for answer in answers_of(RunRecord("job", board))],
         "happened": [event._asdict() for event in events_of(board)],
     }
 
@@ -128,15 +126,6 @@ def clock_of(moment: float, now: float) -> str:
     """Returns the local time of a moment, with the date in place of seconds where it is old."""
     form = "%H:%M:%S" if abs(now - moment) < _DAY else "%m-%d %H:%M"
     return time.strftime(form, time.localtime(moment)) if abs(moment) < _FAR else "long ago"
-
-
-def points_of(history: History) -> dict[str, list[tuple[int, float]]]:
-    """Returns the steps and figures of a history by name."""
-    figures: dict[str, list[tuple[int, float]]] = {}
-    for step, row in history.rows():
-        for name, value in row.items():
-            figures.setdefault(name, []).append((step, value))
-    return figures
 
 
 def learning_of(
@@ -200,7 +189,7 @@ def _end(board: JobBoard, now: float) -> str:
 def _rates(board: JobBoard, figures: Mapping[str, Points]) -> Iterator[Answer]:
     rates = [f"{short(board.step_time)} s/step"] if board.step_time else []
     for unit, name in (("samples/s", "samples_per_second"), ("tokens/s", "tokens_per_second")):
-        points = figures.get(name) or figures.get(unit) or ()
+        points = figures.get(name, ())
         rate = board.samples_per_second if unit == "samples/s" else 0.0
         if rate:
             rates.append(f"{short(rate)} {unit}")

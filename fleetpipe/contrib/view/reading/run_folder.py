@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,15 +16,32 @@ from fleetpipe.checkpoint.files.digests import SHORT
 from fleetpipe.contrib.view.reading.attempts import AttemptRecord, attempts_of
 from fleetpipe.contrib.view.reading.board import FILE as BOARD
 from fleetpipe.contrib.view.reading.board import BoardFile, JobBoard
+from fleetpipe.contrib.view.reading.history import EVALUATED
 from fleetpipe.contrib.view.reading.timelines import Pipeline, pipeline_of
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 from fleetpipe.job import run_files
 
 _MOST = 1e200
+#: Of any clock, in seconds since 1970.
+_LAST_MOMENT = 1e11
 #: What stands in a row beside its figures.
 _KEYS = ("step", "epoch", "phase", "time")
 #: Of a training, whose product is the number of its steps.
 _SIZES = ("batches_per_epoch", "epochs")
+
+
+class Series(NamedTuple):
+    """A figure by step.
+
+    Attributes:
+        steps: The steps, ascending.
+        values: The figure, NaN and infinities included.
+        times: Seconds since the run began; empty if unknown.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    times: Sequence[float]
 
 
 class Row(NamedTuple):
@@ -44,38 +63,69 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """The contents of a run's folder.
+class RunRecord:
+    """What is recorded of a run: in its folder, or by a job that runs, which has its board alone.
 
     Attributes:
-        name: The name of the folder.
-        about: ``run.json``; empty without that file.
+        name: The name of the folder, or of the job.
+        board: The last state of the job; if nobody wrote it, what its rows tell.
         train: Rows of batches, by step; the later one of a step that was run twice.
         evaluations: Rows of evaluations, by step.
-        attempts: The starts of the run, and how each ended.
+        about: ``run.json``; empty without that file.
         pipeline: The predicted and the measured timelines; None if unknown.
-        slow: Times at which a rank became slow, with the rank, the cause and the factor.
         notes: Texts about missing or damaged files, why, and what to do.
         saved: The newest step of checkpoints in the folder, and the hash of its model.
-        board: The last state of the job; if nobody wrote it, what its rows tell.
     """
 
     name: str
-    about: Mapping[str, Any]
-    train: list[Row]
-    evaluations: list[Row]
-    attempts: list[AttemptRecord]
-    pipeline: Pipeline | None
-    slow: list[dict[str, Any]]
     board: JobBoard
-    notes: list[str] = field(default_factory=list)
+    train: Sequence[Row] = ()
+    evaluations: Sequence[Row] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    notes: Sequence[str] = ()
     saved: tuple[int, str] | None = None
 
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """The figures by name, of evaluations as ``eval_loss``; rows know more than the board."""
+        series = {
+            name: Series(steps, values, self._elapsed_at(steps))
+            for name, (steps, values) in self.board.history.series().items()
+        }
+        for prefix, rows in (("", self.train), (EVALUATED, self.evaluations)):
+            for name in dict.fromkeys(name for row in rows for name in row.figures):
+                chosen = [row for row in rows if name in row.figures]
+                series[prefix + name] = Series(
+                    [row.step for row in chosen],
+                    [row.figures[name] for row in chosen],
+                    self.elapsed(chosen),
+                )
+        return series
+
     @property
-    def last(self) -> Row | None:
-        """The row with the most steps."""
-        rows = [*self.train, *self.evaluations]
-        return max(rows, key=lambda row: (row.step, row.time), default=None)
+    def points(self) -> dict[str, list[tuple[int, float]]]:
+        """The steps and figures by name, without the gaps of what is unknown."""
+        gaps = set(self.board.history.unknown().values())
+        return {
+            name: [(x, y) for x, y in zip(one.steps, one.values) if x not in gaps]
+            for name, one in self.series.items()
+        }
+
+    def _elapsed_at(self, steps: Sequence[int]) -> list[float]:
+        """Returns how long the run had lasted at each step, as the rows tell; empty if unknown."""
+        ends = [row.step for row in self.train]
+        times = self.elapsed(self.train)
+        return [times[max(0, bisect_right(ends, step) - 1)] for step in steps] if times else []
+
+    def elapsed(self, rows: Sequence[Row]) -> list[float]:
+        """Returns how long the run had lasted at each row; an empty list if unknown."""
+        begun = [each.began for each in self.board.attempts[:1]]
+        moments = [*begun, *(row.time for row in self.train[:1])]
+        begin = min(filter(_is_moment, moments), default=0.0)
+        if not begin or not all(_is_moment(row.time) for row in rows):
+            return []
+        return [max(0.0, row.time - begin) for row in rows]
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Returns a part of ``run.json``; empty if there is none of that name."""
@@ -83,7 +133,11 @@ class RunFolder:
         return value if isinstance(value, dict) else {}
 
 
-def read(folder: Path) -> RunFolder:
+def _is_moment(value: float) -> bool:
+    return 0 < value < _LAST_MOMENT
+
+
+def read(folder: Path) -> RunRecord:
     """Reads the folder of a run.
 
     Args:
@@ -133,13 +187,9 @@ def read(folder: Path) -> RunFolder:
     over = bool(attempts) and attempts[-1].finished
     if train and not evaluations and (over or train[-1].epoch > train[0].epoch):
         notes.append("There was no evaluation: give fit some eval_data to have its curves.")
-    name = folder.resolve().name
-    slow = [
-        line for line in _lines(folder / run_files.SLOW, notes) if _is_number(line.get("factor"))
-    ]
-    saved = _newest_model(folder)
     board = _board(folder, [*train, *evaluations], about, attempts)
-    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, board, notes, saved)
+    name, saved = folder.resolve().name, _newest_model(folder)
+    return RunRecord(name, board, train, evaluations, about, pipeline, notes, saved)
 
 
 def _board(

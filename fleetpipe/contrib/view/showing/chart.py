@@ -1,178 +1,51 @@
-"""Computes the lines and labels of a chart, which ``templates/chart.html`` draws."""
+"""The charts of a run: which curves stand on one scale. The page's script draws them."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from statistics import median
+from typing import Any, NamedTuple
 
-from fleetpipe.contrib.view.showing.numbers import clock, labels, ticks
+from fleetpipe.contrib.view.reading.history import EVALUATED
+from fleetpipe.contrib.view.reading.run_folder import RunRecord, Series
 
-#: The drawing's units, those of the template: it is stretched to its place.
-_SIZE = 1000
-_MARGIN = 0.06
-#: Figures that differ by less of their size are one; those that are smaller than this are zero.
-_FLAT = 1e-9
-_TINY = 1e-200
-
-#: From a step or a figure to a place in the drawing.
-Scale = Callable[[float], float]
-#: The text beside a line of the grid, and how far along its axis that is.
-Label = tuple[str, float]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Some curves on one scale.
-
-    Attributes:
-        title: The name of the figures.
-        unit: The unit of the figures.
-        curves: The curves to draw, with as many points as a screen shows.
-        span: The first and the last step of the axis.
-        paths: The class and the shape of each line.
-        marks: Positions at which the run continued after a stop.
-        steps_of_marks: Steps at which the run continued.
-        rows: Labels of the vertical axis.
-        columns: Labels of the horizontal axis.
-        elapsed: For each column, how long the first curve's run had lasted; empty if unknown.
-        strange: The first step whose figure is NaN or infinite; None if all are finite.
-    """
-
-    title: str
-    unit: str
-    curves: Sequence[Curve]
-    span: tuple[int, int]
-    paths: list[tuple[str, str]]
-    marks: list[float]
-    steps_of_marks: list[int]
-    rows: list[Label]
-    columns: list[Label]
-    elapsed: list[str]
-    strange: int | None
-
-    @property
-    def values(self) -> dict[str, object]:
-        """The data of the page's script. JSON has no NaN."""
-        return {
-            "span": self.span,
-            "marks": self.steps_of_marks,
-            "curves": [
-                {
-                    "name": curve.name,
-                    "colour": curve.colour,
-                    "kind": curve.kind,
-                    "xs": list(curve.xs),
-                    "ys": [y if math.isfinite(y) else None for y in curve.ys],
-                    "times": [round(seconds, 3) for seconds in curve.times],
-                }
-                for curve in self.curves
-            ],
-        }
-
-
-def chart(title: str, curves: Sequence[Curve], unit: str = "", marks: Sequence[int] = ()) -> Chart:
-    """Lays out some curves on one scale.
-
-    Args:
-        title: The name of the figures.
-        curves: At least one, each with at least one point.
-        unit: The unit of the figures.
-        marks: Steps at which the run continued after a stop.
-    """
-    thin = [curve.thin() for curve in curves]
-    left, right = span = _span([x for curve in thin for x in curve.xs])
-    finite = [y for curve in thin for y in curve.ys if math.isfinite(y)] or [0.0]
-    low, high = _range(min(finite), max(finite))
-
-    def across(x: float) -> float:
-        return round(_SIZE * (x - left) / (right - left), 2)
-
-    def up(y: float) -> float:
-        return round(_SIZE * (high - y) / (high - low), 2)
-
-    rows = ticks(low, high)
-    columns = [x for x in ticks(left, right) if x == int(x)]
-    shown = [x for x in marks if left <= x <= right]
-    return Chart(
-        title,
-        unit,
-        thin,
-        span,
-        [path for curve in thin for path in _paths(curve, across, up)],
-        [across(x) for x in shown],
-        shown,
-        [(text, up(y)) for text, y in zip(labels(rows), rows)],
-        [(f"{x:,.0f}", across(x)) for x in columns],
-        [clock(_time_at(thin[0], x)) for x in columns] if thin[0].times else [],
-        min((x for curve in curves if (x := curve.strange) is not None), default=None),
-    )
-
-
-def _time_at(curve: Curve, step: float) -> float:
-    """Returns when a step was done, interpolated between figures."""
-    after = bisect_left(curve.xs, step)
-    if after == 0 or after == len(curve.xs):
-        return curve.times[min(after, len(curve.xs) - 1)]
-    left, right = curve.xs[after - 1], curve.xs[after]
-    begin, end = curve.times[after - 1], curve.times[after]
-    return begin + (end - begin) * (step - left) / (right - left)
-
-
-def _range(low: float, high: float) -> tuple[float, float]:
-    """Returns the ends of the axis: with a margin, and at zero if that is near."""
-    if high - low <= max(abs(low), abs(high), _TINY) * _FLAT:
-        margin = abs(low) / 2 if abs(low) > _TINY else 1.0
-        return (0.0 if low > 0 else low - margin), high + margin
-    margin = (high - low) * _MARGIN
-    return (0.0 if 0 <= low < (high - low) / 2 else low - margin), high + margin
-
-
-def _span(xs: Sequence[int]) -> tuple[int, int]:
-    low, high = min(xs), max(xs)
-    if 0 < low <= high * _MARGIN:
-        return 0, high
-    return (low, high) if low < high else (low - 1, high + 1)
-
-
-def _paths(curve: Curve, across: Scale, up: Scale) -> list[tuple[str, str]]:
-    pieces, pen = [], "M"
-    dots = []
-    for x, y in zip(curve.xs, curve.ys):
-        if not math.isfinite(y):
-            pen = "M"
-            continue
-        point = f"{across(x):g} {up(y):g}"
-        pieces.append(f"{pen}{point}")
-        # A figure alone between gaps is a dot too.
-        dots.append(f"M{point}h0")
-        pen = "L"
-    paths = [(f"{curve.kind} c{curve.colour}", "".join(pieces))]
-    if curve.kind == "points" or len(dots) == 1:
-        paths.append((f"dots c{curve.colour}", "".join(dots)))
-    return paths
-
-
+LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
+THROUGHPUT = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+#: Figures of the machine that are drawn, which are no metrics of the model, with their units.
+_MACHINE = {**THROUGHPUT, BUBBLE: "%", "step time": "s", "busy share": "%, mean of ranks"}
+_NO_METRICS = (LOSS, RATE, NORM, *_MACHINE, "peak_held")
+_TITLES = {
+    RATE: "learning rate",
+    BUBBLE: "bubble",
+    NORM: "gradient norm",
+    **dict.fromkeys(THROUGHPUT, "throughput"),
+}
+#: Lists with a figure of each rank: title, name of a curve, unit, and factor.
+_BY_RANK = {
+    "busy_share_by_rank": ("busy share", "rank", "%", 100.0),
+    "peak_memory_by_process": ("peak memory", "process", "GB", 1e-9),
+}
 #: Points of a curve that are drawn; of more, the least and the most of each stretch.
 MOST_POINTS = 600
-_SMOOTH_FROM = 60
-_WINDOWS = 40
+#: Of more ranks the least, the median and the most are drawn; there are as many colours.
+MOST_COLOURS = 8
+#: From so many points on the mean of a part of them is drawn over a curve.
+_SMOOTH_FROM, _WINDOWS = 60, 40
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Figures by step.
 
     Attributes:
         name: The text in the legend.
         xs: Steps, ascending.
-        ys: Figures; NaN and infinities leave gaps.
-        kind: ``"line"``, ``"faint"`` if another curve shows the mean of this one, or ``"points"``
-            for a line with a dot at each figure.
+        ys: Figures; NaN and infinities are gaps.
+        kind: ``line``, or ``points`` for a line with a dot at each figure.
         colour: 0 for training, 1 for evaluation; the position among several curves of one kind.
         times: Seconds since the run began, for each figure; empty if unknown.
-        unknown: Steps whose NaN stands for a gap in what is known.
+        window: Over so many figures a mean is drawn too; 1 for none.
     """
 
     name: str
@@ -181,55 +54,133 @@ class Curve:
     kind: str = "line"
     colour: int = 0
     times: Sequence[float] = ()
-    unknown: Collection[int] = ()
-
-    @property
-    def strange(self) -> int | None:
-        """The first step whose figure is NaN or infinite; None if all are finite."""
-        strange = (x for x, y in zip(self.xs, self.ys) if not math.isfinite(y))
-        return next((x for x in strange if x not in self.unknown), None)
+    window: int = 1
 
     def thin(self) -> Curve:
         """Returns this curve with about as many points as a screen shows, all from the curve."""
         if len(self.xs) <= MOST_POINTS:
             return self
         length = math.ceil(2 * len(self.xs) / MOST_POINTS)
-        kept = {0, len(self.xs) - 1}
+        indices = {0, len(self.xs) - 1}
         for start in range(0, len(self.xs), length):
-            places = range(start, min(start + length, len(self.xs)))
-            finite = [place for place in places if math.isfinite(self.ys[place])]
-            kept.update([place for place in places if not math.isfinite(self.ys[place])][:1])
+            stretch = range(start, min(start + length, len(self.xs)))
+            finite = [index for index in stretch if math.isfinite(self.ys[index])]
+            indices.update([index for index in stretch if not math.isfinite(self.ys[index])][:1])
             if finite:
-                kept.add(min(finite, key=self.ys.__getitem__))
-                kept.add(max(finite, key=self.ys.__getitem__))
-        places_kept = sorted(kept)
-        xs = [self.xs[place] for place in places_kept]
-        ys, times = (
-            [values[place] for place in places_kept] if values else []
-            for values in (self.ys, self.times)
+                indices.add(min(finite, key=self.ys.__getitem__))
+                indices.add(max(finite, key=self.ys.__getitem__))
+        shown = sorted(indices)
+        return self._replace(
+            xs=[self.xs[index] for index in shown],
+            ys=[self.ys[index] for index in shown],
+            times=[self.times[index] for index in shown] if self.times else [],
         )
-        return replace(self, xs=xs, ys=ys, times=times)
 
 
-def with_mean(curve: Curve) -> list[Curve]:
-    """Returns a long curve drawn faintly, and its moving average over it.
+class Chart(NamedTuple):
+    """Some curves on one scale.
 
-    A curve of few points stays as it is.
+    Attributes:
+        title: The name of the figures.
+        unit: The unit of the figures.
+        curves: At least one, each with at least one point.
+        marks: Steps at which the run continued after a stop.
     """
-    if len(curve.xs) < _SMOOTH_FROM:
-        return [curve]
-    window = max(5, len(curve.xs) // _WINDOWS)
-    means = _means(curve.ys, window)
-    return [replace(curve, kind="faint"), replace(curve, name=f"mean of {window}", ys=means)]
+
+    title: str
+    unit: str
+    curves: Sequence[Curve]
+    marks: Sequence[int] = ()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The data of the page's script. JSON has no NaN."""
+        curves = [
+            {
+                **curve._asdict(),
+                "xs": list(curve.xs),
+                "ys": [y if math.isfinite(y) else None for y in curve.ys],
+                "times": [round(seconds, 3) for seconds in curve.times],
+            }
+            for curve in (curve.thin() for curve in self.curves)
+        ]
+        return {"marks": list(self.marks), "curves": curves}
 
 
-def _means(values: Sequence[float], window: int) -> list[float]:
-    """Returns the moving average over ``window`` values, without those that are not finite."""
-    means, total, count = [], 0.0, 0
-    for place, value in enumerate(values):
-        if math.isfinite(value):
-            total, count = total + value, count + 1
-        if place >= window and math.isfinite(values[place - window]):
-            total, count = total - values[place - window], count - 1
-        means.append(total / count if count and math.isfinite(value) else math.nan)
-    return means
+def title_of(name: str) -> str:
+    """Returns the page's name for a figure."""
+    return _TITLES.get(name, name)
+
+
+def metrics(run: RunRecord) -> list[str]:
+    """Returns the names of the user's metrics, without the loss."""
+    names = dict.fromkeys(name.removeprefix(EVALUATED) for name in run.series)
+    return [name for name in names if name not in _NO_METRICS]
+
+
+def learning(runs: Mapping[str, RunRecord]) -> list[Chart]:
+    """Returns the charts of loss, metrics, learning rate and gradient norm."""
+    names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
+    return list(_charts(runs, [LOSS, *names, RATE, NORM]))
+
+
+def machine(runs: Mapping[str, RunRecord]) -> list[Chart]:
+    """Returns the charts of what steps took; for a single run also those of each rank."""
+    charts = list(_charts(runs, [*_MACHINE]))
+    if len(runs) == 1:
+        charts += chain.from_iterable(map(_charts_by_rank, runs.values()))
+    return charts
+
+
+def _charts(runs: Mapping[str, RunRecord], names: Sequence[str]) -> Iterator[Chart]:
+    """Yields a chart for each figure that exists; each of several runs has its colour."""
+    several = len(runs) > 1
+    for name in names:
+        curves: list[Curve] = []
+        for number, (title, run) in enumerate(runs.items()):
+            first, second = [number % MOST_COLOURS] * 2 if several else (0, 1)
+            titles = (title, f"{title}, evaluation") if several else ("training", "evaluation")
+            if name in run.series:
+                curve = _curve(titles[0], run.series[name], "line", first, name == BUBBLE)
+                curves.append(curve if several or name != LOSS else with_mean(curve))
+            if EVALUATED + name in run.series:
+                curves.append(_curve(titles[1], run.series[EVALUATED + name], "points", second))
+        if curves:
+            marks = [] if several else _stops(*runs.values())
+            yield Chart(title_of(name), _MACHINE.get(name, ""), curves, marks)
+
+
+def _curve(name: str, series: Series, kind: str, colour: int, percent: bool = False) -> Curve:
+    values = [100 * value for value in series.values] if percent else series.values
+    return Curve(name, series.steps, values, kind, colour, series.times)
+
+
+def with_mean(curve: Curve) -> Curve:
+    """Returns a curve with the window of a mean, if it has many points."""
+    points = min(len(curve.xs), MOST_POINTS)
+    return curve._replace(window=max(5, points // _WINDOWS) if points >= _SMOOTH_FROM else 1)
+
+
+def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
+    for name, (title, what, unit, factor) in _BY_RANK.items():
+        rows = [row for row in run.train if name in row.lists]
+        count = min((len(row.lists[name]) for row in rows), default=0)
+        lists = [[factor * number for number in row.lists[name]] for row in rows]
+        columns = {f"{what} {rank}": [each[rank] for each in lists] for rank in range(count)}
+        if count > MOST_COLOURS:
+            columns = {
+                f"least of {count}": [min(each) for each in lists],
+                f"median of {count}": [median(each) for each in lists],
+                f"most of {count}": [max(each) for each in lists],
+            }
+        xs, times = [row.step for row in rows], run.elapsed(rows)
+        curves = [
+            Curve(each, xs, ys, "line", colour, times)
+            for colour, (each, ys) in enumerate(columns.items())
+        ]
+        if curves:
+            yield Chart(f"{title} by {what}", unit, curves, _stops(run))
+
+
+def _stops(run: RunRecord) -> list[int]:
+    return [attempt.step for attempt in run.board.attempts[1:]]

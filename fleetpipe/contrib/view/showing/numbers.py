@@ -60,15 +60,6 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s"
 
 
-def clock(value: float) -> str:
-    """Formats a duration like a clock: 6.0 s  1:45  2:01:45."""
-    if value < 10:
-        return f"{value:.1f} s"
-    minutes, left = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
-
-
 def moment(value: float) -> str:
     """Formats a moment in UTC."""
     try:

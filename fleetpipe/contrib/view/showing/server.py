@@ -22,14 +22,12 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from fleetpipe.arguments import using
 from fleetpipe.contrib.view.address import TOKEN, Address
-from fleetpipe.contrib.view.judging.answers import answers_of, status_of
+from fleetpipe.contrib.view.judging.answers import status_of
 from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard
-from fleetpipe.contrib.view.reading.history import EVALUATED, History
-from fleetpipe.contrib.view.showing.chart import Chart, Curve, chart, with_mean
-from fleetpipe.contrib.view.showing.page import template
+from fleetpipe.contrib.view.reading.run_folder import RunRecord
+from fleetpipe.contrib.view.showing.page import page
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
-from fleetpipe.version import __version__
 
 #: Connections that may be open at once: the descriptors are the training's too.
 MOST_CONNECTIONS = 64
@@ -168,7 +166,7 @@ class Server:
         if path == "/metrics":
             return text(board)
         if path == "/":
-            return page(board).encode()
+            return page(RunRecord("job", board), live=True).encode()
         if path == "/status.json":
             content = status_of(board)
         else:
@@ -178,37 +176,6 @@ class Server:
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
-
-
-def page(board: JobBoard) -> str:
-    """Returns a board as an HTML page, whose script fetches it again."""
-    return template("watch.html").render(
-        board=board,
-        headline=f"step {board.step:,}" + (f" of {board.steps:,}" if board.steps else ""),
-        answers=answers_of(board),
-        charts=list(_charts(board.history)),
-        version=__version__,
-    )
-
-
-#: Figures that are no metrics come last, with their units.
-_UNITS = {"gradient norm": "", "tokens/s": "", "step time": "s", "busy share": "%, mean of ranks"}
-
-
-def _charts(history: History) -> Iterator[Chart]:
-    """Yields a chart for the loss, each metric, and what steps took."""
-    series, unknown = history.series(), set(history.unknown().values())
-    names = ["loss", *(name.removeprefix(EVALUATED) for name in series if name not in _UNITS)]
-    for name in dict.fromkeys([*names, *_UNITS]):
-        curves: list[Curve] = []
-        if name in series:
-            title = "training" if name in names else name
-            curves = with_mean(Curve(title, *series[name], unknown=unknown))
-        if EVALUATED + name in series:
-            points = series[EVALUATED + name]
-            curves.append(Curve("evaluation", *points, "points", 1, unknown=unknown))
-        if curves:
-            yield chart(name, curves, _UNITS.get(name, ""))
 
 
 _STATES = ("starting", "running", "waiting", "stopped", "ended")

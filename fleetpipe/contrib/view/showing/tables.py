@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.contrib.view.reading.attempts import AttemptRecord
-from fleetpipe.contrib.view.reading.run_folder import Row, RunFolder
-from fleetpipe.contrib.view.showing.numbers import align, moment, seconds, short
+from fleetpipe.contrib.view.reading.history import RunEvent
+from fleetpipe.contrib.view.reading.run_folder import Row, RunRecord
+from fleetpipe.contrib.view.showing.numbers import align, moment, seconds, short, size
+from fleetpipe.job.records import RankRecord
 
 #: Letters of the names of a stage's layers.
 _MOST_LETTERS = 60
@@ -51,8 +53,8 @@ def evaluations(rows: Sequence[Row]) -> list[Column]:
     return table(columns)
 
 
-def ranks(run: RunFolder) -> list[Column]:
-    """Returns the stages and memory of each rank of the pipeline; nothing if unknown."""
+def stages(run: RunRecord) -> list[Column]:
+    """Returns the stages of each rank of the pipeline, and what it holds; nothing if unknown."""
     stages = _stages(run.about.get("stages"))
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
@@ -79,6 +81,27 @@ def ranks(run: RunFolder) -> list[Column]:
     )
 
 
+def present(records: Sequence[RankRecord]) -> list[Column]:
+    """Returns what each rank of a job does and has at this moment."""
+    limits = [f" of {size(one.memory_limit)}" if one.memory_limit else "" for one in records]
+    caps = ["" if one.held_cap is None else f" of {one.held_cap}" for one in records]
+    ages = [one.step_age for one in records]
+    unsent = [f", {size(one.outgoing)} to send" if one.outgoing else "" for one in records]
+    columns = [
+        Column("rank", [str(one.rank) for one in records]),
+        Column("stage", ["–" if one.stage is None else str(one.stage) for one in records]),
+        Column("state", [one.state for one in records], False),
+        Column("busy", [f"{one.busy:.0%}" for one in records]),
+        Column("step", [str(one.step) for one in records]),
+        Column("last step", ["–" if age is None else f"{seconds(age)} ago" for age in ages]),
+        Column("memory", [size(one.memory) + of for one, of in zip(records, limits)]),
+        Column("held", [f"{one.held}{of}" for one, of in zip(records, caps)]),
+        Column("messages", [f"{one.incoming}{of}" for one, of in zip(records, unsent)]),
+        Column("action", [one.doing for one in records], False),
+    ]
+    return columns if records else []
+
+
 def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
     """Returns when and where each attempt of the run began, and how it ended."""
     lasted = [None if each.ended is None else each.ended - each.began for each in records]
@@ -95,14 +118,12 @@ def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
     )
 
 
-def slow(lines: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Returns when a rank became slow, and why."""
+def events(happened: Sequence[RunEvent]) -> list[Column]:
+    """Returns what happened to a run, the newest last."""
     return table(
         [
-            Column("step", [_text(line.get("step")) for line in lines]),
-            Column("rank", [_text(line.get("rank")) for line in lines]),
-            Column("what", [_text(line.get("what")) for line in lines], False),
-            Column("times as long", [short(line["factor"]) for line in lines]),
+            Column("time (UTC)", [moment(event.time) for event in happened], False),
+            Column("event", [str(event) for event in happened], False),
         ]
     )
 
@@ -117,24 +138,6 @@ def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             text = ", ".join(map(_text, value)) if isinstance(value, list) else _text(value)
             if text:
                 yield path, text
-
-
-def grouped_settings(
-    values: Mapping[str, Any], title: str, shown: set[tuple[str, str]]
-) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yields settings under the title, and those of a group under its name.
-
-    What is in ``shown``, the names and values of the parts before, is left out; these are added.
-    """
-    groups = {name: value for name, value in values.items() if isinstance(value, dict) and value}
-    plain = {name: value for name, value in values.items() if name not in groups}
-    before = set(shown)
-    for heading, group in [(title, plain), *groups.items()]:
-        lasts = {pair: (pair[0].split(".")[-1], pair[1]) for pair in settings(group)}
-        shown.update(lasts.values())
-        pairs = [pair for pair, last in lasts.items() if last not in before]
-        if pairs:
-            yield heading, pairs
 
 
 def _fill(figures: Sequence[float], count: int) -> list[str]:

@@ -13,6 +13,7 @@ from fleetpipe.contrib.view.judging.answers import Answer, answers_of
 from fleetpipe.contrib.view.reading.attempts import AttemptRecord
 from fleetpipe.contrib.view.reading.board import JobBoard
 from fleetpipe.contrib.view.reading.history import History, HistoryRow, RunEvent
+from fleetpipe.contrib.view.reading.run_folder import RunRecord
 from fleetpipe.job.records import RankRecord
 from tests.contrib.view.boards import running
 
@@ -23,7 +24,7 @@ NOW = time.mktime((2026, 1, 2, 0, 0, 0, 0, 0, -1))
 
 
 def answers(board: JobBoard) -> dict[str, Answer]:
-    return {answer.question: answer for answer in answers_of(board, now=NOW)}
+    return {answer.question: answer for answer in answers_of(RunRecord("job", board), NOW)}
 
 
 def of_losses(losses: Iterable[float], **figures: float) -> History:
@@ -42,7 +43,7 @@ def test_the_questions_come_in_one_order() -> None:
     ranks = tuple(replace(rank, spent=spent) for rank in running().ranks)
     made = running(ranks=ranks, history=of_losses([0.5]))
     questions = ["state", "learning", "done", "speed", "time", "slow", "happened"]
-    assert [answer.question for answer in answers_of(made)] == questions
+    assert [answer.question for answer in answers_of(RunRecord("job", made))] == questions
     likely = "75.0% data: the loader is slow: give it more workers, or a faster disk; compute 25.0%"
     assert answers(made)["time"].text.startswith(likely)
 
@@ -120,7 +121,7 @@ def test_what_happened_stands_below_with_times_the_newest_last() -> None:
     failed = AttemptRecord(NOW - 100, 0, NOW - 30, 42, "rank 1 died", failed=True)
     going = AttemptRecord(NOW - 20, 40)
     made = running(history=History(events=[slow, saved]), attempts=(failed, going), slow=())
-    said = answers_of(made, now=NOW)
+    said = answers_of(RunRecord("job", made), NOW)
     first = [answer.question for answer in said].index("happened")
     assert said[first].text.startswith("2 restarts, last checkpoint: step 10, 3.5 s ago")
     assert said[first + 1 :] == [
@@ -136,7 +137,7 @@ def test_what_happened_stands_below_with_times_the_newest_last() -> None:
 @pytest.mark.parametrize(
     ("figures", "text"),
     [
-        ({"tokens/s": 4096.0}, "0.5 s/step, 64 samples/s, 4096 tokens/s"),
+        ({"tokens_per_second": 4096.0}, "0.5 s/step, 64 samples/s, 4096 tokens/s"),
         ({}, "0.5 s/step, 64 samples/s"),
     ],
 )

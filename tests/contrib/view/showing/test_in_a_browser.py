@@ -75,14 +75,10 @@ const steps = document.querySelector("#traced");
 steps.value = 0;
 steps.dispatchEvent(new Event("change"));
 seen.traced = [...document.querySelectorAll(".traced")].map((node) => size(node)[1] > 0);
-const canvas = document.querySelector(".traced .canvas");
-type(canvas, "ArrowRight", "ArrowRight");
-seen.box = canvas.querySelector(".tip").textContent;
 const told = document.createElement("pre");
 told.id = "seen";
 document.body.append(told);
 setTimeout(() => {
-  seen.hints = [...document.querySelectorAll(".hint")].filter(shows).length;
   told.textContent = JSON.stringify(seen);
 }, 50);
 </script>"""
@@ -128,7 +124,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def looked_at(browser: str, page: Path, width: int, folder: Path, *flags: str) -> Any:
     """What the page has to say of itself in a window of a width, in a frame for narrow ones."""
     text = page.read_text(encoding="utf-8")
-    # The page must be whole without its script: it is no more than what is shown on hovering.
     probed = text.replace("<title>", f"{FIRST}<title>", 1).replace("</body>", f"{LAST}</body>")
     frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(probed)}">'
     relay = """<script>addEventListener("load", () => setTimeout(() => {
@@ -159,15 +154,13 @@ def test_the_page_of_a_run_in_a_browser(
     assert seen["errors"] == []
     assert seen["loaded"] == []
     assert seen["width"] == [width, width]
-    # The timelines are wider than a narrow screen, which says so.
-    assert seen["hints"] == (width == 375)
     assert [name for name, *_ in seen["sections"]] == [
-        *("curves", "throughput", "pipeline", "ranks", "memory", "attempts"),
-        *("evaluations", "configuration", "versions"),
+        *("curves", "throughput", "ranks", "pipeline", "stages", "attempts"),
+        *("events", "evaluations", "configuration"),
     ]
     assert all(wide > 300 and high > 40 for _, wide, high in seen["sections"])
-    # Training and evaluation of loss and metric; learning rate; throughput; memory.
-    assert len(seen["lines"]) == 7
+    # Training and evaluation of loss and metric; rate; throughput, step time, busy share; memory.
+    assert len(seen["lines"]) == 9
     assert all(wide > 100 for wide, _ in seen["lines"])
     assert len(seen["boxes"]) > 100
     assert all(wide > 0 and high > 0 for wide, high in seen["boxes"])
@@ -188,5 +181,4 @@ def test_the_page_of_a_run_in_a_browser(
     assert seen["smoothed"] == 1
     assert seen["axis"] == "elapsed time"
     assert seen["traced"] == [True, False]
-    assert re.match(r"F\d\.\d on rank \d: ", seen["box"])
     assert seen["dark"] == ("rgb(17, 20, 24)" if flags else "rgb(255, 255, 255)")

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
 from fleetpipe.cli import main
 from fleetpipe.contrib.view.reading.run_folder import read
-from fleetpipe.contrib.view.showing.chart import Curve, chart, with_mean
-from fleetpipe.contrib.view.showing.numbers import align, clock, labels, seconds, short, size, ticks
-from fleetpipe.contrib.view.showing.page import page, template
+from fleetpipe.contrib.view.showing.chart import Chart, Curve, with_mean
+from fleetpipe.contrib.view.showing.numbers import align, labels, seconds, short, size, ticks
+from fleetpipe.contrib.view.showing.page import page
 from fleetpipe.mesh.parts import Described
 from tests.contrib.view.runs import EVIL, row, schedule, written
 from tests.ground.test_without_paddle import without_paddle
@@ -92,8 +90,8 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     parsed = Parsed(page(read(folder), now=1.7e9 + 90))
     assert parsed.open == []
     assert list(parsed.sections) == [
-        *("head", "curves", "throughput", "pipeline", "ranks", "memory"),
-        *("evaluations", "configuration", "versions"),
+        *("head", "curves", "throughput", "pipeline", "stages"),
+        *("evaluations", "configuration"),
     ]
     loss, acc, rate, throughput, memory = ([*chart["curves"]] for chart in parsed.charts)
     assert loss[0] == {
@@ -103,6 +101,7 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
         "xs": list(range(1, 31)),
         "ys": [2 / step for step in range(1, 31)],
         "times": list(range(30)),
+        "window": 1,
     }
     assert loss[1]["ys"] == [3 / step for step in (10, 20, 30)]
     assert [curve["name"] for curve in acc] == ["training", "evaluation"]
@@ -113,7 +112,7 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
         ("process 1", [30], [pytest.approx(0.175)]),
     ]
     assert "the last row is 1 min 0 s old" in parsed.sections["head"]
-    caption = ["Figures", "of", "each", "evaluation,", "the", "newest", "last"]
+    caption = ["all", "3", "Figures", "of", "each", "evaluation,", "the", "newest", "last"]
     assert parsed.sections["evaluations"].split() == [
         *("Evaluations", *caption, "epoch", "step", "loss", "acc"),
         *("1", "10", "0.3000", "0.5000", "2", "20", "0.1500", "0.5000"),
@@ -126,19 +125,18 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     # Predicted beside each of the two steps, and measured in the first.
     assert pipeline.count("B0.3 on rank 0: 20 ms") == 3
     assert pipeline.count("B0.3 on rank 0: 40 ms") == 1
-    assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["ranks"])
-    assert "350.0 MB" in parsed.sections["memory"]
-    assert parsed.sections["configuration"].split() == ["Configuration", "model", "width", "8"]
+    assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["stages"])
+    expected = ["Configuration", "config", "model.width", "8", "versions", "fleetpipe", "0.1"]
+    assert parsed.sections["configuration"].split()[:7] == expected
 
 
-def test_settings_stand_under_headings_and_each_once(tmp_path: Path) -> None:
+def test_settings_stand_under_headings(tmp_path: Path) -> None:
     config = {"train": {"epochs": 3, "data": {"rows": 9}}, "seed": 1}
     training = {"epochs": 3, "micro_batches": 4, "metrics": []}
     written(tmp_path, [row(1, 2.0)], config=config, training=training, layout={"pp": 2})
-    words = Parsed(page(read(tmp_path))).sections["configuration"].split()
-    assert words[: words.index("fleetpipe")] == [
-        *("Configuration", "config", "seed", "1", "train", "epochs", "3", "data.rows", "9"),
-        *("training", "micro_batches", "4", "layout", "pp", "2"),
+    assert Parsed(page(read(tmp_path))).sections["configuration"].split() == [
+        *("Configuration", "config", "train.epochs", "3", "train.data.rows", "9", "seed", "1"),
+        *("training", "epochs", "3", "micro_batches", "4", "layout", "pp", "2"),
     ]
 
 
@@ -152,10 +150,10 @@ def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:
             *(None, {}, {}, {}),
         )
         (home / "manifest.json").write_text(contents.to_text())
-    tile = f"hash of step 30\n{contents.model_hash[:12]}\n"
-    assert tile in Parsed(page(read(folder))).sections["head"]
+    answer = f"hash\n{contents.model_hash[:12]}, of step 30\n"
+    assert answer in Parsed(page(read(folder))).sections["head"]
     (home / "manifest.json").write_text("torn")
-    assert "hash of step" not in page(read(folder))
+    assert ", of step 30" not in page(read(folder))
 
 
 def test_figures_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
@@ -169,8 +167,8 @@ def test_figures_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
         ("most of 11", 50),
     ]
     assert "gradient norm" in parsed.sections["curves"]
-    # The first row is a second after nothing: elapsed time counts from it.
-    assert re.search(r"1\s+0\.0 s\s+2\s+1\.0 s\s+3\s+2\.0 s", parsed.sections["curves"])
+    # Elapsed time counts from the first row.
+    assert busy[0]["times"] == [0, 1, 2]
 
 
 def test_it_loads_nothing_and_runs_one_script(folder: Path) -> None:
@@ -187,7 +185,7 @@ def test_the_folder_of_a_trace_alone_has_a_page(
 ) -> None:
     traced(tmp_path / "trace.json")
     parsed = Parsed(page(read(tmp_path)))
-    assert list(parsed.sections) == ["head", "missing", "pipeline"]
+    assert list(parsed.sections) == ["head", "pipeline", "missing"]
     assert "Measured, step 2" in parsed.sections["pipeline"]
     for name in ("metrics.jsonl", "run.json"):
         assert f"{name} is missing" in parsed.sections["missing"]
@@ -217,7 +215,7 @@ def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
         "curves",
         "evaluations",
         "pipeline",
-        "ranks",
+        "stages",
         "attempts",
         "configuration",
     ):
@@ -236,13 +234,8 @@ def test_what_is_no_number_is_a_gap_and_is_said(tmp_path: Path) -> None:
     losses = [3.0, math.nan, math.inf, 2.0, 1.0]
     run = read(written(tmp_path, [row(step, loss) for step, loss in enumerate(losses, 1)]))
     text = page(run)
-    parsed = Parsed(text)
-    assert parsed.charts[0]["curves"][0]["ys"] == [3.0, None, None, 2.0, 1.0]
-    assert "NaN or infinite at step 2, the first such one" in parsed.sections["curves"]
+    assert Parsed(text).charts[0]["curves"][0]["ys"] == [3.0, None, None, 2.0, 1.0]
     assert "NaN or infinite at step 3; loss 1" in text
-    path = re.search(r'<path class="line c0" d="([^"]*)"', text)
-    assert path
-    assert re.sub(r"[\d. ]", "", path[1]) == "MML"
 
 
 def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
@@ -255,19 +248,11 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     assert (thin.xs[0], thin.xs[-1]) == (0, 99_999)
     assert [x for x, y in zip(thin.xs, thin.ys) if math.isnan(y)] == [12_345]
     assert all(ys[x] == y for x, y in zip(thin.xs, thin.ys) if x != 12_345)
-    faint, mean = with_mean(Curve("loss", range(100), [float(x) for x in range(100)]))
-    assert (faint.kind, mean.name) == ("faint", "mean of 5")
-    assert mean.ys[:3] == [0.0, 0.5, 1.0]
-    assert mean.ys[-1] == 97.0
-
-
-@given(st.lists(st.floats(-1e200, 1e200) | st.just(math.nan), min_size=1, max_size=80))
-def test_any_figures_can_be_drawn(values: list[float]) -> None:
-    curves = with_mean(Curve("training", range(len(values)), values))
-    drawn = template("chart.html").render(chart=chart("x", curves))
-    assert not re.search(r'(?:d|style)="[^"]*(?:nan|inf)', drawn)
-    for place in map(float, re.findall(r"(?:top|left):(-?[\d.e+-]+)%", drawn)):
-        assert -0.01 <= place <= 100.01
+    assert with_mean(curve).window == 15
+    assert with_mean(Curve("loss", range(100), [float(x) for x in range(100)])).window == 5
+    assert with_mean(Curve("loss", range(10), [1.0] * 10)).window == 1
+    (data,) = Chart("loss", "", [with_mean(curve)]).values["curves"]
+    assert len(data["xs"]) == len(data["ys"]) == len(thin.xs)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +276,6 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
     ]
     assert align([12.5, 0.25]) == ["12.50", "0.25"]
     assert [size(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
-    assert [clock(x) for x in (6, 105, 7305)] == ["6.0 s", "1:45", "2:01:45"]
     assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [
         *("0.2 s", "1 min 0 s", "1 h 1 min", "3 days")
     ]
@@ -318,13 +302,3 @@ def test_a_page_in_no_folder_is_refused(
 ) -> None:
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
-
-
-def test_slow_ranks_have_a_table(tmp_path: Path) -> None:
-    run = written(tmp_path, [row(1, 0.5)])
-    line = {"step": 76, "time": 1.7e9, "rank": 2, "what": f"compute {EVIL}", "factor": 1.3125}
-    (run / "slow.jsonl").write_text(json.dumps(line) + '\n{"factor": "no figure"}\n{"torn')
-    parsed = Parsed(page(read(run)))
-    text = " ".join(parsed.sections["slow"].split())
-    assert text.startswith("Slow ranks When a rank became slow")
-    assert f" step rank what times as long 76 2 compute {EVIL} 1.312 " in text
