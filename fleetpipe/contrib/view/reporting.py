@@ -111,7 +111,7 @@ class BoardWriter:
         if ranks:
             ranks[0] = replace(ranks[0], spent=last.spent, step_age=last.step_age)
         saved = filter(None, [self.board.last_checkpoint, checkpoint_of(last)])
-        self.board = replace(
+        board = replace(
             self.board,
             at=now,
             step=step,
@@ -119,12 +119,12 @@ class BoardWriter:
             gradient_norm=last.gradient_norm,
             last_checkpoint=max(saved, default=None),
             news="the job has ended",
-            history=self._history,
         )
-        self._note(self.board)
+        self._note(board)
         self._notices.choose((), now)
-        self._note_events(self.board)
+        self._note_events(board)
         self._history_written = -math.inf
+        self.board = replace(board, history=self._history)
         self._write(self.board)
 
     def _note(self, board: JobBoard) -> None:
@@ -179,7 +179,9 @@ class BoardWriter:
 
     def _write(self, board: JobBoard) -> None:
         self._replace(FILE, board.content())
-        if abs(board.at - self._history_written) >= self._history_period:
+        # Before the first figures it would replace what is still to be adopted.
+        due = abs(board.at - self._history_written) >= self._history_period
+        if self._history.last and due:
             begin = time.thread_time()
             self._replace(history.FILE, self._history.content())
             took = time.thread_time() - begin

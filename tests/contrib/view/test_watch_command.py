@@ -171,12 +171,37 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert replace(last, ranks=()).slow == ()
 
 
+def test_a_second_attempt_keeps_figures_and_events_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recorded(first: int, last: int) -> History:
+        job = SimpleNamespace(progress=RunProgress(), allow=Allow())
+        job.progress.folders.append(tmp_path)
+        writer = reporting.BoardWriter(job, 1e9 + first)  # type: ignore[arg-type]
+        for step in range(first, last + 1):
+            # The first board of an attempt comes before its first step.
+            writer.add({0: Heard(RankRecord(0, "", step=step - 1))}, 1e9 + step)
+            job.progress.expect(step, None)
+            job.progress.note({"loss": 1.0 / step})
+        writer.close(RankRecord(0, "", step=last, saved=last, saved_age=0.0), 1e9 + last + 1)
+        return read_history(tmp_path)
+
+    recorded(1, 10)
+    monkeypatch.setenv("FLEETPIPE_INCARNATION", "2")
+    second = recorded(6, 12)
+    assert second.series()["loss"] == ([*range(1, 13)], [1.0 / step for step in range(1, 13)])
+    assert [(event.kind, event.step) for event in second.events] == [("start", 0), ("save", 12)]
+    assert second.events[-1].times == 2
+
+
 def test_warnings_and_what_was_let_pass_are_events(tmp_path: Path) -> None:
     progress, allow = RunProgress(), Allow(("optimizer:MySAM",))
     progress.folders.append(tmp_path)
     records = {0: Heard(RankRecord(0, ""))}
     job = SimpleNamespace(progress=progress, heard=lambda: records, allow=allow)
     reporter = reporting.Reporter(job)  # type: ignore[arg-type]
+    progress.expect(1, None)
+    progress.note({"loss": 2.0})
     logging.getLogger("fleetpipe.checkpoint").warning("the disk is slow\nsecond line")
     logging.getLogger("fleetpipe.job.allow").warning("it has an event of its own")
     allow.refuse("optimizer", "MySAM", "it has a step of its own", fix="")
