@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
-from fleetpipe.contrib.view.reading.run_folder import RunRecord, read
+from fleetpipe.contrib.view.reading.run_folder import read
+from fleetpipe.contrib.view.reading.run_record import RunRecord
 from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import ABOUT, ATTEMPTS, METRICS, TRACE

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from fleetpipe.contrib.view.address import TOKEN, Address, configure_serve
 from fleetpipe.contrib.view.judging.answers import answers_of, status_of
 from fleetpipe.contrib.view.reading.board import FILE, BoardFile, JobBoard, board_of
-from fleetpipe.contrib.view.reading.run_folder import RunRecord
+from fleetpipe.contrib.view.reading.run_record import RunRecord
 from fleetpipe.contrib.view.showing.chart import title_of
 from fleetpipe.contrib.view.showing.numbers import short
 from fleetpipe.contrib.view.showing.server import Server

@@ -1,7 +1,8 @@
-"""What the tests of the page share: a trace as a run writes it."""
+"""What the tests of the pages share: a trace as a run writes it, and a browser."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,17 @@ import pytest
 
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.forms import Event, events_of, write_trace
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """The command of a browser; without one a test is skipped."""
+    command = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if command is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: no browser to look with")
+    return command
 
 
 @pytest.fixture

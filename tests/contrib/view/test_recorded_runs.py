@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -148,12 +147,8 @@ def test_what_is_read_first(
     assert said["happened"][0]["text"] == "the training begins"
 
 
-def test_the_answers_in_a_browser(tmp_path: Path) -> None:
+def test_the_answers_in_a_browser(browser: str, tmp_path: Path) -> None:
     """They stand on the first screen of a window of 1280 x 720, none beside it."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    if browser is None:
-        pytest.skip(f"none of {', '.join(names)} is installed: no browser to look with")
     script = """<script>addEventListener("load", () => {
         const box = document.querySelector("#answers").getBoundingClientRect();
         const told = document.createElement("pre");

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.contrib.view.reading.board import JobBoard
 from fleetpipe.contrib.view.reading.history import EVALUATED, RunEvent
-from fleetpipe.contrib.view.reading.run_folder import RunRecord
+from fleetpipe.contrib.view.reading.run_record import RunRecord
 from fleetpipe.contrib.view.showing.numbers import percent, seconds, short
 
 #: From this moment on the hour of an end means nothing, and much later ones have none.

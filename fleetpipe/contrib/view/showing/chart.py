@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from fleetpipe.contrib.view.reading.history import EVALUATED
-from fleetpipe.contrib.view.reading.run_folder import RunRecord, Series
+from fleetpipe.contrib.view.reading.run_record import RunRecord, Series
 
 LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
 THROUGHPUT = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from fleetpipe.contrib.view.judging.answers import Answer, answers_of, events_of
 from fleetpipe.contrib.view.reading.history import EVALUATED
-from fleetpipe.contrib.view.reading.run_folder import RunRecord
+from fleetpipe.contrib.view.reading.run_record import RunRecord
 from fleetpipe.contrib.view.showing import tables
 from fleetpipe.contrib.view.showing.chart import (
     LOSS,

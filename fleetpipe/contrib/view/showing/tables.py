@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.contrib.view.reading.attempts import AttemptRecord
 from fleetpipe.contrib.view.reading.history import RunEvent
-from fleetpipe.contrib.view.reading.run_folder import Row, RunRecord
+from fleetpipe.contrib.view.reading.run_record import Row, RunRecord
 from fleetpipe.contrib.view.showing.numbers import align, moment, seconds, short, size
 from fleetpipe.job.records import RankRecord
 

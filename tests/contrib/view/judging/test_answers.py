@@ -13,7 +13,7 @@ from fleetpipe.contrib.view.judging.answers import Answer, answers_of
 from fleetpipe.contrib.view.reading.attempts import AttemptRecord
 from fleetpipe.contrib.view.reading.board import JobBoard
 from fleetpipe.contrib.view.reading.history import History, HistoryRow, RunEvent
-from fleetpipe.contrib.view.reading.run_folder import RunRecord
+from fleetpipe.contrib.view.reading.run_record import RunRecord
 from fleetpipe.job.records import RankRecord
 from tests.contrib.view.boards import running
 

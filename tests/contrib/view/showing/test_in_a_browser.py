@@ -6,7 +6,6 @@ import contextlib
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers
 
 pytestmark = pytest.mark.once
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -82,14 +80,6 @@ setTimeout(() => {
   told.textContent = JSON.stringify(seen);
 }, 50);
 </script>"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: no browser to look with")
-    return found
 
 
 @pytest.fixture(scope="module")
