@@ -337,9 +337,11 @@ class Healing:
             Whether no rank has died meanwhile.
         """
         after, now, last = self._kept.collect(), self._run.step, self._last
+        progress = self._job.progress
+        counted = progress.step
         if last is None or last.call.step != step:
             raise PeerFailed("a rank died between its last step and what it keeps of that")
-        self._run.step = step
+        self._run.step, progress.step = step, counted - 1
         try:
             self._go_back(last)
             self._run_once(last, last.begin(last.data))
@@ -347,7 +349,7 @@ class Healing:
         except (PeerFailed, PipelineTimeout):
             return False
         finally:
-            self._run.step = now
+            self._run.step, progress.step = now, counted
             self._kept.put_tensors_back(now)
             self._kept.put_back(after)
 

@@ -158,12 +158,14 @@ class BoardWriter:
 
     def _note_events(self, board: JobBoard) -> None:
         """Adds what has happened since the last board."""
+        # A process that replaces a rank has done no step of its own so far.
+        step = max(board.step, self._history.last)
         for _ in range(len(self._noted)):
-            self._add_event(*self._noted.popleft(), board.step, board.at)
+            self._add_event(*self._noted.popleft(), step, board.at)
         used = self._job.allow.used
         for entry in [entry for entry in used if entry not in self._allowed]:
             self._allowed.add(entry)
-            self._add_event("allowed", f"{entry} was let pass: {used[entry]}", board.step, board.at)
+            self._add_event("allowed", f"{entry} was let pass: {used[entry]}", step, board.at)
         saved, before = board.last_checkpoint, self.board.last_checkpoint
         if saved is not None and (before is None or saved.step != before.step):
             self._add_event("save", "saved", saved.step, board.at - saved.age)
