@@ -26,8 +26,8 @@ _STRETCHES, _FEWEST = 20, 5
 _DIVERGES = 2.0
 #: A step that takes so many times the fastest ones is slow.
 _SLOW = 1.25
-#: A part of the time that is as large, beside computing, is worth a look.
-_LARGE = 0.25
+#: A part of the time that is larger, beside computing, is worth a look; a pipeline always waits.
+_LARGE, _LARGE_WAITING = 0.25, 0.5
 _WORDS = {"waiting": "waiting for peers"}
 #: What is likely where a part of the time is large.
 _LIKELY = {
@@ -218,13 +218,14 @@ def _means(points: Points) -> list[tuple[int, float]]:
 
 
 def _time(shares: Mapping[str, float]) -> Iterator[Answer]:
-    """Yields the shares of wall time, the largest first, and what is likely of a large one."""
+    """Yields the shares of wall time, and what is likely where one of them is large."""
     if shares:
-        worst = max(_LIKELY, key=lambda part: shares.get(part, 0.0))
-        text, kind = time_of(shares), ""
-        if shares.get(worst, 0.0) > _LARGE:
-            text, kind = f"{percent(shares[worst])} {worst}: {_LIKELY[worst]}; {text}", "bad"
-        yield Answer("time", text, kind)
+        limits = {part: _LARGE_WAITING if part == "waiting" else _LARGE for part in _LIKELY}
+        large = [part for part in _LIKELY if shares.get(part, 0.0) > limits[part]]
+        text = time_of(shares)
+        for worst in sorted(large, key=lambda part: shares[part])[-1:]:
+            text = f"{percent(shares[worst])} {worst}: {_LIKELY[worst]}; {text}"
+        yield Answer("time", text, "bad" if large else "")
 
 
 def time_of(shares: Mapping[str, float]) -> str:

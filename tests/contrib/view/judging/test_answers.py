@@ -135,6 +135,21 @@ def test_what_happened_stands_below_with_times_the_newest_last() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spent", "text"),
+    [
+        ((6.0, 4.0), "compute 60.0%, waiting for peers 40.0%"),
+        ((4.0, 6.0), "60.0% waiting: the stages are uneven, the micro-batches few, or a rank is"),
+        ((6.0, 1.0, 0.0, 0.0, 0.0, 3.0), "30.0% saves: save less often, or in the background;"),
+    ],
+)
+def test_what_is_likely_where_much_time_goes(spent: tuple[float, ...], text: str) -> None:
+    ranks = tuple(replace(rank, spent=spent) for rank in running().ranks)
+    said = answers(running(ranks=ranks))["time"]
+    assert said.text.startswith(text)
+    assert said.kind == ("bad" if ":" in text else "")
+
+
+@pytest.mark.parametrize(
     ("figures", "text"),
     [
         ({"tokens_per_second": 4096.0}, "0.5 s/step, 64 samples/s, 4096 tokens/s"),
