@@ -47,7 +47,7 @@ def test_sixteen_ranks_in_a_pipe_of_eighty_columns(
     assert main(["watch", str(tmp_path), "--once"]) == 0
     text = capsys.readouterr().out
     assert text.count(" 3% ") == 16
-    assert "attempt 3, since rank 1" in text
+    assert "rank 1 was ended by SIGKILL" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
 
