@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.judging.slowdown import alternatives, slowdown_of
-from fleetpipe.contrib.view.judging.trace_replay import steps_of
-from fleetpipe.contrib.view.reading.traced_ops import (
-    COLUMNS,
-    TracedOperation,
-    read_columns,
-    read_trace,
-)
+from fleetpipe.contrib.view import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
+from fleetpipe.contrib.view.judging.slowdown import alternatives
+from fleetpipe.contrib.view.reading.traced_ops import COLUMNS
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, with_early

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import count
 
-from fleetpipe.contrib.view.reading.traced_ops import TracedOperation
+from fleetpipe.contrib.view import TracedOperation
 from fleetpipe.schedules import build
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from paddle import nn
 
-from fleetpipe.contrib.view.judging.trace_replay import steps_of
-from fleetpipe.contrib.view.reading.traced_ops import read_trace
+from fleetpipe.contrib.view import read_trace, steps_of
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build

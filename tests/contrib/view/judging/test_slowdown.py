@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from fleetpipe.contrib.view.judging.slowdown import Slowdown, slowdown_of
-from fleetpipe.contrib.view.judging.trace_replay import steps_of
-from fleetpipe.contrib.view.reading.traced_ops import TracedOperation
+from fleetpipe.contrib.view import Slowdown, TracedOperation, slowdown_of, steps_of
 from fleetpipe.errors import ConfigError
 from tests.contrib.view.traces import Slow, trace
 
