@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.tensor import to_host
@@ -25,8 +25,6 @@ QUANTITIES = (
     *("initial parameter", "initial buffer", "micro-batch", "output", "loss", "gradient"),
     *("gradient norm", "learning rate", "parameter", "buffer", "last_epoch"),
 )
-
-_FLOATS = {paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64}
 
 
 @dataclass(frozen=True)
@@ -164,17 +162,37 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if bridge.same_bits(one, other):
         return True
-    if not _alike(one, other) or one.dtype not in _FLOATS:
+    return _alike(one, other) and same_numbers(numbers_of(one), numbers_of(other))
+
+
+def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays have the same shape, dtype and bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    left, right = (np.atleast_1d(np.ascontiguousarray(numbers_of(t))) for t in (one, other))
-    bits = f"u{left.itemsize}"
-    return bool(((left.view(bits) == right.view(bits)) | (np.isnan(left) & np.isnan(right))).all())
+    return one.tobytes() == other.tobytes() or _bits(one) == _bits(other)
 
 
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
     """Returns the largest difference; infinite if shapes, dtypes, or what is finite, differ."""
     difference = compare("", "", 0, one, other)
     return 0.0 if difference is None else difference.absolute
+
+
+def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
+    """Returns the largest difference over the largest expected number; 0 for equal bits.
+
+    Args:
+        ours: A tensor.
+        expected: The expected tensor.
+        scale: The largest number of the whole tensors of which these are parts.
+    """
+    if ours.shape != expected.shape:
+        return math.inf
+    if ours.tobytes() == expected.tobytes():
+        return 0.0
+    worst = float(gaps_of(ours, expected).max(initial=0.0))
+    size = largest_of(expected) if scale is None else scale
+    return worst / size if size else (math.inf if worst else 0.0)
 
 
 def numbers_of(tensor: Tensor) -> Any:
@@ -185,19 +203,19 @@ def numbers_of(tensor: Tensor) -> Any:
         return (tensor if tensor.place.is_cpu_place() else to_host(tensor)).numpy()
 
 
-def largest_of(tensor: Tensor) -> float:
+def largest_of(tensor: Tensor | np.ndarray) -> float:
     """Returns the largest finite absolute number; 0 if there is none."""
-    numbers = np.abs(numbers_of(tensor))
+    numbers = np.abs(numbers_of(tensor) if isinstance(tensor, paddle.Tensor) else tensor)
     return float(numbers.max(initial=0, where=np.isfinite(numbers)))
 
 
-def unit_of(tensor: Tensor) -> float:
-    """Returns the unit in the last place of the number 1 in a tensor's dtype."""
-    dtype = str(tensor.dtype).rpartition(".")[2]
-    return 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps)
+def unit_of(dtype: DType | np.dtype[np.generic]) -> float:
+    """Returns the unit in the last place of the number 1."""
+    name = str(dtype).rpartition(".")[2]
+    return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
 
 
-def kind_of(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor | np.ndarray) -> str:
     """Returns the dtype and the shape of a tensor, as ``float32 [2, 3]``."""
     return f"{str(tensor.dtype).rpartition('.')[2]} {list(tensor.shape)}"
 
@@ -214,6 +232,13 @@ def digest_of(content: Any) -> str:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return list(one.shape) == list(other.shape) and one.dtype == other.dtype
+
+
+def _bits(numbers: np.ndarray) -> bytes:
+    """Returns the bytes of numbers, in which one NaN stands for all."""
+    if numbers.dtype.kind == "f":
+        numbers = np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
+    return numbers.tobytes()
 
 
 def gaps_of(ours: Any, expected: Any) -> Any:

@@ -207,4 +207,4 @@ def _compare(
     difference = compare("gradient", name, step, ours, expected)
     if difference is None or difference.absolute == 0:
         return None
-    return difference if difference.relative > MARGIN * unit_of(expected) else None
+    return difference if difference.relative > MARGIN * unit_of(expected.dtype) else None

@@ -121,7 +121,7 @@ class Repetition:
             return
         for place, tensors in self._values_of(outputs, loss).items():
             for one, other in zip(tensors, first.get(place, ())):
-                size = unit_of(one) if one.is_floating_point() else 0.0
+                size = unit_of(one.dtype) if one.is_floating_point() else 0.0
                 if difference := compare("output", place, 0, one, other):
                     size = max(size, difference.relative)
                     self._largest = max(self._largest, (difference.relative, place))

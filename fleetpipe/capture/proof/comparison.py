@@ -154,7 +154,7 @@ class Comparison:
     def _of_update(self, name: str, right: Tensor) -> float:
         """Returns how far a step may move a parameter off, given its gradient's difference."""
         gap = self._off.get(name, 0.0)
-        return 2 * (training.RATE * gap + unit_of(right) * largest_of(right)) if gap else 0.0
+        return 2 * (training.RATE * gap + unit_of(right.dtype) * largest_of(right)) if gap else 0.0
 
 
 def digests_of(moment: training.Moment) -> dict[str, str]:

@@ -11,7 +11,7 @@ processes, which leave files:
 3. ``rows`` and ``layouts`` find the part of the twin's tensors that a rank has;
 4. ``comparison`` goes through the phases of a step (``flow`` has what goes through layers,
    ``parameters`` the rest, ``step`` what both need); a difference counts if it is larger than that
-   of a second twin, whose numbers were changed in the last place (``tolerance``);
+   of a second twin, whose numbers were changed in the last place;
 5. ``causes`` describes the likely cause in a sentence.
 """
 

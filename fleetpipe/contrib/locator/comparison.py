@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from fleetpipe.compare.differences import gap
 from fleetpipe.contrib.locator import causes
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.flow import Flow
 from fleetpipe.contrib.locator.parameters import ParameterChecks
 from fleetpipe.contrib.locator.record import DROPPED, Meaning, RankTensors, Record
 from fleetpipe.contrib.locator.rows import Matched, is_sample, match
-from fleetpipe.contrib.locator.step import StepBesideTwin
-from fleetpipe.contrib.locator.tolerance import Tolerances, gap
+from fleetpipe.contrib.locator.step import StepBesideTwin, Tolerances
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.causes import STREAMS
 

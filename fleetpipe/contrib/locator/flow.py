@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fleetpipe.compare.differences import gap, largest_of
 from fleetpipe.contrib.locator import causes
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
 from fleetpipe.contrib.locator.rows import Matched, SampleRows, gather
 from fleetpipe.contrib.locator.step import Key, StepBesideTwin, key_of
-from fleetpipe.contrib.locator.tolerance import gap, largest
 
 #: Axes whose ranks have parts of one tensor, or of the sum that it is.
 _PARTED = ("mp", "ep", "sep", "cp")
@@ -125,7 +125,7 @@ class Flow:
 
     def _outcome(self, rank: RankTensors, place: Meaning, tensor: np.ndarray) -> Outcome | None:
         wholes = self._of_twin(rank, place, tensor.size)
-        scale = max(map(largest, wholes), default=0.0)
+        scale = max(map(largest_of, wholes), default=0.0)
         apart = [gap(*pair, scale) for pair in self._pairs(rank, place, tensor, wholes)]
         if not apart:
             return None
@@ -244,7 +244,7 @@ class Flow:
             other = Meaning(self._at.number, *key[:2], place.micro_batch, *key[2:])
             sums = self._of_twin(rank, other, tensor.size) if key[2].startswith("output") else []
             for (ours, whole), of_sum in itertools.product(pairs, sums):
-                scale = largest(whole)
+                scale = largest_of(whole)
                 if gap(whole - ours, of_sum, scale) <= outcome.tolerance:
                     matching[key[1]] = causes.DETACHED_SKIP
                 elif gap(ours, of_sum, scale) <= outcome.tolerance:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fleetpipe.compare.differences import gap
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 from fleetpipe.contrib.locator.rows import signatures
-from fleetpipe.contrib.locator.tolerance import gap
 
 #: Axes along which ranks hold parts of one tensor, and those that split one together.
 _SPLITTING = (

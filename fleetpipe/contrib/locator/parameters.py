@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fleetpipe.compare.differences import gap, largest_of, same_numbers
 from fleetpipe.contrib.locator import causes
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.layouts import layouts
 from fleetpipe.contrib.locator.record import LEFT, READ_ON, RankTensors
 from fleetpipe.contrib.locator.step import StepBesideTwin
-from fleetpipe.contrib.locator.tolerance import gap, largest, same_bits
 from fleetpipe.mesh.causes import NORM, of_unequal
 
 #: By rank.
@@ -111,7 +111,7 @@ class ParameterChecks:
         if self._at.number or not axes or whole is None:
             return None
         leads = [parts[members[0]] for members in by_shard.values()]
-        if len(leads) > 1 and leads[0].std() > 0 and all(same_bits(leads[0], t) for t in leads):
+        if len(leads) > 1 and leads[0].std() > 0 and all(same_numbers(leads[0], t) for t in leads):
             return self._finding(name, "initial", parts, causes.SAME_SHARDS, axes[0], 1.0)
         return self._find_misplaced(name, parts, whole, axes)
 
@@ -141,7 +141,7 @@ class ParameterChecks:
             # Beside experts and shards that other ranks draw, what is drawn later is another.
             parted = {n.partition(".")[0] for n in whole.keys() - {*alike}}
             random = {n for n in alike if whole[n].std() > 0}
-            other = [n for n in alike if not same_bits(held[n], whole[n]) and whole[n].size > 1]
+            other = [n for n in alike if not same_numbers(held[n], whole[n]) and whole[n].size > 1]
             few = [n for n in other if n in random and n.partition(".")[0] not in parted]
             few = few if 4 * len(few) <= len(random) else []
             for name in [*few, *(n for n in other if n not in random)][:1]:
@@ -252,7 +252,7 @@ class ParameterChecks:
         axes = self._local[name].axes if name in self._local else ()
         # Ranks along these have not the same gradient, after it was to be added up.
         members = {axis: self._at.members(bad[0], (axis,), parts) for axis in axes}
-        missing = [a for a in axes if not all(same_bits(part, parts[n]) for n in members[a])]
+        missing = [a for a in axes if not all(same_numbers(part, parts[n]) for n in members[a])]
         ratio, shared = self._ratio(part, whole, bad[0]), len(self._stages(name)) > 1
         axis, cause = causes.of_reduction(self._at.degrees, axes, missing, ratio, name, shared)
         return self._finding(name, "reduction", bad, cause, axis, worst, tolerance)
@@ -363,7 +363,7 @@ class ParameterChecks:
 
     def _apart(self, parts: Parts, whole: np.ndarray) -> dict[int, float]:
         """Returns how far each rank's tensor is from its part of the twin's."""
-        scale = largest(whole)
+        scale = largest_of(whole)
 
         def far(number: int, part: np.ndarray) -> float:
             # Sums of several ranks are kept wider.

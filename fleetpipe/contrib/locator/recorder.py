@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.compare.differences import numbers_of
 from fleetpipe.contrib.experts import Experts
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.record import Meaning
-from fleetpipe.contrib.locator.tolerance import numbers_of
 from fleetpipe.dygraph import PipelineLayer, tensors_of
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.job.job import current_job

@@ -1,18 +1,53 @@
-"""One step of a job beside that of its twin: what every check of it needs."""
+"""One step of a job beside that of its twin: what every check of it needs.
+
+A difference counts if it is larger than the effect of a change in the last place: the twin runs a
+second time with each number of its weights, data and gradients changed by at most one unit, and the
+difference at a place is the effect of rounding there, for any operation.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from fleetpipe.compare.differences import gap, unit_of
+from fleetpipe.compare.rounding import MARGIN
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.layouts import parts_of
 from fleetpipe.contrib.locator.record import READ_ON, Meaning, Record
-from fleetpipe.contrib.locator.tolerance import Tolerances
 
 #: Of a tensor of the twin: its phase, name, part and call.
 Key = tuple[str, str, str, int]
+
+
+class Tolerances:
+    """The differences that rounding may cause at each place, as measured."""
+
+    def __init__(self, twin: Record, perturbed: Record | None) -> None:
+        """Compares a twin with its perturbed run; None: bits must be equal."""
+        #: By place, the steps and what was measured in each.
+        self._measured: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
+        self._exact = perturbed is None
+        if perturbed is None:
+            return
+        (rank,), (other,) = twin.ranks, perturbed.ranks
+        for place, tensor in rank.tensors.items():
+            moved = other.tensors.get(place)
+            if moved is not None and tensor.dtype.kind == "f":
+                measured = place.step, min(gap(moved, tensor), 1.0)
+                self._measured[key_of(place)[:3]].append(measured)
+
+    def at(self, place: Meaning, dtype: np.dtype[np.generic]) -> float:
+        """Returns the largest allowed relative difference at a place, in any micro-batch."""
+        if self._exact or dtype.kind != "f":
+            return 0.0
+        # One place for all micro-batches: a sample of one number says little. And what comes
+        # after a bug may be anything: a step is measured by those up to it.
+        samples = self._measured[key_of(place)[:3]]
+        sizes = [size for step, size in samples if step <= place.step]
+        return MARGIN * max([unit_of(dtype), *sizes])
 
 
 class StepBesideTwin:

@@ -13,11 +13,11 @@ import numpy as np
 
 from fleetpipe import fleet
 from fleetpipe.aliases import Nest, Optimizer, Tensor
+from fleetpipe.compare.differences import numbers_of, unit_of
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.layouts import WholeTensors
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
 from fleetpipe.contrib.locator.rows import signatures
-from fleetpipe.contrib.locator.tolerance import numbers_of
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.dygraph.nest import map_tensors, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES
@@ -119,8 +119,7 @@ class Feed:
 
     def _set(self, tensor: Tensor, value: np.ndarray) -> None:
         if self._random is not None and value.dtype.kind == "f":
-            unit = 2.0**-7 if str(tensor.dtype).endswith("bfloat16") else np.finfo(value.dtype).eps
-            moved = value * (1 + unit * self._random.integers(-1, 2, value.shape))
+            moved = value * (1 + unit_of(tensor.dtype) * self._random.integers(-1, 2, value.shape))
             value = np.asarray(moved, value.dtype)
         with paddle.no_grad():
             tensor.set_value(paddle.to_tensor(value).astype(tensor.dtype))
