@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
-from fleetpipe import fleet as our_fleet
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.compare.differences import kind_of, leaves, numbers_of
+from fleetpipe.compare.strategies import Changes
 from fleetpipe.compare.trail import BEGIN, TRAINS, CallRecord, Summary, file_of
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.errors import UsageError
 from fleetpipe.fit.model import Model
 from fleetpipe.job.watching.calls import line_of_the_script
 from fleetpipe.launch import script
@@ -31,105 +29,20 @@ from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.random import generator_states, python_states
 from fleetpipe.paddle_api.static import dynamic, found_tensor
-from fleetpipe.schedules.registry import canonical_name
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
 #: Its batches are events of their own.
 _FIT = "fit"
 _OF_FIT = (_FIT, "evaluate", "predict")
-_SCHEDULE = "schedule"
-#: Those whose product is the number of ranks.
-_AXES = {"dp", "pp", "sharding", "sep", "cp", "mp"}
-
-
-class Changes(NamedTuple):
-    """What a way has otherwise than the script: ``pp=1,dp=2``, ``schedule=ZBH1``.
-
-    Attributes:
-        text: As the user writes it.
-        degrees: By axis.
-        schedule: Its name; None leaves the script's.
-    """
-
-    text: str
-    degrees: Mapping[str, int]
-    schedule: str | None
-
-    @classmethod
-    def of(cls, text: str) -> Changes:
-        """Reads the text.
-
-        Raises:
-            ConfigError: There is no such schedule.
-            UsageError: It is none.
-        """
-        pairs = dict(one.partition("=")[::2] for one in text.split(","))
-        schedule = pairs.pop(_SCHEDULE, None)
-        if not {*pairs} <= _AXES or not all(v.isdecimal() and int(v) for v in pairs.values()):
-            raise UsageError(
-                "--also changes degrees or the schedule",
-                expected=f"{', '.join(sorted(_AXES))} with a number, or {_SCHEDULE}",
-                got=repr(text),
-                fix="write pp=1,dp=2 or schedule=ZBH1",
-            )
-        if schedule is not None:
-            canonical_name(schedule)
-        return cls(text, {axis: int(value) for axis, value in pairs.items()}, schedule)
-
-    @property
-    def ranks(self) -> int:
-        """Processes: one plays all stages where no other axis is given."""
-        return math.prod(self.degrees.values()) if {*self.degrees} - {"pp"} else 1
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script and records its trail.
-
-    Returns:
-        The exit code of the script, or of the first rank that failed.
-    """
-    if script.to_be_launched(options):
-        words = [
-            word
-            for name in ("record", "steps", "stop_after", "set")
-            for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))
-            if getattr(options, name) is not None
-        ]
-        return script.launch(options, "parity", *words)
-    steps, stop = options.steps, options.stop_after
-    with (
-        in_place_of_paddles(),
-        replaced((our_fleet, "init", _init(options.set))),
-        recording(options.record, steps, stop),
-    ):
+    """Runs the script in this process, records its trail, and returns its exit code."""
+    changed = Changes.of(options.set).in_force() if options.set else nullcontext()
+    record = recording(options.record, options.steps, options.stop_after)
+    with in_place_of_paddles(), changed, record:
         return script.execute_to_the_end(options.script, options.arguments)
-
-
-def _init(text: str | None) -> Any:
-    """Returns ``fleet.init`` with changes in the strategy."""
-    begin = our_fleet.init
-    if text is None:
-        return begin
-    changes = Changes.of(text)
-
-    @functools.wraps(begin)
-    def init(
-        role_maker: Any = None,
-        is_collective: bool = False,
-        strategy: Any = None,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        strategy = our_fleet.DistributedStrategy() if strategy is None else strategy
-        degrees = {f"{axis}_degree": degree for axis, degree in changes.degrees.items()}
-        if degrees:
-            strategy.hybrid_configs = degrees
-        if changes.schedule is not None:
-            strategy.pipeline_configs = {"schedule_mode": changes.schedule}
-        return begin(role_maker, is_collective, strategy, *more, **named)
-
-    return init
 
 
 class TrailRecorder:
@@ -217,12 +130,11 @@ def summaries(value: Any, name: str = "") -> dict[str, Summary]:
 
 
 def _summary(value: Any) -> Summary:
-    if isinstance(value, (int, float, str)) and not isinstance(value, np.generic):
-        return Summary.of_plain(value)
     if isinstance(value, paddle.Tensor):
         return Summary.of_array(kind_of(value), numbers_of(value))
-    array = np.asarray(value)
-    return Summary.of_array(f"{array.dtype} {list(array.shape)}", array)
+    if isinstance(value, (int, float, str)) and not isinstance(value, np.generic):
+        return Summary.of_plain(value)
+    return Summary.of_array(kind_of(np.asarray(value)), np.asarray(value))
 
 
 def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
@@ -243,12 +155,8 @@ def _rate(arguments: list[Any]) -> dict[str, Summary]:
 
 def _rows(arguments: list[Any]) -> dict[str, Summary]:
     """Returns the rows that a call was given; an iterator's are not known before it takes them."""
-    data = (
-        arguments[0]
-        if arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
-        else None
-    )
-    return summaries(data, "rows")
+    known = arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
+    return summaries(arguments[0], "rows") if known else {}
 
 
 def _streams() -> dict[str, Summary]:

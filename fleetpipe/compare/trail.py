@@ -117,17 +117,15 @@ class CallRecord:
         """Returns the event of :meth:`to_json`."""
         raw = json.loads(text)
         for name in ("values", "state", "around"):
-            raw[name] = {path: _summary(one) for path, one in raw[name].items()}
+            raw[name] = {
+                path: Summary(kind, digest, tuple(numbers))
+                for path, (kind, digest, numbers) in raw[name].items()
+            }
         return cls(**raw)
 
 
 #: The events of each rank of a run.
 Ranks = Sequence[Sequence[CallRecord]]
-
-
-def _summary(raw: list[Any]) -> Summary:
-    kind, digest, numbers = raw
-    return Summary(kind, digest, tuple(numbers))
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -138,12 +136,8 @@ def file_of(folder: Path, rank: int) -> Path:
 def read(folder: Path) -> list[list[CallRecord]]:
     """Returns the events of each rank of a run."""
     files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.rpartition("-")[2]))
-    return [list(_events(file)) for file in files]
-
-
-def _events(file: Path) -> Iterator[CallRecord]:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        yield CallRecord.from_json(line)
+    lines_of_ranks = (file.read_text(encoding="utf-8").splitlines() for file in files)
+    return [[*map(CallRecord.from_json, lines)] for lines in lines_of_ranks]
 
 
 class TrailDifference(NamedTuple):

@@ -87,6 +87,11 @@ class VariantRun:
         """What the script has written."""
         return written.files_in(self.home, self.stamps)
 
+    def reports(self) -> list[dict[str, Any]]:
+        """Returns what ``fleetpipe parity --report`` has written; nothing if it did not run."""
+        file = self.folder / "report.json"
+        return [*json.loads(file.read_text("utf-8"))] if file.is_file() else []
+
     def error(self) -> str:
         """Returns the line of the last error that it printed, or else its last line."""
         lines = [line.strip() for line in self.tail(10_000).splitlines() if line.strip()]
@@ -185,10 +190,3 @@ def _link_files(source: Path, target: Path) -> None:
     shutil.copytree(
         source, target, copy_function=place, ignore=hidden, ignore_dangling_symlinks=True
     )
-
-
-def report_of(done: VariantRun) -> list[dict[str, Any]]:
-    """Returns what ``fleetpipe parity --report`` has written for a way; nothing if it did not."""
-    file = done.folder / "report.json"
-    reports: list[dict[str, Any]] = json.loads(file.read_text("utf-8")) if file.is_file() else []
-    return reports

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fleetpipe.arguments import using
-from fleetpipe.compare.recorder import Changes
+from fleetpipe.compare.strategies import Changes
 from fleetpipe.compare.trail import BEGIN, CallRecord, TrailComparison, compare, unseeded
-from fleetpipe.compare.ways import Variant, VariantRun, limit_of, report_of, run
+from fleetpipe.compare.ways import Variant, VariantRun, limit_of, run
 from fleetpipe.compare.written import texts_apart
 from fleetpipe.errors import UsageError
 from fleetpipe.launch.script import script_words
@@ -189,7 +189,7 @@ def _steps_of(events: Sequence[CallRecord]) -> list[CallRecord]:
 
 
 def _row_of_device(done: VariantRun) -> WayVerdict:
-    reports = report_of(done)
+    reports = done.reports()
     if not reports:
         return WayVerdict(
             done.way.name, True, f"not compared: {done.error().removeprefix('fleetpipe: ')}"

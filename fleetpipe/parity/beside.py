@@ -69,7 +69,9 @@ class Beside:
             shares = self.accumulate(batches, weights or usual, first)
             losses.append([_sum_shares(of_function, units) for of_function in shares])
             if replicas > 1:
-                gradients.append([None if p.grad is None else _copy(p) for p in parameters])
+                gradients.append(
+                    [None if p.grad is None else dense(p.grad, p).clone() for p in parameters]
+                )
                 drop_gradients(parameters)
         share = pipeline.weights_of_all_replicas[0] / usual[0]
         # What delay_scale_loss divides after backward.
@@ -178,10 +180,6 @@ def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
     except Exception as error:
         raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
     losses[:] = [loss.detach() for loss in losses]
-
-
-def _copy(parameter: Tensor) -> Tensor:
-    return dense(parameter.grad, parameter).clone()
 
 
 def _sum_shares(shares: Sequence[Tensor], units: int) -> Tensor:

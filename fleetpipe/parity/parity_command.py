@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from fleetpipe.parity.reference import of_same_layers
 from fleetpipe.parity.report import Report
 from fleetpipe.parity.session import Calls, Session
 
+#: The options that each rank gets too.
+_OF_A_RANK = ("report", "steps", "record", "stop_after", "set")
+
 
 def run(options: argparse.Namespace) -> int:
     """Runs the script, with the reference beside it.
@@ -39,14 +43,14 @@ def run(options: argparse.Namespace) -> int:
     if options.also:
         fix = "fleetpipe parity --whole .."
         raise UsageError("--also is one more way of --whole", got=options.also[0], fix=fix)
+    if script.to_be_launched(options):
+        given = {name: getattr(options, name) for name in _OF_A_RANK if getattr(options, name)}
+        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in given.items()]
+        code = script.launch(options, "parity", *chain(*words))
+        return code if options.record or code in (0, 2) else 1
     if options.record is not None:
         return recorder.run(options)
-    if not script.to_be_launched(options):
-        return shadow(options.script, options.arguments, options.report, options.steps)
-    report = ["--report", str(options.report)] if options.report else []
-    steps = ["--steps", str(options.steps)] if options.steps else []
-    code = script.launch(options, "parity", *report, *steps)
-    return code if code in (0, 2) else 1
+    return shadow(options.script, options.arguments, options.report, options.steps)
 
 
 def shadow(file: Path, arguments: list[str], report: Path | None, last: int | None = None) -> int:

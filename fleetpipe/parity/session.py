@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -174,21 +174,19 @@ class Session:
         return_host_tensor: bool = False,
     ) -> Nest:
         """Calls the pipeline's ``eval_batch`` with these arguments, and compares. Collective."""
-        arguments = (compute_loss, loss_fn_idx, return_host_tensor)
-        call, step = self._calls.eval_batch, self.report.steps
-        changed = self._changes_between_steps()
-        result, differences = self._evaluations.eval_batch(call, step, data, *arguments)
-        return self._add_result(result, changed + differences)
+        compared, call = self._evaluations.eval_batch, self._calls.eval_batch
+        return self._evaluate(compared, call, data, compute_loss, loss_fn_idx, return_host_tensor)
 
     def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
         """Calls the pipeline's ``predict_batch`` with these arguments, and compares. Collective."""
-        call, step = self._calls.predict_batch, self.report.steps
-        changed = self._changes_between_steps()
-        result, differences = self._evaluations.predict_batch(call, step, inputs, broadcast)
-        return self._add_result(result, changed + differences)
+        compared, call = self._evaluations.predict_batch, self._calls.predict_batch
+        return self._evaluate(compared, call, inputs, broadcast)
 
-    def _add_result(self, result: Nest, differences: list[Difference]) -> Nest:
-        self._gather(differences, {})
+    def _evaluate(self, compared: Callable[..., Any], call: Callable[..., Any], *more: Any) -> Nest:
+        """Calls a method of the pipeline's and compares its result, and what changed before."""
+        changed = self._changes_between_steps()
+        result, differences = compared(call, self.report.steps, *more)
+        self._gather(changed + differences, {})
         self.report.evaluations += 1
         return result
 
@@ -263,13 +261,9 @@ class Session:
         everything = [Difference(*fields) for rows, _ in parts for fields in rows]
         # By name: replicas, shards and copies of a tied weight have the same whole gradients.
         whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
-        everything += _compare_norms(whole, self.report.steps)
+        norms = [math.sqrt(math.fsum(pair[side] for pair in whole.values())) for side in (0, 1)]
+        everything += compare_numbers("gradient norm", "", self.report.steps, *norms)
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
-
-
-def _compare_norms(squares: Mapping[str, tuple[float, float]], step: int) -> list[Difference]:
-    norms = [math.sqrt(math.fsum(pair[side] for pair in squares.values())) for side in (0, 1)]
-    return compare_numbers("gradient norm", "", step, *norms)
 
 
 def _first(loss: Nest) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fleetpipe.compare import trail, written
-from fleetpipe.compare.recorder import Changes
+from fleetpipe.compare.strategies import Changes
 from fleetpipe.compare.trail import BEGIN, CallRecord, Summary, compare
 from fleetpipe.compare.ways import Variant
 from fleetpipe.compare.whole import Judge

@@ -38,6 +38,7 @@ from fleetpipe.dygraph.nest import copy_tensors, tensors_of
 from fleetpipe.errors import CaptureError, ConfigError, reason
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import Function, intercepting
+from fleetpipe.paddle_api.random import generator_states
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Schedule
@@ -172,12 +173,9 @@ def _draws(model: Layer, inputs: Nest) -> bool:
     """Whether a model draws random numbers in training."""
     args, named = arguments_of(copy_tensors(inputs))
     with undo_training(model), in_mode(model, training=True):
-        paddle.seed(1)
-        untouched = paddle.rand([1])
-        paddle.seed(1)
+        before = generator_states()
         model(*args, **named)
-        after = paddle.rand([1])
-    return bool((after != untouched).item())
+        return generator_states() != before
 
 
 def _usual(stages: int) -> list[Schedule]:

@@ -16,7 +16,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.value import Node
-from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
+from fleetpipe.capture.tracing.walk import NodeCall, arguments_of
 from fleetpipe.compare.differences import same_bits
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import copy_tensors, tensors_of
@@ -145,23 +145,13 @@ def first_difference(
         inputs: One micro-batch.
         keys: The random keys of both; None if nothing is drawn.
     """
-    model, unopened = capturing.model, capturing.unopened
+    model, (args, named) = capturing.model, arguments_of(copy_tensors(inputs))
+    recorded = _Recorded(model, capturing.unopened, keys)
     with paddle.no_grad(), random_keys.under_keys(keys, SoleGroup()):
+        with state_kept(model), intercepting(recorded):
+            model(*args, **named)
         with state_kept(model):
-            expected = _of_model(model, unopened, inputs, keys)
-        with state_kept(model):
-            return _first(form, inputs, keys, expected)
-
-
-def _of_model(
-    model: Layer, unopened: Unopened, inputs: Nest, keys: random_keys.Keys | None
-) -> list[list[Tensor]]:
-    """Runs the untouched model, and returns the outputs of each node."""
-    args, named = arguments_of(copy_tensors(inputs))
-    recorded = _Recorded(model, unopened, keys)
-    with intercepting(recorded):
-        model(*args, **named)
-    return recorded.outputs
+            return _first(form, inputs, keys, recorded.outputs)
 
 
 def _first(

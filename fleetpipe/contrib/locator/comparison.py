@@ -32,13 +32,11 @@ def first_difference(job: Record, twin: Record, perturbed: Record | None = None)
         perturbed: The same with numbers changed in the last place; None: any different bit counts.
     """
     tolerances = Tolerances(twin, perturbed)
-    for number in range(min(job.steps, twin.steps)):
-        finding = _Comparison(
-            StepBesideTwin(job, twin, tolerances, number), match(job, twin, number)
-        ).first()
-        if finding is not None:
-            return finding
-    return None
+    steps = (
+        _Comparison(StepBesideTwin(job, twin, tolerances, number), match(job, twin, number))
+        for number in range(min(job.steps, twin.steps))
+    )
+    return next((finding for step in steps if (finding := step.first()) is not None), None)
 
 
 class _Comparison:
@@ -102,7 +100,7 @@ class _Comparison:
             for outcome in self._flow.outcomes("data")
             if not outcome.right
             and outcome.place.part.startswith("label")
-            and self._is_sample(outcome.rank, outcome.place)
+            and is_sample(outcome.rank.tensors[outcome.place], outcome.place, at.twin)
         ]
         if not labels:
             return None
@@ -111,10 +109,6 @@ class _Comparison:
         axis, split = at.axis_of(ranks, at.ranks), at.split("sep", "cp")
         cause = causes.LABELS if axis or not split else causes.LABELS_OF_PARTS
         return at.location("", "data", ranks, cause, axis or split, first)
-
-    def _is_sample(self, rank: RankTensors, place: Meaning) -> bool:
-        of_twin = self._at.twin.of(self._at.number, "data").items()
-        return is_sample(rank.tensors[place], [t for p, t in of_twin if p.part == place.part])
 
     def _streams(self) -> Location | None:
         """Finds ranks whose dropouts drew the same numbers for different values."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe.contrib.locator.causes import OTHER_SAMPLES, REORDERED, SAME_SAMPLES
-from fleetpipe.contrib.locator.record import RankTensors, Record
+from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 
 #: Of the twin: a micro-batch and a row of it.
 Row = tuple[int, int]
@@ -120,12 +119,13 @@ def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
     }
 
 
-def is_sample(label: np.ndarray, wholes: Iterable[np.ndarray]) -> bool:
-    """Whether a label belongs to a given sample, or consists of whole numbers.
+def is_sample(label: np.ndarray, place: Meaning, twin: RankTensors) -> bool:
+    """Whether a label belongs to a sample of the twin's, or consists of whole numbers.
 
     Other numbers may be computed, as weights or scaled targets are. They are not compared, but the
     loss computed from them is.
     """
+    wholes = (t for p, t in twin.of(place.step, "data").items() if p.part == place.part)
     rows = {row.tobytes() for whole in wholes if whole.ndim for row in whole}
     return label.dtype.kind != "f" or (label.ndim > 0 and all(r.tobytes() in rows for r in label))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe import fleet
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.compare.differences import numbers_of, unit_of
+from fleetpipe.compare.strategies import strategies_changed
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.layouts import WholeTensors
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
@@ -142,13 +142,7 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
 
     Its pipelines take the micro-batches of all replicas.
     """
-    begin, build = fleet.init, PipelineLayer.__init__
-
-    def init(*arguments: Any, **named: Any) -> Any:
-        passed = inspect.signature(begin).bind(*arguments, **named).arguments
-        if passed.get("strategy") is not None:
-            passed["strategy"] = _of_one(passed["strategy"], replicas)
-        return begin(**passed)
+    build = PipelineLayer.__init__
 
     def whole(*arguments: Any, **named: Any) -> None:
         passed = inspect.signature(build).bind(*arguments, **named).arguments
@@ -160,7 +154,8 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
         build(**passed)
 
     alone = ((paddle.distributed, name, function) for name, function in _COLLECTIVES.items())
-    with replaced((fleet, "init", init), (PipelineLayer, "__init__", whole), *alone):
+    changed = strategies_changed(lambda strategy: _of_one(strategy, replicas))
+    with changed, replaced((PipelineLayer, "__init__", whole), *alone):
         yield
 
 

@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Optimizer, Tensor
@@ -44,12 +44,15 @@ from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.reference import Reference, of_model
+from fleetpipe.parity.stepping import compare_state
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)
 
 #: Into how many parts an optimizer is copied, one after another.
 _PIECES = 8
+
+_Value = TypeVar("_Value")
 
 _NO_MEMORY = "there is no memory to train it"
 
@@ -121,13 +124,13 @@ class Shadow(BatchObserver):
         except Exception as error:
             lacks = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
             failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
-        self._failure = next(filter(None, all_ranks().all_gather(failure)), None)
+        self._failure = _first_of_ranks(failure)
         if self._failure == _NO_MEMORY:
             self._give_up(_NO_MEMORY)
             return
         # The plain model that was trained is a copy.
         written = [n for n, digest in self._buffers().items() if digest != buffers.get(n, digest)]
-        if written := next(filter(None, all_ranks().all_gather(written)), []):
+        if written := _first_of_ranks(written):
             put_back()
             self._end()
             raise CaptureError(
@@ -165,7 +168,7 @@ class Shadow(BatchObserver):
 
     def _give_up(self, obstacle: str | None) -> bool:
         """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
-        first = next(filter(None, all_ranks().all_gather(obstacle)), None)
+        first = _first_of_ranks(obstacle)
         if first is not None:
             log.once(
                 _log.warning, f"the first batches are not shadowed by the plain model: {first}"
@@ -359,13 +362,10 @@ class Shadow(BatchObserver):
 
     def _different_state(self, reference: Reference) -> list[str]:
         """Names the parameters, buffers and modes of layers that differ before the step."""
-        expected = reference.tensors()
-        differences = []
-        for name, tensor in self._pipe.state.local_tensors().items():
-            # Running statistics are those of the data of one replica.
-            shared = not tensor.stop_gradient or self._pipeline.replicas.ranks == 1
-            if shared and largest_gap(tensor, expected[name]):
-                differences.append(f"what the forward wrote into {name}")
+        # Running statistics are those of the data of one replica.
+        alone = self._pipeline.replicas.ranks == 1
+        state = compare_state(self._pipe, reference, self._number, alone)
+        differences = [f"what the forward wrote into {one.name}" for one in state if one.absolute]
         modes = {p: layer.training for p, layer in reference.model.named_sublayers()}
         differences += [
             f"the mode of {path}"
@@ -441,6 +441,11 @@ class Shadow(BatchObserver):
         """Drops the plain model, so that the pipeline goes on alone."""
         self._pipeline.accompany(None)
         self._reference = self._batch = None
+
+
+def _first_of_ranks(value: _Value | None) -> _Value | None:
+    """Returns the first value that is not empty, in the order of ranks. Collective."""
+    return next(filter(None, all_ranks().all_gather(value)), None)
 
 
 def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
