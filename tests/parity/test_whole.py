@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +17,7 @@ from fleetpipe.compare.trail import BEGIN, CallRecord, Summary, compare
 from fleetpipe.compare.ways import Variant
 from fleetpipe.compare.whole import Judge
 from fleetpipe.errors import ConfigError, UsageError
-from tests.launching import ROOT
+from tests.parity.whole_examples import of_example, verdicts
 
 SCRIPT = """
 import os, sys
@@ -62,17 +58,16 @@ print(f"loss {float(loss):.6f}")
 def compared(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> dict[str, str]:
     """Returns the verdict of each way."""
     (folder / "train.py").write_text(SCRIPT)
-    report = folder / "report.json"
-    command = [sys.executable, "-m", "fleetpipe", "parity", "--whole", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *options, "train.py", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert report.is_file(), done.stdout + done.stderr
-    rows = json.loads(report.read_text())
-    assert done.returncode == (0 if all(row["passed"] for row in rows) else 1)
-    return {row["way"]: ("" if row["passed"] else "NOT ") + row["verdict"] for row in rows}
+    return verdicts(Path("train.py"), " ".join(arguments), folder, *options)
+
+
+@pytest.mark.once
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["dygraph_mlp", "static_mlp"])
+def test_an_example_is_equal_in_every_way(name: str, tmp_path: Path) -> None:
+    found = of_example(name, tmp_path)
+    assert len(found) == 5
+    assert not [verdict for verdict in found.values() if verdict.startswith("NOT ")], found
 
 
 @pytest.mark.once

@@ -315,13 +315,20 @@ def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
     assert waiting.returncode
 
 
-@pytest.mark.parametrize("change", [{"degrees": []}, {"places": [[0]]}, {"sources": {"5": []}}])
-def test_a_record_of_something_else_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", [None, {"degrees": []}, {"places": [[0]]}, {"sources": {"5": []}}]
+)
+def test_what_is_no_record_is_refused(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="trained no step"):
+        record.read(tmp_path)
     file = tmp_path / "rank-00000.step-000000.safetensors"
     place = [0, "data", "x", -1, "", 0]
     index = {"rank": 0, "coordinate": {}, "degrees": {}, "places": [place], "sources": {}}
     save_file({"0": np.zeros(2)}, file, metadata={"record": json.dumps(index)})
     assert record.read(tmp_path).steps == 1
-    save_file({"0": np.zeros(2)}, file, metadata={"record": json.dumps({**index, **change})})
-    with pytest.raises(UsageError, match=r"no record of a run[\s\S]*rank-00000"):
+    if change is None:
+        file.write_bytes(b"nothing")
+    else:
+        save_file({"0": np.zeros(2)}, file, metadata={"record": json.dumps({**index, **change})})
+    with pytest.raises(UsageError, match=r"no record of a run, or is damaged[\s\S]*rank-00000"):
         record.read(tmp_path)

@@ -156,18 +156,6 @@ def test_the_optimizers_update_is_compared(monkeypatch: Patch) -> None:
     assert np.array_equal(pipe.plain.first.weight.numpy(), before)
 
 
-def test_a_model_that_finds_no_room_is_not_called_equal(
-    monkeypatch: Patch, caplog: LogCapture
-) -> None:
-    monkeypatch.setattr(host_memory, "_available", lambda: 1000)
-    _, model, optimizer = wrapped()
-    for step in range(3):
-        model.train_batch(data(step), optimizer)
-    said = caplog.text
-    assert "the first batches are not shadowed by the plain model: the model needs about" in said
-    assert "trained alike" not in said
-
-
 @pytest.mark.parametrize("verify", [True, False])
 def test_it_is_left_out_where_nobody_asks(verify: bool, caplog: LogCapture) -> None:
     _, model, optimizer = wrapped(verify=verify)
@@ -222,15 +210,44 @@ def test_plain_models_pass(build: Any, caplog: LogCapture) -> None:
     assert "trained alike" in caplog.text
 
 
-def test_a_copy_without_the_hooks_of_parameters_is_no_measure(caplog: LogCapture) -> None:
-    def build() -> Any:
-        model = Gated()
-        model.first.weight.register_hook(lambda grad: grad * 0.5)
-        return model
+class HookedGradient(Gated):
+    """Has a hook on a gradient, which a copy of its parameter lacks."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda grad: grad * 0.5)
+
+
+class Reaching(Gated):
+    """Has a hook that reaches into the model, not into its copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = features = {}
+        self.first.register_forward_post_hook(
+            lambda layer, inputs, output: features.update(first=output.detach())
+        )
+
+
+@pytest.mark.parametrize(
+    ("build", "available", "words"),
+    [
+        (HookedGradient, None, "a parameter has a hook"),
+        (Reaching, None, "a function of first holds on to what a copy has anew"),
+        (Gated, 1000, "the model needs about"),
+    ],
+    ids=["hook", "function", "no room"],
+)
+def test_a_copy_that_trains_otherwise_or_finds_no_room_is_no_measure(
+    build: Any, available: int | None, words: str, monkeypatch: Patch, caplog: LogCapture
+) -> None:
+    if available is not None:
+        monkeypatch.setattr(host_memory, "_available", lambda: available)
     _, model, optimizer = wrapped(build)
-    model.train_batch(data(0), optimizer)
-    assert "not shadowed by the plain model: a parameter has a hook" in caplog.text
+    for step in range(3):
+        model.train_batch(data(step), optimizer)
+    assert f"not shadowed by the plain model: {words}" in caplog.text
+    assert "trained alike" not in caplog.text
 
 
 def test_a_step_that_the_user_has_put_on_the_optimizer_is_taken_once() -> None:
@@ -299,20 +316,6 @@ def test_what_a_script_does_around_the_first_batches_is_no_difference(change: An
         model.train_batch([inputs, labels], optimizer)
     for name, tensor in plain.state_dict().items():
         assert np.array_equal(pipe.state_dict()[name], tensor, equal_nan=True)
-
-
-def test_a_hook_that_reaches_into_the_model_is_no_measure(caplog: LogCapture) -> None:
-    def build() -> Any:
-        model, features = Gated(), {}
-        model.features = features
-        model.first.register_forward_post_hook(
-            lambda layer, inputs, output: features.update(first=output.detach())
-        )
-        return model
-
-    _, model, optimizer = wrapped(build)
-    model.train_batch(data(0), optimizer)
-    assert "a function of first holds on to what a copy has anew" in caplog.text
 
 
 def test_a_loss_by_the_input_is_refused_with_its_line() -> None:
