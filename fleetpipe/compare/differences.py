@@ -172,6 +172,15 @@ def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
     return one.tobytes() == other.tobytes() or _bits(one) == _bits(other)
 
 
+def zeros_for_missing(
+    one: Tensor | None, other: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns two gradients, of which zeros stand for one that is missing."""
+    if one is None and other is not None:
+        return paddle.zeros_like(other), other
+    return one, paddle.zeros_like(one) if other is None and one is not None else other
+
+
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
     """Returns the largest difference; infinite if shapes, dtypes, or what is finite, differ."""
     difference = compare("", "", 0, one, other)

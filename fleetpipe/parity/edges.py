@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.compare.differences import Difference, compare, unit_of
+from fleetpipe.compare.differences import Difference, compare, unit_of, zeros_for_missing
 from fleetpipe.compare.rounding import MARGIN
 from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.nest import has_gradient, map_tensors, tensors_by_place
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
-from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op
 from fleetpipe.transport import MessageKey, Value
@@ -196,15 +195,10 @@ def _compare(
     name: str, step: int, ours: Tensor | None, expected: Tensor | None
 ) -> Difference | None:
     """Compares one gradient; zeros stand for one that is missing."""
-    if expected is None:
-        if ours is None:
-            return None
-        expected = paddle.zeros_like(ours)
-    if ours is None:
-        ours = paddle.zeros_like(expected)
-    else:
+    if ours is not None and expected is not None:
         expected = part_of(expected, ours)
+    ours, expected = zeros_for_missing(ours, expected)
     difference = compare("gradient", name, step, ours, expected)
-    if difference is None or difference.absolute == 0:
+    if difference is None or expected is None or difference.absolute == 0:
         return None
     return difference if difference.relative > MARGIN * unit_of(expected.dtype) else None

@@ -30,7 +30,6 @@ EXAMPLES = {
     "colossalai_resnet": TUTORIAL,
     "mindspore_resnet": TUTORIAL,
     "one_hash": "--steps 3 --width 32 --length 16",
-    "one_hash_by_hand": "--steps 3 --width 32 --length 16",
 }
 
 

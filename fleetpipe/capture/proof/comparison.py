@@ -6,8 +6,9 @@ first training runs once more for its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof import training
@@ -75,10 +76,26 @@ class Digests:
 
     def moved_gradients(self, step: int, start: State) -> State:
         """Returns the gradients of a step whose parameters are off by a unit in the last place."""
-        with beside(self._model, start):
-            move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
-            self._plain.train(self.course.steps[step])
-            return {name: grad.clone() for name, grad in training.gradients_of(self._model).items()}
+        train = partial(self._plain.train, self.course.steps[step])
+        gradients = partial(training.gradients_of, self._model)
+        return moved_gradients(self._model, start, train, gradients)
+
+
+def moved_gradients(
+    model: Layer, start: State, train: Callable[[], object], gradients: Callable[[], State]
+) -> State:
+    """Returns the gradients that a training gives when parameters are off by a unit.
+
+    Args:
+        model: The model, which gets its state and gradients back.
+        start: What it has in place of its own values before.
+        train: Runs it forward and backward.
+        gradients: Returns the gradients by name.
+    """
+    with beside(model, start):
+        move_by_a_unit(p for p in model.parameters() if not p.stop_gradient)
+        train()
+        return {name: gradient.clone() for name, gradient in gradients().items()}
 
 
 @contextmanager

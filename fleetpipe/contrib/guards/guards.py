@@ -30,7 +30,7 @@ from fleetpipe.errors import InvariantError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh import COPIES
 from fleetpipe.mesh.axes import SHARDS
-from fleetpipe.mesh.causes import NORM, STREAMS, of_unequal
+from fleetpipe.mesh.causes import NORM, STREAMS, axis_between, of_unequal
 from fleetpipe.mesh.groups import Gathering, Group
 from fleetpipe.mesh.parts import shard_axis
 from fleetpipe.paddle_api import paddle
@@ -165,7 +165,7 @@ class Guards(BatchObserver):
         usual, _ = Counter(by_name[name]).most_common(1)[0]
         pairs = zip(holders.ranks, by_name[name])
         differing = [rank for rank, value in pairs if value != usual]
-        axis = axis_between(self._job, differing, holders.ranks)
+        axis = _axis_of(self._job, differing, holders.ranks)
         more = f", nor are {len(unequal) - 1} others" if len(unequal) > 1 else ""
         first, *rest = holders.group.all_gather(holders.parameters[name].detach().clone())
         raise InvariantError(
@@ -188,7 +188,7 @@ class Guards(BatchObserver):
         for stream in drawn:
             for rank, states in zip(ranks, streams):
                 ends = [rank, self._rank]
-                axis = "" if rank == self._rank else axis_between(self._job, [rank], ends)
+                axis = "" if rank == self._rank else _axis_of(self._job, [rank], ends)
                 equal = states.get(stream) == streams[here].get(stream)
                 # Along mp a whole value's dropout is the same, and that of shards is not.
                 if not axis or equal == (axis == "mp" and stream == DEFAULT):
@@ -345,21 +345,11 @@ def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Jo
     ]
 
 
-def axis_between(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
-    """Returns an axis along which the differing ranks have other places than the rest.
-
-    If no axis separates them, it is the first along which the ranks have several places.
-    """
-
-    def places(axis: str, wrong: Iterable[bool]) -> set[int]:
-        return {
-            getattr(job.mesh.coordinate(rank), axis)
-            for rank in ranks
-            if (rank in differing) in wrong
-        }
-
-    axes = [a for a in (*COPIES, *SHARDS, "pp") if len(places(a, (True, False))) > 1]
-    return next((a for a in axes if not places(a, [True]) & places(a, [False])), axes[0])
+def _axis_of(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
+    """Returns the axis along which ranks are apart, or else the first on which they are several."""
+    places = {rank: job.mesh.coordinate(rank)._asdict() for rank in ranks}
+    axes = [a for a in (*COPIES, *SHARDS, "pp") if len({at[a] for at in places.values()}) > 1]
+    return axis_between(places, differing, axes) or axes[0]
 
 
 def _axes_of(parameter: Tensor, job: Job) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         if feed is not None:
             # A twin steps by the job's gradients, not by those whose norm a guard has measured.
             put(Guards, "begin", lambda *_: None)
-            put(PipelineLayer, "__init__", _without_recompute)
+            put(PipelineLayer, "__init__", hooks.without_recompute)
         clips: Any = paddle.nn.ClipGradByNorm.__base__
         for kind in _with_method(clips, "__call__"):
             put(kind, "__call__", hooks.clip)
@@ -120,10 +120,6 @@ def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
         kept: np.ndarray = numbers_of(call(paddle.ones_like(x), *more, **named) != 0)
     paddle.set_rng_state(states)
     return kept
-
-
-def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:
-    call(*arguments, **{**named, "recompute_interval": 0})
 
 
 class _Hooks(BatchObserver):
@@ -159,6 +155,10 @@ class _Hooks(BatchObserver):
             for name in ("split_spec", "num_stages", "num_chunks", "recompute_interval"):
                 passed.pop(name, None)
         return self.unrecorded(call, **passed)
+
+    def without_recompute(self, call: Around, *arguments: Any, **named: Any) -> None:
+        """Builds a pipeline that keeps all: what it computes again would not have the masks."""
+        call(*arguments, **{**named, "recompute_interval": 0})
 
     def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
         recorder = self._recorder
@@ -202,7 +202,6 @@ class _Hooks(BatchObserver):
 
     def recompute(self, call: Around, function: Any, *inputs: Any, **named: Any) -> Any:
         if self._feed is not None:
-            # A twin keeps all: what it would compute again has not the job's masks.
             options = ("preserve_rng_state", "use_reentrant", "offload_indices")
             return function(*inputs, **{k: v for k, v in named.items() if k not in options})
         before, self._in_recompute = self._in_recompute, paddle.is_grad_enabled()

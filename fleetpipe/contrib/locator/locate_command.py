@@ -87,7 +87,14 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
             finding = first_difference(job, twin, record.read(moved))
         finding = _by_cut(job, twin, finding)
         if finding is None and steps < job.steps:
-            raise _ended_early(steps, job.steps)
+            raise UsageError(
+                f"the twin ends after {steps} of the job's {job.steps} steps; nothing differs in "
+                "these",
+                cause="it trains with the samples of all replicas, and the script reads a fixed "
+                "number",
+                fix="say how the script reads all of them on one device, with --twin or "
+                f"--twin-arguments, or compare --steps {steps}",
+            )
         return finding, steps
 
 
@@ -120,16 +127,6 @@ def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -
                 fix="draw the whole weight on all ranks, and give each its part of it",
             )
     return finding
-
-
-def _ended_early(steps: int, of_job: int) -> UsageError:
-    """Returns the error that some steps were not compared and that the others agree."""
-    return UsageError(
-        f"the twin ends after {steps} of the job's {of_job} steps; nothing differs in these",
-        cause="it trains with the samples of all replicas, and the script reads a fixed number",
-        fix="say how the script reads all of them on one device, with --twin or "
-        f"--twin-arguments, or compare --steps {steps}",
-    )
 
 
 def locate(

@@ -17,6 +17,7 @@ from fleetpipe.compare.rounding import MARGIN
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.layouts import parts_of
 from fleetpipe.contrib.locator.record import READ_ON, Meaning, Record
+from fleetpipe.mesh.causes import axis_between
 
 #: Of a tensor of the twin: its phase, name, part and call.
 Key = tuple[str, str, str, int]
@@ -100,14 +101,8 @@ class StepBesideTwin:
 
     def axis_of(self, wrong: Iterable[int], of: Iterable[int]) -> str:
         """Returns an axis whose place decides which ranks of ``of`` are wrong; "" if none does."""
-        bad = {*wrong}
-        for axis in self.degrees:
-            places = [
-                {self.ranks[n].coordinate.get(axis, 0) for n in s} for s in (bad, {*of} - bad)
-            ]
-            if all(places) and places[0].isdisjoint(places[1]):
-                return axis
-        return ""
+        places = {number: self.ranks[number].coordinate for number in of}
+        return axis_between(places, {*wrong}, self.degrees)
 
     def split(self, *axes: str) -> str:
         """Returns the first of some axes that is split; "" if none is."""

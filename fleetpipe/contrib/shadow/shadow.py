@@ -10,11 +10,12 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Optimizer, Tensor
-from fleetpipe.capture.proof.comparison import beside
+from fleetpipe.capture.proof.comparison import State, moved_gradients
 from fleetpipe.capture.proof.verdict import first_difference, node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
 from fleetpipe.capture.running.host_memory import return_memory
@@ -23,8 +24,8 @@ from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
-from fleetpipe.compare.differences import digest_of, largest_gap, largest_of
-from fleetpipe.compare.rounding import ROUNDING, Rounding, move_by_a_unit
+from fleetpipe.compare.differences import digest_of, largest_gap, largest_of, zeros_for_missing
+from fleetpipe.compare.rounding import ROUNDING, Rounding
 from fleetpipe.contrib.shadow.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.backward.layer_state import buffers_kept
@@ -339,15 +340,13 @@ class Shadow(BatchObserver):
 
     def _moved_gradients(
         self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    ) -> State:
         """Returns the plain gradients after all parameters moved by a unit in the last place.
 
         ``gradients`` gets copies, since clearing the batch's gradients empties their tensors.
         """
-        with beside(reference.model, {}):
-            move_by_a_unit(t for t in reference.tensors().values() if not t.stop_gradient)
-            self._train(reference, batch.everyone, batch.observed)
-            moved = {name: gradient.clone() for name, gradient in reference.gradients().items()}
+        train = partial(self._train, reference, batch.everyone, batch.observed)
+        moved = moved_gradients(reference.model, {}, train, reference.gradients)
         gradients.update(reference.gradients())
         return moved
 
@@ -450,11 +449,7 @@ def _first_of_ranks(value: _Value | None) -> _Value | None:
 
 def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
     """Returns the largest gap between two gradients; a missing one counts as zeros."""
-    if gradient is None and right is not None:
-        gradient = paddle.zeros_like(right)
-    elif right is None and gradient is not None:
-        right = paddle.zeros_like(gradient)
-    return largest_gap(gradient, right)
+    return largest_gap(*zeros_for_missing(gradient, right))
 
 
 def _can_have_a_twin(optimizer: Optimizer) -> bool:
