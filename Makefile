@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check check-contrib test test-all test-fast test-262 test-262-cpu test-gpu test-gpu-262 test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-next benchmarks benchmarks-short release types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check check-contrib test test-all test-fast test-262 test-262-cpu test-gpu test-gpu-262 test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-whole test-next benchmarks benchmarks-short release types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-gpu-262  what trains, saves and plans, on a CPU that says it is a GPU; make test-gpu: on 3.3'
 	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
+	@echo 'make test-whole  every example in all ways of fleetpipe parity --whole: a table'
 	@echo 'make test-next  what the newest Paddle of PyPI would break: a report that never fails'
 	@echo 'make benchmarks  every benchmark: a table and a JSON, within 40 minutes of an idle machine'
 	@echo 'make benchmarks-short  those of the GPT under three schedules, and of plans: five minutes'
@@ -184,6 +185,10 @@ environments:
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed
 	.venv/$(BIN)/python -m tests.capture.vision
+
+# Every example beside itself, a few steps of each, for about ten minutes.
+test-whole: .venv/.installed
+	.venv/$(BIN)/python -m tests.parity.whole_examples
 
 # They want an idle machine. PEER: a Python that has torch, whose pipeline is then measured too.
 benchmarks benchmarks-short: .venv/.installed

@@ -83,6 +83,7 @@ def main() -> int:
     context.set_auto_parallel_context(pipeline_stages=2, save_graphs=args.save_graphs)
     context.set_auto_parallel_context(pipeline_config={"pipeline_scheduler": args.schedule})
     init()
+    paddle.seed(2026)
     loss_cb = LossMonitor()
     dataset, data_name = create_dataset(args)
     net = ResNet(args.layers, args.width)

@@ -25,7 +25,7 @@ EXAMPLES = {
     "dygraph_gpt": "--width 32 --length 16 --steps 4",
     "dygraph_alexnet": "--steps 2",
     "static_resnet": "--layers 50 --width 8 --steps 2",
-    "resnet_cifar": "--layers 50 --width 4 --steps 2 --batch-size 8",
+    "resnet_cifar": "--layers 50 --width 1 --steps 2 --epochs 1 --batch-size 32",
     "vision_language": "--steps 2 --micro-batches 3 --rows 2 --layers 2 --width 16",
     "colossalai_resnet": TUTORIAL,
     "mindspore_resnet": TUTORIAL,

@@ -26,6 +26,10 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import intercepting
 from fleetpipe.paddle_api.tensor import has_memory
 
+OUTSIDE_OF_PADDLE = (
+    "the forward does something that is no operation of Paddle's on tensors: it keeps something "
+    "from call to call, or computes outside of Paddle"
+)
 _INTO_A_SUBLAYER = (
     "put that code into a sublayer, or its layer's class into no_split; where it is in one, "
     "keep what it counts in a buffer, written by set_value or paddle.assign"
@@ -70,8 +74,7 @@ def refutation(
         f"{kind}{differing[0]} differs in step {moment.step}, {schedule}",
         where=f"first in {where}{_written_text(form)}",
         expected="the bits of the untouched model, trained by a plain loop",
-        cause="the forward does something that is no operation of Paddle's on tensors: it keeps "
-        "something from call to call, or computes outside of Paddle",
+        cause=OUTSIDE_OF_PADDLE,
         fix=_INTO_A_SUBLAYER,
     )
 

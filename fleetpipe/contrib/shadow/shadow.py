@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.capture.proof.comparison import State, moved_gradients
-from fleetpipe.capture.proof.verdict import first_difference, node_of
+from fleetpipe.capture.proof.verdict import OUTSIDE_OF_PADDLE, first_difference, node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
 from fleetpipe.capture.running.host_memory import return_memory
 from fleetpipe.capture.running.memory import release
@@ -394,8 +394,7 @@ class Shadow(BatchObserver):
             where=places[0] if places else None,
             expected="what the untouched model gives for the same micro-batches, beside which "
             "the first batches are trained; no optimizer has changed the parameters",
-            cause="the forward does something that is no operation of Paddle's on tensors: it "
-            "keeps something from call to call, or computes outside of Paddle",
+            cause=OUTSIDE_OF_PADDLE,
             fix="put that code into a sublayer, or its layer's class into no_split; where it is in "
             "one already, set recompute_interval=0 and schedule_mode='1F1B'",
         )
