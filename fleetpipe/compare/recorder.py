@@ -155,8 +155,8 @@ def _rate(arguments: list[Any]) -> dict[str, Summary]:
 
 def _rows(arguments: list[Any]) -> dict[str, Summary]:
     """Returns the rows that a call was given; an iterator's are not known before it takes them."""
-    known = arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
-    return summaries(arguments[0], "rows") if known else {}
+    listed = arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
+    return summaries(arguments[0], "rows") if listed else {}
 
 
 def _streams() -> dict[str, Summary]:

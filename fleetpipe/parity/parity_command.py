@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
         fix = "fleetpipe parity --whole .."
         raise UsageError("--also is one more way of --whole", got=options.also[0], fix=fix)
     if script.to_be_launched(options):
-        given = {name: getattr(options, name) for name in _OF_A_RANK if getattr(options, name)}
-        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in given.items()]
+        values = {name: getattr(options, name) for name in _OF_A_RANK if getattr(options, name)}
+        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in values.items()]
         code = script.launch(options, "parity", *chain(*words))
         return code if options.record or code in (0, 2) else 1
     if options.record is not None:

@@ -31,8 +31,7 @@ LEFT_OUT = {
         "dygraph/optimizer/test_scaler.py::test_a_scaler_on_cpu_trains_as_none",
     ),
     "measures the host's memory or time": (
-        "contrib/shadow/test_shadow.py::test_a_copy_that_trains_otherwise_or_finds_no_room_is_no_"
-        "measure[no room]",
+        "contrib/shadow/test_shadow.py::test_a_model_that_finds_no_room",
         *("fit/test_callbacks.py", "engine/test_step_meter.py"),
         "dygraph/observe/test_measuring.py::test_ranks_that_share_processors",
     ),

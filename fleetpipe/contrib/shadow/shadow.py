@@ -131,7 +131,7 @@ class Shadow(BatchObserver):
             return
         # The plain model that was trained is a copy.
         written = [n for n, digest in self._buffers().items() if digest != buffers.get(n, digest)]
-        if written := _first_of_ranks(written):
+        if written := _first_of_ranks(written) or []:
             put_back()
             self._end()
             raise CaptureError(
