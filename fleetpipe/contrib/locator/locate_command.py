@@ -71,19 +71,19 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
         kept = None if options.against is None else _earlier_twins(options.against)
         home = options.record or temporary
         _empty_folder(home)
-        _start(options, Setting(str(home / JOB), options.steps), "the job")
+        _start(options, Setting(str(home / JOB), options.steps))
         job = record.read(home / JOB)
         if kept is not None:
             return first_difference(job, *kept), min(job.steps, kept[0].steps)
         automatic = not (options.twin or options.twin_arguments)
         setting = Setting(str(home / TWIN), job.steps, str(home / JOB), False, automatic)
-        _start(options, setting, "the twin")
+        _start(options, setting)
         twin = record.read(home / TWIN)
         steps = min(job.steps, twin.steps)
         finding = first_difference(job, twin)
         if finding is not None or options.record is not None:
             moved = home / PERTURBED
-            _start(options, setting._replace(folder=str(moved), perturbed=True), "the twin")
+            _start(options, setting._replace(folder=str(moved), perturbed=True))
             finding = first_difference(job, twin, record.read(moved))
         finding = _by_cut(job, twin, finding)
         if finding is None and steps < job.steps:
@@ -190,7 +190,7 @@ def _empty_folder(home: Path) -> None:
             file.unlink()
 
 
-def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
+def _start(options: argparse.Namespace, setting: Setting) -> None:
     """Runs the script in recording processes."""
     alone = bool(setting.job)
     environment = {
@@ -210,7 +210,7 @@ def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
     failure = _await_end(process, Path(setting.folder), options.timeout)
     if failure:
         raise UsageError(
-            f"{what} failed before it had {setting.steps} steps",
+            f"the {'twin' if alone else 'job'} failed before it had {setting.steps} steps",
             where=str(options.script),
             got=failure,
             cause="at degrees 1 the script needs other options" if alone else None,

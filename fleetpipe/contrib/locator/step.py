@@ -8,7 +8,7 @@ difference at a place is the effect of rounding there, for any operation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -120,9 +120,8 @@ class StepBesideTwin:
         tolerance: float = 0.0,
     ) -> Location:
         """Describes a place of this step."""
-        numbers: Sequence[int] = sorted({*ranks})
-        measured = difference, tolerance
-        return Location(layer, phase, axis, numbers, self.number, micro_batch, *measured, cause)
+        place = layer, phase, axis, sorted({*ranks}), self.number, micro_batch
+        return Location(*place, difference, tolerance, cause)
 
 
 def key_of(place: Meaning) -> Key:

@@ -257,8 +257,8 @@ def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
 def _writing(ranks: int, steps: int) -> Callable[..., None]:
     """Returns what writes the record of a job, or of a twin of one step, in place of a run."""
 
-    def start(_: object, setting: Setting, what: str) -> None:
-        counts = (ranks, steps) if what == "the job" else (1, 1)
+    def start(_: object, setting: Setting) -> None:
+        counts = (1, 1) if setting.job else (ranks, steps)
         for rank, step in itertools.product(*map(range, counts)):
             here = record.RankTensors(rank, {})
             here.tensors[record.Meaning(step, "update", "weight")] = np.array([ranks])
