@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -101,11 +101,8 @@ def shadow(file: Path, arguments: list[str], report: Path | None, last: int | No
             raise SystemExit(0)
         return loss
 
-    def eval_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
-        return session_of(pipeline).eval_batch(*arguments, **named)
-
-    def predict_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
-        return session_of(pipeline).predict_batch(*arguments, **named)
+    def through_session(name: str) -> Callable[..., Nest]:
+        return lambda pipeline, *more, **named: getattr(session_of(pipeline), name)(*more, **named)
 
     def step(optimizer: PipelineOptimizer) -> None:
         stepped(optimizer)
@@ -114,7 +111,8 @@ def shadow(file: Path, arguments: list[str], report: Path | None, last: int | No
                 session.step_again()
 
     # No observer: what is compared first is how the pipeline cuts the script's own data.
-    calls = Calls(train_batch, eval_batch, predict_batch)._asdict().items()
+    evaluations = [(name, through_session(name)) for name in ("eval_batch", "predict_batch")]
+    calls = [("train_batch", train_batch), *evaluations]
     methods = ((PipelineParallel, name, method) for name, method in calls)
     try:
         with replaced(*methods, (PipelineOptimizer, "step", step)), in_place_of_paddles():

@@ -21,7 +21,7 @@ from fleetpipe.parity import edges
 from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.cutting import RepeatedBatch
 from fleetpipe.parity.evaluation import Evaluations
-from fleetpipe.parity.outputs import compare_outputs, record_model, record_stages
+from fleetpipe.parity.outputs import compare_outputs, record_stages
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Rates, Squares, compare_state
@@ -121,10 +121,7 @@ class Session:
         keys = self._pipeline.next_keys()
         drawing = functools.partial(as_the_next_batch, keys)
         train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
-        first = self._repetition.run(train, drawing)
-        with drawing(), record_model(reference.model, reference.names) as expected:
-            single = train()
-        self._repetition.compare(first, expected, single)
+        expected, single = self._repetition.train(train, drawing)
         self._watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
         with (
             record_stages(layers) as outputs,

@@ -98,27 +98,34 @@ class Repetition:
         self._spread: dict[str, float] = {}
         self._largest = (0.0, "")
 
-    def run(
+    def train(
         self, train: Callable[[], Nest], drawing: Callable[[], AbstractContextManager[None]]
-    ) -> Computed | None:
-        """Returns the values of a step, and undoes it; None on a CPU, which repeats its bits.
+    ) -> tuple[Outputs, Nest]:
+        """Runs a step, on a GPU twice. Collective there; a CPU repeats its bits.
 
         Args:
             train: Runs the step forward and backward, and returns the loss.
             drawing: Returns the context that sets its random streams.
-        """
-        if device_kind() == "cpu":
-            return None
-        model = self._reference.model
-        layers = model.sublayers(include_self=True)
-        kept = model_kept(layers, model.parameters())
-        with kept, drawing(), record_model(model, self._reference.names) as outputs:
-            return self._values_of(outputs, train())
 
-    def compare(self, first: Computed | None, outputs: Outputs, loss: Nest) -> None:
-        """Reports where the second run of a step differs from the first. Collective on a GPU."""
-        if first is None:
-            return
+        Returns:
+            The outputs of layers, and the loss.
+        """
+        model = self._reference.model
+
+        def run() -> tuple[Outputs, Nest]:
+            with drawing(), record_model(model, self._reference.names) as outputs:
+                return outputs, train()
+
+        if device_kind() == "cpu":
+            return run()
+        with model_kept(model.sublayers(include_self=True), model.parameters()):
+            first = self._values_of(*run())
+        outputs, loss = run()
+        self._compare(first, outputs, loss)
+        return outputs, loss
+
+    def _compare(self, first: Computed, outputs: Outputs, loss: Nest) -> None:
+        """Reports where the second run of a step differs from the first. Collective."""
         for place, tensors in self._values_of(outputs, loss).items():
             for one, other in zip(tensors, first.get(place, ())):
                 size = unit_of(one.dtype) if one.is_floating_point() else 0.0
