@@ -1,23 +1,102 @@
-"""``gpc``: tells a program its place among the ranks of the job that runs.
+"""The configuration of a program, the job that it describes, and this process's rank in it.
 
-``launch_from_torch`` reads a configuration and begins the job that it describes.
+``launch_from_torch`` reads a configuration and begins the job; ``gpc`` tells ranks and sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import enum
+import os
 import random
+import runpy
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from fleetpipe import fleet
-from fleetpipe.aliases import Topology
-from fleetpipe.contrib.compat.colossalai.configuration import Config, ConfigSource
 from fleetpipe.contrib.compat.colossalai.logging import get_dist_logger
-from fleetpipe.errors import StateError
-from fleetpipe.job.job import Job, current_job, required_job
+from fleetpipe.errors import ConfigError, StateError, UsageError, require_whole
+from fleetpipe.job.job import Job, required_job
 from fleetpipe.paddle_api import paddle
+
+#: What a program may give as its configuration.
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+
+_ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")
+#: What ColossalAI reads and is not configured here, and what to do instead.
+_ELSEWHERE = {
+    "fp16": "leave it out: on CPU Paddle computes in float32; else use strategy.amp of fleet",
+    "zero": "leave it out, or use sharding_degree of fleetpipe.fleet",
+    "gradient_accumulation": "raise NUM_MICRO_BATCHES: a batch is accumulated over these",
+    "gradient_handler": "leave it out: replicas and tied weights are reduced by themselves",
+    "clip_grad_norm": "give it to the optimizer: grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)",
+}
+#: How alike a misspelt name is, of 1: NUM_BATCHES, at 0.79, may be a program's own.
+_NEAR = 0.8
+#: ColossalAI's own.
+DEFAULT_SEED = 1024
+
+
+class Config(dict[str, Any]):
+    """A configuration whose entries can be read as attributes: ``config.BATCH_SIZE``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @classmethod
+    def read(cls, source: ConfigSource) -> Config:
+        """Reads a configuration and checks the entries that are used here.
+
+        Args:
+            source: A mapping, or the path of a Python file that assigns the entries.
+
+        Raises:
+            ConfigError: An entry has a value that cannot be used.
+            UsageError: ``source`` is neither.
+        """
+        if isinstance(source, (str, os.PathLike)):
+            source = runpy.run_path(os.fspath(source))
+        if not isinstance(source, Mapping):
+            raise UsageError(
+                "a configuration is a mapping or the path of a Python file",
+                got=repr(source),
+                fix="config=dict(NUM_MICRO_BATCHES=4, parallel=dict(pipeline=2))",
+            )
+        config = cls(source)
+        _refuse_misspelt(config, (*_ENTRIES, *_ELSEWHERE), "the configuration")
+        _refuse_misspelt(config.get("parallel") or {}, ("pipeline", "tensor", "data"), "parallel")
+        elsewhere = {name: (config.get(name), fix) for name, fix in _ELSEWHERE.items()}
+        tensor = config.degree("tensor")
+        fix = "use mp_degree of fleetpipe.fleet, with its tensor-parallel layers"
+        elsewhere["parallel['tensor']"] = (tensor if tensor > 1 else None, fix)
+        for name, (value, fix) in elsewhere.items():
+            if value:
+                raise ConfigError(f"{name} is not configured here", got=str(value), fix=fix)
+        for name in ("NUM_MICRO_BATCHES", "NUM_CHUNKS"):
+            require_whole(name, config.get(name, 1))
+        return config
+
+    def degree(self, axis: str) -> int:
+        """Returns an entry of ``parallel``, which may be a number or a mapping with a ``size``."""
+        value = (self.get("parallel") or {}).get(axis, 1)
+        size = value.get("size", 1) if isinstance(value, Mapping) else value
+        return require_whole(f"parallel[{axis!r}]", size)
+
+
+def _refuse_misspelt(names: Iterable[str], entries: Iterable[str], where: str) -> None:
+    """Refuses a name that is nearly one of ``entries``; any other is the program's own."""
+    for name in names:
+        near = difflib.get_close_matches(str(name), entries, n=1, cutoff=_NEAR)
+        if near and near[0] != name:
+            raise ConfigError(
+                f"{where} has no entry {name!r}", fix=f"did you mean {near[0]!r}? else rename it"
+            )
 
 
 class ParallelMode(enum.Enum):
@@ -26,11 +105,10 @@ class ParallelMode(enum.Enum):
     GLOBAL = "global"
     DATA = "data"
     PIPELINE = "pipe"
-    TENSOR = "tensor"
 
 
 class GlobalContext:
-    """The configuration of the program and this process's place; there is one, ``gpc``.
+    """The configuration of the program and the ranks of this process; there is one, ``gpc``.
 
     A process that plays all ranks of a pipeline is its first rank and its last.
     """
@@ -71,26 +149,15 @@ class GlobalContext:
         """Number of replicas of the pipeline."""
         return self.get_world_size(ParallelMode.DATA)
 
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Number of ranks that share each layer, which is 1."""
-        return self.get_world_size(ParallelMode.TENSOR)
-
     def get_world_size(self, mode: ParallelMode) -> int:
         """Returns how many ranks are in a group.
 
         Raises:
             StateError: The program was not launched.
         """
-        job = self._job()
-        degrees = job.degrees
-        sizes = {
-            ParallelMode.GLOBAL: degrees.dp * degrees.pp,
-            ParallelMode.DATA: degrees.dp,
-            ParallelMode.PIPELINE: degrees.pp,
-            ParallelMode.TENSOR: degrees.mp,
-        }
-        return sizes[mode]
+        degrees = self._job().degrees
+        sizes = {ParallelMode.DATA: degrees.dp, ParallelMode.PIPELINE: degrees.pp}
+        return sizes.get(mode, degrees.dp * degrees.pp)
 
     def get_local_rank(self, mode: ParallelMode) -> int:
         """Returns this process's rank in a group; 0 if it plays all ranks.
@@ -98,22 +165,13 @@ class GlobalContext:
         Raises:
             StateError: The program was not launched.
         """
-        hcg: Topology = self._job().hcg
+        topology = self._job().hcg
         ranks = {
-            ParallelMode.GLOBAL: hcg.get_global_rank,
-            ParallelMode.DATA: hcg.get_data_parallel_rank,
-            ParallelMode.PIPELINE: hcg.get_stage_id,
-            ParallelMode.TENSOR: hcg.get_model_parallel_rank,
+            ParallelMode.GLOBAL: topology.get_global_rank,
+            ParallelMode.DATA: topology.get_data_parallel_rank,
+            ParallelMode.PIPELINE: topology.get_stage_id,
         }
         return int(ranks[mode]())
-
-    def get_global_rank(self) -> int:
-        """Returns this process's rank in the job."""
-        return self.get_local_rank(ParallelMode.GLOBAL)
-
-    def is_initialized(self, mode: ParallelMode) -> bool:
-        """Returns whether the job runs; all groups exist with it."""
-        return isinstance(mode, ParallelMode) and current_job() is not None
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
         """Returns whether this process is the first of a group."""
@@ -121,25 +179,8 @@ class GlobalContext:
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
         """Returns whether this process is the last of a group, or plays the last one."""
-        job = self._job()
-        played = job.local and mode in (ParallelMode.PIPELINE, ParallelMode.GLOBAL)
+        played = self._job().local and mode is not ParallelMode.DATA
         return played or self.get_local_rank(mode) == self.get_world_size(mode) - 1
-
-    def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
-        """Returns whether this process is the first rank of its pipeline.
-
-        Args:
-            ignore_virtual: Accepted without effect.
-        """
-        return self.is_first_rank(ParallelMode.PIPELINE)
-
-    def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
-        """Returns whether this process is the last rank of its pipeline.
-
-        Args:
-            ignore_virtual: Accepted without effect.
-        """
-        return self.is_last_rank(ParallelMode.PIPELINE)
 
     def destroy(self) -> None:
         """Ends the job, as ``fleet.shutdown`` does, and forgets the configuration.
@@ -158,10 +199,6 @@ class GlobalContext:
 
 #: The one object that ColossalAI calls ``global_context``, and its programs ``gpc``.
 gpc = GlobalContext()
-
-
-#: ColossalAI's own.
-DEFAULT_SEED = 1024
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -184,8 +221,8 @@ def launch_from_torch(
     Args:
         config: A mapping, or the path of a Python file that assigns ``NUM_MICRO_BATCHES`` (the
             number of micro-batches of a batch), ``parallel = dict(pipeline=2)``, and if wanted
-            ``NUM_CHUNKS``, ``TENSOR_SHAPE`` and ``SCHEDULE`` (a schedule of fleetpipe's by name).
-            ``gpc.config`` keeps it, with all its other entries.
+            ``NUM_CHUNKS`` and ``SCHEDULE`` (a schedule of fleetpipe by name). ``TENSOR_SHAPE`` has
+            no effect: messages tell their shapes. ``gpc.config`` has these and all other entries.
         backend: Accepted without effect.
         seed: Seeds Python's, NumPy's and Paddle's generators.
         verbose: Whether rank 0 logs how many ranks and replicas there are.
@@ -198,10 +235,10 @@ def launch_from_torch(
     """
     read = Config.read(config)
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": -1, "pp_degree": read.pipeline}
+    strategy.hybrid_configs = {"dp_degree": -1, "pp_degree": read.degree("pipeline")}
     strategy.pipeline_configs = {
-        "accumulate_steps": read.micro_batches,
-        "schedule_mode": read.schedule,
+        "accumulate_steps": read.get("NUM_MICRO_BATCHES", 1),
+        "schedule_mode": read.get("SCHEDULE", "1F1B"),
     }
     fleet.init(is_collective=True, strategy=strategy)
     gpc.load_config(read)

@@ -5,44 +5,36 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from fleetpipe.job import meeting
 
+# At run time the class takes no parameter on Python 3.10.
+_Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
 
-class DistributedLogger:
-    """Python's logger, whose methods take the ranks that write a message."""
 
-    def __init__(self, name: str) -> None:
-        """Takes the logger of that name, which writes to stderr unless it is set up otherwise."""
-        self._logger = logging.getLogger(name)
-        if not self._logger.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
-            self._logger.addHandler(handler)
-            self._logger.setLevel(logging.INFO)
-            self._logger.propagate = False
+class DistributedLogger(_Adapter):
+    """Python's logger, whose methods take the ``ranks`` of the job that write; all by default."""
 
-    def info(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Writes a message on ``ranks`` of the job, by default on all."""
-        self._log(logging.INFO, message, ranks)
-
-    def warning(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Writes a warning on ``ranks`` of the job, by default on all."""
-        self._log(logging.WARNING, message, ranks)
-
-    def error(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Writes an error on ``ranks`` of the job, by default on all."""
-        self._log(logging.ERROR, message, ranks)
-
-    def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:
+    def log(
+        self, level: int, msg: object, *args: Any, ranks: Collection[int] | None = None, **how: Any
+    ) -> None:
+        """Writes a message; ``info``, ``warning`` and the other methods call this."""
         if ranks is None or meeting.own_rank() in ranks:
-            self._logger.log(level, message)
+            super().log(level, msg, *args, **how)
 
 
 @functools.cache
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
-    """Returns the logger of a name."""
-    return DistributedLogger(name)
+    """Returns the logger of a name, which writes to stderr unless it is set up otherwise."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return DistributedLogger(logger, {})
 
 
 def disable_existing_loggers(exclude: Collection[str] = ("colossalai",)) -> None:

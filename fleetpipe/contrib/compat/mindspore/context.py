@@ -9,7 +9,7 @@ option that does.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -39,6 +39,16 @@ _WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_
 SCHEDULERS = {"1f1b": "1F1B", "gpipe": "FThenB", "zero_bubble_v": "ZBV"}
 
 
+def require_number(
+    name: str, value: object, least: int, rule: str, fix: str, where: str | None = None
+) -> int:
+    """Calls :func:`require_whole`; a value that is no whole number is MindSpore's TypeError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        got = f"{value!r} of type {type(value).__name__}"
+        raise UsageError(rule, where=where, got=got, fix=fix)
+    return require_whole(name, value, least, rule=rule, where=where, fix=fix)
+
+
 @dataclass(frozen=True)
 class Options:
     """The options that ``set_auto_parallel_context`` has set.
@@ -65,16 +75,12 @@ class Options:
         """Checks the values.
 
         Raises:
-            UsageError: A value has the wrong type.
+            UsageError: ``pipeline_stages`` is no int.
             ConfigError: A value cannot be used.
         """
-        stages = self.pipeline_stages
-        if isinstance(stages, bool) or not isinstance(stages, int):
-            raise _of_type("pipeline_stages", "int", stages)
-        require_whole("pipeline_stages", stages, fix="set_auto_parallel_context(pipeline_stages=2)")
-        for name in ("gradients_mean", "full_batch", "save_graphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise _of_type(name, "bool", getattr(self, name))
+        rule = "pipeline_stages is the number of ranks of a pipeline, at least 1"
+        fix = "set_auto_parallel_context(pipeline_stages=2)"
+        require_number("pipeline_stages", self.pipeline_stages, 1, rule, fix)
         modes = [mode.value for mode in ParallelMode]
         if self.parallel_mode not in modes:
             raise ConfigError(
@@ -137,6 +143,7 @@ class Options:
         return made
 
 
+OPTIONS = [field.name for field in fields(Options)]
 _options = Options()
 #: Whether ``init()`` was called, and its job has not begun.
 _initialized = False
@@ -150,17 +157,12 @@ def set_auto_parallel_context(**options: Any) -> None:
 
     Raises:
         ConfigError: There is no such option, or it has a value that cannot be used.
-        UsageError: Its value has the wrong type.
+        UsageError: ``pipeline_stages`` is no int.
         StateError: ``pipeline_stages`` changes while a job runs.
         PipelineTimeout: This begins the job of an earlier ``init()``, and some rank did not arrive.
     """
     global _options
-    names = [field.name for field in fields(Options)]
-    for name in options:
-        if name not in names:
-            raise ConfigError(
-                f"set_auto_parallel_context has no option {name!r}", fix=nearest(name, names)
-            )
+    _require_names("set_auto_parallel_context", options, OPTIONS)
     changed = replace(_options, **options)
     if current_job() is not None and changed.pipeline_stages != _options.pipeline_stages:
         raise StateError(
@@ -183,12 +185,9 @@ def set_context(**options: Any) -> None:
 
     Raises:
         ConfigError: There is no such option.
-        UsageError: Its value has the wrong type.
     """
     names = (*_WITHOUT_EFFECT, "save_graphs", "save_graphs_path")
-    for name in options:
-        if name not in names:
-            raise ConfigError(f"set_context has no option {name!r}", fix=nearest(name, names))
+    _require_names("set_context", options, names)
     set_auto_parallel_context(**{n: options[n] for n in options if n not in _WITHOUT_EFFECT})
 
 
@@ -198,9 +197,7 @@ def get_auto_parallel_context(name: str) -> Any:
     Raises:
         ConfigError: There is no option of that name.
     """
-    names = [field.name for field in fields(Options)]
-    if name not in names:
-        raise ConfigError(f"there is no option {name!r}", fix=nearest(name, names))
+    _require_names("get_auto_parallel_context", [name], OPTIONS)
     return getattr(_options, name)
 
 
@@ -273,19 +270,7 @@ def get_group_size() -> int:
     return meeting.world_size()
 
 
-def require_number(
-    name: str, value: object, least: int, rule: str, fix: str, where: str | None = None
-) -> int:
-    """Calls :func:`require_whole`; a value that is no whole number is MindSpore's TypeError."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        got = f"{value!r} of type {type(value).__name__}"
-        raise UsageError(rule, where=where, got=got, fix=fix)
-    return require_whole(name, value, least, rule=rule, where=where, fix=fix)
-
-
-def _of_type(name: str, kind: str, value: object) -> UsageError:
-    return UsageError(
-        f"{name} must be {kind}",
-        got=f"{value!r} of type {type(value).__name__}",
-        fix=f"set_auto_parallel_context({name}=..) with a value of that type",
-    )
+def _require_names(function: str, names: Iterable[str], options: Sequence[str]) -> None:
+    for name in names:
+        if name not in options:
+            raise ConfigError(f"{function} has no option {name!r}", fix=nearest(name, options))

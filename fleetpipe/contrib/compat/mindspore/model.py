@@ -199,9 +199,8 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     """Writes the stages and the plan of this rank into ``folder/rank_<rank of the job>``.
 
     For each stage of this rank ``stage_<s>.txt`` has its nodes in order, with file, line and
-    parameters, and ``stage_<s>.dot`` the values between them as a graph for Graphviz. ``plan.txt``
-    has what all ranks run, sends and receives too, and ``schedule.json`` draws it in
-    chrome://tracing.
+    parameters. ``plan.txt`` has what all ranks run, sends and receives too, and ``schedule.json``
+    draws it in chrome://tracing.
 
     Args:
         captured: The model.
@@ -209,17 +208,16 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
         job: The job.
         folder: The folder, which is made if it does not exist.
     """
-    place = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
-    place.mkdir(parents=True, exist_ok=True)
+    own = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
+    own.mkdir(parents=True, exist_ok=True)
     placement, form = schedule.placement, captured.forms.example(training=True)
     stages = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
     for stage in stages:
-        _write(place / f"stage_{stage}.txt", _lines(form, stage))
-        _write(place / f"stage_{stage}.dot", _graph(form, stage))
+        _write(own / f"stage_{stage}.txt", _lines(form, stage))
     edges = captured.owned_stages.edges(training=True)
-    _write(place / "plan.txt", [str(schedule.lower(edges))])
+    _write(own / "plan.txt", [str(schedule.lower(edges))])
     events = events_of(schedule.simulate(edges=edges))
-    write_trace(place / "schedule.json", {schedule.name: events}, placement, edges=edges)
+    write_trace(own / "schedule.json", {schedule.name: events}, placement, edges=edges)
 
 
 def _lines(form: Form, stage: int) -> Iterator[str]:
@@ -227,22 +225,6 @@ def _lines(form: Form, stage: int) -> Iterator[str]:
         yield f"{node.name}  {node.place}"
         for parameter in _parameters(node):
             yield f"  {parameter}"
-
-
-def _graph(form: Form, stage: int) -> Iterator[str]:
-    """Yields a graph of a stage's nodes, and of the nodes outside whose values they take."""
-    nodes = form.nodes(stage)
-    first = form.trace.nodes.index(nodes[0])
-    yield f"digraph stage_{stage} {{"
-    for number, node in enumerate(nodes, first):
-        yield f'  {number} [label="{node.name}", shape=box];'
-        for value in sorted(node.uses):
-            maker = form.trace.maker(value)
-            source = "inputs" if maker is None else str(maker)
-            if maker is not None and not first <= maker < first + len(nodes):
-                yield f'  {source} [label="{form.trace.nodes[maker].name}", style=dashed];'
-            yield f'  {source} -> {number} [label="{form.trace.likes[value]}"];'
-    yield "}"
 
 
 def _parameters(node: Node) -> list[str]:

@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetpipe.contrib.compat.colossalai.pipeline.pipelinable import (
-    boundaries,
-    parts_of,
-    require_policy,
-)
-from fleetpipe.errors import PartitionError, UsageError
+from fleetpipe.contrib.compat.colossalai.pipeline.pipelinable import boundaries
+from fleetpipe.errors import PartitionError
 
 #: Of ResNet-50: conv1, bn1, relu, maxpool, layer1 to layer4, avgpool, fc with 1000 classes.
 RESNET50 = [9408, 128, 0, 0, 215808, 1219584, 7098368, 14964736, 0, 2049000]
 
 
 def cut(policy: Any, weights: list[int], ranks: int, chunks: int = 1, splits: Any = ()) -> Any:
-    return parts_of(boundaries(policy, weights, splits, ranks, chunks), ranks)
+    stages = list(pairwise(boundaries(policy, weights, splits, ranks, chunks)))
+    return {rank: stages[rank::ranks] for rank in range(ranks)}
 
 
 @pytest.mark.parametrize(
@@ -80,23 +77,14 @@ def test_a_mapping_is_taken_as_it_is() -> None:
     ("policy", "chunks", "splits", "words"),
     [
         ("uniform", 4, (), "cannot cut 6 layers into 4 equal chunks"),
-        ("customized", 1, (1, 2), "has 2 SPLIT_NODE, which makes 3 parts"),
         ("balanced", 1, (3,), "the policy is not 'customized'"),
         ({0: [(0, 3)]}, 1, (), "does not give each rank its chunks"),
         ({0: [(0, 3)], 1: [(3, 6)], 2: [(6, 6)]}, 1, (), "does not give each rank its chunks"),
         ({0: [(0, 3)], 1: [(4, 6)]}, 1, (), "begins with layer 3"),
         ({0: [(0, 3)], 1: [(2, 6)]}, 1, (), "begins with layer 3"),
-        ({0: [(0, 3)], 1: [(3, 5)]}, 1, (), "end at layer 5, the model at layer 6"),
         ("balanced", 4, (), "6 layers cannot fill 8 stages"),
     ],
 )
 def test_what_is_no_cut_is_refused(policy: Any, chunks: int, splits: Any, words: str) -> None:
     with pytest.raises(PartitionError, match=words):
         cut(policy, [1] * 6, 2, chunks, splits)
-
-
-def test_what_is_no_policy_is_refused() -> None:
-    with pytest.raises(PartitionError, match="did you mean 'balanced'"):
-        require_policy("balance")
-    with pytest.raises(UsageError, match="a name, or the layers of each rank"):
-        require_policy(3)

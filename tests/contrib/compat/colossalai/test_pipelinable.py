@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import paddle
@@ -47,8 +48,7 @@ class Head(nn.Layer):
 
 def test_the_list_of_the_tutorial() -> None:
     pipelinable = recorded()
-    assert (pipelinable.layers_count, pipelinable.funcs_count) == (10, 1)
-    assert pipelinable.parts(1, 2) == {0: [(0, 7)], 1: [(7, 10)]}
+    assert pipelinable.partition(1, 2, 0).segment_parts == [0, 7, 10]
 
 
 def test_nothing_has_memory_before_it_is_cut_and_no_random_number_is_used() -> None:
@@ -62,7 +62,6 @@ def test_nothing_has_memory_before_it_is_cut_and_no_random_number_is_used() -> N
     assert paddle.rand([4]).numpy().tobytes() == expected
     assert not any(parameter._is_initialized() for parameter in model.parameters())
     pipelinable.to_layer_list(EXEC_SEQ)
-    pipelinable.parts(1, 2)
     built = pipelinable.partition(1, 1, 0)
     assert not any(parameter._is_initialized() for parameter in model.parameters())
     assert all(parameter._is_initialized() for parameter in built.parameters())
@@ -201,10 +200,11 @@ def test_chunks_switch_the_schedule_and_are_the_whole_model_in_order() -> None:
     with launched(NUM_CHUNKS=2):
         pipelinable = recorded()
         model = partitioned(pipelinable, gpc.config.NUM_CHUNKS)
-        parts = pipelinable.parts(2, 2)
-        stages = sorted(part for rank in parts.values() for part in rank)
-        assert model.segment_parts == [start for start, _ in stages] + [10]
-        assert [len(chunk) for chunk in model.get_model_chunks()] == [b - a for a, b in stages]
+        bounds = model.segment_parts
+        assert [len(chunk) for chunk in model.get_model_chunks()] == [
+            end - start for start, end in pairwise(bounds)
+        ]
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, 10, 5)
         for other in (1, 3):
             with pytest.raises(ConfigError, match=rf"NUM_CHUNKS=2 .*\n.*partition\({other}, "):
                 partitioned(pipelinable, other)
@@ -214,6 +214,12 @@ def test_a_policy_that_cannot_cut_is_refused_before_anything_is_built() -> None:
     pipelinable = recorded(policy="uniform")
     with pytest.raises(PartitionError, match="10 layers into 3 equal chunks"):
         pipelinable.partition(3, 2, 0)
+    pipelinable.policy = "balance"
+    with pytest.raises(PartitionError, match="did you mean 'balanced'"):
+        pipelinable.partition(1, 2, 0)
+    pipelinable.policy = {0: [(0, 4)], 1: [(4, 9)]}
+    with pytest.raises(PartitionError, match="end at layer 9, the model at layer 10"):
+        pipelinable.partition(1, 2, 0)
     pipelinable.policy = {0: [(0, 4)], 1: [(4, 10)]}
     assert pipelinable.partition(1, 2, 0).segment_parts == [0, 4, 10]
 
@@ -222,15 +228,11 @@ def test_gpc_knows_its_place() -> None:
     with launched():
         assert gpc.pipeline_parallel_size == 2
         assert gpc.get_world_size(ParallelMode.GLOBAL) == 2
-        assert (gpc.data_parallel_size, gpc.tensor_parallel_size) == (1, 1)
+        assert gpc.data_parallel_size == 1
         for mode in (ParallelMode.PIPELINE, ParallelMode.DATA):
             assert gpc.is_first_rank(mode)
             assert gpc.is_last_rank(mode)
-        assert gpc.is_pipeline_first_stage()
-        assert gpc.is_pipeline_last_stage()
-        assert gpc.is_initialized(ParallelMode.PIPELINE)
-    assert not gpc.is_initialized(ParallelMode.PIPELINE)
     with pytest.raises(StateError, match="no job yet"):
-        gpc.get_global_rank()
+        gpc.get_local_rank(ParallelMode.GLOBAL)
     with pytest.raises(StateError, match="was not launched"):
         print(gpc.config)

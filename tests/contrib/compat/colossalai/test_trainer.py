@@ -14,15 +14,13 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.contrib.callbacks import trackers
 from fleetpipe.contrib.compat import colossalai
-from fleetpipe.contrib.compat.colossalai import gpc
 from fleetpipe.contrib.compat.colossalai import nn as col_nn
 from fleetpipe.contrib.compat.colossalai.logging import get_dist_logger
 from fleetpipe.contrib.compat.colossalai.nn.lr_scheduler import LinearWarmupLR
 from fleetpipe.contrib.compat.colossalai.trainer import Trainer, hooks
 from fleetpipe.contrib.compat.colossalai.utils import MultiTimer, get_dataloader
-from fleetpipe.errors import ConfigError, StateError, UsageError
+from fleetpipe.errors import StateError, UsageError
 from tests.contrib.compat.colossalai.programs import ROWS, batch, launched, partitioned, recorded
 from tests.pipelines import bits
 
@@ -146,34 +144,22 @@ def test_the_four_lines_of_the_tutorial(program: Any) -> None:
     ]
     begin = ["after_hook_is_attached", "before_train"]
     assert recorder.events == [*begin, *epoch, *epoch, "after_train"]
-    assert (trainer.cur_epoch, trainer.cur_step, trainer.steps_per_epoch) == (2, 6, 3)
+    assert (trainer.cur_epoch, trainer.cur_step) == (2, 6)
     step = timer.get_timer("Train-step")
     assert step.get_history_mean() == pytest.approx(step.get_history_sum() / 6)
-    # The engine computes its own loss again, and predicts.
-    inputs = batch(7)[0]
-    assert trainer.predict(inputs).shape == [ROWS, 10]
 
 
-def test_few_steps_their_metrics_and_their_throughput(program: Any, capsys: Any) -> None:
+def test_few_steps_and_a_rate_by_step(program: Any, capsys: Any) -> None:
     engine, _, _, schedule = program
     trainer = Trainer(engine)
-    hook_list = [
-        hooks.ThroughputHook(ignored_steps=1),
-        hooks.LogMetricByStepHook(),
-        hooks.LossHook(),
-        hooks.LRSchedulerHook(schedule, by_epoch=False),
-    ]
+    hook_list = [hooks.LossHook(), hooks.LRSchedulerHook(schedule, by_epoch=False)]
     data = [batch(number) for number in TRAIN]
     trainer.fit(data, 5, max_steps=4, hooks=hook_list, display_progress=True)
     assert (trainer.cur_epoch, trainer.cur_step) == (2, 4)
     assert schedule.last_epoch == 4
-    shown = trainer.states["step_metrics"]
-    assert list(shown) == ["loss", "lr", "throughput"]
-    assert float(shown["throughput"]) > 0
+    assert list(trainer.states["metrics"]["train"]) == ["Loss", "LR"]
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f"epoch 2/2, batch 1/3: lr 0, throughput {shown['throughput']}, loss ")
-    trainer.evaluate(data, hooks=[hooks.LossHook()], return_output_label=False)
-    assert trainer.metrics("test")["Loss"].get_accumulated_value() > 0
+    assert line.startswith("epoch 2/2, batch 1/3: loss ")
 
 
 def test_a_training_with_checkpoints_goes_on(program: Any, tmp_path: Path) -> None:
@@ -201,37 +187,6 @@ def test_a_training_with_checkpoints_goes_on(program: Any, tmp_path: Path) -> No
     assert bits(again[0].model.layers.state_dict()) == bits(program[0].model.layers.state_dict())
 
 
-def test_tensorboard_needs_its_library(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("fleetpipe.contrib.callbacks.trackers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="tensorboardX"):
-        hooks.TensorboardHook(tmp_path)
-
-
-def test_values_reach_tensorboard(program: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    rows: list[Any] = []
-
-    class Sink:
-        package = "tensorboardX"
-
-        def __init__(self, folder: Path, step: int, config: Any) -> None:
-            assert folder == tmp_path
-
-        def write(self, row: Any) -> None:
-            rows.append(row)
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("fleetpipe.contrib.callbacks.trackers.find_spec", lambda name: name)
-    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Sink)
-    hook_list = [hooks.TensorboardHook(tmp_path), hooks.AccuracyHook(col_nn.metric.Accuracy())]
-    data = [batch(7)]
-    trainer = Trainer(program[0])
-    trainer.fit(data, 1, test_dataloader=data, hooks=hook_list)
-    assert [(row["phase"], row["step"]) for row in rows] == [("train", 1), ("eval", 1)]
-    assert rows[1]["Accuracy"] == trainer.metrics("test")["Accuracy"].get_accumulated_value()
-
-
 def test_what_a_trainer_refuses(program: Any) -> None:
     trainer = Trainer(program[0])
     with pytest.raises(UsageError, match="with a length"):
@@ -252,21 +207,17 @@ def test_timers() -> None:
         timer.start("Train-step")
         timer.stop("Train-step", keep_in_history=True)
     timer.start("Test-step")
-    names = [name for name, _ in timer]
-    assert names == ["Train-step", "Test-step"]
     step = timer.get_timer("Train-step")
     assert step.get_history_mean() == step.get_history_sum() / 2 > 0
     timer.reset()
-    assert not step.has_history
     assert step.get_history_mean() == step.get_elapsed_time() == 0
     with pytest.raises(StateError, match="does not run"):
         timer.stop("Test-step")
     with pytest.raises(StateError, match="did you mean 'Train-step'"):
         timer.reset("Train-Stp")
-    timer.set_status(False)
-    timer.start("Other")
-    assert timer.stop("Other") is None
-    assert [name for name, _ in timer] == names
+    silent = MultiTimer(on=False)
+    silent.start("Other")
+    assert silent.stop("Other") is None
 
 
 def write_cifar(folder: Path, images: int = 12) -> Path:
@@ -304,7 +255,6 @@ def test_cifar_is_read_from_its_file_alone(tmp_path: Path) -> None:
         assert all(map(np.array_equal, epochs[0], [images.numpy() for images, _ in again]))
         shapes = [(images.shape, labels.shape) for images, labels in test]
         assert shapes == [([8, 3, 16, 16], [8]), ([4, 3, 16, 16], [4])]
-        assert gpc.is_initialized(colossalai.ParallelMode.GLOBAL)
 
 
 def test_a_loader_of_the_trainer_knows_its_position() -> None:

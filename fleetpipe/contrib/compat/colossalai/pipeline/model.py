@@ -10,8 +10,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.contrib.compat.colossalai.pipeline.sequence import Called, RecordedCall, SequenceStep
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.contrib.compat.colossalai.pipeline.sequence import Call, SequenceStep
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -20,10 +20,23 @@ from fleetpipe.paddle_api.tensor import has_memory
 _descriptions: Any = paddle_fleet.meta_parallel
 
 
+class Called(paddle.nn.Layer):
+    """A layer of the model with its call, as one layer of a ``PipelineLayer``."""
+
+    def __init__(self, layer: Layer, call: Call) -> None:
+        super().__init__()
+        self.layer = layer
+        self._call = call
+
+    def forward(self, value: Nest) -> Nest:
+        """Returns the value for the next entry."""
+        return self._call(self.layer, value)
+
+
 class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
     """Describes a layer that was made without memory."""
 
-    def __init__(self, layer: Layer, call: RecordedCall) -> None:
+    def __init__(self, layer: Layer, call: Call) -> None:
         super().__init__(type(layer))
         self._layer = layer
         self._call = call
@@ -41,7 +54,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
     """Describes a layer that was made without memory and shares weights with other entries."""
 
     def __init__(
-        self, key: str, name: str, layer: Layer, call: RecordedCall, attributes: Sequence[str]
+        self, key: str, name: str, layer: Layer, call: Call, attributes: Sequence[str]
     ) -> None:
         """Describes ``layer`` as one of several entries that share weights.
 
@@ -70,31 +83,19 @@ def entries_of(steps: Sequence[SequenceStep]) -> list[Any]:
     Raises:
         ConfigError: Two layers share a parameter under different names.
     """
-    calls = _calls(steps)
     tied = _group_by_tensor(steps)
     entries: list[Any] = []
-    for step, call in zip(steps, calls):
+    for step in steps:
         members = tied[id(step.layer)]
         if len(members) == 1:
-            entries.append(LazyLayer(step.layer, call))
+            entries.append(LazyLayer(step.layer, step.call))
             continue
         first = members[0]
         layer_name = next(member.name for member in members if member.layer is step.layer)
         attributes = _shared_attributes(first, step, members)
         key = first.name.replace(".", "/")
-        entries.append(LazyTiedLayer(key, layer_name, step.layer, call, attributes))
+        entries.append(LazyTiedLayer(key, layer_name, step.layer, step.call, attributes))
     return entries
-
-
-def _calls(steps: Sequence[SequenceStep]) -> list[RecordedCall]:
-    """Returns the call of each step, which hands on the named arguments of later steps."""
-    calls: list[RecordedCall] = []
-    later: frozenset[str] = frozenset()
-    for step in reversed(steps):
-        takes_batch = step is steps[0]
-        calls.append(RecordedCall(step.layer, step.front, step.behind, takes_batch, later))
-        later |= calls[-1].names()
-    return calls[::-1]
 
 
 def _group_by_tensor(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
@@ -201,14 +202,11 @@ class PipelinableModel(PipelineLayer):
 
         Args:
             state_dict: The state dict of the whole model, or of this rank.
-            use_structured_name: The same as for ``nn.Layer.set_state_dict``.
+            use_structured_name: Accepted without effect.
 
         Returns:
             The keys of this process that are missing, and those that the model does not have.
         """
-        if not use_structured_name:
-            missing, unexpected = super().set_state_dict(dict(state_dict), use_structured_name)
-            return missing, unexpected
         here = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
         keys = {plain: here[id(tensor)] for plain, tensor in self.state_dict().items()}
         renamed = {keys[name]: value for name, value in state_dict.items() if name in keys}

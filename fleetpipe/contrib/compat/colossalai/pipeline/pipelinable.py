@@ -21,7 +21,7 @@ from fleetpipe.contrib.compat.colossalai.pipeline.model import PipelinableModel
 from fleetpipe.contrib.compat.colossalai.pipeline.sequence import SPLIT_NODE, ExecutionSequence
 from fleetpipe.dygraph.layers.entries import count_parameters
 from fleetpipe.dygraph.random_keys import random_states_kept
-from fleetpipe.errors import ConfigError, PartitionError, StateError, UsageError, nearest
+from fleetpipe.errors import ConfigError, PartitionError, StateError, nearest
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.partition import balanced, uniform
@@ -31,19 +31,6 @@ Parts = Sequence[tuple[int, int]]
 Policy = str | Mapping[int, Parts]
 
 POLICIES = ("uniform", "balanced", "customized")
-
-
-def require_policy(policy: object) -> None:
-    """Refuses a value that is no policy."""
-    if not isinstance(policy, (str, Mapping)):
-        raise UsageError(
-            "a policy is a name, or the layers of each rank",
-            expected=f"{', '.join(map(repr, POLICIES))} or {{rank: [(start, end)]}}",
-            got=repr(policy),
-            fix='PipelinableContext(policy="balanced")',
-        )
-    if isinstance(policy, str) and policy not in POLICIES:
-        raise PartitionError(f"there is no policy {policy!r}", fix=nearest(policy, POLICIES))
 
 
 def boundaries(
@@ -59,6 +46,9 @@ def boundaries(
         splits: Number of layers before each SPLIT_NODE.
         ranks: Ranks of the pipeline.
         chunks: Chunks of each rank.
+
+    Raises:
+        PartitionError: There is no such policy, or it has no such cut.
     """
     count, stages = len(weights), ranks * chunks
     if splits and policy != "customized":
@@ -67,26 +57,16 @@ def boundaries(
             got=f"policy {policy!r}",
             fix="PipelinableContext(policy='customized'), or leave the marks out",
         )
-    if policy == "balanced":
-        # A layer without parameters counts a little: it would else cost nothing to pile them up.
-        return balanced([max(weight, 1) for weight in weights], stages)
+    if isinstance(policy, Mapping):
+        return _explicit(policy, ranks, chunks)
+    if policy == "customized":
+        return [0, *splits, count]
     if policy == "uniform":
         return _uniform(count, ranks, chunks)
-    if isinstance(policy, Mapping):
-        return _explicit(policy, count, ranks, chunks)
-    if len(splits) + 1 != stages:
-        raise PartitionError(
-            f"exec_seq has {len(splits)} {SPLIT_NODE}, which makes {len(splits) + 1} parts",
-            expected=f"{stages} parts: {ranks} ranks with {chunks} chunks each",
-            fix=f"write {SPLIT_NODE!r} {stages - 1} times",
-        )
-    return [0, *splits, count]
-
-
-def parts_of(bounds: Sequence[int], ranks: int) -> dict[int, list[tuple[int, int]]]:
-    """Returns the layers of each rank, ``(start, end)`` for each of its chunks."""
-    stages = list(itertools.pairwise(bounds))
-    return {rank: stages[rank::ranks] for rank in range(ranks)}
+    if policy != "balanced":
+        raise PartitionError(f"there is no policy {policy!r}", fix=nearest(str(policy), POLICIES))
+    # A layer without parameters counts a little: it would else cost nothing to pile them up.
+    return balanced([max(weight, 1) for weight in weights], stages)
 
 
 def _uniform(count: int, ranks: int, chunks: int) -> list[int]:
@@ -102,9 +82,8 @@ def _uniform(count: int, ranks: int, chunks: int) -> list[int]:
     return [*(chunk * piece + start for chunk in range(chunks) for start in starts), count]
 
 
-def _explicit(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) -> list[int]:
-    numbers = {rank: len(parts) for rank, parts in policy.items()}
-    if numbers != dict.fromkeys(range(ranks), chunks):
+def _explicit(policy: Mapping[int, Parts], ranks: int, chunks: int) -> list[int]:
+    if {rank: len(parts) for rank, parts in policy.items()} != dict.fromkeys(range(ranks), chunks):
         raise PartitionError(
             "the policy does not give each rank its chunks",
             expected=f"ranks 0 to {ranks - 1} with {chunks} pairs (start, end) each",
@@ -112,24 +91,17 @@ def _explicit(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) 
             fix="write {rank: [(start, end), ..]} with one pair for each chunk",
         )
     ranges = [policy[rank][chunk] for chunk in range(chunks) for rank in range(ranks)]
-    end_before = 0
-    for stage, (start, end) in enumerate(ranges):
-        if start != end_before or end <= start:
+    for stage, ((_, end_before), (start, end)) in enumerate(itertools.pairwise(ranges), 1):
+        if start != end_before:
             raise PartitionError(
-                "the parts of the policy leave a gap, overlap or are empty",
+                "the layers of the policy leave a gap or overlap",
                 where=f"rank {stage % ranks}, chunk {stage // ranks}",
-                expected=f"a part that begins with layer {end_before} and is not empty",
+                expected=f"a pair that begins with layer {end_before}",
                 got=f"({start}, {end})",
                 fix="chunk c of rank r goes on where the stage before it ends: rank r - 1, or for "
                 "rank 0 the last rank's chunk c - 1",
             )
-        end_before = end
-    if end_before != count:
-        raise PartitionError(
-            f"the parts of the policy end at layer {end_before}, the model at layer {count}",
-            fix=f"end the last part with {count}",
-        )
-    return [0, *(end for _, end in ranges)]
+    return [ranges[0][0], *(end for _, end in ranges)]
 
 
 class PipelinableContext:
@@ -146,8 +118,8 @@ class PipelinableContext:
         >>> names = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
         >>> flatten = (lambda x: paddle.flatten(x, 1), "behind")
         >>> pipelinable.to_layer_list([*names, "avgpool", flatten, "fc"])
-        >>> pipelinable.parts(num_chunks=1, pipeline_size=2)
-        {0: [(0, 7)], 1: [(7, 10)]}
+        >>> pipelinable.partition(1, pipeline_size=2, rank=0).segment_parts
+        [0, 7, 10]
     """
 
     def __init__(self, policy: Policy = "balanced") -> None:
@@ -157,27 +129,13 @@ class PipelinableContext:
             policy: ``"balanced"``: the stage with the most parameters has as few as possible;
                 ``"uniform"``: as many layers in each stage; ``"customized"``: where ``exec_seq``
                 has ``"SPLIT_NODE"``; or ``{rank: [(start, end), ..]}``, layers by their numbers,
-                one pair for each chunk.
-
-        Raises:
-            UsageError: ``policy`` is neither a name nor a mapping.
-            PartitionError: There is no policy of that name.
+                one pair for each chunk. It may be changed until :meth:`partition`.
         """
         self._made: list[weakref.ref[Layer]] = []
         self._model: Layer = None
         self._sequence: ExecutionSequence | None = None
         self._entered = ExitStack()
         self.policy = policy
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of the cut; it may be set until :meth:`partition`."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        require_policy(policy)
-        self._policy = policy
 
     def __enter__(self) -> PipelinableContext:
         """Makes new layers have no memory from here on."""
@@ -213,16 +171,6 @@ class PipelinableContext:
                 fix="give the parameters a paddle.ParamAttr(initializer=..), or set_value",
             ) from error
 
-    @property
-    def layers_count(self) -> int:
-        """The number of layers of the list."""
-        return len(self._require_sequence().steps)
-
-    @property
-    def funcs_count(self) -> int:
-        """The number of functions around the layers of the list."""
-        return sum(len(step.front) + len(step.behind) for step in self._require_sequence().steps)
-
     def to_layer_list(self, exec_seq: Iterable[object] | None = None) -> None:
         """Puts the layers of the model in the order of their execution.
 
@@ -230,9 +178,8 @@ class PipelinableContext:
             exec_seq: Names of sublayers in the order in which they run; functions, which run after
                 the layer named before them (at the beginning: on the inputs), as does ``(function,
                 "behind")``; ``(function, "front")``, which runs before the next one;
-                ``"SPLIT_NODE"``, where policy "customized" cuts. If the batch is a dict, a function
-                whose arguments have names of its entries changes these. None: the children in the
-                order of their construction, and the layers in LayerLists and Sequentials.
+                ``"SPLIT_NODE"``, where policy "customized" cuts. None: the children in the order of
+                their construction, and the layers in LayerLists and Sequentials.
 
         Raises:
             ConfigError: An entry is none of these, names no sublayer, or has no layer before or
@@ -245,15 +192,6 @@ class PipelinableContext:
                 fix="with pipelinable: model = resnet50(), then pipelinable.to_layer_list(..)",
             )
         self._sequence = sequence.read(self._model, exec_seq)
-
-    def parts(self, num_chunks: int, pipeline_size: int) -> dict[int, Parts]:
-        """Returns the layers of each rank, ``(start, end)`` for each of its chunks.
-
-        Raises:
-            PartitionError: The policy has no such cut.
-            StateError: :meth:`to_layer_list` was not called.
-        """
-        return dict(parts_of(self._bounds(num_chunks, pipeline_size), pipeline_size))
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> PipelinableModel:
         """Builds the layers of this process's stages.
@@ -275,23 +213,16 @@ class PipelinableContext:
             StateError: :meth:`to_layer_list` was not called.
         """
         _require_configured(num_chunks)
-        bounds = self._bounds(num_chunks, pipeline_size)
-        _require_rank_of_process(rank, pipeline_size)
-        steps = self._require_sequence().steps
-        return PipelinableModel(self._model, steps, bounds, pipeline_size, num_chunks)
-
-    def _bounds(self, num_chunks: int, pipeline_size: int) -> list[int]:
-        listed = self._require_sequence()
-        weights = [count_parameters(step.layer) for step in listed.steps]
-        return boundaries(self._policy, weights, listed.splits, pipeline_size, num_chunks)
-
-    def _require_sequence(self) -> ExecutionSequence:
         if self._sequence is None:
             raise StateError(
                 "the layers of the model are not in order yet",
                 fix="call to_layer_list(exec_seq) after the with block",
             )
-        return self._sequence
+        _require_rank_of_process(rank, pipeline_size)
+        steps, splits = self._sequence
+        weights = [count_parameters(step.layer) for step in steps]
+        bounds = boundaries(self.policy, weights, splits, pipeline_size, num_chunks)
+        return PipelinableModel(self._model, steps, bounds, pipeline_size, num_chunks)
 
 
 @contextmanager

@@ -1,18 +1,16 @@
 """Turns a user's ``exec_seq`` into layers in order, each with the functions around it.
 
 Each entry gets the output of the entry before it; a tuple becomes several arguments, as in
-ColossalAI. A batch that is a dict gives named arguments: they go along with the output, in a dict
-that has the output under :data:`OUTPUT`, as long as a later entry takes one of them.
+ColossalAI.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.errors import BoundaryError, ConfigError, nearest
+from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.paddle_api import paddle
 
 #: Where an execution sequence is cut by the policy "customized".
@@ -20,23 +18,31 @@ SPLIT_NODE = "SPLIT_NODE"
 _OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
 _UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
 
-Functions = tuple[Callable[..., Any], ...]
 
-
-class SequenceStep(NamedTuple):
-    """A layer of an execution sequence.
+class Call(NamedTuple):
+    """How a layer is called.
 
     Attributes:
-        name: The name of the layer in the model.
-        layer: The layer.
         front: The functions that run before it.
         behind: The functions that run after it.
     """
 
+    front: tuple[Callable[..., Any], ...] = ()
+    behind: tuple[Callable[..., Any], ...] = ()
+
+    def __call__(self, layer: Layer, value: Nest) -> Nest:
+        """Returns the value for the next entry, from that of the entry before."""
+        for function in (*self.front, layer, *self.behind):
+            value = function(*value) if isinstance(value, tuple) else function(value)
+        return value
+
+
+class SequenceStep(NamedTuple):
+    """A layer of an execution sequence: its name in the model, itself, and its call."""
+
     name: str
     layer: Layer
-    front: Functions = ()
-    behind: Functions = ()
+    call: Call
 
 
 class ExecutionSequence(NamedTuple):
@@ -86,7 +92,8 @@ class _Reader:
         if isinstance(entry, str) and entry == SPLIT_NODE:
             self._splits.append(len(self._steps))
         elif isinstance(entry, str):
-            self._steps.append(SequenceStep(entry, self._layer(entry), tuple(self._front)))
+            call = Call(front=tuple(self._front))
+            self._steps.append(SequenceStep(entry, self._layer(entry), call))
             self._front = []
         elif isinstance(entry, tuple) and len(entry) == 2:
             self._take_function(*entry)
@@ -114,7 +121,8 @@ class _Reader:
                 fix='write (function, "front"), or the function alone: it is given the inputs',
             )
         last = self._steps[-1]
-        self._steps[-1] = last._replace(behind=(*last.behind, function))
+        call = last.call._replace(behind=(*last.call.behind, function))
+        self._steps[-1] = last._replace(call=call)
 
     def _layer(self, name: str) -> Layer:
         layer: Layer = self._sublayers.get(name)
@@ -176,8 +184,7 @@ def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
     if not steps:
         raise ConfigError("exec_seq names no layer", fix="name at least one for each stage")
     listed = {id(tensor) for step in steps for tensor in step.layer.state_dict().values()}
-    state: Mapping[str, Any] = model.state_dict()
-    missing = [name for name, tensor in state.items() if id(tensor) not in listed]
+    missing = [name for name, tensor in model.state_dict().items() if id(tensor) not in listed]
     if missing:
         owners = dict.fromkeys(name.rpartition(".")[0] or name for name in missing)
         raise ConfigError(
@@ -190,148 +197,3 @@ def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
 
 def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-#: The key of an output that named arguments go along with.
-OUTPUT = "stage_output"
-
-
-class Signature(NamedTuple):
-    """The arguments that a function takes.
-
-    Attributes:
-        names: The names of its arguments, in order.
-        most: How many it takes by position; None for any number.
-    """
-
-    names: tuple[str, ...]
-    most: int | None
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Signature:
-        """Reads the signature of ``function``; a function that shows none takes one argument."""
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except ValueError:
-            return cls((), 1)
-        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, _EITHER)]
-        any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        named = tuple(p.name for p in parameters if p.kind in (_EITHER, p.KEYWORD_ONLY))
-        return cls(named, None if any_number else len(by_position))
-
-
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
-
-class Function:
-    """A function of an execution sequence: it maps the output, or changes named arguments."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.signature = Signature.of(function)
-
-    def __call__(self, output: Nest, named: dict[str, Nest]) -> Nest:
-        """Returns the output for the next entry; it may change ``named``.
-
-        Args:
-            output: The output of the entry before; None at the beginning of a batch that is a dict.
-            named: The named arguments of the batch. A function with arguments of these names gets
-                them and returns their new values, as a tuple if there are several.
-
-        Raises:
-            BoundaryError: There is no value that the function could get.
-        """
-        matching = [name for name in self.signature.names if name in named]
-        if matching:
-            values = self._function(**{name: named[name] for name in matching})
-            if not isinstance(values, tuple):
-                values = (values,) * len(matching)
-            named.update(zip(matching, values))
-            return output
-        if output is None:
-            raise BoundaryError(
-                "a function of exec_seq stands before the first output",
-                expected=f"an argument called {', '.join(named)}",
-                got=f"arguments {', '.join(self.signature.names) or 'without names'}",
-                fix="name its arguments after keys of the batch, or let it stand behind a layer",
-            )
-        return self._function(*arguments_of(output)[: self.signature.most])
-
-
-class RecordedCall:
-    """Calls the layer of one entry, and the functions in front of it and behind it."""
-
-    def __init__(
-        self,
-        layer: Layer,
-        front: Sequence[Callable[..., Any]],
-        behind: Sequence[Callable[..., Any]],
-        takes_batch: bool,
-        later: frozenset[str],
-    ) -> None:
-        """Reads all signatures.
-
-        Args:
-            layer: The layer, or one like it.
-            front: The functions before it, in order.
-            behind: The functions after it, in order.
-            takes_batch: Whether this is the first entry, which gets the batch's inputs.
-            later: The names of arguments that later entries take.
-        """
-        self._signature = Signature.of(layer.forward)
-        self._front = [Function(function) for function in front]
-        self._behind = [Function(function) for function in behind]
-        self._takes_batch = takes_batch
-        self._later = later
-
-    def names(self) -> frozenset[str]:
-        """Returns the names of all arguments of the layer and the functions."""
-        functions = (f.signature.names for f in (*self._front, *self._behind))
-        return frozenset(self._signature.names).union(*functions)
-
-    def __call__(self, layer: Layer, value: Nest) -> Nest:
-        """Returns the value for the next entry.
-
-        Args:
-            layer: The layer, with its weights.
-            value: The inputs of the batch, or the value from the entry before.
-
-        Raises:
-            BoundaryError: There is no value that a function of exec_seq could get.
-        """
-        output, named = self._take_apart(value)
-        for function in self._front:
-            output = function(output, named)
-        arguments = arguments_of(output)[: self._signature.most]
-        more = {n: named[n] for n in self._signature.names[len(arguments) :] if n in named}
-        output = layer(*arguments, **more)
-        for function in self._behind:
-            output = function(output, named)
-        going_on = {name: item for name, item in named.items() if name in self._later}
-        return {OUTPUT: output, **going_on} if going_on else output
-
-    def _take_apart(self, value: Nest) -> tuple[Nest, dict[str, Nest]]:
-        if isinstance(value, dict) and (self._takes_batch or OUTPUT in value):
-            named = dict(value)
-            return named.pop(OUTPUT, None), named
-        return value, {}
-
-
-class Called(paddle.nn.Layer):
-    """A layer of the model with its call, as one layer of a ``PipelineLayer``."""
-
-    def __init__(self, layer: Layer, call: RecordedCall) -> None:
-        super().__init__()
-        self.layer = layer
-        self._call = call
-
-    def forward(self, value: Nest) -> Nest:
-        """Returns the value for the next entry."""
-        return self._call(self.layer, value)
-
-
-def arguments_of(output: Nest) -> tuple[Nest, ...]:
-    """Returns the arguments of a layer after ``output``; a tuple becomes several arguments."""
-    if output is None:
-        return ()
-    return output if isinstance(output, tuple) else (output,)

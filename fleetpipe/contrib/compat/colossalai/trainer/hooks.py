@@ -1,34 +1,69 @@
-"""Hooks that measure loss, accuracy, throughput and learning rate, and hooks that log them."""
+"""``colossalai.trainer.hooks``: what a ``Trainer`` calls around batches and epochs.
+
+A program's own hooks derive from ``BaseHook``. The other hooks measure figures, log them, step the
+learning rate and save checkpoints.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from fleetpipe.aliases import Nest, Scheduler, Tensor
+from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.contrib.compat.colossalai.logging import DistributedLogger
-from fleetpipe.contrib.compat.colossalai.trainer.hooks.base import BaseHook, Metric, Trainer
+from fleetpipe.contrib.compat.colossalai.trainer.trainer import BaseHook, Trainer
+
+__all__ = [
+    "AccuracyHook",
+    "BaseHook",
+    "LRSchedulerHook",
+    "LogMetricByEpochHook",
+    "LossHook",
+    "SaveCheckpointHook",
+]
 
 
-class MetricHook(BaseHook):
-    """Puts metrics into the trainer's ``states["metrics"]``, for the hooks that log them."""
+class Metric:
+    """A quotient of two sums, such as a mean loss or an accuracy."""
 
-    def _show(self, trainer: Trainer, mode: str, name: str, metric: Metric) -> None:
-        self.init_runner_states(trainer, "metrics", {"train": {}, "test": {}})
-        trainer.states["metrics"][mode][name] = metric
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets the sums to 0, for a new epoch."""
+        self._sum = self._count = 0.0
+
+    def update(self, value: float, count: float = 1.0) -> None:
+        """Adds a value to the dividend, and a number to the divisor."""
+        self._sum += value
+        self._count += count
+
+    def get_accumulated_value(self) -> float:
+        """Returns the value of the epoch so far; 0 before its first step."""
+        return self._sum / self._count if self._count else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the sums so far."""
+        return {"sum": self._sum, "count": self._count}
+
+    def set_state_dict(self, state: dict[str, float]) -> None:
+        """Restores the sums in the middle of an epoch."""
+        self._sum, self._count = state["sum"], state["count"]
 
 
-class LossHook(MetricHook):
+class LossHook(BaseHook):
     """Measures the mean loss of each epoch and each evaluation."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
+        self.train_loss, self.test_loss = Metric(), Metric()
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Adds the losses to the trainer's metrics."""
-        self.train_loss, self.test_loss = Metric(False), Metric(True)
-        self._show(trainer, "train", "Loss", self.train_loss)
-        self._show(trainer, "test", "Loss", self.test_loss)
+        trainer.add_metric("train", "Loss", self.train_loss)
+        trainer.add_metric("test", "Loss", self.test_loss)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         """Resets the loss of the training."""
@@ -55,7 +90,7 @@ class LossHook(MetricHook):
         self.train_loss.set_state_dict(state)
 
 
-class AccuracyHook(MetricHook):
+class AccuracyHook(BaseHook):
     """Measures the share of right outputs in an evaluation, over all replicas."""
 
     def __init__(self, accuracy_func: Callable[..., Any], priority: int = 0) -> None:
@@ -67,11 +102,11 @@ class AccuracyHook(MetricHook):
         """
         super().__init__(priority)
         self.accuracy_func = accuracy_func
+        self.metric = Metric()
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Adds the accuracy to the trainer's metrics."""
-        self.metric = Metric(True)
-        self._show(trainer, "test", "Accuracy", self.metric)
+        trainer.add_metric("test", "Accuracy", self.metric)
 
     def before_test(self, trainer: Trainer) -> None:
         """Resets the accuracy."""
@@ -87,46 +122,7 @@ class AccuracyHook(MetricHook):
         self.metric.update(sum(rights), sum(rows))
 
 
-class ThroughputHook(MetricHook):
-    """Measures the samples per second of all replicas."""
-
-    def __init__(self, ignored_steps: int = 0, priority: int = 10) -> None:
-        """Sets how many of the first steps do not count.
-
-        Args:
-            ignored_steps: The number of these steps.
-            priority: See :class:`BaseHook`.
-        """
-        super().__init__(priority)
-        self._ignored = ignored_steps
-
-    def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Adds the throughput to the trainer's metrics."""
-        self._steps = 0
-        self.metric = Metric(True)
-        self._show(trainer, "train", "Throughput", self.metric)
-        self._show(trainer, "test", "Throughput", self.metric)
-
-    def before_train_epoch(self, trainer: Trainer) -> None:
-        """Resets the throughput."""
-        self.metric.reset()
-
-    def before_test(self, trainer: Trainer) -> None:
-        """Resets the throughput."""
-        self.metric.reset()
-
-    def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Adds the samples and seconds of a batch."""
-        self._steps += 1
-        if self._steps > self._ignored:
-            self.metric.update(trainer.batch_size, trainer.step_seconds)
-
-    def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Adds the samples and seconds of a batch of an evaluation."""
-        self.metric.update(trainer.batch_size, trainer.step_seconds)
-
-
-class LRSchedulerHook(MetricHook):
+class LRSchedulerHook(BaseHook):
     """Steps a scheduler of the learning rate, and makes the rate a metric."""
 
     def __init__(
@@ -148,26 +144,27 @@ class LRSchedulerHook(MetricHook):
         self.lr_scheduler = lr_scheduler
         self.by_epoch = by_epoch
         self.store_lr_in_state = store_lr_in_state
+        self.metric = Metric()
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Adds the rate to the trainer's metrics."""
-        self.metric = Metric(self.by_epoch)
-        self.metric.update(self.lr_scheduler.last_lr)
+        self._measure()
         if self.store_lr_in_state:
-            self._show(trainer, "train", "LR", self.metric)
+            trainer.add_metric("train", "LR", self.metric)
 
     def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
         """Steps the scheduler after a batch, unless it goes by epochs."""
         if not self.by_epoch:
-            self._step()
+            self.lr_scheduler.step()
+            self._measure()
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         """Steps the scheduler after an epoch, if it goes by epochs."""
         if self.by_epoch:
-            self._step()
+            self.lr_scheduler.step()
+            self._measure()
 
-    def _step(self) -> None:
-        self.lr_scheduler.step()
+    def _measure(self) -> None:
         self.metric.reset()
         self.metric.update(self.lr_scheduler.last_lr)
 
@@ -200,28 +197,40 @@ class LogMetricByEpochHook(BaseHook):
 
     def _log(self, trainer: Trainer, mode: str) -> None:
         if trainer.cur_epoch % self._interval == 0 and trainer.is_rank_to_log:
-            values = trainer.metrics(mode).items()
+            values = trainer.states["metrics"][mode].items()
             shown = (f"{name} = {metric.get_accumulated_value():.5g}" for name, metric in values)
             head = f"[Epoch {trainer.cur_epoch} / {mode.title()}]"
             self.logger.info(f"{head}: {' | '.join(shown)}")
 
 
-class LogMetricByStepHook(BaseHook):
-    """Puts the metrics of the last batch into ``step_metrics``, which the progress shows."""
+class SaveCheckpointHook(BaseHook):
+    """Saves model, optimizer, random states and the position in the data, on all ranks together.
 
-    def __init__(self, priority: int = 10) -> None:
+    A program with this hook goes on from the newest checkpoint of the folder, if there is one, even
+    in the middle of an epoch. A :class:`fleetpipe.callbacks.PipelineCheckpoint` does the work.
+    """
+
+    def __init__(
+        self,
+        interval: int = 1,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        model: Any = None,
+        save_by_iter: bool = False,
+        priority: int = 10,
+    ) -> None:
+        """Sets how often and where to save.
+
+        Args:
+            interval: Epochs from one checkpoint to the next, or batches.
+            checkpoint_dir: A folder that every rank sees; None for the folder of ``fleetpipe
+                launch``, else ``checkpoints``.
+            model: Accepted without effect: the engine's is saved.
+            save_by_iter: Whether ``interval`` is in batches.
+            priority: See :class:`BaseHook`.
+
+        Raises:
+            ConfigError: ``interval`` is below 1.
+        """
         super().__init__(priority)
-
-    def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Notes the metrics of a batch."""
-        self._note(trainer, "train")
-
-    def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Notes the metrics of a batch of an evaluation."""
-        self._note(trainer, "test")
-
-    def _note(self, trainer: Trainer, mode: str) -> None:
-        trainer.states["step_metrics"] = {
-            name.lower(): f"{metric.get_last_step_value():.5g}"
-            for name, metric in trainer.metrics(mode).items()
-        }
+        steps, epochs = (interval, None) if save_by_iter else (None, interval)
+        self.callback = PipelineCheckpoint(checkpoint_dir, every_steps=steps, every_epochs=epochs)

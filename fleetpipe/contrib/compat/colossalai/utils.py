@@ -1,7 +1,4 @@
-"""``get_dataloader``: a loader with a shard of the samples for each replica.
-
-``build_cifar`` makes the loaders of CIFAR-10 that the tutorial takes from Titans.
-"""
+"""``colossalai.utils``: the timers and the loader of its tutorials, and Titans' ``build_cifar``."""
 
 from __future__ import annotations
 
@@ -12,9 +9,103 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.errors import UsageError
+from fleetpipe.errors import StateError, UsageError, nearest
 from fleetpipe.io import DataLoader, sample_generator
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_clock
+
+
+class Timer:
+    """Measures times in seconds, one after another."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def start(self) -> None:
+        """Begins to measure a time."""
+        self._begun = device_clock()()
+
+    def stop(self, keep_in_history: bool = False) -> float:
+        """Ends the measurement; returns its seconds.
+
+        Args:
+            keep_in_history: Whether the mean and the sum include it.
+
+        Raises:
+            StateError: The timer was not started.
+        """
+        if self._begun is None:
+            raise StateError("this timer does not run", fix="call start() before stop()")
+        self._elapsed, self._begun = device_clock()() - self._begun, None
+        if keep_in_history:
+            self._history.append(self._elapsed)
+        return self._elapsed
+
+    def reset(self) -> None:
+        """Drops all times."""
+        self._history: list[float] = []
+        self._begun: float | None = None
+        self._elapsed = 0.0
+
+    def get_elapsed_time(self) -> float:
+        """Returns the time that was measured last, in seconds; 0 if there is none."""
+        return self._elapsed
+
+    def get_history_sum(self) -> float:
+        """Returns the sum of the times in the history, in seconds."""
+        return sum(self._history)
+
+    def get_history_mean(self) -> float:
+        """Returns the mean of the times in the history, in seconds; 0 if there are none."""
+        return self.get_history_sum() / max(len(self._history), 1)
+
+
+class MultiTimer:
+    """Timers by name; ``Trainer`` has ``Train-step``, ``Train-epoch``, ``Test-step`` and so on."""
+
+    def __init__(self, on: bool = True) -> None:
+        """Begins without any timers.
+
+        Args:
+            on: False makes all calls do nothing.
+        """
+        self._on = on
+        self._timers: dict[str, Timer] = {}
+
+    def start(self, name: str) -> None:
+        """Starts the timer of a name, which may be new."""
+        if self._on:
+            self._timers.setdefault(name, Timer()).start()
+
+    def stop(self, name: str, keep_in_history: bool = False) -> float | None:
+        """Stops a timer; returns the seconds, or None if timers are off.
+
+        Raises:
+            StateError: The timer was not started.
+        """
+        return self.get_timer(name).stop(keep_in_history) if self._on else None
+
+    def get_timer(self, name: str) -> Timer:
+        """Returns the timer of a name.
+
+        Raises:
+            StateError: There is no timer of that name.
+        """
+        if name not in self._timers:
+            raise StateError(
+                f"there is no timer {name!r}", fix=f"start it first; {nearest(name, self._timers)}"
+            )
+        return self._timers[name]
+
+    def reset(self, name: str | None = None) -> None:
+        """Drops the times of one timer, or of all; does nothing if timers are off.
+
+        Raises:
+            StateError: There is no timer of that name.
+        """
+        if self._on:
+            for timer in self._timers.values() if name is None else [self.get_timer(name)]:
+                timer.reset()
 
 
 def get_dataloader(
@@ -44,15 +135,8 @@ def get_dataloader(
     Raises:
         StateError: ``launch_from_torch`` was not called before, in one of several processes.
     """
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        num_workers=num_workers,
-        seed=seed,
-        **options,
-    )
+    options.update(batch_size=batch_size, num_workers=num_workers, seed=seed)
+    return DataLoader(dataset, shuffle=shuffle, drop_last=drop_last, **options)
 
 
 #: What Paddle's and the original site call the file.
