@@ -22,7 +22,7 @@ from paddle import nn
 from paddle.vision.models import resnet50
 
 import fleetpipe
-from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report, started
 from fleetpipe import fleet
 from fleetpipe.capture.explain import Explanation
 from fleetpipe.job.job import pipeline_group
@@ -75,10 +75,7 @@ class Contender:
 
 def measure(repeats: int, size: int, ranks: int) -> list[Any]:
     """Returns the figures of all cuts. Collective."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": ranks}
-    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
-    fleet.init(is_collective=True, strategy=strategy)
+    started(ranks, MICRO_BATCHES, ROWS)
     rows = MICRO_BATCHES * ROWS
     paddle.seed(1)
     batch = [paddle.randn([rows, 3, size, size]), paddle.randint(0, CLASSES, [rows, 1])]

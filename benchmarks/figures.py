@@ -1,7 +1,8 @@
-"""What all benchmarks share: options, ranks, and figures as a table and as JSON.
+"""What all benchmarks share: options, ranks, a job, and figures as a table and as JSON.
 
-A benchmark makes its ``parser``, starts its ranks by ``on_ranks`` where it needs some, and ends
-with ``report``: ``run.py`` reads the JSON of all of them.
+A benchmark makes its ``parser``, starts its ranks by ``on_ranks`` where it needs some, which begin
+a job by ``started`` and make their model by ``wrapped``, and ends with ``report``: ``run.py`` reads
+the JSON of all of them.
 """
 
 from __future__ import annotations
@@ -88,6 +89,43 @@ def answer(value: Any) -> None:
     """Is what a rank does at its end: it leaves its answer for ``on_ranks``."""
     rank = os.environ["PADDLE_TRAINER_ID"]
     Path(os.environ[ANSWERS], f"{rank}.json").write_text(json.dumps(value))
+
+
+def started(
+    ranks: int, micro_batches: int, rows: int, schedule: str = "1F1B", dp: int = 1, **own: Any
+) -> None:
+    """Begins a job; ``own`` are entries of ``fleetpipe_configs``. Collective."""
+    from fleetpipe import fleet
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": ranks, "dp_degree": dp}
+    configs = {"accumulate_steps": micro_batches, "micro_batch_size": rows}
+    strategy.pipeline_configs = {**configs, "schedule_mode": schedule}
+    strategy.fleetpipe_configs = own
+    fleet.init(is_collective=True, strategy=strategy)
+
+
+def wrapped(
+    layers: Sequence[Any], loss: Any, optimizer: str = "Adam", **options: Any
+) -> tuple[Any, Any]:
+    """Returns a pipeline of these layers in the job, and its optimizer, wrapped. Collective.
+
+    Args:
+        layers: Of a ``PipelineLayer``.
+        loss: Its ``loss_fn``.
+        optimizer: A class of ``paddle.optimizer``.
+        options: Other arguments of it.
+    """
+    import paddle
+
+    from fleetpipe import fleet
+    from fleetpipe.fleet.meta_parallel import PipelineLayer
+
+    topology = fleet.get_hybrid_communicate_group().topology()
+    pipeline = PipelineLayer(list(layers), topology=topology, loss_fn=loss, **options)
+    model = fleet.distributed_model(pipeline)
+    made = getattr(paddle.optimizer, optimizer)(1e-4, parameters=model.parameters())
+    return model, fleet.distributed_optimizer(made)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,31 +1,25 @@
 """Plans AlexNet, ResNet-50 and the GPT example from a profile, and runs what was planned.
 
-    OMP_NUM_THREADS=1 python benchmarks/plan.py [--ranks 2,4] [--case gpt] [--rounds 5]
+    OMP_NUM_THREADS=1 python benchmarks/plan.py [--ranks 2] [--case gpt] [--rounds 5]
 
 On each number of ranks the model is profiled under a plain cut, planned, built anew by the plan and
 trained, the optimizer's step left out. As machines are faster at one minute than at another, model
 and plan take turns: in each round the model is profiled again, which gives what the same plan is to
 cost now, and some batches of the plan are run, the first of them cold and not counted. Ratios are
-those of the rounds, measured / predicted.
-
-The time of a batch is measured in two ways. By the clock, which says nothing where ranks share a
-processor. And played: the processor time of every action, send, receive and release of a batch is
-put through the order in which the ranks did them, each beginning when its rank is free and its
-message is there, as if every rank had a processor. On as many processors as ranks the two can be
-compared.
+those of the rounds, measured / predicted. Ranks that share a processor wait for it, which no plan
+predicts.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -39,12 +33,10 @@ from gpt import gpt
 from resnet import ResNet
 
 import fleetpipe
-from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report, started
 from fleetpipe import fleet
-from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.profiling import recosted
-from fleetpipe.schedules import Op, Recv, Reduce, Send, Step
 
 MICRO_BATCHES, COLD = 8, 2
 
@@ -110,90 +102,10 @@ def gpt_example(rows: int) -> tuple[Build, list[Any]]:
 CASES = {"alexnet": (alexnet, 16), "resnet50": (resnet, 4), "gpt": (gpt_example, 4)}
 
 
-def begin(ranks: int, rows: int) -> None:
-    """Begins a job."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": ranks}
-    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": rows}
-    fleet.init(is_collective=True, strategy=strategy)
-
-
-class Processor:
-    """An observer of the engine: the processor time of what a rank does in a batch, in order.
-
-    Attributes:
-        done: What it did, and the seconds that this took.
-    """
-
-    def __init__(self) -> None:
-        self.done: list[tuple[Op, float]] = []
-
-    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
-        if isinstance(op, (Reduce, Step)):
-            return instruction
-        begun: float | None = None
-
-        def timed() -> Blocked | None:
-            nonlocal begun
-            if begun is None:
-                begun = time.thread_time()
-            blocked = instruction()
-            if blocked is None:
-                self.done.append((op, time.thread_time() - begun))
-                begun = None
-            return blocked
-
-        return timed
-
-
-def played(ranks: Sequence[Sequence[tuple[Op, float]]], latency: float) -> float:
-    """Returns how long a batch takes whose ranks have a processor each.
-
-    Args:
-        ranks: What each rank does, in order, and the seconds that it is busy with it.
-        latency: Seconds from the end of a send to the moment at which it can be received.
-    """
-    now, at = [0.0] * len(ranks), [0] * len(ranks)
-    sent: dict[str, float] = {}
-    while any(position < len(row) for position, row in zip(at, ranks)):
-        for rank, row in enumerate(ranks):
-            while at[rank] < len(row):
-                op, seconds = row[at[rank]]
-                message = str(op)[1:]
-                if isinstance(op, Recv):
-                    if message not in sent:
-                        break
-                    now[rank] = max(now[rank], sent[message] + latency)
-                now[rank] += seconds
-                if isinstance(op, Send):
-                    sent[message] = now[rank]
-                at[rank] += 1
-    return max(now)
-
-
-class Round(NamedTuple):
-    """What one round found on a rank.
-
-    Attributes:
-        predicted: Seconds of a batch.
-        busy: Predicted seconds that each rank is busy.
-        latency: Seconds that a message is on its way.
-        seconds: Of each batch, by the clock.
-        done: Of each batch what the rank did, and its processor time.
-    """
-
-    predicted: float
-    busy: tuple[float, ...]
-    latency: float
-    seconds: list[float]
-    done: list[list[tuple[Op, float]]]
-
-
 def measure(name: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Returns what all ranks measured. Collective."""
+    """Returns what a rank measured. Collective."""
     case, rows = CASES[name]
-    begin(ranks, rows)
+    started(ranks, MICRO_BATCHES, rows)
     build, data = case(rows)
     plain = fleet.distributed_model(build(None))
     for _ in range(COLD):
@@ -202,78 +114,52 @@ def measure(name: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
     gc.collect()
     before = core.host_memory_stat_current_value("Allocated", 0)
     model = fleet.distributed_model(build(plan))
-    processor = Processor()
-    model.observe(processor)
-    measured = []
+    predicted: list[float] = []
+    seconds: list[list[float]] = []
     for _ in range(rounds):
         profile = plain.profile(data)
         gc.collect()
-        now = recosted(plan, profile).predicted
-        one = Round(now.time, now.busy, profile.link(0).latency, [], [])
+        predicted.append(recosted(plan, profile).predicted.time)
+        batches: list[float] = []
         for step in range(COLD + steps):
             if step == COLD:
                 core.host_memory_stat_reset_peak_value("Allocated", 0)
-            processor.done = []
             start = time.perf_counter()
             model.forward_backward_pipeline(data)
-            if step >= COLD:
-                one.seconds.append(time.perf_counter() - start)
-                one.done.append(processor.done)
-        measured.append(one)
+            batches.append(time.perf_counter() - start)
+        seconds.append(batches[COLD:])
     peak = core.host_memory_stat_peak_value("Allocated", 0) - before
-    everyone: list[Any] = []
-    paddle.distributed.all_gather_object(everyone, (measured, peak))
+    rank = fleet.get_hybrid_communicate_group().get_stage_id()
     fleet.shutdown()
-    of_ranks = [list(each) for each in zip(*(rounds for rounds, _ in everyone))]
     return {
         "schedule": f"{plan.schedule.name}, v = {plan.chunks}",
-        "rounds": [summary(each) for each in of_ranks],
-        "predicted bytes": plan.predicted.peak_bytes,
-        "bytes": [size for _, size in everyone],
+        "predicted": predicted,
+        "seconds": seconds,
+        "peak": peak / plan.predicted.peak_bytes[rank],
     }
 
 
-def summary(ranks: Sequence[Round]) -> dict[str, Any]:
-    """Returns the figures of a round of all ranks."""
-    first = ranks[0]
-    batches = list(zip(*(each.done for each in ranks)))
-    return {
-        "predicted": first.predicted,
-        "predicted busy": first.busy,
-        # A batch takes as long as its slowest rank.
-        "clock": [max(seconds) for seconds in zip(*(each.seconds for each in ranks))],
-        "played": [played(batch, first.latency) for batch in batches],
-        "busy": [
-            statistics.median(sum(seconds for _, seconds in done) for done in each.done)
-            for each in ranks
-        ],
-    }
-
-
-def figures_of(name: str, ranks: int, result: dict[str, Any]) -> list[Figure]:
-    """Returns the figures of a case; the clock says nothing where ranks share a processor."""
-    rounds = result["rounds"]
-    title = f"{name}, {ranks} ranks"
-    plan = f"{title}, {result['schedule']}: predicted"
-    figures = [Figure(plan, [1e3 * one["predicted"] for one in rounds], "ms")]
-    for way in ("clock", "played")[ranks > len(os.sched_getaffinity(0)) :]:
-        ratios = [statistics.median(one[way]) / one["predicted"] for one in rounds]
-        milliseconds = [1e3 * batch for one in rounds for batch in one[way]]
-        figures.append(Figure(f"{title}: {way}", milliseconds, "ms"))
-        figures.append(Figure(f"{title}: {way} / predicted", ratios))
-    pairs = [pair for one in rounds for pair in zip(one["busy"], one["predicted busy"])]
-    peaks = [size / planned for size, planned in zip(result["bytes"], result["predicted bytes"])]
-    figures.append(
-        Figure(f"{title}: busy / predicted, by rank", [used / busy for used, busy in pairs])
-    )
-    figures.append(Figure(f"{title}: peak bytes / predicted, by rank", peaks))
-    return figures
+def figures_of(name: str, ranks: int, results: list[dict[str, Any]]) -> list[Figure]:
+    """Returns the figures of a case. A batch takes as long as its slowest rank."""
+    title, first = f"{name}, {ranks} ranks", results[0]
+    rounds = [
+        [max(batch) for batch in zip(*of_ranks)]
+        for of_ranks in zip(*(one["seconds"] for one in results))
+    ]
+    ratios = [statistics.median(one) / time for one, time in zip(rounds, first["predicted"])]
+    predicted = [1e3 * one for one in first["predicted"]]
+    return [
+        Figure(f"{title}, {first['schedule']}: predicted", predicted, "ms"),
+        Figure(f"{title}: clock", [1e3 * batch for one in rounds for batch in one], "ms"),
+        Figure(f"{title}: clock / predicted", ratios),
+        Figure(f"{title}: peak bytes / predicted, by rank", [one["peak"] for one in results]),
+    ]
 
 
 def main() -> None:
     """Launches the ranks of each case, and shows what they measured."""
     options = parser(__doc__)
-    options.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
+    options.add_argument("--ranks", default="2", help="numbers of ranks, as 2,4 (default: 2)")
     options.add_argument("--case", choices=CASES, help="one of the models alone")
     options.add_argument("--rounds", type=int, default=5, help="rounds of a profile and batches")
     options.add_argument("--steps", type=int, default=8, help="batches measured in a round")
@@ -286,7 +172,7 @@ def main() -> None:
     for ranks in map(int, arguments.ranks.split(",")):
         for name in [arguments.case] if arguments.case else CASES:
             results = on_ranks(ranks, "--ranks", str(ranks), "--case", name)
-            figures += figures_of(name, ranks, results[0])
+            figures += figures_of(name, ranks, results)
     report(figures, arguments.json)
 
 

@@ -53,16 +53,12 @@ FULL = (
     Benchmark("split_backward", "--repeats 3", 180),
     Benchmark("transport", "--seconds 0.5", 40),
     Benchmark("start", "--repeats 3", 160),
-    Benchmark("schedules", "", 60),
     Benchmark("search", "--most 16", 40),
     Benchmark("slices", "", 100),
     Benchmark("captured_cuts", "--repeats 5", 70),
-    Benchmark("fit", "", 70),
     Benchmark("async_save", "--repeats 8 --rows 64 --blocks 6", 60),
     Benchmark("checkpoint", "--megabytes 200 --repeats 3", 40),
-    Benchmark("static", "", 30),
-    Benchmark("restart", "--kills 6", 100),
-    Benchmark("healing", "--pairs 1 --ranks 2", 60),
+    Benchmark("restart", "--kills 3 --ranks 2", 240),
 )
 #: What ``make benchmarks-short`` runs, within five minutes.
 SHORT = (

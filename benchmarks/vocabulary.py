@@ -28,11 +28,11 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report, started, wrapped
 from benchmarks.workers.gpt import Case
 from fleetpipe import fleet
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
-from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.partition import fastest
 from fleetpipe.schedules import Costs, Schedule, build
 
@@ -125,18 +125,16 @@ def clock_figures(title: str, answers: list[list[list[float]]]) -> list[Figure]:
 
 def clocked(args: argparse.Namespace) -> list[list[float]]:
     """Is what each of two ranks does: it trains both models in turn; returns seconds of steps."""
-    topology = begin(args, 2, args.micro_batches)
+    started(2, args.micro_batches, 1, args.schedule)
     body = layers_before_the_head(args, int(args.blocks))
     linear = LayerDesc(nn.Linear, args.hidden, args.vocabulary, bias_attr=False)
     head = VocabularyHead(args.hidden, args.vocabulary)
     losses = nn.CrossEntropyLoss(), VocabularyLoss()
     batch = tokens(args, args.micro_batches)
-    trained = []
-    for last, loss, cut in zip((linear, head), losses, args.cuts):
-        layers = PipelineLayer([*body, last], topology=topology, loss_fn=loss, seg_method=cut)
-        model = fleet.distributed_model(layers)
-        adam = paddle.optimizer.Adam(1e-4, parameters=model.parameters())
-        trained.append((model, fleet.distributed_optimizer(adam)))
+    trained = [
+        wrapped([*body, last], loss, seg_method=cut)
+        for last, loss, cut in zip((linear, head), losses, args.cuts)
+    ]
     seconds: list[list[float]] = [[], []]
     for _ in range(args.clock + 1):
         for (model, optimizer), steps in zip(trained, seconds):
@@ -146,16 +144,6 @@ def clocked(args: argparse.Namespace) -> list[list[float]]:
     fleet.shutdown()
     # The first of each warms up.
     return [steps[1:] for steps in seconds]
-
-
-def begin(args: argparse.Namespace, ranks: int, micro_batches: int) -> Any:
-    """Begins a job; returns its topology."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": ranks}
-    configs = {"accumulate_steps": micro_batches, "micro_batch_size": 1}
-    strategy.pipeline_configs = {**configs, "schedule_mode": args.schedule}
-    fleet.init(is_collective=True, strategy=strategy)
-    return fleet.get_hybrid_communicate_group().topology()
 
 
 def tokens(args: argparse.Namespace, rows: int) -> list[paddle.Tensor]:
@@ -173,8 +161,8 @@ def layers_before_the_head(args: argparse.Namespace, blocks: int) -> list[Any]:
 
 def measured(args: argparse.Namespace, ranks: int, layers: list[Any], loss: Any) -> list[Any]:
     """Returns the costs of the layers; that of the loss is the last one's."""
-    topology = begin(args, ranks, 2)
-    model = fleet.distributed_model(PipelineLayer(layers, topology=topology, loss_fn=loss))
+    started(ranks, 2, 1, args.schedule)
+    model, _ = wrapped(layers, loss)
     profile = model.profile(tokens(args, 2))
     fleet.shutdown()
     *rest, last = profile.layers

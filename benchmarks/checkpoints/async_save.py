@@ -18,7 +18,7 @@ from pathlib import Path
 from resource import RUSAGE_THREAD, getrusage
 from typing import Any
 
-from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report, started, wrapped
 
 WIDTH = 1024
 MICRO_BATCHES = 8
@@ -50,21 +50,15 @@ def work(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
 
     import fleetpipe
     from fleetpipe import fleet
-    from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+    from fleetpipe.fleet.meta_parallel import LayerDesc
 
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": options.ranks}
-    rows = options.rows // MICRO_BATCHES
-    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": rows}
-    fleet.init(is_collective=True, strategy=strategy)
+    started(options.ranks, MICRO_BATCHES, options.rows // MICRO_BATCHES)
     layers = [LayerDesc(nn.Linear, WIDTH, WIDTH)] * (options.blocks * options.ranks)
-    pipeline = PipelineLayer(layers, num_stages=options.ranks, loss_fn=nn.MSELoss())
-    model = fleet.distributed_model(pipeline)
-    adam = paddle.optimizer.Adam(1e-4, parameters=model.parameters())
-    optimizer = fleet.distributed_optimizer(adam)
+    model, optimizer = wrapped(layers, nn.MSELoss())
     manager = fleetpipe.CheckpointManager(
         Path(options.folder) / "run", max_to_keep=1, async_save=True
     )
+    paddle.seed(1)  # all ranks have the same rows
     data = [paddle.randn([options.rows, WIDTH]), paddle.randn([options.rows, WIDTH])]
 
     def block() -> None:

@@ -1,108 +1,140 @@
-"""Kills a rank of a job again and again, and measures what is lost and how soon it goes on.
+"""Kills a rank of jobs that go on from disk, from memory, by healing, or with fewer ranks.
 
-    python benchmarks/checkpoints/restart.py [--keep_state] [--kills 30] [--ranks 3] [--seed 1]
+    python benchmarks/checkpoints/restart.py [--kills 10] [--ranks 3] [--dp 1] [--seed 1]
 
-A rank is killed (SIGKILL) in every life of one job, at chosen moments of first, middle and last
-rank in turn; see ``workers/restart_worker.py``. Then the final parameters are compared with those
-of the same job that nobody disturbs.
+Each round kills the same rank before the same operation of step 22 (SIGKILL), once in a job of each
+kind. A pause is a long time between the ends of two steps, less a usual one: the longest on any
+rank, or the two of the first rank before a job goes on with a stage less and with all again. The
+final models of all jobs are compared with that of a job which nobody disturbs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from benchmarks.figures import Figure, parser, report
+from benchmarks.figures import Figure, parser, report, started, wrapped
 
-WORKER = Path(__file__).resolve().parents[1] / "workers" / "restart_worker.py"
-#: Enough for the steps that the lives do before they are killed.
-STEPS_OF_A_LIFE = 7
-
-Event = dict[str, Any]
+STEPS, KILLED, SAVED, WIDTH, MICRO_BATCHES, ROWS = 40, 22, 5, 256, 4, 4
 
 
-def run(options: argparse.Namespace, count: int, folder: Path) -> list[Event]:
-    """Runs a job that is killed ``count`` times; returns its events in their order."""
+def train() -> None:
+    """Trains as one rank, and prints when each step ended, and the model's hash."""
+    import paddle
+    from paddle import nn
+
+    import fleetpipe
+    from fleetpipe import fleet
+    from fleetpipe.fleet.meta_parallel import LayerDesc
+    from tests.chaos import Struck
+
+    ranks, dp = int(os.environ["PADDLE_TRAINERS_NUM"]), int(sys.argv[1])
+    killed = sys.argv[2:] and sys.argv[2] == os.environ["PADDLE_TRAINER_ID"]
+    started(ranks // dp, MICRO_BATCHES, ROWS, dp=dp)
+    paddle.seed(7)
+    layers = [part for _ in range(6) for part in (LayerDesc(nn.Linear, WIDTH, WIDTH), nn.GELU())]
+    model, optimizer = wrapped(layers, nn.MSELoss())
+    folder = os.environ["FLEETPIPE_CHECKPOINT_DIR"]
+    manager = fleetpipe.CheckpointManager(folder, save_interval=SAVED, max_to_keep=2)
+    run = fleetpipe.resume(model, optimizer, manager=manager)
+    if killed and run.step == 0:
+        model.observe(Struck(sys.argv[3], KILLED))
+    for step in run.steps(STEPS):
+        paddle.seed(step)
+        rows = [paddle.randn([MICRO_BATCHES * ROWS, WIDTH]) for _ in range(2)]
+        model.train_batch(rows, optimizer)
+        time.sleep(0.02)
+        sys.stdout.write(f"ended {time.monotonic()} {step}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"hash {fleetpipe.model_hash(model)}\n")
+    fleet.shutdown()
+
+
+class Run(NamedTuple):
+    """What a job printed.
+
+    Attributes:
+        waits: Of each rank the seconds between the ends of two steps, less the usual ones.
+        repeated: Steps that were done again, the one in which a rank died left out.
+        hashes: Of the models that the ranks end with.
+    """
+
+    waits: list[list[float]]
+    repeated: int
+    hashes: set[str]
+
+
+def run(options: argparse.Namespace, words: str, kill: list[str], folder: Path) -> Run:
+    """Runs a job; ``kill`` is a rank and an operation, or empty."""
     folder.mkdir()
-    steps = options.kills * STEPS_OF_A_LIFE
-    command = [sys.executable, "-m", "fleetpipe", "launch", "--max_restart", str(count)]
-    command += ["--nproc_per_node", str(options.ranks), "--log_dir", str(folder / "log")]
-    command += ["--keep_state"] if options.keep_state else []
-    command += [str(WORKER), str(options.seed), str(count), str(steps), str(folder)]
+    log = folder / "log"
+    command = [sys.executable, "-m", "fleetpipe", "launch", "--nproc", str(options.ranks)]
+    command += ["--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(log)]
+    command += [*words.split(), __file__, str(options.dp), *kill]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False)
-    if done.returncode:
-        output_text = (folder / "output").read_text()
-        raise SystemExit(f"the job ended with {done.returncode}:\n{output_text}")
-    events = map(json.loads, (folder / "events").read_text().splitlines())
-    return sorted(events, key=lambda event: event["at"])
-
-
-def bits(events: list[Event]) -> dict[int, str]:
-    """Returns the bits of each rank's final parameters."""
-    return {e["rank"]: e["bits"] for e in events if e["what"] == "bits"}
-
-
-def recoveries(events: list[Event], ranks: int) -> list[Event]:
-    """Returns for each kill what was lost, and how many seconds later the next step began."""
-    recovered = []
-    for kill in [event for event in events if event["what"] == "killed"]:
-        begun = {e["rank"]: e["step"] for e in events if _is_before(e, kill)}
-        later = [e for e in events if e["what"] == "goes on" and e["life"] > kill["life"]]
-        # A life that is killed while it starts does not go on.
-        lives = [e["life"] for e in later]
-        alive = next(number for number in lives if lives.count(number) == ranks)
-        on = [e for e in later if e["life"] == alive][-1]
-        recovered.append(
-            {
-                "moment": kill["moment"],
-                "rank": kill["rank"],
-                # The step in which the kill came is done again in any case.
-                "lost": max(0, min(begun.values(), default=0) - on["step"]),
-                "seconds": on["at"] - kill["at"],
-                "loading": on["seconds"],
-            }
-        )
-    return recovered
-
-
-def _is_before(event: Event, kill: Event) -> bool:
-    """Whether a step began in the life that was killed, before it was."""
-    return event["what"] == "begun" and event["life"] == kill["life"] and event["at"] < kill["at"]
+        where = {"stdout": output, "stderr": output, "env": environment}
+        subprocess.run(command, check=True, timeout=300, **where)
+    found = Run([], 0, set())
+    for file in sorted(log.glob("workerlog.*")):
+        lines = [line.split() for line in file.read_text().splitlines()]
+        ended = [(float(line[1]), line[2]) for line in lines if line and line[0] == "ended"]
+        gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(ended)]
+        found.waits.append([gap - statistics.median(gaps) for gap in gaps])
+        counts = Counter(step for _, step in ended)
+        again = sum(count > 1 for count in counts.values())
+        hashes = found.hashes | {line[1] for line in lines if line and line[0] == "hash"}
+        found = Run(found.waits, max(found.repeated, again), hashes)
+    return found
 
 
 def main() -> None:
-    """Runs both jobs and reports."""
-    options = parser(__doc__)
-    options.add_argument("--kills", type=int, default=30)
+    """Runs the jobs and reports."""
+    options = parser(__doc__ or "")
+    options.add_argument("--kills", type=int, default=10)
     options.add_argument("--ranks", type=int, default=3)
+    options.add_argument("--dp", type=int, default=1)
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--keep_state", action="store_true")
     arguments = options.parse_args()
+    chance, pipeline = random.Random(arguments.seed), arguments.ranks // arguments.dp
+    fewer = f"--least {arguments.ranks - arguments.dp} --max-restart 0 --wider-after 0.1"
+    kinds = {"from disk": "", "from memory": "--keep-state", "healed": "--heal", "fewer": fewer}
+    pauses: dict[str, list[float]] = {kind: [] for kind in [*kinds, "all ranks again"]}
+    repeated: dict[str, list[float]] = {kind: [] for kind in kinds}
+    other = 0
     with tempfile.TemporaryDirectory() as place:
-        disturbed = run(arguments, arguments.kills, Path(place, "disturbed"))
-        undisturbed = run(arguments, 0, Path(place, "undisturbed"))
-    recovered = recoveries(disturbed, arguments.ranks)
-    figures = []
-    for moment in [*dict.fromkeys(one["moment"] for one in recovered), "all"]:
-        ones = [one for one in recovered if moment in (one["moment"], "all")]
-        figures += [
-            Figure(f"{moment}: steps lost", [one["lost"] for one in ones]),
-            Figure(f"{moment}: seconds to go on", [one["seconds"] for one in ones], "s"),
-        ]
-    loading = [one["loading"] for one in recovered]
-    figures.append(Figure("of which import, joining and restoring", loading, "s"))
-    other = sum(bits(disturbed)[rank] != bits(undisturbed)[rank] for rank in bits(undisturbed))
-    figures.append(Figure("ranks that end with other parameters", [other]))
-    report(figures, arguments.json)
+        undisturbed = run(arguments, "", [], Path(place, "undisturbed"))
+        for kill in range(arguments.kills):
+            stage, part = chance.randrange(pipeline), chance.randrange(MICRO_BATCHES)
+            at = chance.choice([f"F{stage}.{part}", f"B{stage}.{part}", "REDUCE", "STEP"])
+            # Stages are numbered along the pipeline, and replicas lie outside of it.
+            rank = chance.randrange(arguments.dp) * pipeline + stage
+            for kind, words in kinds.items():
+                found = run(arguments, words, [str(rank), at], Path(place, f"{kill} {kind}"))
+                repeated[kind].append(found.repeated)
+                other += found.hashes != undisturbed.hashes
+                if words is fewer:
+                    # The ends of two attempts, in their order.
+                    begins = sorted(found.waits[0])[-2:]
+                    narrow, wide = (wait for wait in found.waits[0] if wait in begins)
+                    pauses[kind].append(narrow)
+                    pauses["all ranks again"].append(wide)
+                else:
+                    pauses[kind].append(max(map(max, found.waits)))
+    figures = [Figure(f"{kind}: pause", values, "s") for kind, values in pauses.items()]
+    figures += [Figure(f"{kind}: steps repeated", values) for kind, values in repeated.items()]
+    report([*figures, Figure("jobs that end with another model", [other])], arguments.json)
 
 
 if __name__ == "__main__":
-    main()
+    train() if "PADDLE_TRAINER_ID" in os.environ else main()

@@ -27,7 +27,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure, parser, report
+from benchmarks.figures import Figure, parser, report, started
 
 #: Steps between two samples of a process, and between two saves.
 SAMPLED, SAVED = 50, 100
@@ -65,10 +65,7 @@ def train(steps: int, restarts: int, folder: Path) -> None:
     rank, attempt = int(os.environ["PADDLE_TRAINER_ID"]), attempt_files.number()
     every = steps // (restarts + 1)
     killed = attempt * every + BEHIND_A_SAVE if attempt <= restarts else steps
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": 2}
-    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
-    fleet.init(is_collective=True, strategy=strategy)
+    started(2, MICRO_BATCHES, ROWS)
     paddle.seed(1)
     blocks = [LayerDesc(Block, HIDDEN, 2, LENGTH), LayerDesc(nn.Dropout, 0.1)] * 4
     pipe = PipelineLayer(blocks, num_stages=2, loss_fn=nn.MSELoss())

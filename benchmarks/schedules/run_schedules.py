@@ -17,15 +17,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import paddle
 from paddle import nn
 from paddle.base import core
 
-from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
+from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report, started, wrapped
 from benchmarks.workers import gpt
 from fleetpipe import fleet
 from fleetpipe.engine.trace import measured_costs
-from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.schedules.forms import figures_of
 
 SCHEDULES = ("1F1B", "FThenB", "Interleaved1F1B", "ZBH1", "ZBV")
@@ -40,26 +38,14 @@ class Contender:
     def __init__(self, schedule: str, micro_batches: int, hidden: int, folder: str) -> None:
         self.case = replace(gpt.CASES["gpt 256"], micro_batches=micro_batches, hidden=hidden)
         self.batch = self.case.batch()
-        self.plain = self._model(schedule, None)
-        self.traced = self._model(schedule, folder)
-        self.optimizer = fleet.distributed_optimizer(
-            paddle.optimizer.SGD(1e-4, parameters=self.plain.parameters())
-        )
+        self.plain, self.optimizer = self._model(schedule, None)
+        self.traced, _ = self._model(schedule, folder)
         self.seconds: list[float] = []
 
-    def _model(self, schedule: str, trace: str | None) -> Any:
-        strategy = fleet.DistributedStrategy()
-        strategy.hybrid_configs = {"pp_degree": self.case.ranks}
-        strategy.pipeline_configs = {
-            "accumulate_steps": self.case.micro_batches,
-            "micro_batch_size": self.case.rows,
-            "schedule_mode": schedule,
-        }
-        strategy.fleetpipe_configs = {"trace": trace}
-        fleet.init(is_collective=True, strategy=strategy)
-        topology = fleet.get_hybrid_communicate_group().topology()
-        layers = PipelineLayer(self.case.layers(), topology=topology, loss_fn=nn.MSELoss())
-        return fleet.distributed_model(layers)
+    def _model(self, schedule: str, trace: str | None) -> tuple[Any, Any]:
+        case = self.case
+        started(case.ranks, case.micro_batches, case.rows, schedule, trace=trace)
+        return wrapped(case.layers(), nn.MSELoss(), "SGD")
 
     def step(self) -> None:
         """Trains one batch and notes how long it took."""

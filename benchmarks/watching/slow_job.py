@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.figures import started, wrapped
+
 KINDS = ("compute", "processor", "data", "link", "save")
 #: Seconds that a step waits for data, a message for the network, and a save for its disk.
 DATA, LATENCY, SAVE = 0.004, 0.002, 0.003
@@ -137,13 +139,10 @@ def rows_of(ranks: int, replicas: int, counts: dict[float, int], quiet: int) -> 
     import paddle
 
     from fleetpipe import fleet
-    from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+    from fleetpipe.fleet.meta_parallel import LayerDesc
     from fleetpipe.job.job import current_job
 
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": ranks // replicas, "dp_degree": replicas}
-    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
-    fleet.init(is_collective=True, strategy=strategy)
+    started(ranks // replicas, MICRO_BATCHES, ROWS, dp=replicas)
     job = current_job()
     assert job is not None
     rank = job.hcg.get_global_rank()
@@ -160,9 +159,7 @@ def rows_of(ranks: int, replicas: int, counts: dict[float, int], quiet: int) -> 
     for _ in range(ranks // replicas):
         layers.append(LayerDesc(Layer, HIDDEN, HIDDEN))
         layers += [LayerDesc(paddle.nn.Linear, HIDDEN, HIDDEN) for _ in range(5)]
-    net = PipelineLayer(layers, loss_fn=paddle.nn.MSELoss(), num_stages=ranks // replicas)
-    sgd = paddle.optimizer.SGD(1e-3, parameters=net.parameters())
-    model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(sgd)
+    model, optimizer = wrapped(layers, paddle.nn.MSELoss(), "SGD")
     slowness = Slowness(rank, job)
     batch = [paddle.ones([MICRO_BATCHES * ROWS, HIDDEN]) for _ in range(2)]
     planned = injections(ranks, replicas, counts)

@@ -15,36 +15,19 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from benchmarks.figures import started, wrapped
 from benchmarks.workers import gpt, idle
 from fleetpipe import fleet
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 
 
-def pipeline(case: gpt.Case) -> PipelineParallel:
-    """Returns this rank's part of the case in a 1F1B pipeline."""
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": case.ranks}
-    strategy.pipeline_configs = {
-        "accumulate_steps": case.micro_batches,
-        "micro_batch_size": case.rows,
-        "schedule_mode": "1F1B",
-    }
-    fleet.init(is_collective=True, strategy=strategy)
-    topology = fleet.get_hybrid_communicate_group().topology()
-    wrapped: PipelineParallel = fleet.distributed_model(
-        PipelineLayer(case.layers(), topology=topology, loss_fn=nn.MSELoss())
-    )
-    return wrapped
-
-
-def pipelined_step(case: gpt.Case, model: PipelineParallel) -> Callable[[], Any]:
-    """Returns what trains one batch in the pipeline and returns its loss."""
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.Adam(1e-4, parameters=model.parameters())
-    )
+def pipelined(case: gpt.Case) -> tuple[PipelineParallel, Callable[[], Any]]:
+    """Returns this rank's part of the case in a 1F1B pipeline, and what trains a batch there."""
+    started(case.ranks, case.micro_batches, case.rows)
+    model, optimizer = wrapped(case.layers(), nn.MSELoss())
     batch = case.batch()
-    return lambda: model.train_batch(batch, optimizer)
+    return model, lambda: model.train_batch(batch, optimizer)
 
 
 def single_step(case: gpt.Case) -> Callable[[], Any]:
@@ -88,8 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     paddle.set_device("cpu")
     case = gpt.Case(**arguments.case)
-    model = pipeline(case) if arguments.kind == "pipeline" else None
-    step = single_step(case) if model is None else pipelined_step(case, model)
+    model, step = pipelined(case) if arguments.kind == "pipeline" else (None, single_step(case))
     with Client(arguments.address, "AF_UNIX") as driver:
         driver.send(0 if model is None else model.stage_id)
         while True:

@@ -39,8 +39,8 @@ def test_every_benchmark_with_a_parser_is_run() -> None:
     scripts = {
         path.stem for name in folders for path in (run.ROOT / "benchmarks" / name).glob("*.py")
     }
-    # The last four print tables of pages; one of them sleeps most of its time.
-    apart = {"__init__", "run", "figures", "compare_schedules", "late_arrivals", "ready", "sums"}
+    # The last of these prints the table of a page.
+    apart = {"__init__", "run", "figures", "compare_schedules"}
     assert {*scripts, "split_backward"} - apart == {one.name for one in run.FULL}
     assert {one.name for one in run.SHORT} <= {one.name for one in run.FULL}
 

@@ -78,7 +78,8 @@ class RecordedLoss(paddle.nn.Layer):
     @contextmanager
     def recording(self) -> Iterator[list[tuple[Nest, Nest]]]:
         """While it is open, its list has each micro-batch's output and label, in their order."""
-        self._recorded = recorded = []
+        recorded: list[tuple[Nest, Nest]] = []
+        self._recorded = recorded
         try:
             yield recorded
         finally:

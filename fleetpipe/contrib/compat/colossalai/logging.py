@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fleetpipe.job import meeting
 
-# At run time the class takes no parameter on Python 3.10.
-_Adapter = logging.LoggerAdapter[logging.Logger] if TYPE_CHECKING else logging.LoggerAdapter
 
-
-class DistributedLogger(_Adapter):
+# Python 3.10's LoggerAdapter takes no parameter.
+class DistributedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Python's logger, whose methods take the ``ranks`` of the job that write; all by default."""
 
     def log(

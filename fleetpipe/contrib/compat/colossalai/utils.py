@@ -18,6 +18,8 @@ from fleetpipe.paddle_api.device import device_clock
 class Timer:
     """Measures times in seconds, one after another."""
 
+    _begun: float | None
+
     def __init__(self) -> None:
         self.reset()
 
@@ -44,7 +46,7 @@ class Timer:
     def reset(self) -> None:
         """Drops all times."""
         self._history: list[float] = []
-        self._begun: float | None = None
+        self._begun = None
         self._elapsed = 0.0
 
     def get_elapsed_time(self) -> float:
