@@ -17,7 +17,7 @@ from fleetpipe.profiling.recomputing import Recompute, choose
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.families.variants import variants
-from fleetpipe.schedules.placement import HEAD
+from fleetpipe.schedules.placement import HEAD, SHAPES
 from fleetpipe.schedules.simulation.replay import replay
 
 #: Most chunks on a rank that are tried.
@@ -90,11 +90,13 @@ class PlanTask:
         most = len(self.profile.cuts) + 1
         if self.profile.body < len(self.profile.layers):
             return [Placement(f"loop{HEAD}", self.ranks)]
-        shapes = [Placement("loop", self.ranks)]
-        if "placement" in self.search and self.ranks > 1:
-            shapes += [Placement("loop", self.ranks, v) for v in range(2, MOST_CHUNKS + 1)]
-            shapes.insert(2, Placement("vee", self.ranks, 2))
-            shapes += [Placement("wave", self.ranks, v) for v in range(2, MOST_CHUNKS + 1, 2)]
+        searched = "placement" in self.search and self.ranks > 1
+        shapes = [
+            Placement(name, self.ranks, chunks)
+            for chunks in range(1, MOST_CHUNKS + 1 if searched else 2)
+            for name, shape in SHAPES.items()
+            if shape.takes(chunks)
+        ]
         return [shape for shape in shapes if shape.stages <= most]
 
     def schedules(self, shape: Placement) -> Iterator[Schedule]:
@@ -240,12 +242,9 @@ class PlanTask:
 
     def _comm(self, shape: Placement, stage: int, size: int) -> float:
         """Returns how long ``size`` bytes take from a stage to the next one."""
-        source, target = shape.rank_of(stage), shape.rank_of(stage + 1)
-        if source == target:
+        if shape.rank_of(stage) == shape.rank_of(stage + 1):
             return 0.0
-        # On a loop the last rank sends to the first; else values run up the ranks, and down again.
-        first = source if shape.shape == "loop" else min(source, target)
-        return self.profile.link(first).seconds(size)
+        return self.profile.link(shape.link_of(stage)).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
         """Returns the costs of a schedule on a cut, with the recompute that makes it fit."""

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
 
-#: The placements that exist. ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r.
-#: ``wave``: like a vee, again and again.
-PLACEMENTS = ("loop", "vee", "wave")
+
+def _there(position: int, ranks: int) -> int:
+    return position
+
+
+def _there_and_back(position: int, ranks: int) -> int:
+    return min(position, 2 * ranks - 1 - position)
+
+
+class Shape(NamedTuple):
+    """A way to place stages: a round over the ranks, which may repeat.
+
+    Attributes:
+        rank_of: Returns the rank of a stage of a round, from its position there and the number of
+            ranks.
+        chunks: The chunks that a round places on each rank.
+        repeats: Whether another round may follow.
+    """
+
+    rank_of: Callable[[int, int], int]
+    chunks: int
+    repeats: bool
+
+    def takes(self, chunks: int) -> bool:
+        """Whether so many chunks on each rank are whole rounds."""
+        return chunks % self.chunks == 0 if self.repeats else chunks == self.chunks
+
+    def least(self, chunks: int = 1) -> int:
+        """Returns the least number that it takes and that is not below ``chunks``, or its most."""
+        return -(-chunks // self.chunks) * self.chunks if self.repeats else self.chunks
+
+
+#: ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r. ``wave``: like a vee, again and
+#: again.
+SHAPES = {
+    "loop": Shape(_there, 1, repeats=True),
+    "vee": Shape(_there_and_back, 2, repeats=False),
+    "wave": Shape(_there_and_back, 2, repeats=True),
+}
 
 #: Ends the name of a placement with a vocabulary head: ``loop+head``.
 HEAD = "+head"
@@ -21,7 +59,7 @@ class Placement:
     With p ranks and v chunks on each there are S = p*v stages. The rank of stage s is s % p under
     ``loop`` and min(s, 2p-1-s) under ``vee``, where v is 2 and rank 0 owns both the first and
     the last stage. Under ``wave`` it is that of s % 2p under ``vee``: v is even, and every second
-    chunk runs back from rank p-1 to rank 0.
+    chunk runs back from rank p-1 to rank 0. :data:`SHAPES` has them all.
 
     With ``+head`` after the name there are p+1 further stages: S+r on rank r, its part of the
     model's head, and last the stage of the loss, on the rank of stage S-1.
@@ -41,24 +79,19 @@ class Placement:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        names = [*PLACEMENTS, *(name + HEAD for name in PLACEMENTS)]
+        names = [*SHAPES, *(name + HEAD for name in SHAPES)]
         if self.name not in names:
             raise ConfigError(f"there is no placement {self.name!r}", fix=nearest(self.name, names))
         for field in ("ranks", "chunks"):
             object.__setattr__(self, field, require_whole(field, getattr(self, field)))
-        if self.shape == "vee" and self.chunks != 2:
+        shape = SHAPES[self.shape]
+        if not shape.takes(self.chunks):
+            number = "two chunks" if shape.chunks == 2 else f"{shape.chunks} chunks"
+            rule = f"a whole number of times {number}" if shape.repeats else f"exactly {number}"
             raise ConfigError(
-                "a vee places exactly two chunks on each rank",
-                expected="chunks=2",
+                f"a {self.shape} places {rule} on each rank",
                 got=f"chunks={self.chunks}",
-                fix="give chunks=2, or the placement 'loop'",
-            )
-        if self.shape == "wave" and self.chunks % 2:
-            raise ConfigError(
-                "a wave places two chunks on each rank for each time that it comes and goes",
-                expected="an even number of chunks",
-                got=f"chunks={self.chunks}",
-                fix=f"give chunks={self.chunks + 1}",
+                fix=f"give chunks={shape.least(self.chunks)}, or the placement 'loop'",
             )
 
     @property
@@ -103,10 +136,16 @@ class Placement:
             )
         if stage >= self.body:
             return self.rank_of(self.body - 1) if stage == self.stages - 1 else stage - self.body
-        if self.shape == "loop":
-            return stage % self.ranks
-        along = stage % (2 * self.ranks)
-        return min(along, 2 * self.ranks - 1 - along)
+        return SHAPES[self.shape].rank_of(stage % self._round, self.ranks)
+
+    def link_of(self, stage: int) -> int:
+        """Returns the link over which a value leaves ``stage``, whose next stage is elsewhere.
+
+        Link r is the one between rank r and the one after it, which is rank 0 for the last rank.
+        """
+        source, target = self.rank_of(stage), self.rank_of(stage + 1)
+        ends_a_round = (stage + 1) % self._round == 0
+        return source if ends_a_round else min(source, target)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Returns the stages that ``rank`` owns, ascending.
@@ -120,12 +159,9 @@ class Placement:
                 expected=f"a rank in 0..{self.ranks - 1}",
                 fix="ask for one of these ranks",
             )
-        head = range(self.body, self.stages)
-        return (*self._body_of(rank), *(stage for stage in head if self.rank_of(stage) == rank))
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
-    def _body_of(self, rank: int) -> tuple[int, ...]:
-        if self.shape == "loop":
-            return tuple(range(rank, self.body, self.ranks))
-        round_trip = 2 * self.ranks
-        turns = range(0, self.body, round_trip)
-        return tuple(turn + stage for turn in turns for stage in (rank, round_trip - 1 - rank))
+    @property
+    def _round(self) -> int:
+        """The number of stages of a round."""
+        return SHAPES[self.shape].chunks * self.ranks

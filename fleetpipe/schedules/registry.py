@@ -16,7 +16,7 @@ from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
 from fleetpipe.schedules.options import names_of, non_defaults
-from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.placement import SHAPES, Placement
 from fleetpipe.schedules.rows import ScheduleRows
 
 #: The name of the search, which has no rows of its own.
@@ -114,11 +114,12 @@ def register(
                 got=f"register({name!r}, ..)",
                 fix="choose another name",
             )
-    number = (1 if placement == "loop" else 2) if chunks is None else chunks
-    Placement(placement, 1, number)  # refuses what no rank could have
-    most = None if any_chunks else number
+    if chunks is None:
+        chunks = SHAPES[placement].chunks if placement in SHAPES else 1
+    Placement(placement, 1, chunks)  # refuses what no rank could have
+    most = None if any_chunks else chunks
     table.FAMILIES[name] = table.Family(
-        _with_verification(name, rows), tuple(aliases), placement, number, most, registered=True
+        _with_verification(name, rows), tuple(aliases), placement, chunks, most, registered=True
     )
 
 

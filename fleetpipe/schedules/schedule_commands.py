@@ -19,7 +19,7 @@ from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.terminal import render, summary
-from fleetpipe.schedules.placement import PLACEMENTS
+from fleetpipe.schedules.placement import SHAPES
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.simulation.timeline import Timeline
 from fleetpipe.schedules.verified import build_verified
@@ -238,7 +238,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--placement",
-        choices=PLACEMENTS,
+        choices=tuple(SHAPES),
         help="in place of what the header says; loop where there is none",
     )
 
@@ -290,7 +290,7 @@ def _with_header(text: str, micro_batches: int | None, placement: str | None) ->
             return text
         stages = 1 + max((int(stage) for stage in _TOKEN.findall(text)), default=0)
         ranks = len(text.rstrip().split("\n"))
-        chunks = 2 if placement == "vee" else -(-stages // ranks)
+        chunks = SHAPES[placement or "loop"].least(-(-stages // ranks))
         header = f"# fleetpipe-schedule 1 name=unnamed ranks={ranks} chunks={chunks}"
         header += f" micro_batches={micro_batches} placement={placement or 'loop'}"
         return f"{header}\n{text}"

@@ -113,7 +113,7 @@ def test_every_stage_is_on_the_rank_that_lists_it(placement: Placement) -> None:
     ("arguments", "message"),
     [
         (("vee", 2, 1), "exactly two chunks"),
-        (("wave", 2, 3), "even number of chunks"),
+        (("wave", 2, 3), "a whole number of times two chunks"),
         (("loop", 0, 1), "ranks=0"),
         (("loop", 2, 0), "chunks=0"),
         (("loop", True, 1), "ranks=True"),
@@ -132,3 +132,22 @@ def test_a_stage_or_rank_that_does_not_exist_is_refused() -> None:
         Placement("loop", 2).rank_of(-1)
     with pytest.raises(ConfigError, match="no rank 2"):
         Placement("loop", 2).stages_of(2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "links"),
+    [
+        (Placement("loop", 3, 2), [0, 1, 2, 0, 1]),
+        (Placement("loop", 2, 2), [0, 1, 0]),
+        (Placement("vee", 3, 2), [0, 1, None, 1, 0]),
+        (Placement("wave", 2, 4), [0, None, 0, None, 0, None, 0]),
+    ],
+)
+def test_a_value_takes_the_link_between_its_ranks(
+    placement: Placement, links: list[int | None]
+) -> None:
+    for stage, link in enumerate(links):
+        if link is None:
+            assert placement.rank_of(stage) == placement.rank_of(stage + 1)
+        else:
+            assert placement.link_of(stage) == link

@@ -34,6 +34,7 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.pipelining import MicroBatchData, PaddleSchedule, local, stepping
 from fleetpipe.schedules import Action, Placement, Schedule, build, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
+from fleetpipe.schedules.placement import SHAPES
 from fleetpipe.transport import MemoryHub, Transport
 
 #: Paddle's schedules of one stage on each rank, by their names here.
@@ -143,8 +144,7 @@ def _placement(paddles: PaddleSchedule) -> Placement:
     """Returns the placement that one of Paddle's schedules has."""
     ranks = len(paddles.members)
     chunks = paddles.stages // ranks
-    names = ("loop", *(["vee"] if chunks == 2 else []), *([] if chunks % 2 else ["wave"]))
-    for name in names:
+    for name in (name for name, shape in SHAPES.items() if shape.takes(chunks)):
         placement = Placement(name, ranks, chunks)
         if [*map(placement.rank_of, range(placement.stages))] == paddles.rank_of:
             break

@@ -31,7 +31,7 @@ from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families.table import FAMILIES, SLICED, schedule_rows
 from fleetpipe.schedules.families.variants import counts, variants
-from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.placement import SHAPES, Placement
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation.timeline import simulate
 
@@ -92,7 +92,7 @@ def auto(
     costs.check_stages(placement.stages)
     cap = math.inf if memory_cap is None else memory_cap
     search = _Search()
-    possible = _placements(placement.chunks)
+    possible = [name for name, shape in SHAPES.items() if shape.takes(placement.chunks)]
     if placed is not None and placed not in possible:
         raise ConfigError(
             f"{placement.chunks} chunks on each rank cannot be placed like that",
@@ -111,12 +111,6 @@ def auto(
         if standing.stages == standing.ranks:
             search.cut(problem, parts)
     return search.result()
-
-
-def _placements(chunks: int) -> tuple[str, ...]:
-    if chunks == 2:
-        return ("loop", "vee", "wave")
-    return ("loop",) if chunks % 2 else ("loop", "wave")
 
 
 def _parts(costs: Costs, slices: int | None) -> list[int]:

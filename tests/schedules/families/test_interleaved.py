@@ -203,5 +203,5 @@ def test_it_is_valid_for_every_number_of_micro_batches(p: int, chunks: int) -> N
 
 
 def test_odd_numbers_of_chunks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="even number of chunks"):
+    with pytest.raises(ConfigError, match="a whole number of times two chunks"):
         build("Hanayo", ranks=2, micro_batches=4, chunks=3)
