@@ -107,7 +107,7 @@ class RankData:
         group = self._job.group()
         inputs = group.broadcast(batches.inputs, self.first_owner)
         labels = group.broadcast(batches.labels, self.last_owner)
-        if self._job.along("sep", "cp").ranks > 1:
+        if self._job.sequence().ranks > 1:
             ranks = pkgutil.resolve_name("fleetpipe.contrib.sequences:sequence_ranks")()
             inputs, labels = ranks.whole_batch((inputs, labels))
         replicas = self._job.replicas().all_gather((inputs, labels))

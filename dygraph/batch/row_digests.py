@@ -19,6 +19,7 @@ from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import generation
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.axes import SEQUENCE
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire.bridge import checksum
 
@@ -118,7 +119,7 @@ class RowComparison:
             )
 
     def _require_parts_of_sequences(self, here: RowDigests) -> None:
-        for group in map(self._job.along, ("sep", "cp")):
+        for group in map(self._job.along, SEQUENCE):
             # A part may equal another one, as where both are padding.
             if group.ranks > 1 and len({*group.all_gather(here.inputs)}) == 1:
                 self._job.allow.refuse(

@@ -64,7 +64,7 @@ class MicroBatchWeights:
         self._job, self._delayed, self._scale = job, delayed, scale
         self._loss_functions = loss_functions
         self.by_tokens = config.loss_reduction == "tokens"
-        self._sequence = job.along("sep", "cp")
+        self._sequence = job.sequence()
         self._by_places = self.by_tokens or self._sequence.ranks > 1
         if delayed and self._by_places:
             raise ConfigError(

@@ -17,7 +17,7 @@ class BatchKeys:
     def __init__(self, layers: PipelineLayer, job: Job, mode: str) -> None:
         """Prepares to draw; no number is drawn yet."""
         self._layers, self._job, self._mode = layers, job, mode
-        self._part = job.along("sep", "cp").rank
+        self._part = job.sequence().rank
 
     def draw(self, training: bool = True) -> Keys | None:
         """Returns the seeds of the next batch, which has begun; None under ``"fleet"``."""

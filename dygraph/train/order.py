@@ -15,6 +15,7 @@ from fleetpipe.engine.engine import Walker
 from fleetpipe.engine.ready import ReadyWalker
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.axes import SEQUENCE, SHARDS
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.check.envelope import Envelope, without_fusion
@@ -107,7 +108,7 @@ class _Envelopes:
 
 def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool) -> None:
     """Refuses options and layers that need the order of the schedule."""
-    together = [axis for axis in ("mp", "sep", "cp", "ep") if getattr(job.degrees, axis) > 1]
+    together = [axis for axis in (*SHARDS, *SEQUENCE, "ep") if getattr(job.degrees, axis) > 1]
     synced = any(isinstance(one, paddle.nn.SyncBatchNorm) for one in layers.sublayers())
     reason = fix = ""
     if together:

@@ -217,9 +217,7 @@ class Reductions:
                 replicas.reduce_gradients(of_parts, self._job.model_parallel())
                 # A loss is weighed for an average over the ranks that split its sequences.
                 averaged = (
-                    self._job.copies().ranks
-                    if self.scale == "avg"
-                    else self._job.along("sep", "cp").ranks
+                    self._job.copies().ranks if self.scale == "avg" else self._job.sequence().ranks
                 )
                 share = 1.0 if self._by_tree else 1.0 / averaged
                 replicas.reduce_all(parameters, self._job, share, self.last_shards)

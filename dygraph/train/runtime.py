@@ -84,7 +84,7 @@ class Runtime:
         self._running = False
         layers.follow()
         layers.require_listed()
-        self.sequence = job.along("sep", "cp")
+        self.sequence = job.sequence()
         self.bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         scale, timed = scale_strategy(strategy), self.switches.enable_timer
         self.reductions = Reductions(layers, job, scale, timed)

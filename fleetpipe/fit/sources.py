@@ -16,7 +16,7 @@ from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.io import DataLoader
 from fleetpipe.io.position import Pass
 from fleetpipe.job.job import Job
-from fleetpipe.mesh.axes import SHARDS
+from fleetpipe.mesh.axes import SEQUENCE, SHARDS
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import batches_of, closing
 
@@ -112,7 +112,7 @@ class BatchSource:
                     self.job.healing.hinder("random states are shared, as a pass over data begins")
                 # Samplers draw from NumPy's and Python's generators, which nobody has seeded alike.
                 states = random_keys.PythonStates()
-                for axes in (("pp",), SHARDS, ("sep", "cp")):
+                for axes in (("pp",), SHARDS, SEQUENCE):
                     states.share(self.job.along(*axes))
                 states.put_back()
 

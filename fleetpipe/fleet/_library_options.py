@@ -12,6 +12,7 @@ from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.axes import SEQUENCE
 from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind
 
@@ -63,7 +64,7 @@ def refuse_library_options(model: Layer) -> None:
 def _refuse_lost_degrees(model: Layer) -> None:
     """Refuses flags of the library's Trainer for axes that the model's layers ignore."""
     job = current_job()
-    ranks = 1 if job is None else job.degrees.sep * job.degrees.cp
+    ranks = 1 if job is None else job.degrees.split(*SEQUENCE)
     if ranks > 1:
         raise ConfigError(
             "the library's attention does not reach the places of other ranks",

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Mesh
+from fleetpipe.mesh.axes import COPIES, REPLICA, SEQUENCE, SHARDS, Coordinate, Mesh
 from fleetpipe.mesh.groups import Group
 
 #: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
@@ -103,6 +103,10 @@ class MeshGroups(ABC):
         It has all dp x sharding ranks with this rank's place on every other axis, by replica.
         """
         return self.along(*REPLICA)
+
+    def sequence(self) -> Group:
+        """Returns the group of ranks that have parts of the same sequences."""
+        return self.along(*SEQUENCE)
 
     def copies(self) -> Group:
         """Returns the group of ranks that hold the same parameters of the same stages.

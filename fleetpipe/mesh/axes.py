@@ -27,8 +27,10 @@ EXPERT = ("moe_sharding", "ep")
 AXES = (*DENSE, *EXPERT)
 #: Those of a replica of the model: the ranks along them take different samples.
 REPLICA = ("dp", "sharding")
-#: Those along which ranks hold the same parameters: replicas, and parts of the same sequences.
-COPIES = (*REPLICA, "sep", "cp")
+#: Those that cut data: the ranks along them have parts of the same sequences.
+SEQUENCE = ("sep", "cp")
+#: Those along which ranks hold the same parameters.
+COPIES = (*REPLICA, *SEQUENCE)
 #: Those along which ranks hold parts of the same layers.
 SHARDS = ("mp",)
 
