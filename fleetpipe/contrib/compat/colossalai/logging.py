@@ -14,7 +14,7 @@ from fleetpipe.job import meeting
 class DistributedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """Python's logger, whose methods take the ``ranks`` of the job that write; all by default."""
 
-    def log(
+    def log(  # type: ignore[override]  # which takes no ranks
         self, level: int, msg: object, *args: Any, ranks: Collection[int] | None = None, **how: Any
     ) -> None:
         """Writes a message; ``info``, ``warning`` and the other methods call this."""
