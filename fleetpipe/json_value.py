@@ -4,7 +4,8 @@
     names = [layer["name"].text() for layer in value["layers"].items()]
 
 An unexpected value raises the error of the source, which names the place, the expected and the
-actual value, and the file if :func:`read` read one.
+actual value, and the file if :func:`read` read one. :func:`parse_small` parses what other processes
+send, after checking that it is small.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import reprlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -120,6 +122,12 @@ class JsonValue:
             raise self.refused("a whole number of 0 or more")
         return self.content
 
+    def flag(self) -> bool:
+        """Returns true or false."""
+        if not isinstance(self.content, bool):
+            raise self.refused("true or false")
+        return self.content
+
     def texts(self) -> tuple[str, ...]:
         """Returns a list of strings."""
         return tuple(item.text() for item in self.items())
@@ -207,6 +215,43 @@ def parse(text: str | bytes, source: Source) -> JsonValue:
         raise source.refused(expected="JSON", got=str(error)) from error
 
 
+_MOST_DIGITS = 19
+# One that does not end goes to the end of the text, so that no character is looked at twice.
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
+_NUMBER = re.compile(rb"[0-9.eE+-]+")
+
+
+def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:
+    """Returns the value of a JSON text that another process has sent.
+
+    A parser recurses as deep as the text does, and takes a time that grows with the square of a
+    number's digits: both are looked at before.
+
+    Args:
+        text: JSON in ASCII, of a length that its reader has bounded.
+        deepest: Lists and objects that may lie within each other.
+        most: Lists and objects in all.
+        strings: Strings in all, those with backslashes at their ends counted half.
+
+    Raises:
+        ValueError: The text is no JSON, or larger than that.
+    """
+    if text.count(b'"') - text.count(b'\\"') > 2 * strings:
+        raise ValueError(f"more than {strings} strings")
+    bare = _STRING.sub(b'""', text)
+    if bare.count(b"[") + bare.count(b"{") > most:
+        raise ValueError(f"too deep or too many: more than {most} lists and objects")
+    depth = 0
+    for bracket in _BRACKET.findall(bare):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > deepest:
+            raise ValueError(f"too deep: more than {deepest} lists and objects within each other")
+    if max(map(len, _NUMBER.findall(bare)), default=0) > _MOST_DIGITS:
+        raise ValueError(f"a number of more than {_MOST_DIGITS} digits")
+    return json.loads(text.decode("ascii"))
+
+
 def read(
     path: str | os.PathLike[str], source: Source, build: Callable[[JsonValue], Record]
 ) -> Record:
@@ -263,6 +308,7 @@ def read_text(
 
 #: What reads a field, by its annotation.
 _READERS: dict[str, Callable[[JsonValue], Any]] = {
+    "bool": JsonValue.flag,
     "int": JsonValue.count,
     "float": JsonValue.figure,
     "str": JsonValue.text,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -130,7 +129,7 @@ class RankRecord:
         return {field.name: _round(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
-    def of(cls, content: Mapping[str, object]) -> RankRecord:
+    def of(cls, content: object) -> RankRecord:
         """Reads a value of :meth:`content`, which may come from another program.
 
         Raises:

@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections import deque
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 #: Calls of its past that a rank can be compared with; another rank is not further ahead.
 _MOST_CALLS = 512
@@ -32,17 +32,6 @@ class CollectiveCall(NamedTuple):
     of_job: int = 0
     kind: str = ""
     words: str = ""
-
-    @classmethod
-    def of(cls, fields: list[Any]) -> CollectiveCall:
-        """Returns the call that another rank has sent.
-
-        Raises:
-            ValueError: It is none.
-        """
-        if [type(field) for field in fields] != [int, int, str, str]:
-            raise ValueError(f"no call: {fields}"[:200])
-        return cls(*fields)
 
 
 class CollectiveCalls:

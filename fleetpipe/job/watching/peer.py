@@ -14,14 +14,14 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetpipe import log, systems
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
 from fleetpipe.job.watching.calls import CollectiveCall
 from fleetpipe.job.watching.failure import KINDS, Failure
-from fleetpipe.transport.wire.parsing import parse
+from fleetpipe.json_value import JsonValue, Source, parse_small
 from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal, Seals
 
 _LENGTH = struct.Struct("<I")
@@ -29,11 +29,18 @@ _LARGEST = 1 << 20
 #: Lists and objects of a message within each other, and in all: those of a record with its rows.
 _DEEPEST, _MOST_PARTS = 5, 6 + 3 * MOST_ROWS
 _MOST_STRINGS = 40
-_FIELDS: dict[str, dict[str, type]] = {
-    "status": {"record": dict, "call": list},
-    "goodbye": {},
-    "failure": {"rank": int, "what": str, "text": str, "details": str, "permanent": bool},
-}
+_SOURCE = Source("this is no message of a rank", ConfigError, "give all ranks the same fleetpipe")
+
+
+class Status(NamedTuple):
+    """A message with the record of a rank, or the error in its place, and its last call."""
+
+    record: RankRecord | ConfigError
+    call: CollectiveCall
+
+
+class Goodbye(NamedTuple):
+    """The last message of a rank that leaves."""
 
 
 def pack(message: dict[str, Any], seal: Seal | None) -> bytes:
@@ -43,7 +50,7 @@ def pack(message: dict[str, Any], seal: Seal | None) -> bytes:
     return frame if seal is None else frame + seal.of([frame])
 
 
-def unpack(received: bytearray, seal: Seal | None) -> Iterator[dict[str, Any]]:
+def unpack(received: bytearray, seal: Seal | None) -> Iterator[Status | Failure | Goodbye]:
     """Removes the complete messages from ``received`` and yields them.
 
     Raises:
@@ -62,27 +69,27 @@ def unpack(received: bytearray, seal: Seal | None) -> Iterator[dict[str, Any]]:
         if seal is not None:
             seal.check([frame], received[end:whole])
         del received[:whole]
-        yield _check(parse(frame[_LENGTH.size :], _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
+        text = frame[_LENGTH.size :]
+        yield _message_of(parse_small(text, _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
 
 
-def _check(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise ValueError("no object")
-    kind = message.get("kind")
-    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
-    if fields is None or message.keys() != {"kind", *fields}:
-        raise ValueError(f"an object with the fields {sorted(message)}"[:200])
-    if any(type(message[name]) is not type_ for name, type_ in fields.items()):
-        raise ValueError(f"fields of other types than {fields}")
-    if kind == "failure" and message["what"] not in KINDS:
-        raise ValueError(f"a failure of another kind: {message['what'][:40]!r}")
+def _message_of(content: Any) -> Status | Failure | Goodbye:
+    value = JsonValue(content, _SOURCE)
+    kind = value["kind"].text()
+    rest = JsonValue({name: one for name, one in content.items() if name != "kind"}, _SOURCE)
     if kind == "status":
-        call = CollectiveCall.of(message["call"])
+        rest.require_names(("record", "call"))
+        call = rest["call"].row(CollectiveCall)
         try:
-            return {"kind": kind, "record": RankRecord.of(message["record"]), "call": call}
+            return Status(RankRecord.of(rest["record"].content), call)
         except ConfigError as error:
-            return {"kind": kind, "record": error, "call": call}
-    return message
+            return Status(error, call)
+    if kind == "goodbye":
+        return rest.record(Goodbye)
+    failure = rest.record(Failure)
+    if kind != "failure" or failure.what not in KINDS:
+        raise value.refused("a failure of a known kind")
+    return failure
 
 
 _log = log.logger(__name__)
@@ -157,15 +164,14 @@ class Peer:
         self._received += data
         for message in unpack(self._received, self._incoming):
             self.heard = time.monotonic()
-            kind = message.pop("kind")
-            if kind == "status":
-                self._note(message["record"])
-                self.call = message["call"]
+            if isinstance(message, Status):
+                self._note(message.record)
+                self.call = message.call
                 continue
             # It leaves because of the failure, where it tells of one; its own end is no news.
             self.left = True
-            if kind == "failure":
-                yield Failure(**message)
+            if isinstance(message, Failure):
+                yield message
 
     def _note(self, record: RankRecord | ConfigError) -> None:
         if isinstance(record, RankRecord) and record.rank == self.rank:

@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError, PipelineTimeout, TransportError
+from fleetpipe.json_value import parse_small
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.limit import Limit, await_keys
 from fleetpipe.transport.wire.message import VERSION
-from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.seal import Seal, Seals
 
 TOKEN_BYTES = 32
@@ -252,7 +252,7 @@ class Rendezvous:
     def _read(self, rank: int, key: str, names: Collection[str]) -> dict[str, str]:
         text = self._store.get(key)
         try:
-            card = parse(text[:_LARGEST_CARD], 1, 1, 16)
+            card = parse_small(text[:_LARGEST_CARD], 1, 1, 16)
             fits = (card.pop("version"), card.pop("ranks"))
             if not all(type(card[name]) is str for name in names):
                 raise ValueError("not all of it is text")

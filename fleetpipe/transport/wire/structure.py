@@ -14,8 +14,8 @@ from typing import Any
 
 from fleetpipe import systems
 from fleetpipe.errors import BoundaryError, TransportError
+from fleetpipe.json_value import parse_small
 from fleetpipe.transport.wire.message import LARGEST_ANNOUNCEMENT, LARGEST_PAYLOAD, Route
-from fleetpipe.transport.wire.parsing import parse
 
 Tree = tuple[Any, ...]
 
@@ -128,7 +128,7 @@ def decode(text: bytes) -> tuple[str, Structure]:
         TransportError: The bytes are not an announcement, or the structure is too large.
     """
     try:
-        name, tree = parse(text, _DEEPEST_LIST, _MOST_LISTS, _MOST_STRINGS)
+        name, tree = parse_small(text, _DEEPEST_LIST, _MOST_LISTS, _MOST_STRINGS)
         if type(name) is not str:
             raise ValueError("the name is no text")
         structure = Structure(_to_tree(tree, DEEPEST))

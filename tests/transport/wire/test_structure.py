@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import BoundaryError, TransportError
+from fleetpipe.json_value import parse_small
 from fleetpipe.transport import MessageKey
 from fleetpipe.transport.wire import structure
 from fleetpipe.transport.wire.message import LARGEST_ANNOUNCEMENT, Route
-from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.structure import DEEPEST, SIZES, Structure, decode, encode
 
 pytestmark = pytest.mark.no_paddle
@@ -164,7 +164,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_what_is_within_the_bounds_is_what_json_says(value: Any) -> None:
-    assert parse(json.dumps(value).encode(), 50, 200, 500) == value
+    assert parse_small(json.dumps(value).encode(), 50, 200, 500) == value
 
 
 @pytest.mark.parametrize(
@@ -184,18 +184,18 @@ def test_what_is_within_the_bounds_is_what_json_says(value: Any) -> None:
 )
 def test_what_is_beyond_them_is_refused(text: bytes, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        parse(text, 2, 4, 3)
+        parse_small(text, 2, 4, 3)
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_json_or_a_value_error(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        parse(data, 2, 4, 3)
+        parse_small(data, 2, 4, 3)
 
 
 @pytest.mark.parametrize("piece", [b'\\"', b'"\\', b"\\\\", b"[1", b'"', b"-e", b"9"])
 def test_a_text_of_megabytes_is_read_once(piece: bytes) -> None:
     begun = time.process_time()
     with pytest.raises(ValueError, match=r"more than|Expecting|Unterminated"):
-        parse(b'["' + piece * 2_000_000, 130, 1 << 17, 1 << 18)
+        parse_small(b'["' + piece * 2_000_000, 130, 1 << 17, 1 << 18)
     assert time.process_time() - begun < 20
