@@ -26,7 +26,7 @@ OTHERS = {
 #: Own names that another file uses, or that are put into ``__dict__``.
 OWN = {
     *("_example", "_loss_fn", "_model", "_prepare_training", "_vp"),
-    *("_encoding", "_replay", "_fleetpipe_items", "_fleetpipe_started"),
+    *("_replay", "_fleetpipe_items", "_fleetpipe_started"),
 }
 #: Files that say which of Paddle's names scripts of older versions, or libraries, use.
 TABLES = ("fleetpipe.contrib.fluid.fluid_names",)

@@ -9,18 +9,22 @@ from functools import cached_property
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.action import Action, flatten
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.edges import Dependencies, chain
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.simulation.encoding import COLUMNS, slot_column, waits_of
 from fleetpipe.schedules.simulation.timeline import Timeline
+
+#: Kinds in the order of their columns, S of each.
+COLUMNS = "FIW"
 
 
 @dataclass(frozen=True)
 class Problem:
     """A placement, m and costs for which the search looks for an order of actions.
 
-    Orders are rows of the codes that ``simulation.encoding`` gives F, I and W.
+    Orders are rows of integers, so that a search costs little: with S stages the action (kind,
+    stage, k) has the code ``k * 3S + column``, where the columns of F begin at 0, those of I at S,
+    and those of W at 2S. The codes of one micro-batch are adjacent, so what an action waits for is
+    at a fixed distance.
 
     Args:
         placement: Which rank owns which stage.
@@ -38,7 +42,7 @@ class Problem:
     @property
     def width(self) -> int:
         """Distance between the codes of one action in consecutive micro-batches."""
-        return 4 * self.placement.stages
+        return 3 * self.placement.stages
 
     @property
     def length(self) -> int:
@@ -65,10 +69,14 @@ class Problem:
         Of several dependencies along a chain the last one implies the others. A distance of 0
         means that there is none.
         """
-        stages = self.placement.stages
-        rule = Dependencies(chain(stages), stages)
-        waits = waits_of(self.placement, rule, self.costs)[: 2 * stages]
-        return [needs[-1] if needs else (0, 0) for needs in waits]
+        stages, rank_of = self.placement.stages, self.placement.rank_of
+        # The latency of the value that leaves a stage, and of its gradient.
+        latencies = [
+            self.costs.comm_of(stage) if rank_of(stage) != rank_of(stage + 1) else 0
+            for stage in range(stages - 1)
+        ]
+        forwards = [(0, 0), *((-1, latency) for latency in latencies)]
+        return [*forwards, *((1, latency) for latency in latencies), (-stages, 0)]
 
     @cached_property
     def followers(self) -> list[int]:
@@ -139,9 +147,9 @@ class Problem:
 
     def order_of(self, schedule: ScheduleRows) -> list[list[int]]:
         """Returns the order of F and I in the rows of a schedule; a B counts as its I."""
-        width, stages = self.width, self.placement.stages
+        width, first = self.width, {"F": 0, "I": self.placement.stages, "B": self.placement.stages}
         return [
-            [k * width + slot_column(kind, stage, stages) for kind, stage, k in row if kind != "W"]
+            [k * width + first[kind] + stage for kind, stage, k in row if kind != "W"]
             for row in map(flatten, schedule.actions)
         ]
 

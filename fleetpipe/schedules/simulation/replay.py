@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
+from typing import NamedTuple
 
+from fleetpipe.schedules.action import KINDS, Action, flatten, parts
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges
-from fleetpipe.schedules.explain import raise_stalled
+from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges, slice_before
+from fleetpipe.schedules.explain import raise_incomplete, raise_stalled
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.simulation.encoding import COLUMNS, Encoding, Waits, encoding_of, waits_of
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,43 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
             schedule is incomplete.
     """
-    stages = encoding_of(schedule).stages
     # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
     key = checked_edges(edges, schedule.placement), repr(asdict(costs))
     kept: tuple[object, Replay] | None = vars(schedule).get("_replay")
+    if kept is None:
+        _require_complete(schedule)
     if kept is None or kept[0] != key:
         # Read back from the schedule, it might be another thread's.
-        kept = key, _simulate(schedule, Dependencies(key[0], stages), costs)
+        kept = key, _simulate(schedule, Dependencies(key[0], schedule.placement.stages), costs)
         vars(schedule)["_replay"] = kept
     return kept[1]
+
+
+def _require_complete(schedule: ScheduleRows) -> None:
+    """Refuses a schedule with an action that is missing, doubled, unknown, or on a wrong rank."""
+    units, placement = schedule.units, schedule.placement
+    # Counted first, since the sets below have every action that there should be.
+    if sum(1 for row in schedule.actions for _ in flatten(row)) < placement.stages * units:
+        raise_incomplete(schedule)
+    for rank, row in enumerate(schedule.actions):
+        needed = set(product(placement.stages_of(rank), range(units)))
+        done: dict[str, set[tuple[int, int]]] = {kind: set() for kind in KINDS}
+        actions = 0
+        try:
+            for kind, stage, micro_batch in flatten(row):
+                done[kind].add((stage, micro_batch))
+                actions += 1
+        except (KeyError, TypeError):  # no such kind, or a number that is none
+            raise_incomplete(schedule)
+        backwards = set() if schedule.forward_only else needed
+        complete = (
+            done["F"] == needed
+            and done["B"] | done["I"] == backwards
+            and done["I"] == done["W"]
+            and actions == len(needed) + len(backwards) + len(done["W"])
+        )
+        if not complete:
+            raise_incomplete(schedule)
 
 
 def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
@@ -57,104 +87,103 @@ def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) 
     return Replay(tuple(map(tuple, ranks.starts)), tuple(map(tuple, ranks.ends)), tuple(ranks.busy))
 
 
+#: When an action of one kind and stage ended, by micro-batch; None before that.
+_Ends = list[float | None]
+
+
+class _Column(NamedTuple):
+    """The actions of one kind and stage.
+
+    Attributes:
+        ends: When they ended. B and I share them: what waits for a gradient need not know which.
+        duration: How long each takes.
+        waits: What each waits for: its ends, the distance to its micro-batch or slice, and the
+            latency of the value.
+    """
+
+    ends: _Ends
+    duration: float
+    waits: list[tuple[_Ends, int, float]]
+
+
 class _Ranks:
-    """The state of a replay: when actions ended, and the slot that each blocked rank needs."""
+    """The state of a replay: for each rank the times of the entries that it has run."""
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
-        self.encoding = encoding = encoding_of(schedule)
-        ranks = range(schedule.placement.ranks)
+        ranks, stages = range(schedule.placement.ranks), range(schedule.placement.stages)
+        self.schedule, self.costs = schedule, costs
         self.starts: list[list[float]] = [[] for _ in ranks]
         self.ends: list[list[float]] = [[] for _ in ranks]
         self.busy: list[float] = [0 for _ in ranks]
-        # In the place of the time of a slot that is not finished: -1, or -2 - rank for the last of
-        # the ranks that wait for it. The others are a linked list.
-        self.finished: list[float] = [-1] * (encoding.width * schedule.units)
-        self.next_waiting: list[float] = [-1 for _ in ranks]
-        self.ready = list(ranks)
-        waits = waits_of(schedule.placement, dependencies, costs, schedule.slices)
-        durations = [
-            of_slice.of(kind, stage)
-            for of_slice in costs.by_slice(schedule.slices)
-            for kind in COLUMNS
-            for stage in range(encoding.stages)
+        ends: dict[str, list[_Ends]] = {
+            kind: [[None] * schedule.units for _ in stages] for kind in "FBW"
+        }
+        ends["I"] = ends["B"]
+        #: By slice, kind and stage.
+        self.columns = [
+            {
+                kind: [
+                    _Column(
+                        ends[kind][stage],
+                        of_slice.of(kind, stage),
+                        _waits(schedule, dependencies, of_slice, ends, (kind, stage, index)),
+                    )
+                    for stage in stages
+                ]
+                for kind in KINDS
+            }
+            for index, of_slice in enumerate(costs.by_slice(schedule.slices))
         ]
-        #: By column what an entry waits for, its duration, and the distance to its slot.
-        self.columns = list(zip(waits, durations, encoding.shifts))
-        self.units = _Units(encoding, waits, costs)
 
     def run(self) -> None:
-        """Runs every rank as far as possible; a blocked rank is woken when its input is there."""
-        ranks = [self._run(rank) for rank in self.ready]
-        while self.ready:
-            next(ranks[self.ready.pop()], None)
+        """Runs every rank as far as possible."""
+        ranks = [self._run(rank) for rank in range(len(self.ends))]
+        before, done = -1, 0
+        while done != before:
+            for rank in ranks:
+                next(rank, None)
+            before, done = done, sum(map(len, self.ends))
 
     def _run(self, rank: int) -> Iterator[None]:
         """Runs a rank to its end, and yields whenever it has to wait."""
-        finished, columns, period = self.finished, self.columns, len(self.columns)
-        begins, ends = self.starts[rank].append, self.ends[rank].append
+        slices, columns = self.schedule.slices, self.columns
         free: float = 0
-        busy: float = 0
-        for code in self.encoding.rows[rank]:
-            if code >= 0:
-                waits, duration, shift = columns[code % period]
-                first = code
-            else:
-                waits, duration, first = self.units.of(-1 - code)
-            begin = free
-            for distance, delay in waits:
-                arrival = finished[first + distance]
-                if arrival < 0:
-                    self.next_waiting[rank] = arrival
-                    finished[first + distance] = -2 - rank
-                    yield
-                    arrival = finished[first + distance]
-                if arrival + delay > begin:
-                    begin = arrival + delay
-            begins(begin)
+        for item in self.schedule.actions[rank]:
+            begin, duration = free, 0.0
+            actions = parts(item)
+            for kind, stage, number in actions:
+                _, duration, waits = columns[number % slices][kind][stage]
+                for ends, distance, latency in waits:
+                    while (end := ends[number + distance]) is None:
+                        yield
+                    begin = max(begin, end + latency)
+            if not isinstance(item, Action):
+                duration = self.costs.of_fused(item)
             free = begin + duration
-            ends(free)
-            busy += duration
-            if code >= 0:
-                if finished[code - shift] < -1:
-                    self._wake(code - shift)
-                finished[code - shift] = free
-            else:
-                self._finish_fused(-1 - code, free)
-        self.busy[rank] = busy
-
-    def _finish_fused(self, index: int, end: float) -> None:
-        """Records when a fused unit ended."""
-        for code in self.encoding.fused[index][0]:
-            slot = code - self.columns[code % len(self.columns)][2]
-            self._wake(slot)
-            self.finished[slot] = end
-
-    def _wake(self, slot: int) -> None:
-        """Resumes the ranks that wait for a slot."""
-        waiting = self.finished[slot]
-        while waiting < -1:
-            rank = int(-2 - waiting)
-            self.ready.append(rank)
-            waiting = self.next_waiting[rank]
+            for kind, stage, number in actions:
+                columns[number % slices][kind][stage].ends[number] = free
+            self.starts[rank].append(begin)
+            self.ends[rank].append(free)
+            self.busy[rank] += duration
 
 
-class _Units:
-    """The dependencies of fused units, shared by units whose actions have the same distances."""
-
-    def __init__(self, encoding: Encoding, waits: Waits, costs: Costs) -> None:
-        self.encoding, self.waits, self.costs = encoding, waits, costs
-        self.waits_by_columns: dict[tuple[int, ...], tuple[list[tuple[int, float]], float]] = {}
-
-    def of(self, index: int) -> tuple[list[tuple[int, float]], float, int]:
-        """Returns a unit's dependencies, its duration, and the code that distances start from."""
-        codes, unit = self.encoding.fused[index]
-        first, period = codes[0], len(self.waits)
-        alike = (first % period, *(code - first for code in codes))
-        if alike not in self.waits_by_columns:
-            waits = [
-                (code + distance - first, delay)
-                for code in codes
-                for distance, delay in self.waits[code % period]
-            ]
-            self.waits_by_columns[alike] = waits, self.costs.of_fused(unit)
-        return *self.waits_by_columns[alike], first
+def _waits(
+    schedule: ScheduleRows,
+    dependencies: Dependencies,
+    costs: Costs,
+    ends: dict[str, list[_Ends]],
+    of: tuple[str, int, int],
+) -> list[tuple[_Ends, int, float]]:
+    """Returns what an action of a kind, a stage and the index of a slice waits for."""
+    (kind, stage, index), rank_of = of, schedule.placement.rank_of
+    waits = [
+        # A value and its gradient take one edge, which the earlier stage names.
+        (
+            ends[other_kind][other],
+            0,
+            costs.comm_of(min(stage, other)) if rank_of(other) != rank_of(stage) else 0,
+        )
+        for other_kind, other in dependencies.of(kind, stage)
+    ]
+    away = slice_before(kind, index, schedule.slices)
+    return [*waits, (ends[kind][stage], away, 0)] if away else waits
