@@ -17,7 +17,7 @@ def _there_and_back(position: int, ranks: int) -> int:
     return min(position, 2 * ranks - 1 - position)
 
 
-class Shape(NamedTuple):
+class PlacementShape(NamedTuple):
     """A way to place stages: a round over the ranks, which may repeat.
 
     Attributes:
@@ -43,9 +43,9 @@ class Shape(NamedTuple):
 #: ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r. ``wave``: like a vee, again and
 #: again.
 SHAPES = {
-    "loop": Shape(_there, 1, repeats=True),
-    "vee": Shape(_there_and_back, 2, repeats=False),
-    "wave": Shape(_there_and_back, 2, repeats=True),
+    "loop": PlacementShape(_there, 1, repeats=True),
+    "vee": PlacementShape(_there_and_back, 2, repeats=False),
+    "wave": PlacementShape(_there_and_back, 2, repeats=True),
 }
 
 #: Ends the name of a placement with a vocabulary head: ``loop+head``.

@@ -208,16 +208,16 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
         job: The job.
         folder: The folder, which is made if it does not exist.
     """
-    own = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
-    own.mkdir(parents=True, exist_ok=True)
+    rank_folder = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
+    rank_folder.mkdir(parents=True, exist_ok=True)
     placement, form = schedule.placement, captured.forms.example(training=True)
     stages = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
     for stage in stages:
-        _write(own / f"stage_{stage}.txt", _lines(form, stage))
+        _write(rank_folder / f"stage_{stage}.txt", _lines(form, stage))
     edges = captured.owned_stages.edges(training=True)
-    _write(own / "plan.txt", [str(schedule.lower(edges))])
+    _write(rank_folder / "plan.txt", [str(schedule.lower(edges))])
     events = events_of(schedule.simulate(edges=edges))
-    write_trace(own / "schedule.json", {schedule.name: events}, placement, edges=edges)
+    write_trace(rank_folder / "schedule.json", {schedule.name: events}, placement, edges=edges)
 
 
 def _lines(form: Form, stage: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.contrib.compat.colossalai.pipeline.sequence import Call, read
+from fleetpipe.contrib.compat.colossalai.pipeline.sequence import LayerCall, read
 from fleetpipe.errors import ConfigError
 
 
@@ -97,5 +97,5 @@ def test_a_parameter_of_the_model_itself_is_missed() -> None:
 
 
 def test_functions_on_both_sides_of_a_layer_run_and_a_tuple_is_several_arguments() -> None:
-    call = Call((lambda x, y: x + y,), (lambda x: (x * 10, x), lambda x, y: x + y))
+    call = LayerCall((lambda x, y: x + y,), (lambda x: (x * 10, x), lambda x, y: x + y))
     assert float(call(nn.Identity(), (paddle.ones([]), paddle.ones([])))) == 22

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.contrib.compat.colossalai.pipeline.sequence import Call, SequenceStep
+from fleetpipe.contrib.compat.colossalai.pipeline.sequence import LayerCall, SequenceStep
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -23,7 +23,7 @@ _descriptions: Any = paddle_fleet.meta_parallel
 class Called(paddle.nn.Layer):
     """A layer of the model with its call, as one layer of a ``PipelineLayer``."""
 
-    def __init__(self, layer: Layer, call: Call) -> None:
+    def __init__(self, layer: Layer, call: LayerCall) -> None:
         super().__init__()
         self.layer = layer
         self._call = call
@@ -36,7 +36,7 @@ class Called(paddle.nn.Layer):
 class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
     """Describes a layer that was made without memory."""
 
-    def __init__(self, layer: Layer, call: Call) -> None:
+    def __init__(self, layer: Layer, call: LayerCall) -> None:
         super().__init__(type(layer))
         self._layer = layer
         self._call = call
@@ -54,7 +54,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
     """Describes a layer that was made without memory and shares weights with other entries."""
 
     def __init__(
-        self, key: str, name: str, layer: Layer, call: Call, attributes: Sequence[str]
+        self, key: str, name: str, layer: Layer, call: LayerCall, attributes: Sequence[str]
     ) -> None:
         """Describes ``layer`` as one of several entries that share weights.
 

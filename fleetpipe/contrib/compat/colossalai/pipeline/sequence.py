@@ -19,7 +19,7 @@ _OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
 _UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """How a layer is called.
 
     Attributes:
@@ -42,7 +42,7 @@ class SequenceStep(NamedTuple):
 
     name: str
     layer: Layer
-    call: Call
+    call: LayerCall
 
 
 class ExecutionSequence(NamedTuple):
@@ -92,7 +92,7 @@ class _Reader:
         if isinstance(entry, str) and entry == SPLIT_NODE:
             self._splits.append(len(self._steps))
         elif isinstance(entry, str):
-            call = Call(front=tuple(self._front))
+            call = LayerCall(front=tuple(self._front))
             self._steps.append(SequenceStep(entry, self._layer(entry), call))
             self._front = []
         elif isinstance(entry, tuple) and len(entry) == 2:
