@@ -33,7 +33,6 @@ TWICE = {
     "Model": "MindSpore's and paddle.Model's",
     "ParallelMode": "ColossalAI's and MindSpore's",
     "Timer": "ColossalAI's, beside ours",
-    "Trainer": "ColossalAI's, and the type of one that its hooks see",
 }
 
 #: Packages in which a function says with a verb or a noun what it does or returns.
