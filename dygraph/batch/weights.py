@@ -39,7 +39,10 @@ class MicroBatchWeights:
         by_tokens: Whether micro-batches count by their tokens, whatever their rows.
     """
 
+    usual: list[Fraction]
+    in_backward: list[Fraction]
     copies: int
+    by_tokens: bool
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -52,9 +51,8 @@ class NothingCached:
         """Does nothing: every message carries its shape, and none is cached."""
 
 
-def _of_runtime(place: str | Callable[[Runtime], Any]) -> Any:
-    """Returns a property with the value at a dotted path of the runtime, or a function of it."""
-    of = place if callable(place) else operator.attrgetter(place)
+def _of_runtime(of: Callable[[Runtime], Any]) -> Any:
+    """Returns a property with a value of the runtime."""
     return property(lambda wrapper: of(wrapper._runtime))
 
 
@@ -82,21 +80,21 @@ class PipelineFace(MetaParallelBase):
     _chunk_2_comm_buffers: ClassVar[Mapping[int, list[object]]] = MappingProxyType({})
     _p2p_helper = NothingCached()
 
-    layers: PipelineLayer = _of_runtime("layers")
+    layers: PipelineLayer = _of_runtime(lambda of: of.layers)
     """The wrapped model."""
-    schedule: Schedule = _of_runtime("schedule")
+    schedule: Schedule = _of_runtime(lambda of: of.schedule)
     """What is run."""
-    units: Units = _of_runtime("units")
+    units: Units = _of_runtime(lambda of: of.units)
     """How the micro-batches of a training batch are cut."""
-    timers: Timers | None = _of_runtime("reductions.timers")
+    timers: Timers | None = _of_runtime(lambda of: of.reductions.timers)
     """Those of ``pp_configs.enable_timer``; None where it is off."""
-    num_stages: int = _of_runtime("job.degrees.pp")
+    num_stages: int = _of_runtime(lambda of: of.job.degrees.pp)
     """Ranks of the pipeline."""
-    num_model_chunks: int = _of_runtime("schedule.placement.chunks")
+    num_model_chunks: int = _of_runtime(lambda of: of.schedule.placement.chunks)
     """Chunks on each rank, v."""
-    micro_batch_id: int = _of_runtime("stage.micro_batch_id")
+    micro_batch_id: int = _of_runtime(lambda of: of.stage.micro_batch_id)
     """The number within the batch of the micro-batch whose forward runs, or else the next."""
-    slicing: int | tuple[int, ...] = _of_runtime("units.slicing")
+    slicing: int | tuple[int, ...] = _of_runtime(lambda of: of.units.slicing)
     """How the sequences of a training batch are cut: the number of chunks, or their lengths."""
     stage_id: int = _of_runtime(lambda of: int(of.job.hcg.get_stage_id()))
     """This process's rank in the pipeline; 0 if it plays all ranks."""
@@ -110,54 +108,56 @@ class PipelineFace(MetaParallelBase):
     """The ranks that hold the shards of this rank's layers."""
     replicas: Group = _of_runtime(lambda of: of.job.replicas())
     """The ranks that hold the same stages in all replicas."""
-    sequence: Group = _of_runtime("sequence")
+    sequence: Group = _of_runtime(lambda of: of.sequence)
     """The ranks that have parts of the same sequences."""
     model_chunks: list[PipelineLayerChunk] | None = _of_runtime(
         lambda of: of.layers.get_model_chunks()
     )
     """The chunks of this process; None if each rank has one."""
-    weights: list[Fraction] = _of_runtime("weights.usual")
+    weights: list[Fraction] = _of_runtime(lambda of: of.weights.usual)
     """The weight of each micro-batch of this replica in the replica's loss of the batch."""
-    weights_in_backward: list[Fraction] = _of_runtime("weights.in_backward")
+    weights_in_backward: list[Fraction] = _of_runtime(lambda of: of.weights.in_backward)
     """These weights in the loss that backward starts from: 1 under ``delay_scale_loss``."""
-    weights_of_all_replicas: list[Fraction] = _of_runtime("weights.of_all_replicas")
+    weights_of_all_replicas: list[Fraction] = _of_runtime(lambda of: of.weights.of_all_replicas)
     """The weights in backward of the micro-batches of all replicas."""
-    sums_by_tree: bool = _of_runtime("job.sums_by_tree")
+    sums_by_tree: bool = _of_runtime(lambda of: of.job.sums_by_tree)
     """Whether gradients and losses are summed by trees."""
-    counts_tokens: bool = _of_runtime("weights.by_tokens")
+    counts_tokens: bool = _of_runtime(lambda of: of.weights.by_tokens)
     """Whether micro-batches count by their tokens: ``loss_reduction="tokens"``."""
     token_weights: Callable[[Sequence[Nest], Group], list[Fraction] | None] = _of_runtime(
-        "weights.of_tokens"
+        lambda of: of.weights.of_tokens
     )
     """See :meth:`MicroBatchWeights.of_tokens`. Collective."""
-    counted: Callable[[Nest], float] = _of_runtime("weights.counted")
+    counted: Callable[[Nest], float] = _of_runtime(lambda of: of.weights.counted)
     """See :meth:`MicroBatchWeights.counted`."""
-    micro_batches: Callable[[Nest], MicroBatches] = _of_runtime("data.micro_batches")
+    micro_batches: Callable[[Nest], MicroBatches] = _of_runtime(lambda of: of.data.micro_batches)
     """Returns the micro-batches that ``train_batch`` makes of its data; raises as it does.
 
     An iterator loses the items that are taken of it.
     """
     shared_micro_batches: Callable[[Nest], tuple[MicroBatches, MicroBatches]] = _of_runtime(
-        "data.share_batch"
+        lambda of: of.data.share_batch
     )
     """See :meth:`RankData.share_batch`. Collective."""
-    share: Callable[[MicroBatches], tuple[MicroBatches, MicroBatches]] = _of_runtime("data.share")
+    share: Callable[[MicroBatches], tuple[MicroBatches, MicroBatches]] = _of_runtime(
+        lambda of: of.data.share
+    )
     """See :meth:`RankData.share`. Collective."""
-    from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime("data.from_last_stage")
+    from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime(lambda of: of.data.from_last_stage)
     """See :meth:`RankData.from_last_stage`. Collective."""
-    pass_over_forwards: Callable[[], Keys | None] = _of_runtime("pass_over_forwards")
+    pass_over_forwards: Callable[[], Keys | None] = _of_runtime(lambda of: of.pass_over_forwards)
     """See :meth:`Runtime.pass_over_forwards`."""
-    require_running: Callable[[], Job] = _of_runtime("require_running")
+    require_running: Callable[[], Job] = _of_runtime(lambda of: of.require_running)
     """See :meth:`Runtime.require_running`."""
-    next_keys: Callable[..., Keys | None] = _of_runtime("keys.peek")
+    next_keys: Callable[..., Keys | None] = _of_runtime(lambda of: of.keys.peek)
     """See :meth:`BatchKeys.peek`. Collective over mp."""
-    observe: Callable[[Observer], None] = _of_runtime("engines.observe")
+    observe: Callable[[Observer], None] = _of_runtime(lambda of: of.engines.observe)
     """See :meth:`Engines.observe`."""
-    accompany: Callable[[Observer | None], None] = _of_runtime("engines.accompany")
+    accompany: Callable[[Observer | None], None] = _of_runtime(lambda of: of.engines.accompany)
     """See :meth:`Engines.accompany`."""
     trace: Trace | None = _of_runtime(lambda of: of.engines.observer("trace"))
     """What really ran, if ``fleetpipe_configs["trace"]`` asked for it."""
-    peak_held: dict[int, int] = _of_runtime("engines.training.peak_held")
+    peak_held: dict[int, int] = _of_runtime(lambda of: of.engines.training.peak_held)
     """Most forwards held unreleased in the last training run, by rank played here."""
     total_loss: list[Tensor] | None = _of_runtime(
         lambda of: (
@@ -174,50 +174,52 @@ class PipelineFace(MetaParallelBase):
     A Tensor [micro-batches] for each loss function: this replica's own, weighted unless
     ``delay_scale_loss``. None on other ranks and before the first batch.
     """
-    gradient_of: Callable[[Tensor], Tensor | None] = _of_runtime("reductions.gradient_of")
+    gradient_of: Callable[[Tensor], Tensor | None] = _of_runtime(
+        lambda of: of.reductions.gradient_of
+    )
     """Returns the gradient that the last batch has left, or None. Collective over sharding."""
-    deferral_report: Callable[[], DeferralReport] = _of_runtime("stage.split.report")
+    deferral_report: Callable[[], DeferralReport] = _of_runtime(lambda of: of.stage.split.report)
     """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
 
     For the stages of this process, of a schedule that splits backward, after a first batch.
     """
-    reordered_leaves: Callable[[], list[str]] = _of_runtime("stage.split.reordered")
+    reordered_leaves: Callable[[], list[str]] = _of_runtime(lambda of: of.stage.split.reordered)
     """Returns the layers here whose split backward may add up in another order than a full one.
 
     Known after a first batch, as ``deferral_report`` is.
     """
     crossings: Callable[[], AbstractContextManager[dict[int, Crossing]]] = _of_runtime(
-        "stage.noting_crossings"
+        lambda of: of.stage.noting_crossings
     )
     """While it is open, training notes how the graphs of this process's stages hang together.
 
     The context gives, by stage, its crossing in the last micro-batch.
     """
     forward_pipeline_parallel_hook_capacity: int = _of_runtime(
-        "engines.hook_calls.hooks.forward.hooks_capacity"
+        lambda of: of.engines.hook_calls.hooks.forward.hooks_capacity
     )
     """Forwards of a rank in a batch: m * v."""
     backward_pipeline_parallel_hook_capacity: int = _of_runtime(
-        "engines.hook_calls.hooks.backward.hooks_capacity"
+        lambda of: of.engines.hook_calls.hooks.backward.hooks_capacity
     )
     """Backwards of a rank in a batch: m * v."""
     bubble_pipeline_parallel_hook_capacity: int = _of_runtime(
-        "engines.hook_calls.hooks.bubble.hooks_capacity"
+        lambda of: of.engines.hook_calls.hooks.bubble.hooks_capacity
     )
     """Bubbles of a rank in a batch: 2p - 2 if the schedule is interleaved, else 0."""
     register_forward_pipeline_parallel_hook: _Registers = _of_runtime(
-        "engines.hook_calls.hooks.forward.register_hook"
+        lambda of: of.engines.hook_calls.hooks.forward.register_hook
     )
     """Adds ``hook(location)``, called before that forward of this rank in each training batch.
 
     It raises a UsageError if ``location`` is not below the capacity of forwards.
     """
     register_backward_pipeline_parallel_hook: _Registers = _of_runtime(
-        "engines.hook_calls.hooks.backward.register_hook"
+        lambda of: of.engines.hook_calls.hooks.backward.register_hook
     )
     """Adds ``hook(location)``, called before that backward; as for forwards."""
     register_bubble_pipeline_parallel_hook: _Registers = _of_runtime(
-        "engines.hook_calls.hooks.bubble.register_hook"
+        lambda of: of.engines.hook_calls.hooks.bubble.register_hook
     )
     """Adds ``hook(location)``, called where this rank of an interleaved pipeline waits."""
 

@@ -45,7 +45,7 @@ class Reductions:
 
     def __init__(self, layers: PipelineLayer, job: Job, scale: str, timed: bool) -> None:
         self._layers, self._job = layers, job
-        self.timers = Timers() if timed else None
+        self.timers: Timers | None = Timers() if timed else None
         self.losses: Losses | None = None
         self.scale = scale
         self.sole = job.degrees.size == job.degrees.pp

@@ -28,6 +28,7 @@ from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.schedules import Plan, Schedule
 
 #: Runs the actions of a batch; takes the collectives of its plan by their names.
@@ -84,14 +85,14 @@ class Runtime:
         self._running = False
         layers.follow()
         layers.require_listed()
-        self.sequence = job.sequence()
+        self.sequence: Group = job.sequence()
         self.bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         scale, timed = scale_strategy(strategy), self.switches.enable_timer
         self.reductions = Reductions(layers, job, scale, timed)
         kinds = self.reductions.kinds
         self._exchanges = any(kind.exchanges for kind in kinds) or job.degrees.sep > 1
         self._arrange(PipelineConfig.from_strategy(strategy))
-        self.keys = BatchKeys(layers, job, self.config.rng)
+        self.keys: BatchKeys = BatchKeys(layers, job, self.config.rng)
         self.engines = Engines(job)
         for other in () if job.local else job.pipelines:
             if (earlier := other()) is not None:

@@ -70,6 +70,8 @@ class Job(MeshGroups):
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
 
+    sums_by_tree: bool
+
     def __init__(
         self,
         degrees: Degrees,
