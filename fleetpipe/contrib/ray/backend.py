@@ -133,17 +133,8 @@ def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> l
     ]
     return [
         {
-            "PADDLE_TRAINER_ID": str(rank),
-            "PADDLE_TRAINERS_NUM": str(len(places)),
-            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            **hosts.rank_variables(rank, local[rank], endpoints, nodes),
             "PADDLE_MASTER": f"{places[0].address}:{ports[nodes[0]][-1]}",
-            "PADDLE_GLOBAL_RANK": str(rank),
-            "PADDLE_GLOBAL_SIZE": str(len(places)),
-            "PADDLE_LOCAL_RANK": str(local[rank]),
-            "PADDLE_LOCAL_SIZE": str(nodes.count(place.node)),
-            "PADDLE_RANK_IN_NODE": str(local[rank]),
-            "PADDLE_NNODES": str(len(set(nodes))),
             # Without it Paddle waits for ever at an HTTP store of its own on a CPU.
             **(
                 {"FLAGS_selected_gpus": place.device}

@@ -18,6 +18,7 @@ from fleetpipe import log
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.transport.joining import hosts
 
 _log = log.logger(__name__)
 
@@ -42,7 +43,6 @@ class _Step(NamedTuple):
         rank: This process's number among the tasks.
         local: This process's number among the tasks of its node.
         nodes: The nodes' names.
-        counts: The tasks of each node.
         places: The number of the node that each task is on.
     """
 
@@ -51,7 +51,6 @@ class _Step(NamedTuple):
     rank: int
     local: int
     nodes: Sequence[str]
-    counts: Sequence[int]
     places: Sequence[int]
 
 
@@ -80,18 +79,7 @@ def adopt() -> None:
         return
     step = _step(tasks)
     endpoints = _endpoints(step)
-    os.environ.update(
-        PADDLE_TRAINER_ID=str(step.rank),
-        PADDLE_TRAINERS_NUM=str(tasks),
-        PADDLE_TRAINER_ENDPOINTS=",".join(endpoints),
-        PADDLE_CURRENT_ENDPOINT=endpoints[step.rank],
-        PADDLE_GLOBAL_RANK=str(step.rank),
-        PADDLE_GLOBAL_SIZE=str(tasks),
-        PADDLE_LOCAL_RANK=str(step.local),
-        PADDLE_LOCAL_SIZE=str(step.counts[step.places[step.rank]]),
-        PADDLE_RANK_IN_NODE=str(step.local),
-        PADDLE_NNODES=str(len(step.nodes)),
-    )
+    os.environ.update(hosts.rank_variables(step.rank, step.local, endpoints, step.places))
     _choose_device(step.local)
     log.once(
         _log.info,
@@ -168,7 +156,6 @@ def _step(tasks: int) -> _Step:
         rank=rank,
         local=_number("SLURM_LOCALID"),
         nodes=nodes,
-        counts=counts,
         places=places,
     )
 
@@ -183,23 +170,23 @@ def _places(counts: Sequence[int], distribution: str) -> list[int]:
 
 def _endpoints(step: _Step) -> list[str]:
     """Returns an endpoint for each rank; only rank 0 listens at its own."""
-    hosts = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
+    names = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
     # "12000-12003", where the cluster deals ports out: srun --resv-ports.
     port = os.environ.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0]
     # Paddle's own store, which this names, gets another address: two cannot listen at one.
     if chosen := os.environ.pop("PADDLE_MASTER", ""):
-        hosts[0], _, port = chosen.rpartition(":")
+        names[0], _, port = chosen.rpartition(":")
     elif not port:
         port = str(_PORTS.start + (31 * step.job + step.number) % len(_PORTS))
     try:
-        socket.getaddrinfo(hosts[0], int(port), socket.AF_INET)
+        socket.getaddrinfo(names[0], int(port), socket.AF_INET)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"rank 0 cannot be reached at {hosts[0]}:{port}: {error}",
+            f"rank 0 cannot be reached at {names[0]}:{port}: {error}",
             expected="an IPv4 address of the first node, or a name that leads to it, and a port",
             fix="export PADDLE_MASTER=ADDRESS:PORT before srun",
         ) from error
-    return [f"{hosts[place]}:{port}" for place in step.places]
+    return [f"{names[place]}:{port}" for place in step.places]
 
 
 def _choose_device(local: int) -> None:

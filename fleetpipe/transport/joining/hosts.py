@@ -7,6 +7,7 @@ import ipaddress
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fleetpipe import systems
@@ -20,6 +21,31 @@ class Listener(NamedTuple):
 
     sock: socket.socket
     address: str
+
+
+def rank_variables(
+    rank: int, local: int, endpoints: Sequence[str], nodes: Sequence[object]
+) -> dict[str, str]:
+    """Returns the environment variables by which Paddle's launcher tells a rank of its job.
+
+    Args:
+        rank: The rank.
+        local: Its number among the ranks of its node.
+        endpoints: The endpoint of each rank of the job.
+        nodes: What tells the node of each rank from others.
+    """
+    return {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(len(endpoints)),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_GLOBAL_SIZE": str(len(endpoints)),
+        "PADDLE_LOCAL_RANK": str(local),
+        "PADDLE_LOCAL_SIZE": str(nodes.count(nodes[rank])),
+        "PADDLE_RANK_IN_NODE": str(local),
+        "PADDLE_NNODES": str(len({*nodes})),
+    }
 
 
 def host_identity() -> str:
