@@ -104,7 +104,7 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
         _require_whole(path)
         digests = _in_file(path)
     else:
-        digests = _of(extra("formats.state_file").read_file(path))
+        digests = _of(extra("formats.paddle_files").read_state_dict(path))
     strange = [name for name in digests if not name.isprintable()]
     if strange or not digests:
         raise CheckpointError(

@@ -14,10 +14,9 @@ from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, O
 from fleetpipe.checkpoint.files.run_folder import complete_steps, is_checkpoint
 from fleetpipe.contrib.formats import (
     distributed,
-    layer_files,
+    paddle_files,
     run,
     safetensors_folder,
-    state_file,
 )
 from fleetpipe.contrib.formats.contents import Checkpoint, join_names, paddle_tensor
 from fleetpipe.contrib.formats.name_map import NameMap, read_map, rename
@@ -51,7 +50,9 @@ FORMATS = {
     FLEETPIPE: Format("manifest.json", is_checkpoint, run.read_step, None, tuple(GROUPS)),
     FLEET: Format(
         "layer_*-model_states.pdparams",
-        *(layer_files.is_there, layer_files.read_folder, layer_files.write_folder),
+        paddle_files.has_layer_files,
+        paddle_files.read_layer_files,
+        paddle_files.write_layer_files,
         (MODEL,),
     ),
     "formers": Format(
@@ -76,8 +77,10 @@ FORMATS = {
         (MODEL,),
     ),
     PRETRAINED: Format(
-        state_file.FILE,
-        *(state_file.is_there, state_file.read_folder, state_file.write_folder),
+        paddle_files.STATE_FILE,
+        paddle_files.is_state_file,
+        paddle_files.read_state_file,
+        paddle_files.write_state_file,
         (MODEL,),
     ),
 }

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
-from fleetpipe.contrib.formats.casts import can_cast, cast
 from fleetpipe.contrib.formats.contents import (
     Checkpoint,
     LazyTensor,
@@ -244,7 +243,7 @@ def _describe(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Des
 def _dtype_of(part: Copied, dtype: str) -> str:
     """Returns the dtype of a part after its casts."""
     for target in part.casts:
-        if not can_cast(dtype, target):
+        if not {dtype, target} <= _CAST.keys():
             raise ConfigError(
                 f"{part.source!r} cannot be cast from {dtype} to {target}",
                 expected="float32, float16 or bfloat16",
@@ -259,5 +258,41 @@ def _values(part: Copied, source: LazyTensor) -> np.ndarray:
     for order in part.orders:
         array = array.transpose(order)
     for target in part.casts:
-        array, dtype = cast(array, dtype, target), target
+        array, dtype = _cast(array, dtype, target), target
     return array
+
+
+#: Dtypes that are cast, with those of their bits: NumPy has no bfloat16.
+_CAST = {"float32": "u4", "float16": "u2", "bfloat16": "u2"}
+#: What Paddle makes of every float32 that is no number.
+_NO_NUMBER = 0x7FFF
+
+
+def _cast(values: np.ndarray, source: str, target: str) -> np.ndarray:
+    """Casts an array, rounded to the nearest, ties to even.
+
+    The results have the bits of ``paddle.cast``, except that numbers between 1.6e-27 and 6.7e-24
+    become 0 in float16, for which it is wrong.
+
+    Args:
+        values: The bits of the numbers, as unsigned integers of the same size.
+        source: Their dtype: float32, float16 or bfloat16.
+        target: The new dtype.
+
+    Returns:
+        The bits of the new numbers.
+    """
+    if source == target:
+        return values
+    if source == "bfloat16":
+        floats: np.ndarray = (values.astype("u4") << 16).view("f4")
+    else:
+        floats = values.view(source)
+    if target == "bfloat16":
+        numbers = floats.astype("f4", copy=False)
+        whole = numbers.view("u4")
+        rounded = (whole + 0x7FFF + ((whole >> 16) & 1)) >> 16
+        return np.where(np.isnan(numbers), _NO_NUMBER, rounded).astype("u2")
+    with np.errstate(over="ignore", under="ignore"):
+        made: np.ndarray = floats.astype(target)
+    return made.view(_CAST[target])

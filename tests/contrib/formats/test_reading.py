@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.contrib.formats import layer_files
+from fleetpipe.contrib.formats import paddle_files
 from fleetpipe.contrib.formats.convert import convert, write_parameters
 from fleetpipe.dygraph.state import files
 from fleetpipe.errors import CheckpointError
@@ -57,4 +57,4 @@ def test_a_folder_that_lacks_a_layer_is_refused_by_name(tmp_path: Path) -> None:
         files.save(tmp_path, layers, 0, Writer("all/1", rank, 2))
     (tmp_path / "layer_00-tensor_00-model_states.pdparams").unlink()
     with pytest.raises(CheckpointError, match=r"is missing: layer_00-tensor_00-"):
-        layer_files.read_folder(tmp_path)
+        paddle_files.read_layer_files(tmp_path)

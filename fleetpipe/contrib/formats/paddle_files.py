@@ -1,9 +1,17 @@
-"""Fleet's layer files, ``layer_00-tensor_00-model_states.pdparams``, which store a model only."""
+"""Models in files of ``paddle.save``: Fleet's layer files, and PaddleNLP's ``save_pretrained``.
+
+Fleet writes a file for each layer, ``layer_00-tensor_00-model_states.pdparams``; PaddleNLP one
+state dict, ``model_state.pdparams``.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
@@ -11,21 +19,23 @@ from fleetpipe.contrib.formats.contents import (
     Checkpoint,
     LazyTensor,
     lazy_array,
+    other_files,
     paddle_tensor,
 )
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.fleet_files import manifest
 from fleetpipe.fleet_files.layers import LayerFile
 
-_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
+STATE_FILE = "model_state.pdparams"
+_LAYER_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
 
-def is_there(folder: Path) -> bool:
+def has_layer_files(folder: Path) -> bool:
     """Whether a folder has such files."""
     return any(folder.glob("layer_*-model_states.pdparams"))
 
 
-def read_folder(folder: Path) -> Checkpoint:
+def read_layer_files(folder: Path) -> Checkpoint:
     """Reads the indices of the files.
 
     Raises:
@@ -60,7 +70,7 @@ def read_folder(folder: Path) -> Checkpoint:
     return Checkpoint(contents)
 
 
-def write_folder(state: Checkpoint, folder: Path) -> None:
+def write_layer_files(state: Checkpoint, folder: Path) -> None:
     """Writes a model without shared layers; each layer has a file, even without parameters.
 
     Raises:
@@ -70,7 +80,7 @@ def write_folder(state: Checkpoint, folder: Path) -> None:
     """
     layers: dict[int, dict[str, LazyTensor]] = {}
     for name, tensor in state.of(MODEL).items():
-        match = _NAME.fullmatch(name)
+        match = _LAYER_NAME.fullmatch(name)
         if match is None:
             raise CheckpointError(
                 f"{name!r} belongs to no single layer of a list",
@@ -81,3 +91,44 @@ def write_folder(state: Checkpoint, folder: Path) -> None:
     for layer in range(max(layers, default=-1) + 1):
         read = {name: paddle_tensor(tensor) for name, tensor in layers.get(layer, {}).items()}
         fleet_files.save(folder / LayerFile(layer).name, read)
+
+
+def is_state_file(folder: Path) -> bool:
+    """Whether a folder has such a file."""
+    return (folder / STATE_FILE).is_file()
+
+
+def read_state_file(folder: Path) -> Checkpoint:
+    """Reads the index of the file.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    return replace(read_state_dict(folder / STATE_FILE), files=other_files(folder, STATE_FILE))
+
+
+def read_state_dict(path: Path) -> Checkpoint:
+    """Reads the index of any file of a state dict.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds more than tensors.
+    """
+    contents = fleet_files.mapped(path)
+    foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
+    if foreign:
+        raise CheckpointError(
+            f"{path.name} is not a model's state dict",
+            where=str(path),
+            got=f"values that are no tensors: {listed(foreign)}",
+            fix="pass the file of model.state_dict() or full_state_dict()",
+        )
+    return Checkpoint({TensorName(MODEL, n): lazy_array(path, a) for n, a in contents.items()})
+
+
+def write_state_file(state: Checkpoint, folder: Path) -> None:
+    """Writes a model, and copies of the JSON files that were with it."""
+    tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
+    fleet_files.save(folder / STATE_FILE, tensors)
+    for file in state.files:
+        if file.suffix == ".json":
+            shutil.copy2(file, folder)
