@@ -13,6 +13,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet import _library_options
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api.device import device_kind
 from tests.pipelines import job, mlp_layers
 
@@ -84,7 +85,7 @@ def test_flags_of_a_trainer_that_its_layers_do_not_take_are_refused(
     with job(2) as running:
         layers = model(TheirLayers)
         with monkeypatch.context() as patch:
-            degrees = SimpleNamespace(sep=2, cp=1)
+            degrees = Degrees(sep=2)
             patch.setattr(_library_options, "current_job", lambda: SimpleNamespace(degrees=degrees))
             with pytest.raises(ConfigError, match=r"(?s)sep_parallel_degree.*--sequence_parallel"):
                 fleet.distributed_model(layers)
