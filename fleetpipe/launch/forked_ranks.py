@@ -106,7 +106,7 @@ class Program:
         os.environ.update(self.environment)
         words = self.words[2:] if self.words[1] == "-u" else self.words[1:]
         sys.argv, sys.orig_argv = list(words), list(self.words)
-        _seed()
+        _seed_anew()
         signal.set_wakeup_fd(-1)
         for number in (*systems.STOP_SIGNALS, signal.SIGABRT):
             signal.signal(number, signal.SIG_DFL)
@@ -219,7 +219,7 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def _seed() -> None:
+def _seed_anew() -> None:
     """Gives the generators the seeds of a process that has just begun, other ones in each."""
     random.seed()
     importlib.import_module("numpy").random.seed()
