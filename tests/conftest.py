@@ -78,6 +78,15 @@ def pytest_report_header() -> str:
     return "no Paddle"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rows",
+        type=int,
+        default=0,
+        help="run so many rows of each test's table, the first, the last and some between (0: all)",
+    )
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives whole files to the workers, which share fixtures; and those of CLOCK to one of them."""
@@ -102,7 +111,21 @@ def _is_once(item: pytest.Function) -> bool:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def rows_left_out(items: list[pytest.Item], most: int) -> set[pytest.Item]:
+    """Returns all but ``most`` rows of each table, which are taken evenly."""
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("every_row") is None:
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for rows in tables.values():
+        if len(rows) > most:
+            taken = {round(k * (len(rows) - 1) / max(most - 1, 1)) for k in range(most)}
+            left_out.update(row for n, row in enumerate(rows) if n not in taken)
+    return left_out
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests. What waits most comes first, what leaves least to do comes last."""
     for item in items:
         if {"launch", "launcher", "on_ranks"}.intersection(getattr(item, "fixturenames", ())):
@@ -111,6 +134,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.once)
         if why := hidden_names.reason_to_skip(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=why))
+    if rows := config.getoption("rows"):
+        left_out = rows_left_out([one for one in items if not one.get_closest_marker("once")], rows)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     items.sort(
         key=lambda item: (
             item.nodeid.partition("::")[0] not in CLOCK,

@@ -29,6 +29,8 @@ from tests.fixtures import Patch
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 
+pytestmark = pytest.mark.every_row
+
 BLOCK = re.compile(
     r"(?:<!-- given:\n(?P<given>.*?)-->\n)?"
     r"^```python\n(?P<code>.*?)^```$"

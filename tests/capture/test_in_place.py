@@ -16,6 +16,8 @@ from fleetpipe.errors import CaptureError
 from tests.capture.beside import require_bits
 from tests.jobs import job
 
+pytestmark = pytest.mark.every_row
+
 X = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 3)).astype("float32"))
 LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
 

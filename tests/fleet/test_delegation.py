@@ -17,6 +17,8 @@ from fleetpipe.fleet import overlay
 from fleetpipe.fleet.overlay import OVERLAYS
 from tests.launching import command
 
+pytestmark = pytest.mark.every_row
+
 OWN = {
     "DistributedStrategy",
     "distributed_model",

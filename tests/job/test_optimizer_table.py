@@ -19,6 +19,8 @@ from fleetpipe.job.optimizer_table import require_clip, require_optimizer
 from tests.jobs import job
 from tests.pipelines import pipeline
 
+pytestmark = pytest.mark.every_row
+
 optimizers = paddle.optimizer
 LookAhead = paddle.incubate.LookAhead
 

@@ -29,6 +29,8 @@ from tests.launching import ROOT
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
 from tests.repository.tables import STATUSES, Row, rows
 
+pytestmark = pytest.mark.every_row
+
 VERSION = paddle.__version__
 ROWS = [row for row in rows() if row.is_there_on(VERSION)]
 OURS, PADDLES = "fleetpipe.fleet", "paddle.distributed.fleet"

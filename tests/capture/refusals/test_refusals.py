@@ -14,6 +14,8 @@ import fleetpipe
 from fleetpipe.errors import CaptureError, ConfigError
 from tests.capture.beside import require_bits
 
+pytestmark = pytest.mark.every_row
+
 X = paddle.to_tensor(np.arange(24, dtype="float32").reshape([8, 3]) / 10)
 LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
 

@@ -19,6 +19,8 @@ from tests.capture.beside import require_bits, trained
 from tests.jobs import job
 from tests.pipelines import sgd
 
+pytestmark = pytest.mark.every_row
+
 X = paddle.to_tensor(np.arange(24, dtype="float32").reshape([8, 3]) / 10 - 1)
 LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
 NUMBERS = random.Random(0)

@@ -18,6 +18,8 @@ from fleetpipe.paddle_api.device import device_kind
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 
+pytestmark = pytest.mark.every_row
+
 
 def found(path: str) -> Any:
     """Returns what stands under a dotted name, as a script reaches it."""

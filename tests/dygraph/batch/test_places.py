@@ -21,6 +21,8 @@ from fleetpipe.mesh.groups import SoleGroup
 from tests.dygraph.members import on_all, threads
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
+pytestmark = pytest.mark.every_row
+
 F: Any = nn.functional
 IGNORED = nn.CrossEntropyLoss(ignore_index=0)
 HALF = Fraction(1, 2)
