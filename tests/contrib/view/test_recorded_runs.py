@@ -52,7 +52,7 @@ FIRST: dict[str, tuple[str, str, str]] = {
         *("learning", "NaN or infinite from step 147 on; loss nan"),
         "step 147: loss is nan",
     ),
-    "diverging": ("learning", "diverges: its mean was 0.68", "at step 100; loss 8"),
+    "diverging": ("learning", "diverges: its mean was down at 0.68", "at step 100; loss 8"),
     "healed": (
         *("state", "running"),
         "step 121: rank 1 was ended by SIGKILL, another process has its place",

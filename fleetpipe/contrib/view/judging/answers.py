@@ -69,15 +69,22 @@ def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
     """
     at = time.time() if now is None else now
     board, figures = run.board, run.points
-    return [
-        alive(board, at),
+    found = [
         *learning_of(figures, board.gradient_norm, board.history.events),
         *_progress(board, at),
         *_rates(board, figures),
         *_time(board.shares),
         *_slow(board),
-        *_history_of(board, at),
     ]
+    return [_beside_wrong(alive(board, at), found), *found, *_history_of(board, at)]
+
+
+def _beside_wrong(state: Answer, others: Sequence[Answer]) -> Answer:
+    """Returns a state; one that is good names the answers that are not."""
+    wrong = dict.fromkeys(other.question for other in others if other.kind == "bad")
+    if state.kind != "good" or not wrong:
+        return state
+    return Answer("state", f"{state.text}, but see {', '.join(wrong)}", "open")
 
 
 def status_of(board: JobBoard) -> dict[str, Any]:
@@ -153,7 +160,8 @@ def learning_of(
 
 def _loss(name: str, points: Points) -> str:
     means = _means(points)
-    return f"{name} {short(points[-1][1])}" + (f", mean {short(means[0][1])}" if means else "")
+    mean = f", lately {short(means[0][1])} in the mean" if means else ""
+    return f"{name} {short(points[-1][1])}{mean}"
 
 
 def _wrong(points: Points, first: Sequence[int]) -> Iterator[str]:
@@ -166,7 +174,7 @@ def _wrong(points: Points, first: Sequence[int]) -> Iterator[str]:
     elif strange:
         yield f"NaN or infinite at step {strange[-1]:,}"
     elif lowest > 0 and means[0][1] > _DIVERGES * lowest:
-        yield f"diverges: its mean was {short(lowest)} at step {step:,}"
+        yield f"diverges: its mean was down at {short(lowest)} at step {step:,}"
 
 
 def _progress(board: JobBoard, now: float) -> Iterator[Answer]:

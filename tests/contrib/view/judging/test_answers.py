@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fleetpipe.contrib.view.judging.answers import Answer, answers_of
+from fleetpipe.contrib.view.judging.answers import Answer, alive, answers_of
 from fleetpipe.contrib.view.reading.attempts import AttemptRecord
 from fleetpipe.contrib.view.reading.board import JobBoard
 from fleetpipe.contrib.view.reading.history import History, HistoryRow, RunEvent
@@ -70,7 +70,13 @@ HANGS = "hangs: no step for 20 s, where one takes 0.5 s"
     ],
 )
 def test_whether_it_is_alive(board: JobBoard, text: str, kind: str) -> None:
-    assert answers(board)["state"] == Answer("state", text, kind)
+    assert alive(board, NOW) == Answer("state", text, kind)
+
+
+def test_a_job_that_runs_names_what_is_wrong_with_it() -> None:
+    assert running().slow
+    assert answers(running())["state"] == Answer("state", "running, but see slow", "open")
+    assert answers(running(slow=()))["state"] == Answer("state", "running", "good")
 
 
 FALLING = [2.0 - 0.01 * step for step in range(100)]
@@ -82,7 +88,7 @@ FALLING = [2.0 - 0.01 * step for step in range(100)]
         (FALLING, ""),
         ([*FALLING[:6], *[math.nan] * 4], "NaN or infinite from step 7 on"),
         ([1.0, math.inf, 1.0], "NaN or infinite at step 2"),
-        ([*FALLING, *[3.0] * 10], "diverges: its mean was 1.03 at step 100"),
+        ([*FALLING, *[3.0] * 10], "diverges: its mean was down at 1.03 at step 100"),
         ([-1.0] * 10, ""),
     ],
 )
@@ -94,7 +100,10 @@ def test_whether_it_learns(losses: list[float], text: str) -> None:
 
 def test_what_is_known_of_learning() -> None:
     made = running(history=of_losses(FALLING, eval_loss=1.5), gradient_norm=math.nan)
-    expected = "loss 1.01, mean 1.03; 1.5 in the evaluation after step 100; gradient norm nan"
+    expected = (
+        "loss 1.01, lately 1.03 in the mean; "
+        "1.5 in the evaluation after step 100; gradient norm nan"
+    )
     assert answers(made)["learning"].text == expected
 
 
