@@ -19,6 +19,7 @@ from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at, state_slots
 from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
+from fleetpipe.parity.attributes import Attributes
 from fleetpipe.representation import shows
 
 LossOf = Callable[[Nest, Nest], Tensor]
@@ -41,6 +42,8 @@ class Reference:
         takes_rate: Whether the pipeline's learning rate is the reference's too.
         takes_switches: Whether the pipeline says what is trained, clipped and in which mode; a
             user's own model says it itself.
+        attributes: Copies the plain attributes of the pipeline's layers; None for a user's own
+            model, and where the model is copied anew when they change.
         uncompared: The parameters whose gradients are of no interest, by the pipeline's names.
     """
 
@@ -50,6 +53,7 @@ class Reference:
     names: Mapping[str, str]
     takes_rate: bool = True
     takes_switches: bool = False
+    attributes: Attributes | None = None
     uncompared: frozenset[str] = frozenset()
     _modes: dict[str, bool] = field(default_factory=dict)
     _twins: dict[int, Optimizer] = field(default_factory=dict)
@@ -137,10 +141,10 @@ class Reference:
             layer.training = self._modes.get(path, layer.training)
 
     def take_switches(self, pipe: PipelineLayer) -> None:
-        """Copies from the pipeline what is trained and clipped, and layers' modes. Collective.
+        """Copies what is trained and clipped, layers' modes and plain attributes. Collective.
 
-        A script may freeze parameters and layers after it built them. A user's own model stays as
-        it is.
+        A script may change them in the pipeline after it built that. A user's own model stays as it
+        is.
         """
         switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
@@ -157,6 +161,13 @@ class Reference:
                     tensors[name].stop_gradient = stop_gradient
                     tensors[name].need_clip = need_clip
             self._modes = modes
+        if self.attributes is not None:
+            self.attributes.take(pipe)
+
+    def note_attributes(self, pipe: PipelineLayer) -> None:
+        """Notes the plain attributes of the pipeline's layers at the end of a batch."""
+        if self.attributes is not None:
+            self.attributes.note(pipe)
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a twin's optimizer."""
@@ -223,4 +234,5 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
         )
     reference = of_model(pipe, pipe.single_model(), None, None)
     reference.takes_switches = True
+    reference.attributes = Attributes(reference.model)
     return reference

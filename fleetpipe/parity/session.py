@@ -141,6 +141,7 @@ class Session:
                 loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler, **more)
             finally:
                 self._runs = False
+                reference.note_attributes(layers)
         differences += batch.differences(step) + watched.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         state = compare_state(layers, reference, step, self._is_alone)
@@ -181,8 +182,11 @@ class Session:
 
     def _evaluate(self, compared: Callable[..., Any], call: Callable[..., Any], *more: Any) -> Nest:
         """Calls a method of the pipeline's and compares its result, and what changed before."""
+        layers, reference = self._pipeline.layers, self._reference
+        reference.take_switches(layers)
         changed = self._changes_between_steps()
         result, differences = compared(call, self.report.steps, *more)
+        reference.note_attributes(layers)
         self._gather(changed + differences, {})
         self.report.evaluations += 1
         return result
