@@ -45,7 +45,7 @@ class LayerKind:
         return False
 
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Called with the parameters of a rank, by lasting name, after its last backward."""
+        """Called after a rank's last backward, with its parameters by fully qualified name."""
 
 
 def kinds_in(names: Iterable[str]) -> list[LayerKind]:

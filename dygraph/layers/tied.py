@@ -42,8 +42,8 @@ class SharedLayer(NamedTuple):
         holder: The sublayer of the model that holds the first layer of the key.
         key: The key of its entries.
         indices: Its entries' numbers in the whole list.
-        names: The lasting name of each of its parameters and buffers, by path.
-        lent: The lasting name of each weight that its constructor gets, by keyword.
+        names: The fully qualified name of each of its parameters and buffers, by path.
+        lent: The fully qualified name of each weight that its constructor gets, by keyword.
     """
 
     holder: str
@@ -297,7 +297,7 @@ class Built(NamedTuple):
         functions: The functions to call, by number in the whole list.
         shared: The shared layers that are the first of their keys, by their path in the model.
         layers: All other layers, by name.
-        names: The lasting names of parameters and buffers with other names in this process.
+        names: The fully qualified names of parameters and buffers with other names in this process.
     """
 
     functions: dict[int, Callable[[Nest], Nest]]

@@ -20,7 +20,7 @@ def refuse_untied(
     """Refuses new trained parameters in a shared layer that several ranks have copies of.
 
     Args:
-        parameters: This process's parameters by lasting name.
+        parameters: This process's parameters by fully qualified name.
         built: The parameters that it had when the model was built.
         tied: The shared layers of the list.
         rank_of_layer: Returns the rank that owns a layer, from its number.
@@ -98,7 +98,7 @@ def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor
     """Refuses trained parameters outside of the model's list, which no stage would use.
 
     Args:
-        parameters: This process's parameters by lasting name.
+        parameters: This process's parameters by fully qualified name.
         of_losses: The parameters of loss functions, which may also be attributes of the model.
     """
     names = [

@@ -90,7 +90,7 @@ class HiddenUses:
             functions: The layers and functions of each rank's stages that this process has, by
                 rank.
             owners: The ranks that have a layer with a parameter, by the parameter's id.
-            names: The lasting name of each parameter, by its id.
+            names: The fully qualified name of each parameter, by its id.
             rank_of: Returns the rank that has a stage.
             here: The ranks that this process plays.
         """

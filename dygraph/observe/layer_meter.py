@@ -369,7 +369,7 @@ def state_bytes(
 
     Args:
         uses: The tensors of each of several layers; a tensor counts for the first that has it.
-        names: The tensors by lasting name.
+        names: The tensors by fully qualified name.
     """
     is_expert = extra("experts.mixture_kind").is_expert
     experts = {id(tensor) for name, tensor in names.items() if is_expert(name)}

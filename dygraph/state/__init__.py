@@ -1,4 +1,4 @@
-"""The parameters and buffers of the whole model: their lasting names, files and copies.
+"""The parameters and buffers of the whole model: their fully qualified names, files and copies.
 
 Start with ``names.py``.
 """

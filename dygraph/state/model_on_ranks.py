@@ -30,7 +30,7 @@ class ModelOnRanks(ModelWithParts):
     """The part of a model that this process holds, as far as it is saved, loaded and kept equal.
 
     Attributes:
-        state: The parameters and buffers of the whole model, under their lasting names.
+        state: The parameters and buffers of the whole model, under their fully qualified names.
     """
 
     state: ModelState

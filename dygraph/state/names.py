@@ -1,8 +1,8 @@
 """Translates between the names of a pipeline's parameters and of a whole model's.
 
-A parameter's lasting name is its path in the whole model by global layer index, ``3.weight``. A
-state dict has these names for any number of stages. A model written as one class has other names:
-its parameters are matched by order and shape, which it shares with the pipeline.
+A parameter's fully qualified name is its path in the whole model by global layer index,
+``3.weight``. A state dict has these names for any number of stages. A model written as one class
+has other names: its parameters are matched by order and shape, which it shares with the pipeline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     """One parameter or buffer of the whole model.
 
     Attributes:
-        name: The lasting name.
+        name: The fully qualified name.
         shape: The shape, whole along mp.
         part: The part of a whole parameter that it is; None if it is whole itself.
     """
@@ -81,7 +81,7 @@ def fitting(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Sl
 
 
 def slots_of(layer: Layer, index: int) -> list[Slot]:
-    """Returns the parameters and buffers of layer ``index`` under their lasting names."""
+    """Returns the parameters and buffers of layer ``index`` under their fully qualified names."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
     state = layer_kinds.whole_state(layer)

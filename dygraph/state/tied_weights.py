@@ -28,7 +28,7 @@ class SharedWeight(NamedTuple):
     """A parameter or buffer of a shared layer.
 
     Attributes:
-        name: The lasting name.
+        name: The fully qualified name.
         holders: The pipeline's ranks that hold a copy, the one of the first entry first.
     """
 
@@ -87,7 +87,7 @@ class SharedWeights:
 
         Args:
             weights: All shared weights of the model, the same on every rank.
-            tensors: This rank's parameters and buffers, by lasting name.
+            tensors: This rank's parameters and buffers, by fully qualified name.
             rank: This rank in the pipeline.
             group_of: Returns some ranks of the pipeline as a group.
         """
@@ -107,8 +107,8 @@ class SharedWeights:
         """Broadcasts one rank's values to every copy. Collective over the ranks that share.
 
         Args:
-            sources: The rank whose copy counts, by lasting name; by default the rank of the first
-                entry.
+            sources: The rank whose copy counts, by fully qualified name; by default the rank of
+                the first entry.
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
@@ -162,7 +162,7 @@ def equal_copies(
 
     Args:
         weights: The shared weights of the model, from :func:`holders`.
-        tensors: This rank's parameters and buffers, by lasting name.
+        tensors: This rank's parameters and buffers, by fully qualified name.
         rank: This rank in the pipeline.
         job: The job of the model; None if it was built outside of one.
 

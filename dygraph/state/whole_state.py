@@ -1,4 +1,4 @@
-"""The parameters and buffers of the whole model under their lasting names, on any ranks.
+"""The parameters and buffers of the whole model under their fully qualified names, on any ranks.
 
 A name is the path in the whole list, ``3.weight``. A shared layer has one name,
 ``shared_layers.<key>.weight``, whatever ranks hold copies. A process's own ``state_dict`` may use
@@ -45,8 +45,8 @@ class ModelState:
     """The state of a model whose layers are on several ranks, as one rank sees it.
 
     Attributes:
-        plain_names: The lasting name of each parameter and buffer of the plain model from which the
-            list was made, in its order; empty if it was made from none.
+        plain_names: The fully qualified name of each parameter and buffer of the plain model from
+            which the list was made, in its order; empty if it was made from none.
     """
 
     plain_names: Mapping[str, str] = MappingProxyType({})
@@ -86,7 +86,7 @@ class ModelState:
             self.plain_names = self._names_by_prefix(prefixes())
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """Returns this process's parameters and buffers by lasting name."""
+        """Returns this process's parameters and buffers by fully qualified name."""
         return {name: t for name, t in self._named_tensors() if not self._is_late(name, t)}
 
     def late_buffers(self) -> dict[str, Tensor]:
@@ -96,15 +96,15 @@ class ModelState:
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         # Layer's own method: a subclass of the model may override state_dict, with other keys.
         state = paddle.nn.Layer.state_dict(self._model)
-        return ((self._lasting_name(name), tensor) for name, tensor in state.items())
+        return ((self._qualified_name(name), tensor) for name, tensor in state.items())
 
     def _is_late(self, name: str, tensor: Tensor) -> bool:
         return name not in self._built and not is_parameter(tensor)
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """Returns this process's parameters by lasting name, each once, shared ones first."""
+        """Returns this process's parameters by fully qualified name, shared ones first."""
         parameters = paddle.nn.Layer.named_parameters(self._model)
-        return {self._lasting_name(name): parameter for name, parameter in parameters}
+        return {self._qualified_name(name): parameter for name, parameter in parameters}
 
     def hidden_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers of this process's layers that were in no state dict at first."""
@@ -255,7 +255,7 @@ class ModelState:
         _assign(target, {name: values[names[name]] for name in target})
 
     def names_in(self, model: Layer) -> dict[str, str]:
-        """Returns the lasting name of each parameter and buffer of a single-device model.
+        """Returns the fully qualified name of each parameter and buffer of a single-device model.
 
         Raises:
             CheckpointError: The model does not fit in names, or in order and shape.
@@ -281,8 +281,8 @@ class ModelState:
             names.update({f"{prefix}.{path}".lstrip("."): name for path, name in paths.items()})
         return names
 
-    def _lasting_name(self, name: str) -> str:
-        """Returns the lasting name of the tensor that this process calls ``name``."""
+    def _qualified_name(self, name: str) -> str:
+        """Returns the fully qualified name of the tensor that this process calls ``name``."""
         return self._names.get(name, name)
 
     def _slots_of(self, index: int) -> list[Slot]:

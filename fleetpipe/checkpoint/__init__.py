@@ -1,9 +1,10 @@
 """Checkpoints that any layout can restore, written and read by all ranks of a job.
 
 Start with ``manager.py``, which users call. ``contents/`` describes the state to save: a model and
-an optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors under lasting names, of
-which each rank holds some, as :mod:`fleetpipe.mesh.parts` describes. ``files/`` writes and reads:
-``plan.py`` chooses the place and the writer of each tensor, ``tensors.py`` is the format of one
-file, ``manifest.py`` makes a folder a checkpoint, and ``run_folder.py`` publishes and removes
-steps. ``checkpoint_commands.py`` shows, compares and converts checkpoints without a job.
+an optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors under fully qualified
+names, of which each rank holds some, as :mod:`fleetpipe.mesh.parts` describes. ``files/`` writes
+and reads: ``plan.py`` chooses the place and the writer of each tensor, ``tensors.py`` is the
+format of one file, ``manifest.py`` makes a folder a checkpoint, and ``run_folder.py`` publishes
+and removes steps. ``checkpoint_commands.py`` shows, compares and converts checkpoints without a
+job.
 """

@@ -33,8 +33,8 @@ class Difference:
 
     Attributes:
         quantity: One of ``QUANTITIES``.
-        name: The parameter, buffer or layer by its lasting name, an edge as "edge 0 -> 1", a call
-            as "eval_batch"; "" for a quantity of the whole model.
+        name: The parameter, buffer or layer by its fully qualified name, an edge as "edge 0 -> 1",
+            a call as "eval_batch"; "" for a quantity of the whole model.
         step: The training step, from 0; of an evaluation, the number of steps before it.
         absolute: Largest absolute difference.
         relative: The absolute difference over the largest absolute value of the reference.

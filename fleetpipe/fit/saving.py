@@ -171,7 +171,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
     base = unwrap(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
-    values = _by_lasting_name(contents, names, name_prefix(base))
+    values = _by_full_name(contents, names, name_prefix(base))
     described = {name: Held(value).described for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())
     try:
@@ -215,12 +215,12 @@ def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
     """Returns a parameter's path in the model for each name that Paddle counted in the file."""
     names = [slot.name for slot in network.state.whole_slots()]
     # A weight that the model has under two names counts once.
-    counted = {name: lasting for lasting, name in reversed(fleet_files.counted_names(path))}
+    counted = {name: full for full, name in reversed(fleet_files.counted_names(path))}
     by_order = dict(zip(reversed(counted.values()), names))
     return {name: n if n in names else by_order[n] for name, n in counted.items()}
 
 
-def _by_lasting_name(
+def _by_full_name(
     contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
 ) -> dict[parts.TensorName, np.ndarray]:
     """Returns the arrays of an optimizer's file by their names in checkpoints."""

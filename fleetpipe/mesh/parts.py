@@ -136,7 +136,7 @@ class PartOfWhole(NamedTuple):
         return self.axis in SHARDS
 
     def whole_name(self, name: str) -> str:
-        """Returns the lasting name of the whole, given that of the part."""
+        """Returns the fully qualified name of the whole, given that of the part."""
         if self.is_shard:
             return name
         *path, attribute = name.split(".")
@@ -151,13 +151,16 @@ class ModelParts(NamedTuple):
     """What a process holds of a model, as a checkpoint takes it.
 
     Attributes:
-        tensors: The parameters and buffers that this process holds, each once, by lasting name.
+        tensors: The parameters and buffers that this process holds, each once, by fully qualified
+            name.
         outline: The names and whole shapes of the whole model, in its order.
-        buffers: Buffers that no state dict has, by lasting name; a checkpoint may lack them.
+        buffers: Buffers that no state dict has, by fully qualified name; a checkpoint may lack
+            them.
         late: Buffers that the model did not have when it was built, as a forward registers them.
         root: What has these at their names, and may take them: a restored model may lack them.
-        plain_names: The lasting name of each name of the plain model that a list of layers was made
-            of, in its order; a tied weight may have several. Empty where it was made of none.
+        plain_names: The fully qualified name of each name of the plain model that a list of layers
+            was made of, in its order; a tied weight may have several. Empty where it was made of
+            none.
         loss: A layer that has the loss functions in it, as ``loss.0``; None if none has a state.
         owns_loss: Whether this process computes them: what the loss of others holds is no state.
         adapters: What a model with adapters was adapted by, if these are all that is taken of it;
@@ -237,7 +240,7 @@ def held_of(tensor: Tensor, place: Place) -> Held:
 
 
 def whole_name(name: str, tensor: Tensor) -> str:
-    """Returns the lasting name of the whole that a parameter of some name is a part of, or is."""
+    """Returns the fully qualified name of the whole parameter that ``tensor`` is or belongs to."""
     part = attached_part(tensor)
     return name if part is None else part.whole_name(name)
 

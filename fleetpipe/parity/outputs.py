@@ -38,10 +38,10 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
 
     Args:
         model: A Layer.
-        names: The lasting name of each of its parameters and buffers.
+        names: The fully qualified name of each of its parameters and buffers.
 
     Yields:
-        The outputs, by the layers' lasting names.
+        The outputs, by the layers' fully qualified names.
     """
     outputs: Outputs = {}
     handles = []

@@ -150,8 +150,8 @@ def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[D
 
     Args:
         differences: The differences of all ranks.
-        layers: The lasting names of layers and their parameters, and edges, in the order of the
-            model.
+        layers: The fully qualified names of layers and their parameters, and edges, in the order
+            of the model.
     """
     position = {name: index for index, name in enumerate(layers)}
 

@@ -272,7 +272,7 @@ def _first(loss: Nest) -> Tensor:
 
 
 def _places(layers: dygraph.PipelineLayer) -> list[str]:
-    """Returns the lasting names of layers, parameters and edges, in the order of the model."""
+    """Returns the names of layers, parameters and edges, in the order of the model."""
     places: list[str] = []
     stages = layers.placement.stages
     passed = 0

@@ -1,8 +1,8 @@
-"""A pipeline's program in a checkpoint: this process's tensors, under lasting names.
+"""A pipeline's program in a checkpoint: this process's tensors, under fully qualified names.
 
 A static parameter has one name, which the user gave it or Paddle counted, ``linear_0.w_0``. It is
-its lasting name, unless the user gives another one; the optimizer's variables are named after it,
-as in dynamic graph: ``0.weight/moment1_0``.
+its fully qualified name, unless the user gives another one; the optimizer's variables are named
+after it, as in dynamic graph: ``0.weight/moment1_0``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ProgramParts:
     """The parameters and running statistics of this process's stages; needs dynamic mode.
 
     Attributes:
-        parts: The parameters and statistics, by lasting name.
+        parts: The parameters and statistics, by fully qualified name.
         by_order: Whether names of a checkpoint are matched by their order.
         minimized_by: The optimizer of the program's ``minimize``.
     """
@@ -47,7 +47,7 @@ class ProgramParts:
         """
         pipeline.require_current()
         self._pipeline, self._scope = pipeline, static.global_scope()
-        self._names = _lasting(pipeline.declared, names)
+        self._names = _full_names(pipeline.declared, names)
         trained = set(pipeline.parameters)
         tensors = {
             self._names[name]: Held(self._share(name), differs=name not in trained)
@@ -91,8 +91,8 @@ class ProgramParts:
         return dynamic(tensor_in(self._scope, name))
 
 
-def _lasting(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, str]:
-    """Returns the lasting name of each parameter and statistic."""
+def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, str]:
+    """Returns the fully qualified name of each parameter and statistic."""
     wanted = {} if names is None or names == _BY_ORDER else names
     if isinstance(wanted, str):
         raise ConfigError(
@@ -109,10 +109,10 @@ def _lasting(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, 
             )
     x = {name: wanted.get(name, name) for name in declared}
     users: dict[str, str] = {}
-    for name, lasting in x.items():
-        if users.setdefault(lasting, name) != name:
+    for name, full in x.items():
+        if users.setdefault(full, name) != name:
             raise ConfigError(
-                f"names= calls both {users[lasting]!r} and {name!r} {lasting!r}",
+                f"names= calls both {users[full]!r} and {name!r} {full!r}",
                 fix="give each a name of its own",
             )
     return x

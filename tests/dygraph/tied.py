@@ -10,7 +10,7 @@ from paddle import nn
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.dygraph.models import VOCABULARY, WIDTH, FeedForward
 
-#: The lasting names of what the entries share.
+#: The fully qualified names of what the entries share.
 SHARED = ("shared_layers.embed.scale", "shared_layers.embed.table.weight")
 
 

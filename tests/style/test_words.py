@@ -23,6 +23,9 @@ NO_NAMES = frozenset(
     }
 )
 
+#: What no docstring, comment or message of the package says; each has a term of the field's.
+NO_PHRASES = ("lasting name",)
+
 #: Fields that have the name that a file of a checkpoint gives them.
 IN_FILES = {("fleetpipe.checkpoint.contents.parts", "others")}
 
@@ -69,6 +72,16 @@ def test_names_say_what_they_hold() -> None:
         for name, path in modules().items()
         for line, word in names(path)
         if word.strip("_").lower() in NO_NAMES and (name, word) not in IN_FILES
+    ]
+
+
+def test_texts_use_the_fields_terms() -> None:
+    assert not [
+        f"{path}: {phrase}"
+        for path in modules().values()
+        for text in [" ".join(path.read_text(encoding="utf-8").split())]
+        for phrase in NO_PHRASES
+        if re.search(rf"\b{phrase}s?\b", text)
     ]
 
 

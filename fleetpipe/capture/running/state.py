@@ -24,7 +24,7 @@ from fleetpipe.paddle_api.tensor import is_parameter
 class CapturedState(ModelState):
     """The state of a plain model whose nodes are on several ranks, for one of them.
 
-    Its lasting names are the plain model's.
+    Its fully qualified names are the plain model's.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CapturedState(ModelState):
         """Returns the names and shapes of the whole model, and its nodes, as text."""
         return [*(f"{slot.name}{list(slot.shape)}" for slot in self._slots), *self._nodes]
 
-    def _lasting_name(self, name: str) -> str:
+    def _qualified_name(self, name: str) -> str:
         return name
 
     def _state_in(self, model: Layer) -> dict[str, Tensor]:

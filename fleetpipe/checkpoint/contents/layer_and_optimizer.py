@@ -1,4 +1,4 @@
-"""A model and an optimizer of Paddle's in a checkpoint: tensors under lasting names.
+"""A model and an optimizer of Paddle's in a checkpoint: tensors under fully qualified names.
 
 Paddle numbers an accumulator's name when it creates it. A checkpoint names it after its parameter,
 ``3.weight/moment1_0``, as PaddleNLP does.
@@ -55,7 +55,7 @@ _PADDLES = {"paddle", "paddlenlp", "paddleformers"}
 
 
 class NamedTensors(SavedPart):
-    """A model as tensors under lasting names.
+    """A model as tensors under fully qualified names.
 
     Args:
         parts: The tensors that this process holds.
@@ -122,7 +122,7 @@ class NamedTensors(SavedPart):
             )
 
     def parameters(self) -> Mapping[str, Held]:
-        """Returns this process's parameters by lasting name."""
+        """Returns this process's parameters by fully qualified name."""
         every = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
         return {n: held for n, held in every.items() if _is_parameter(held.tensor)}
 
@@ -268,7 +268,7 @@ class OptimizerState(SavedPart):
             forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lasting name of each parameter with state here, with its group and value."""
+        """Yields the fully qualified name, group and value of each parameter with state here."""
         named = {id(held.tensor): (name, held) for name, held in self._model.parameters().items()}
         for group, parameters in enumerate(groups_of(self._optimizer)):
             for parameter in parameters:

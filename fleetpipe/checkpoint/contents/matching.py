@@ -53,8 +53,8 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
 
 
 def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the first plain name of each lasting name; nothing if the names are the same."""
-    first = {lasting: plain for plain, lasting in reversed([*plain_names.items()])}
+    """Returns the first plain name of each fully qualified name; empty if both are the same."""
+    first = {full: plain for plain, full in reversed([*plain_names.items()])}
     plain = tuple(first.get(name, name) for name in order)
     return () if plain == order else plain
 

@@ -40,7 +40,7 @@ class Objects:
         random: Whether the random states are restored too.
         names_from: The model that names the optimizer's parameters, if it is not restored itself.
         rate: Whether the optimizer's own learning rate is restored too.
-        names: The lasting names of the variables, if the model is a static program.
+        names: The fully qualified names of the variables, if the model is a static program.
         attributes: Compares what these look like from one start of a run to the next.
     """
 
@@ -93,7 +93,7 @@ class Objects:
         return replace(self, **left_out, random=random, names_from=self.model, rate=rate)
 
     def model_part(self) -> NamedTensors | None:
-        """Returns the tensors of the model under lasting names; None without a model."""
+        """Returns the tensors of the model under fully qualified names; None without a model."""
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None

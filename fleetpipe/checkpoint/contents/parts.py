@@ -1,7 +1,7 @@
 """The tensors of a model or of an optimizer that one rank saves and restores.
 
 The other modules know nothing of pipelines: through the protocols here a model and an optimizer
-describe which part of which whole tensor they hold, and its lasting name.
+describe which part of which whole tensor they hold, and its fully qualified name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Described, Held, JoinedParts, ModelParts
 
-#: The lasting names of a program's variables, or how they are found; None: they are their own.
+#: The fully qualified names of a program's variables, or how they are found; None: they are their
+#: own.
 Names = Mapping[str, str] | str | None
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
 MODEL, BUFFERS, LATE_BUFFERS, LOSS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS, STATE = GROUPS = (
@@ -23,7 +24,7 @@ MODEL, BUFFERS, LATE_BUFFERS, LOSS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS, STATE =
 
 
 class TensorName(NamedTuple):
-    """The lasting name of a tensor: its group of files, and its name there."""
+    """The fully qualified name of a tensor: its group of files, and its name there."""
 
     group: str
     name: str
@@ -146,7 +147,7 @@ class ProgramSource(Protocol):
 
 @runtime_checkable
 class SavedModel(Protocol):
-    """A model that gives its tensors lasting names by itself."""
+    """A model that gives its tensors fully qualified names by itself."""
 
     def checkpoint_part(self) -> ModelParts:
         """Returns the tensors that this process holds."""
@@ -160,7 +161,8 @@ class SavedProgram(Protocol):
         """Returns the description of the part that this process holds.
 
         Args:
-            names: The lasting names of its variables; see :class:`fleetpipe.CheckpointManager`.
+            names: The fully qualified names of its variables; see
+                :class:`fleetpipe.CheckpointManager`.
 
         Raises:
             ConfigError: ``names`` does not fit the program.

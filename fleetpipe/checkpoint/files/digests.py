@@ -3,9 +3,9 @@
 Every tensor has a digest: the SHA-256 of the line ``float32 [256, 768]``, its dtype as Paddle names
 it and the shape of the whole, and of all its bytes, row after row, little-endian. The hash is the
 SHA-256 of a line for each tensor, ``<digest>  <name>``, sorted by name; every line ends in LF. All
-is UTF-8. The tensors are those of the model's ``state_dict`` under their lasting names: parameters,
-a tied one once, and persistent buffers, as no file says which is which; of running statistics those
-of the first replica. The optimizer's state is not among them.
+is UTF-8. The tensors are those of the model's ``state_dict`` under their fully qualified names:
+parameters, a tied one once, and persistent buffers, as no file says which is which; of running
+statistics those of the first replica. The optimizer's state is not among them.
 
 So ranks exchange digests, no values, and the lines can be compared to find what differs.
 """

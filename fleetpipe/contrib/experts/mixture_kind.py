@@ -20,7 +20,7 @@ LIST = "experts"
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter of a lasting name belongs to an expert."""
+    """Whether the parameter of a fully qualified name belongs to an expert."""
     return LIST in name.split(".")
 
 
@@ -105,7 +105,7 @@ class Mixtures(LayerKind):
         and an optimizer with momentum steps by zeros too.
 
         Args:
-            parameters: The parameters by lasting name; those of no expert stay as they are.
+            parameters: The parameters by fully qualified name; those of no expert stay as they are.
         """
         for name, parameter in parameters.items():
             idle = not parameter.stop_gradient and gradient_of(parameter) is None

@@ -321,7 +321,7 @@ def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
 
 
 def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
-    """Returns the trained parameters of this rank's stages and losses by lasting names.
+    """Returns the trained parameters of this rank's stages and losses by fully qualified names.
 
     Other parameters may be running statistics, which differ between replicas.
     """

@@ -21,7 +21,7 @@ class Block(NamedTuple):
     """A block of a segment, as its index describes it: a tensor, or the part that a rank holds.
 
     Attributes:
-        group: The group of the tensor's lasting name.
+        group: The group of the tensor's fully qualified name.
         name: The name in that group.
         dtype: Paddle's name of it.
         shape: The shape of the whole tensor.
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
     @property
     def tensor(self) -> TensorName:
-        """The lasting name."""
+        """The fully qualified name."""
         return TensorName(self.group, self.name)
 
     @property

@@ -21,7 +21,7 @@ from tests.dygraph import tied
 from tests.dygraph.models import MODELS, VOCABULARY, WIDTH, FeedForward
 from tests.pipelines import adam, job, model_in_job, pipeline, train
 
-#: The lasting name of the weight that the entries below share.
+#: The fully qualified name of the weight that the entries below share.
 TIED = "local_shared_layers.embed.table.weight"
 
 

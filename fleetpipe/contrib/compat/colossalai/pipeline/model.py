@@ -193,7 +193,7 @@ class PipelinableModel(PipelineLayer):
         """
         state = self.own_state()
         names = self.state.plain_names
-        return {plain: state[lasting] for plain, lasting in names.items() if lasting in state}
+        return {plain: state[full] for plain, full in names.items() if full in state}
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
@@ -220,14 +220,14 @@ class PipelinableModel(PipelineLayer):
         Collective over the pipeline.
         """
         whole = super().full_state_dict()
-        return {plain: whole[lasting] for plain, lasting in self.state.plain_names.items()}
+        return {plain: whole[full] for plain, full in self.state.plain_names.items()}
 
     def _names_in(self, model: Layer, steps: Sequence[SequenceStep]) -> dict[str, str]:
-        """Returns the lasting name of each parameter and buffer of the plain model."""
+        """Returns the fully qualified name of each parameter and buffer of the plain model."""
         tied = {index: shared for shared in self._tied for index in shared.indices}
-        lasting: dict[int, str] = {}
+        full: dict[int, str] = {}
         for index, step in enumerate(steps):
             for path, tensor in step.layer.state_dict().items():
                 name = tied[index].names[path] if index in tied else f"{index}.layer.{path}"
-                lasting.setdefault(id(tensor), name)
-        return {plain: lasting[id(tensor)] for plain, tensor in model.state_dict().items()}
+                full.setdefault(id(tensor), name)
+        return {plain: full[id(tensor)] for plain, tensor in model.state_dict().items()}
