@@ -37,8 +37,8 @@ def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] 
         if not isinstance(layer, paddle.nn.Layer):
             continue
         # A layer with a __deepcopy__ of its own may say nothing of what it copies below it.
-        for parameter, twin in zip(layer.parameters(), copies[id(layer)].parameters()):
-            for name in vars(parameter).keys() - vars(twin).keys() - {*_OF_RANKS}:
-                setattr(twin, name, getattr(parameter, name))
-            twin.name = parameter.name
+        for parameter, copied_parameter in zip(layer.parameters(), copies[id(layer)].parameters()):
+            for name in vars(parameter).keys() - vars(copied_parameter).keys() - {*_OF_RANKS}:
+                setattr(copied_parameter, name, getattr(parameter, name))
+            copied_parameter.name = parameter.name
     return copied

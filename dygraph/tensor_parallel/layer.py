@@ -139,10 +139,10 @@ class ParallelLayer(paddle.nn.Layer):
         # Paddle's copy of a parameter forgets what is not Paddle's own.
         for name, parameter in parameters_in(self).items():
             if parameter is not None:
-                twin: Tensor = parameters_in(other)[name]
-                _mark(twin, split_axis(parameter))
-                twin.sequence_parallel = getattr(parameter, "sequence_parallel", False)
-                twin.blocks = getattr(parameter, "blocks", None)
+                copied: Tensor = parameters_in(other)[name]
+                _mark(copied, split_axis(parameter))
+                copied.sequence_parallel = getattr(parameter, "sequence_parallel", False)
+                copied.blocks = getattr(parameter, "blocks", None)
         return other
 
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2

@@ -355,8 +355,8 @@ def squared_norm(gradient: Tensor) -> Tensor:
     return _clips._squared_l2_norm(gradient)
 
 
-def twin_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], twins: Mapping[str, Tensor]
+def copy_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], copies: Mapping[str, Tensor]
 ) -> Optimizer:
     """Returns an optimizer like ``optimizer`` over other parameters, with its own scheduler.
 
@@ -366,17 +366,17 @@ def twin_optimizer(
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
         parameters: Parameters by name.
-        twins: The parameters that replace them, by the same names.
+        copies: The parameters that replace them, by the same names.
     """
     frozen = paddle.zeros([1])
     memo = {id(parameter): frozen for parameter in optimized_parameters(optimizer)}
-    memo.update((id(parameter), twins[name]) for name, parameter in parameters.items())
+    memo.update((id(parameter), copies[name]) for name, parameter in parameters.items())
     for name, parameter in parameters.items():
         # By which Paddle keeps state, and functions of the script choose what decays.
-        twins[name].name = parameter.name
+        copies[name].name = parameter.name
         # Where a parameter group has its learning rate and its decay.
-        twins[name].optimize_attr = dict(parameter.optimize_attr)
-        twins[name].regularizer = parameter.regularizer
+        copies[name].optimize_attr = dict(parameter.optimize_attr)
+        copies[name].regularizer = parameter.regularizer
     base = base_optimizer(optimizer)
     # A Program cannot be copied: the one that the state was made in, and those of rates.
     memo.update((id(one), one) for one in (base.helper, *base._learning_rate_map))

@@ -51,7 +51,7 @@ def begin(
         optimizer: What ``fleet.distributed_optimizer`` returned, before its first step.
         model: A single-device Layer with the same parameters in the same order; it gets the
             pipeline's weights. None builds the pipeline's own list of layers.
-        model_optimizer: The optimizer of ``model``. None makes a twin of the pipeline's.
+        model_optimizer: The optimizer of ``model``. None copies the pipeline's.
         loss_of: ``loss_of(inputs, label)`` returns the loss of ``model`` for a micro-batch. None
             applies the pipeline's loss function to ``model(inputs)``.
         tolerance: Largest relative difference that passes. Default: 0 if bits can be equal; 1e-6 if

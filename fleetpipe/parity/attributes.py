@@ -25,7 +25,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 Key = tuple[str, str]
 
 
-class Attributes:
+class AttributeCopies:
     """Gives a reference the plain attributes that differ in the pipeline's layers.
 
     What the two sides' own batches change is not copied: each side counts for itself.

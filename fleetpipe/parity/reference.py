@@ -18,8 +18,8 @@ from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at, state_slots
-from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
-from fleetpipe.parity.attributes import Attributes
+from fleetpipe.paddle_api.optimizer import copy_optimizer, learning_rate_of
+from fleetpipe.parity.attributes import AttributeCopies
 from fleetpipe.representation import shows
 
 LossOf = Callable[[Nest, Nest], Tensor]
@@ -37,7 +37,7 @@ class Reference:
         model: The Layer.
         losses_of: ``losses_of(inputs, label)`` runs the model and returns the losses of a
             micro-batch; backward starts from the first.
-        optimizer: An optimizer of the model's parameters; None makes a twin of the pipeline's.
+        optimizer: An optimizer of the model's parameters; None copies the pipeline's.
         names: The pipeline's name of each of the model's parameters and buffers.
         takes_rate: Whether the pipeline's learning rate is the reference's too.
         takes_switches: Whether the pipeline says what is trained, clipped and in which mode; a
@@ -53,32 +53,32 @@ class Reference:
     names: Mapping[str, str]
     takes_rate: bool = True
     takes_switches: bool = False
-    attributes: Attributes | None = None
+    attributes: AttributeCopies | None = None
     uncompared: frozenset[str] = frozenset()
     _modes: dict[str, bool] = field(default_factory=dict)
-    _twins: dict[int, Optimizer] = field(default_factory=dict)
+    _copies: dict[int, Optimizer] = field(default_factory=dict)
     _stepped_here: frozenset[str] | None = None
     _holders: Group = field(default_factory=SoleGroup)
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
-        """Trains with a twin of the pipeline's optimizer, unless it has its own.
+        """Trains with a copy of the pipeline's optimizer, unless it has its own.
 
         Collective over the pipeline the first time.
         """
-        if self.optimizer is not None and not self._twins:
+        if self.optimizer is not None and not self._copies:
             rate = learning_rate_of(optimizer.wrapped)
             self.takes_rate = rate is learning_rate_of(self.optimizer)
             return
-        twin = self._twins.get(id(optimizer.wrapped))
-        self.optimizer = twin or self.twin_of(optimizer, pipe)
-        self._twins[id(optimizer.wrapped)] = self.optimizer
+        copied = self._copies.get(id(optimizer.wrapped))
+        self.optimizer = copied or self.copy_of(optimizer, pipe)
+        self._copies[id(optimizer.wrapped)] = self.optimizer
         ours = pipe.state.own_parameters()
         # The others come from the other ranks after each step.
         self._holders = pipe.holders()
         all_here = ours.keys() == {self.names[name] for name, _ in self.model.named_parameters()}
         self._stepped_here = None if all_here else frozenset(pipe.state.local_tensors())
 
-    def twin_of(
+    def copy_of(
         self, optimizer: PipelineOptimizer, pipe: PipelineLayer, only: Mapping[str, Tensor] = {}
     ) -> Optimizer:
         """Returns a copy of the pipeline's optimizer, with its state, for this model's parameters.
@@ -89,12 +89,12 @@ class Reference:
         ours = only or pipe.state.own_parameters()
         parameters = {self.names[name]: p for name, p in self.model.named_parameters()}
         for name, parameter in ours.items():
-            # The twin too steps and counts experts that other ranks do not.
+            # The copy too steps and counts experts that other ranks do not.
             parameters[name].no_sync = is_spread(parameter)
-        # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
+        # The copy's global norm is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
         with paddle.utils.unique_name.guard():
-            return twin_optimizer(optimizer.wrapped, ours, parameters)
+            return copy_optimizer(optimizer.wrapped, ours, parameters)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of the model."""
@@ -170,7 +170,7 @@ class Reference:
             self.attributes.note(pipe)
 
     def step(self) -> None:
-        """Updates the parameters and clears the gradients. Collective for a twin's optimizer."""
+        """Updates the parameters and clears the gradients. Collective for a copied optimizer."""
         # Names of an optimizer's state are counted: the pipeline's are to be those of a first one.
         with paddle.utils.unique_name.guard():
             self.optimizer.step()
@@ -203,7 +203,7 @@ def of_model(
         pipe: The pipeline's layers.
         model: A Layer with the same parameters in the same order.
         loss_of: ``loss_of(inputs, label)``; None is the pipeline's loss of ``model(inputs)``.
-        optimizer: An optimizer of its parameters; None makes a twin of the pipeline's.
+        optimizer: An optimizer of its parameters; None copies the pipeline's.
     """
     pipe.copy_to(model)
 
@@ -220,7 +220,7 @@ def of_model(
 
 
 def of_same_layers(pipe: PipelineLayer) -> Reference:
-    """Makes a reference of the pipeline's own list of layers, with a twin of its optimizer.
+    """Makes a reference of the pipeline's own list of layers, with a copy of its optimizer.
 
     Collective over the pipeline.
 
@@ -234,5 +234,5 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
         )
     reference = of_model(pipe, pipe.single_model(), None, None)
     reference.takes_switches = True
-    reference.attributes = Attributes(reference.model)
+    reference.attributes = AttributeCopies(reference.model)
     return reference

@@ -27,7 +27,7 @@ class Rates:
     def __init__(
         self,
         optimizer: PipelineOptimizer,
-        twin: Optimizer,
+        reference: Optimizer,
         lr_scheduler: Scheduler | None,
         follow: bool,
     ) -> None:
@@ -35,41 +35,41 @@ class Rates:
 
         Args:
             optimizer: The pipeline's optimizer.
-            twin: The reference's optimizer.
+            reference: The reference's optimizer.
             lr_scheduler: The scheduler that the pipeline steps after the optimizer, or None.
             follow: Whether the reference takes the pipeline's rate. A user's own optimizer with a
                 scheduler of its own does not: the user steps that.
         """
-        self._optimizer, self._twin = optimizer.wrapped, twin
-        self._scheduler, self._twin_scheduler = lr_scheduler, lr_scheduler
+        self._optimizer, self._of_reference = optimizer.wrapped, reference
+        self._scheduler, self._copied_scheduler = lr_scheduler, lr_scheduler
         rate = learning_rate_of(self._optimizer)
-        self._follow = follow or learning_rate_of(twin) is rate
+        self._follow = follow or learning_rate_of(reference) is rate
         if not self._follow:
             return
         # A scheduler may refer to its optimizer, and one scheduler to another.
-        memo = {id(optimizer): twin, id(self._optimizer): twin}
+        memo = {id(optimizer): reference, id(self._optimizer): reference}
         if isinstance(rate, paddle.optimizer.lr.LRScheduler):
-            twin.set_lr_scheduler(copy.deepcopy(rate, memo))
+            reference.set_lr_scheduler(copy.deepcopy(rate, memo))
         else:
-            twin.set_lr(rate)
-        self._twin_scheduler = copy.deepcopy(lr_scheduler, memo)
+            reference.set_lr(rate)
+        self._copied_scheduler = copy.deepcopy(lr_scheduler, memo)
 
     def compare(self, step: int) -> list[Difference]:
         """Compares the current learning rates of the optimizers."""
-        ours, expected = self._optimizer.get_lr(), self._twin.get_lr()
+        ours, expected = self._optimizer.get_lr(), self._of_reference.get_lr()
         return compare_numbers("learning rate", "", step, ours, expected)
 
     def step(self, step: int, loss: Nest) -> list[Difference]:
         """Steps the reference's scheduler after the pipeline stepped its own, and compares both."""
         if not self._follow:
             return []
-        step_rate(self._twin_scheduler, loss)
+        step_rate(self._copied_scheduler, loss)
         differences = self.compare(step)
-        epoch, twin_epoch = (
-            getattr(one, "last_epoch", 0) for one in (self._scheduler, self._twin_scheduler)
+        epoch, copied_epoch = (
+            getattr(one, "last_epoch", 0) for one in (self._scheduler, self._copied_scheduler)
         )
         name = type(self._scheduler).__name__
-        return differences + compare_numbers("last_epoch", name, step, epoch, twin_epoch)
+        return differences + compare_numbers("last_epoch", name, step, epoch, copied_epoch)
 
 
 #: By parameter, the squared norms of its gradient in the pipeline and in the reference.

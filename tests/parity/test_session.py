@@ -52,11 +52,11 @@ def test_a_right_pipeline_is_bit_exact(ranks: int, schedule: str) -> None:
         ),
     ],
 )
-def test_the_reference_gets_a_twin_of_any_optimizer(make: Any) -> None:
+def test_the_reference_gets_a_copy_of_any_optimizer(make: Any) -> None:
     with model_in_job(2) as model:
         optimizer = fleet.distributed_optimizer(make(model.parameters()))
         report = compared(model, optimizer)
-        # What the optimizer keeps of these steps is the next twin's too.
+        # What the optimizer keeps of these steps is the next copy's too.
         later = compared(model, optimizer)
     assert report.passed, report.verdict()
     assert report.pipeline_loss[0] != report.pipeline_loss[-1]

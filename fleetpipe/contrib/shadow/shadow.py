@@ -93,7 +93,7 @@ class Shadow(BatchObserver):
         self._shared: set[str] = set()
         #: The buffers as the last batch has left them.
         self._left: dict[str, str] = {}
-        self._has_twin = False
+        self._copies_optimizer = False
         #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
         self._failure: str | None = None
 
@@ -227,7 +227,7 @@ class Shadow(BatchObserver):
             CaptureError: The parameters differ; they have their values from before the step again.
         """
         batch, reference = self._batch, self._reference
-        if batch is None or reference is None or not self._has_twin:
+        if batch is None or reference is None or not self._copies_optimizer:
             step()
             if batch is not None:  # one without an optimizer has ended already
                 self._count_batch()
@@ -285,7 +285,7 @@ class Shadow(BatchObserver):
                     expected[name].grad = gradients[name]
                 renew(expected[name])
             return_memory()
-            stepping = reference.twin_of(optimizer, self._pipe, piece)
+            stepping = reference.copy_of(optimizer, self._pipe, piece)
             # Names of an optimizer's state are counted: the user's are to be those of a first one.
             with paddle.utils.unique_name.guard():
                 stepping.step()
@@ -301,7 +301,7 @@ class Shadow(BatchObserver):
         marks = attributes_of(capturing.model, lambda *_: True)
         if self._reference is None or self._copied != marks:
             self._reference, self._copied = None, marks
-            # What no forward writes into has one memory in both, but while a twin steps.
+            # What no forward writes into has one memory in both, but while the copy steps.
             parameters = pipe.state.own_parameters()
             self._shared = parameters.keys() - capturing.unopened.written
             shared = [parameters[name] for name in self._shared]
@@ -319,7 +319,7 @@ class Shadow(BatchObserver):
             # As a new copy does: on another rank a forward may have registered a buffer.
             self._reference.take_hidden_buffers(pipe)
             self._take_unsaved_buffers(self._reference)
-        self._has_twin = all(all_ranks().all_gather(_can_have_a_twin(optimizer)))
+        self._copies_optimizer = all(all_ranks().all_gather(_can_be_copied(optimizer)))
         drop_gradients(self._reference.model.parameters())
         self._reference.take_switches(pipe)
         return self._reference
@@ -451,7 +451,7 @@ def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
     return largest_gap(*zeros_for_missing(gradient, right))
 
 
-def _can_have_a_twin(optimizer: Optimizer) -> bool:
+def _can_be_copied(optimizer: Optimizer) -> bool:
     """Whether a copy of an optimizer steps as the optimizer does.
 
     It does not if a script replaced its ``step``, or if it holds only a shard of its state.
