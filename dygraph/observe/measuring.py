@@ -168,7 +168,7 @@ class Runs:
         self._data = MicroBatches(*(part and part[: len(weights)] for part in data))
 
     def lengths(self, units: Units) -> list[int]:
-        """Returns the number of places of each unit; empty in a process without data."""
+        """Returns the number of positions of each unit; empty in a process without data."""
         parts = next((part for part in self._data if part), None)
         return [] if parts is None else units.lengths(parts[0])
 

@@ -42,7 +42,7 @@ class Criterion(paddle.nn.Layer):
 
     @property
     def declares(self) -> Callable[..., Nest] | None:
-        """The function that declares of how many places the loss is the mean."""
+        """The function that declares of how many positions the loss is the mean."""
         return self._loss
 
     def __call__(self, output: Nest, label: Nest) -> Tensor:

@@ -62,9 +62,9 @@ def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 @cache
 def mean_leaves_out_below_zero() -> bool:
-    """Whether the mean of a cross-entropy ignores places of a negative ``ignore_index``.
+    """Whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
 
-    2.6.2 divides by the places that count, 3.3.x by all.
+    2.6.2 divides by the positions that count, 3.3.x by all.
     """
     labels = paddle.to_tensor([0, -100])
     loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)

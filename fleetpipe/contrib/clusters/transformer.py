@@ -50,7 +50,8 @@ class Transformer:
         kv_heads: Heads of keys and values; None: as many as ``heads``.
         feed_forward: Width of the feed-forward; None: four times ``hidden``.
         gated: Whether the feed-forward has a gate: three matrices, not two.
-        flash: Whether attention stores no scores, and skips the places that its causal mask hides.
+        flash: Whether attention stores no scores, and skips the positions that its causal mask
+            hides.
         experts: Experts of a block; 0 for none.
         active_experts: Experts that a token passes through.
         dtype: Of products, activations and parameters.

@@ -59,7 +59,7 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @property
     def declares(self) -> Any:
-        """The function that declares of how many places the loss is the mean."""
+        """The function that declares of how many positions the loss is the mean."""
         return self.criterion
 
     def forward(self, output: Nest, label: Nest) -> Tensor:

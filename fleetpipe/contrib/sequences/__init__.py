@@ -1,6 +1,6 @@
 """Sequences that are split over ranks: along sep by exchanging heads, along cp in a ring.
 
-Start with ``attention.py``; ``parts.py`` computes the places that each rank has.
+Start with ``attention.py``; ``parts.py`` computes the positions that each rank has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over sequences that are split over ranks.
 
-Along sep every rank has some places of all heads. An all_to_all gives it all places of some heads,
-on which attention runs as on one rank (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509).
+Along sep every rank has some positions of all heads. An all_to_all gives it all positions of some
+heads, on which attention runs as on one rank (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def attention(
     scale: float | None = None,
     ranks: SequenceRanks | None = None,
 ) -> Tensor:
-    """Computes the attention of this rank's places to all places of the sequences.
+    """Computes the attention of this rank's positions to all positions of the sequences.
 
     Collective over the sep and cp ranks, forward and backward. It computes in tiles and never keeps
     a whole matrix of scores, also with one rank.
 
     Args:
-        query: The queries of this rank's places, ``[rows, places, heads, size]``.
-        key: The keys, ``[rows, places, heads of keys, size]``; several heads may share keys.
+        query: The queries of this rank's positions, ``[rows, positions, heads, size]``.
+        key: The keys, ``[rows, positions, heads of keys, size]``; several heads may share keys.
         value: The values, of the same shape as ``key``.
-        causal: Whether a place sees only itself and those before.
-        documents: Integers ``[rows, places]`` for packed sequences: a place sees only places with
-            the same number; see :func:`documents_of`.
+        causal: Whether a position sees only itself and those before.
+        documents: Integers ``[rows, positions]`` for packed sequences: a position sees only
+            positions with the same number; see :func:`documents_of`.
         scale: The factor of the scores; by default one over the root of ``size``.
         ranks: The ranks that share the sequences; by default the job's sep and cp ranks.
 
@@ -96,7 +96,7 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor
         )
 
 
-#: Axes of ``[rows, places, heads, size]``.
+#: Axes of ``[rows, positions, heads, size]``.
 _PLACES, _HEADS = 1, 2
 
 
@@ -117,15 +117,15 @@ _exchange: Callable[..., tuple[Tensor, ...]] = _Exchange.apply
 
 
 def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Returns all places of this rank's share of the heads, from its places of all heads.
+    """Returns all positions of this rank's share of the heads, from its positions of all heads.
 
     Collective.
 
     Args:
         group: The sep ranks.
-        query: ``[rows, places, heads, size]``.
-        key: The keys, with the same places and size. If they have fewer heads than there are ranks,
-            several ranks get the same heads.
+        query: ``[rows, positions, heads, size]``.
+        key: The keys, with the same positions and size. If they have fewer heads than there are
+            ranks, several ranks get the same heads.
         value: The values, of the same shape as ``key``.
 
     Raises:

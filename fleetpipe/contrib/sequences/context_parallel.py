@@ -26,7 +26,7 @@ class _Plan:
     """The base of both plans."""
 
     def __init__(self, backend: str = "p2p") -> None:
-        """Stores how attention reaches the places of other ranks.
+        """Stores how attention reaches the positions of other ranks.
 
         Args:
             backend: ``"p2p"``, the ring along cp, or ``"all2all"``, the exchange along sep.
@@ -52,10 +52,10 @@ class _Plan:
 
 
 class PrepareContextParallel(_Plan):
-    """Cuts the arguments of a layer, the first of a model, to this rank's places."""
+    """Cuts the arguments of a layer, the first of a model, to this rank's positions."""
 
     def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
-        """Replaces the tensors ``[rows, length, ..]`` that ``layer`` gets by this rank's places.
+        """Replaces the tensors ``[rows, length, ..]`` that ``layer`` gets by this rank's positions.
 
         Args:
             layer: A layer that every rank calls with whole sequences.
@@ -71,7 +71,7 @@ class PrepareContextParallel(_Plan):
 
 
 class ContextParallel(_Plan):
-    """Makes a layer that calls ``scaled_dot_product_attention`` attend to all ranks' places."""
+    """Makes a layer that calls ``scaled_dot_product_attention`` attend to all ranks' positions."""
 
     def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
         """Replaces that function during the calls of ``layer``, which become collective.

@@ -1,9 +1,9 @@
-"""The places that each rank has of a sequence that is split over ranks.
+"""The positions that each rank has of a sequence that is split over ranks.
 
 Along cp a sequence is cut into twice as many equal chunks as there are ranks, and rank r has the
-r-th from the front and the r-th from the back: in causal attention, where later places see more,
-this gives every rank the same work (a zig-zag). The places of a cp rank are split once more along
-sep, into consecutive parts::
+r-th from the front and the r-th from the back: in causal attention, where later positions see more,
+this gives every rank the same work (a zig-zag). The positions of a cp rank are split once more
+along sep, into consecutive parts::
 
     chunks, cp 2     0 1 2 3
     cp 0             0     3      sep 2: its first half, its second half
@@ -29,7 +29,7 @@ class SequenceRanks(NamedTuple):
     """The ranks that share each sequence of one replica, as one of them sees them.
 
     Attributes:
-        sep: The ranks whose attention exchanges places for heads.
+        sep: The ranks whose attention exchanges positions for heads.
         cp: The ranks whose attention sends keys and values around.
     """
 
@@ -54,10 +54,10 @@ class SequenceRanks(NamedTuple):
         return self.ranks * (2 if self.cp.ranks > 1 else 1)
 
     def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
-        """Returns the first place of each chunk of a cp rank, and the place after its last.
+        """Returns the first position of each chunk of a cp rank, and the position after its last.
 
         Args:
-            length: The number of places of the whole sequence.
+            length: The number of positions of the whole sequence.
             rank: The cp rank; None for this one.
 
         Raises:
@@ -71,12 +71,12 @@ class SequenceRanks(NamedTuple):
         return [(n * size, (n + 1) * size) for n in (number, last - number)]
 
     def places(self, length: int) -> Tensor:
-        """Returns the places that this rank has: int64 ``[length / ranks]``, in its order.
+        """Returns the positions that this rank has: int64 ``[length / ranks]``, in its order.
 
         These are the position ids of its part of a sequence that is not packed.
 
         Args:
-            length: The number of places of the whole sequence.
+            length: The number of positions of the whole sequence.
 
         Raises:
             ConfigError: The sequence cannot be split into equal parts.
@@ -85,12 +85,12 @@ class SequenceRanks(NamedTuple):
         return paddle.to_tensor(np.split(held, self.sep.ranks)[self.sep.rank], dtype="int64")
 
     def own_part(self, value: Nest, axis: int = 1) -> Nest:
-        """Returns this rank's places of whole sequences, which every rank has; not collective.
+        """Returns this rank's positions of whole sequences, which every rank has; not collective.
 
         Args:
             value: Tensors in tuples, lists and dicts, such as inputs, labels, position ids,
                 documents.
-            axis: The axis of the places.
+            axis: The axis of the positions.
 
         Raises:
             ConfigError: The sequences cannot be split into equal parts.
@@ -110,7 +110,7 @@ class SequenceRanks(NamedTuple):
 
         Args:
             part: This rank's part; all parts have the same shape.
-            axis: The axis of the places.
+            axis: The axis of the positions.
         """
         whole = _join(_join(part.detach(), self.sep, axis), self.cp, axis)
         chunks = [c for rank in range(self.cp.ranks) for c in self.chunks(whole.shape[axis], rank)]
@@ -143,7 +143,7 @@ class SequenceRanks(NamedTuple):
 
         Args:
             value: Tensors in tuples, lists and dicts; their second axis may be the axis of the
-                places.
+                positions.
         """
         if self.ranks == 1:
             return value
@@ -184,17 +184,17 @@ def sequence_ranks() -> SequenceRanks:
 
 
 def own_part(value: Nest, axis: int = 1) -> Nest:
-    """Returns this rank's places of whole sequences; see :meth:`SequenceRanks.own_part`."""
+    """Returns this rank's positions of whole sequences; see :meth:`SequenceRanks.own_part`."""
     return sequence_ranks().own_part(value, axis)
 
 
 def places(length: int) -> Tensor:
-    """Returns the places that this rank has; see :meth:`SequenceRanks.places`."""
+    """Returns the positions that this rank has; see :meth:`SequenceRanks.places`."""
     return sequence_ranks().places(length)
 
 
 def documents_of(position_ids: Tensor) -> Tensor:
-    """Returns the number of the document at each place of packed sequences.
+    """Returns the number of the document at each position of packed sequences.
 
     Args:
         position_ids: Integers ``[rows, length]`` of whole sequences, which start again from 0 at

@@ -28,13 +28,13 @@ TILE = 512
 
 
 class Chunk(NamedTuple):
-    """Consecutive places of sequences.
+    """Consecutive positions of sequences.
 
     Args:
-        begin: The first place.
-        values: ``[.., places, size]``.
-        documents: ``[rows, places]``; a query sees only keys with its own number. None if it sees
-            all.
+        begin: The first position.
+        values: ``[.., positions, size]``.
+        documents: ``[rows, positions]``; a query sees only keys with its own number. None if it
+            sees all.
     """
 
     begin: int
@@ -43,11 +43,11 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The place after the last."""
+        """The position after the last."""
         return self.begin + int(self.values.shape[-2])
 
     def tiles(self) -> Iterator[Chunk]:
-        """Yields the chunk in parts of at most ``TILE`` places."""
+        """Yields the chunk in parts of at most ``TILE`` positions."""
         for start in range(0, self.end - self.begin, TILE):
             part = slice(start, min(start + TILE, self.end - self.begin))
             documents = None if self.documents is None else self.documents[:, part]
@@ -58,7 +58,7 @@ class OnlineSoftmax:
     """Computes attention for a tile of queries, forward, from one tile of keys after another."""
 
     def __init__(self, queries: Chunk) -> None:
-        """Starts with scaled queries ``[rows, heads of keys, heads for each, places, size]``."""
+        """Starts with scaled queries ``[rows, heads of keys, heads for each, positions, size]``."""
         self.queries = queries
         like = queries.values
         lowest = float(paddle.finfo(like.dtype).min)
@@ -67,7 +67,7 @@ class OnlineSoftmax:
         self._sum = paddle.zeros_like(like)
 
     def see(self, keys: Chunk, causal: bool) -> None:
-        """Adds a tile ``[2, rows, heads, places, size]`` of keys and values."""
+        """Adds a tile ``[2, rows, heads, positions, size]`` of keys and values."""
         scores = _scores(self.queries, keys, causal)
         if scores is None:
             return
@@ -144,9 +144,9 @@ class Ring:
 
         Args:
             ranks: The ranks that share the sequences.
-            length: The number of places of the whole sequences.
+            length: The number of positions of the whole sequences.
             documents: ``[rows, length / cp]``; None if a query sees all documents.
-            causal: Whether a query sees only keys at its own place and before.
+            causal: Whether a query sees only keys at its own position and before.
         """
         self.causal = causal
         self._group = ranks.cp
@@ -155,7 +155,7 @@ class Ring:
         self._documents = [_parts(part, len(self._bounds[0])) for part in gathered]
 
     def cut(self, values: Tensor) -> list[Chunk]:
-        """Cuts this rank's values into chunks ``[.., places, size]``."""
+        """Cuts this rank's values into chunks ``[.., positions, size]``."""
         rank = self._group.rank
         return [
             self._chunk(rank, number, part)
@@ -189,7 +189,7 @@ class Ring:
         return returned if self._sees(turn.target, begin) else None
 
     def _sees(self, rank: int, begin: int) -> bool:
-        """Whether any query of a rank sees a key of the chunk that begins at a place."""
+        """Whether any query of a rank sees a key of the chunk that begins at a position."""
         return not self.causal or begin < self._bounds[rank][-1][1]
 
     def _chunk(self, rank: int, number: int, values: Tensor) -> Chunk:
@@ -270,13 +270,13 @@ def ring_attention(
     """Returns the attention of this rank's queries to the keys of all cp ranks. Collective.
 
     Args:
-        query: The scaled queries, ``[rows, places, heads, size]``.
-        key: The keys, ``[rows, places, heads of keys, size]``.
+        query: The scaled queries, ``[rows, positions, heads, size]``.
+        key: The keys, ``[rows, positions, heads of keys, size]``.
         value: The values, of the same shape as ``key``.
-        documents: Integers ``[rows, places]``, or None if a query sees all keys. They stand among
-            the tensors, as a captured model gives others in each call.
+        documents: Integers ``[rows, positions]``, or None if a query sees all keys. They stand
+            among the tensors, as a captured model gives others in each call.
         ranks: The ranks that share the sequences.
-        causal: Whether a query sees only keys at its own place and before.
+        causal: Whether a query sees only keys at its own position and before.
     """
     apply: Callable[..., Tensor] = _RingAttention.apply
     return apply(query, key, value, documents, ranks, causal)
@@ -305,7 +305,7 @@ def _look_back(
 
 
 def _by_head(values: Tensor, heads: int) -> Tensor:
-    """Turns ``[rows, places, all heads, size]`` into ``[rows, heads, rest, places, size]``."""
+    """Turns ``[rows, positions, heads, size]`` into ``[rows, heads, rest, positions, size]``."""
     rows, length, every, size = values.shape
     return values.reshape([rows, length, heads, every // heads, size]).transpose([0, 2, 3, 1, 4])
 

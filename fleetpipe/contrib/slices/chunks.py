@@ -107,7 +107,7 @@ def sequence_chunks(
     return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)
 
 
-#: Layers of Paddle, and those of its tensor parallelism, that see one place at a time.
+#: Layers of Paddle, and those of its tensor parallelism, that see one position at a time.
 _PLACE_BY_PLACE = (
     *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
     *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
@@ -125,7 +125,7 @@ def require_sliceable(entries: Sequence[Any]) -> None:
     """Refuses a list of layers if one may compute something wrong for a slice of a sequence.
 
     Raises:
-        ConfigError: A layer or function is not one of Paddle's that see one place at a time, and
+        ConfigError: A layer or function is not one of Paddle's that see one position at a time, and
             does not have ``takes_slices = True``.
     """
     functions = (

@@ -1,8 +1,8 @@
 """Keeps values of layers from slice to slice of a sequence, and brings back their gradients.
 
-If a schedule cuts sequences into slices, a layer whose places see earlier places (causal attention,
-a recurrent net) asks for the values that it kept in earlier slices, and keeps its part for later
-ones::
+If a schedule cuts sequences into slices, a layer whose positions see earlier positions (causal
+attention, a recurrent net) asks for the values that it kept in earlier slices, and keeps its part
+for later ones::
 
     class Attention(nn.Layer):
         takes_slices = True

@@ -14,7 +14,7 @@ from fleetpipe.errors import ConfigError
 #: lengths have these proportions.
 Slicing = int | tuple[int, ...]
 
-#: The first place of a slice, and the one after its last.
+#: The first position of a slice, and the one after its last.
 Bounds = list[tuple[int, int]]
 
 
@@ -28,15 +28,15 @@ def cut_sequences(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
 
     Args:
         batches: Micro-batches of tensors [rows, length, ..].
-        slicing: How sequences are cut. In an equal cut the first slices are one place longer if the
-            length is not divisible.
+        slicing: How sequences are cut. In an equal cut the first slices are one position longer if
+            the length is not divisible.
 
     Returns:
         The slices of all micro-batches, in order.
 
     Raises:
-        ConfigError: A tensor has no axis 1, or fewer places than there are slices; or the tensors
-            of a micro-batch have different lengths.
+        ConfigError: A tensor has no axis 1, or fewer positions than there are slices; or the
+            tensors of a micro-batch have different lengths.
     """
     return MicroBatches(
         *(_of_all(part, slicing, name) for part, name in zip(batches, batches._fields))
@@ -64,7 +64,7 @@ def bounds_of(value: Nest, slicing: Slicing, name: str) -> Bounds:
 
 
 def bounds(length: int, slicing: Slicing) -> Bounds:
-    """Returns the bounds of the slices of a sequence; each slice has at least one place.
+    """Returns the bounds of the slices of a sequence; each slice has at least one position.
 
     Args:
         length: Places of the sequence, at least as many as there are slices.
@@ -77,7 +77,7 @@ def bounds(length: int, slicing: Slicing) -> Bounds:
         return list(zip([0, *ends], ends))
     total, before, ends = sum(slicing), 0, []
     for index, share in enumerate(accumulate(slicing)):
-        # To the nearest place, half up; and a place is left for each slice that follows.
+        # To the nearest position, half up; and a position is left for each slice that follows.
         nearest = (2 * length * share + total) // (2 * total)
         before = max(before + 1, min(nearest, length - (slices - 1 - index)))
         ends.append(before)
@@ -85,7 +85,7 @@ def bounds(length: int, slicing: Slicing) -> Bounds:
 
 
 def part_of(value: Nest, begin: int, end: int) -> Nest:
-    """Returns the places ``begin`` to ``end - 1`` of the tensors of a micro-batch."""
+    """Returns the positions ``begin`` to ``end - 1`` of the tensors of a micro-batch."""
     return map_tensors(lambda tensor: tensor[:, begin:end], value)
 
 

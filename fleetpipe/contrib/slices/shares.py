@@ -1,8 +1,8 @@
 """Computes how much each slice of a sequence counts in the loss of its micro-batch.
 
-A loss is a mean over places, and the loss of a micro-batch must be the mean over all its places. So
-a slice counts by the number of places that its own mean is over: all of them, or those that the
-loss function says that it counts.
+A loss is a mean over positions, and the loss of a micro-batch must be the mean over all its
+positions. So a slice counts by the number of positions that its own mean is over: all of them, or
+those that the loss function says that it counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def slice_shares(
 ) -> list[list[Fraction]]:
     """Returns for each loss function the share of each slice in the loss of its micro-batch.
 
-    If no place of a micro-batch is counted, its slices count by their lengths.
+    If no position of a micro-batch is counted, its slices count by their lengths.
 
     Args:
         functions: The loss functions.

@@ -16,9 +16,9 @@ from fleetpipe.extras import needed_for
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
-#: The label of a place that the loss leaves out, as in ``nn.CrossEntropyLoss``.
+#: The label of a position that the loss leaves out, as in ``nn.CrossEntropyLoss``.
 IGNORED = -100
-#: The document of places behind the last token.
+#: The document of positions behind the last token.
 _PADDING = -1
 
 
@@ -58,7 +58,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
             text: A folder in which each file is a document, or one of ``datasets``'
                 ``save_to_disk``; None is the documentation of Python's standard library.
             cache: A folder for the tokens.
-            length: Most places of a sequence.
+            length: Most positions of a sequence.
             tokenizer: A ``tokenizers.Tokenizer``, or the path of its file. None trains one of byte
                 pairs on the text.
             vocabulary: Most tokens of one that is trained.
@@ -98,7 +98,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         self._use(np.concatenate([[0], ends[:-1]]).astype("int64"), ends)
 
     def _use(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Makes these documents, by their places in the tokens, those of the sequences."""
+        """Makes these documents, by their positions in the tokens, those of the sequences."""
         if not len(begins):
             raise ConfigError("there is no document in this part", fix="a smaller hold_out(each)")
         self._begins, self._ends = begins, ends

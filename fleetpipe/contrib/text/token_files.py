@@ -34,7 +34,7 @@ _LONGEST_WORD = 256
 END = "<|endoftext|>"
 
 #: A ``tokenizers.Tokenizer``; the tokens of all documents, each with the token that ends it; the
-#: place after each document; and that token.
+#: position after each document; and that token.
 TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
 
 

@@ -91,7 +91,7 @@ class VocabularyLoss:
             )
         self.ignore_index, self.reduction = ignore_index, reduction
         kind: Any = paddle.nn.CrossEntropyLoss
-        #: The loss that counts the same places.
+        #: The loss that counts the same positions.
         self.declares = kind(ignore_index=ignore_index, reduction=reduction)
 
     def __call__(self, output: Nest, label: Tensor) -> Tensor:

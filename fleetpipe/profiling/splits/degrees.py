@@ -2,8 +2,8 @@
 
 Along ``ep`` a rank has 1/n of the experts, and the tokens of n ranks that go to these: its work
 changes only because some experts get more tokens than others. Along ``sep`` and ``cp`` a rank has
-1/n of all places. The exchanged bytes follow from the tokens of experts, and from queries and keys;
-if each of n ranks has equal parts for all ranks, it sends (n-1)/n of them.
+1/n of all positions. The exchanged bytes follow from the tokens of experts, and from queries and
+keys; if each of n ranks has equal parts for all ranks, it sends (n-1)/n of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.profiling.cost_model import LayerCost, Link, Transfer
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
-#: What grows with the places of a sequence.
+#: What grows with the positions of a sequence.
 _BYTES = (
     *("output", "held", "releases", "held_split", "waiting", "working", "saved"),
     *("routed", "queries", "keys"),
@@ -28,7 +28,7 @@ class LayerDegrees(NamedTuple):
 
     Attributes:
         ep: Ranks that share experts.
-        sep: Ranks that share sequences, and exchange heads for places.
+        sep: Ranks that share sequences, and exchange heads for positions.
         cp: Ranks that share sequences, and pass keys on.
     """
 

@@ -1,4 +1,4 @@
-"""Lengths of slices with equal costs, although later slices attend to more places."""
+"""Lengths of slices with equal costs, although later slices attend to more positions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
     """Returns the lengths of slices of the same sequences that should take equally long.
 
     The computation-wise cut of Seq1F1B (arXiv:2406.03488), from times instead of operations: the
-    slice of the places a to b-1 costs x (b-a) + y (b^2-a^2)/2, with x and y fitted to the measured
-    times, neither below 0.
+    slice of the positions a to b-1 costs x (b-a) + y (b^2-a^2)/2, with x and y fitted to the
+    measured times, neither below 0.
 
     Args:
-        lengths: The number of places of each measured slice, in order.
+        lengths: The number of positions of each measured slice, in order.
         times: How long each took, forward and backward.
         slices: The number of slices to cut into.
 
     Raises:
-        ConfigError: There are fewer places than slices.
+        ConfigError: There are fewer positions than slices.
     """
     require_whole("slices", slices)
     ends = list(accumulate(lengths))
@@ -53,7 +53,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
 def _fit(
     lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
 ) -> tuple[float, float]:
-    """Fits x and y of :func:`balanced`: the costs of a place, and of each place that it sees."""
+    """Fits x and y of :func:`balanced`: the costs of a position and of each one that it sees."""
     rounded = np.array(lengths, float)
     seen = rounded * (np.array(ends) - rounded / 2)
     measured = np.array(times)
