@@ -51,11 +51,12 @@ def has_gradient(tensor: Tensor) -> bool:
 
 
 def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
-    """Returns the tensors in ``value``, in order, whose gradient goes back over the edge.
+    """Returns the tensors in ``value``, in order, whose gradients go back over the edge.
 
     Args:
-        value: The value that crosses. Casts of integers have gradients in Paddle, which cross, too.
-        roots: Whether to return only tensors from which backward may start.
+        value: The value that crosses the edge.
+        roots: Whether to leave out integers, from which no backward may start. In Paddle they have
+            gradients all the same if they were cast, and these cross too.
     """
     return [t for t in tensors_of(value) if (has_gradient(t) if roots else not t.stop_gradient)]
 

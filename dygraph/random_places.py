@@ -111,7 +111,7 @@ def _place_of_pylayer(kind: type) -> tuple[int, ...] | None:
 def _in_pylayer(
     place: tuple[int, ...] | None, backward: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Returns the context of a ``PyLayer``'s backward."""
+    """Returns a context in which a ``PyLayer``'s backward has the random stream of ``place``."""
     keys = None if place is None else current()
     return nullcontext() if keys is None or place is None else keys.within(place, backward)
 

@@ -33,11 +33,12 @@ def refill(container: Any, content: Any) -> None:
         (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
-def holders(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
-    """Yields containers that layers and functions name, and the attribute dicts of objects.
+def reachable_containers(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
+    """Yields the containers, and the attribute dicts of objects, that a forward may write to.
 
-    Names in forwards, hooks, methods and helper functions count; functions that helpers call are
-    not searched, since a walk through all that code can reach would have no end.
+    They are what the code of forwards, hooks and functions names: module variables, values of
+    closures, attributes. The code of the methods and functions that it calls counts too, but not
+    that of what those call: a walk through all that code can reach would have no end.
     """
     classes = {type(layer) for layer in layers if not is_of_library(type(layer))}
     hooks = (hook for layer in layers for table in forward_hooks(layer) for hook in table.values())

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, holders, refill
+from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, reachable_containers, refill
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
@@ -75,7 +75,10 @@ class LayerStates:
         ``functions``, may write to.
         """
         now = [table.copy() for table, _ in self._tables]
-        held = (*(container for container, _ in self._contents), *holders(self._layers, functions))
+        held = (
+            *(container for container, _ in self._contents),
+            *reachable_containers(self._layers, functions),
+        )
         contents = [(container, content_of(container)) for container in held]
         try:
             for container, content in self._contents:

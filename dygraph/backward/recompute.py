@@ -35,7 +35,7 @@ from fleetpipe.paddle_api.tensor import (
     is_for_pylayer,
     is_parameter,
     layout_of,
-    same_memory,
+    leaf_on_same_memory,
     switch_gradients_on,
     to_host,
 )
@@ -178,7 +178,7 @@ class _Rerun:
             return tensor
         ticket = _Ticket(tensor)
         if self._piece.differentiates is not False:
-            ticket.tensor = tensor if is_for_pylayer() else same_memory(tensor)
+            ticket.tensor = tensor if is_for_pylayer() else leaf_on_same_memory(tensor)
         self._tickets.append(weakref.ref(ticket))
         return ticket
 
@@ -209,7 +209,7 @@ class _Rerun:
                 where=self._piece.name,
                 fix="call it the same way each time, or set recompute_interval=0",
             )
-        return ticket.tensor if for_pylayer else same_memory(ticket.tensor)
+        return ticket.tensor if for_pylayer else leaf_on_same_memory(ticket.tensor)
 
     def settle(self, output: Nest) -> None:
         """Ends the forward. The first one shows whether later ones must keep saved tensors."""
@@ -232,12 +232,12 @@ class _Rerun:
             ticket = next(tickets, _no_ticket)()
             if ticket is not None:
                 laid_out = in_layout(tensor.detach(), ticket.layout)
-                ticket.tensor = same_memory(laid_out)
+                ticket.tensor = leaf_on_same_memory(laid_out)
                 ticket.tensor.stop_gradient = tensor.stop_gradient
                 filled.append((tensor, tensor.inplace_version))
             if not self._piece.differentiates:
                 return None
-            return tensor if is_for_pylayer() else same_memory(tensor)
+            return tensor if is_for_pylayer() else leaf_on_same_memory(tensor)
 
         before, _here.rerunning = _here.rerunning, True
         try:
@@ -316,7 +316,7 @@ def _no_ticket() -> None:
 
 
 def _keep(packed: Tensor) -> Tensor:
-    return packed if _stays(packed) or is_for_pylayer() else same_memory(packed)
+    return packed if _stays(packed) or is_for_pylayer() else leaf_on_same_memory(packed)
 
 
 def _no_backward(*_arguments: object) -> None:

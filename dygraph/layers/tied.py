@@ -320,7 +320,7 @@ class Built(NamedTuple):
         """Adopts the layers that now stand in ``model`` in place of the registered ones.
 
         Raises:
-            ConfigError: A place is empty.
+            ConfigError: There is no layer any more at the path of a registered one.
         """
         replaced: dict[int, Layer] = {}
         for layers in (self.shared, self.layers):

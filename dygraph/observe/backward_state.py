@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleetpipe.aliases import Layer
-from fleetpipe.dygraph.backward.contents import CONTAINERS, holders
+from fleetpipe.dygraph.backward.contents import CONTAINERS, reachable_containers
 from fleetpipe.dygraph.backward.layer_state import PADDLES_ATTRIBUTES
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
@@ -23,6 +23,8 @@ from fleetpipe.transport.wire.bridge import checksum
 _NUMBERS = (bool, int, float, str)
 #: A schedule puts another forward in for each action.
 _LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
+#: Stands for a value that was not there before a backward.
+_ABSENT = object()
 
 
 class BackwardState(BatchObserver):
@@ -42,7 +44,8 @@ class BackwardState(BatchObserver):
             for number, loss in enumerate(self._layers.loss_layers()):
                 parts.update(loss.named_sublayers(f"loss.{number}", include_self=True))
             functions = self._layers.named_functions().values()
-            self._parts, self._beside = parts, [*holders([*parts.values()], functions)]
+            self._parts = parts
+            self._beside = [*reachable_containers([*parts.values()], functions)]
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Returns a backward with a comparison around it; other operations as they are."""
@@ -54,9 +57,10 @@ class BackwardState(BatchObserver):
                 return instruction()
             before = dict(self._values())
             blocked = instruction()
-            for place, (name, value) in self._values():
-                _, then = before.get(place, ("", compared))
-                if value is not then and not (isinstance(value, _NUMBERS) and value == then):
+            for key, (name, value) in self._values():
+                _, earlier = before.get(key, ("", _ABSENT))
+                same_number = isinstance(value, _NUMBERS) and value == earlier
+                if value is not earlier and not same_number:
                     _refuse(name)
             return blocked
 
@@ -67,9 +71,9 @@ class BackwardState(BatchObserver):
         self._over, self._parts, self._beside = True, {}, []
 
     def _values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
-        """Yields each value that forwards may read: its place, which is no other later; its name.
+        """Yields a key that stays the same, the name, and the value of all that a forward may read.
 
-        Of buffers and statistics it has checksums. Parameters change in steps alone.
+        A buffer or statistic is its checksum. Parameters are left out: only steps change them.
         """
         containers = [("beside the layers", one) for one in self._beside]
         for path, part in self._parts.items():

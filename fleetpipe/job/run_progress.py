@@ -51,10 +51,11 @@ class WallTime:
         self.recent: deque[tuple[float, ...]] = deque(maxlen=_STEPS)
         self.seconds = (0.0,) * len(PARTS)
         self._waited = waited
-        #: Seconds since the last step, and the waits in them, which are waits no more.
+        #: Seconds since the last step that :meth:`spending` has named.
         self._named = dict.fromkeys(BETWEEN, 0.0)
+        #: Seconds of waits within those, which do not count as waits a second time.
         self._waits_in_named = 0.0
-        #: The clock and the waits, where the last step has begun, and where it has ended.
+        #: The clock, and the seconds of all waits so far, at the begin and the end of a step.
         self._begun = self._ended = (0.0, 0.0)
         self._steps = 0
         self._measured = False
@@ -89,8 +90,8 @@ class WallTime:
         """Ends a step.
 
         Args:
-            measured: Whether the device has computed the step by now. A step that it has not, and
-                what follows such a step, are taken to be shared out as those that were measured.
+            measured: Whether the device has computed the step by now. If it has not, the wall time
+                of this step and of the time after it is divided in the shares of measured steps.
         """
         now = time.monotonic(), self._waited()
         took, waits = (end - begin for end, begin in zip(now, self._begun))

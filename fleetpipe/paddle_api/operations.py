@@ -344,6 +344,8 @@ def provide(operations: Mapping[str, Function]) -> None:
 
 
 def _with_replacement(function: Function, stock: Function) -> Function:
+    """Returns an operation that calls ``function`` in dynamic graph, and else ``stock``."""
+
     def operation(*args: Any) -> Any:
         if not paddle.in_dynamic_mode():
             return stock(*args)

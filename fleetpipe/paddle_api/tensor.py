@@ -188,8 +188,8 @@ def note_write(tensor: Tensor) -> None:
     tensor._bump_inplace_version()
 
 
-def same_memory(tensor: Tensor) -> Tensor:
-    """Returns a leaf of the graph that shares memory and can be released by itself."""
+def leaf_on_same_memory(tensor: Tensor) -> Tensor:
+    """Returns a leaf of the graph with the memory of ``tensor``; either can be released alone."""
     if hasattr(tensor, "_unsafe_share_buffer_to"):
         other = tensor.detach()
     else:

@@ -76,7 +76,8 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
     Args:
         value: The whole batch.
         size: Rows of a micro-batch.
-        count: How many micro-batches a container without any tensor or list has.
+        count: The number of micro-batches, each with ``value`` itself, where ``value`` is a
+            container without any tensor or list.
     """
     if value is None:
         return None

@@ -39,7 +39,8 @@ class EdgeGradients:
 
     Attributes:
         arrived: The gradient that the consumer sent back; None if it sent none.
-        used: The whole gradient of the value at its producer, which may use the value itself too.
+        used: The gradient that the producer's backward starts from: what arrived, plus that of the
+            producer's own uses of the value.
     """
 
     arrived: dict[At, Tensor | None] = field(default_factory=dict)

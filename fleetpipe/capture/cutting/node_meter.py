@@ -93,7 +93,7 @@ def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -
 
 
 def _share(samples: list[layer_meter.Sample], numbers: Sequence[int]) -> None:
-    """Gives equal nodes the typical times of those that were measured most often."""
+    """Gives each of some equal nodes the median times of the first ones, which ran most often."""
     part = [samples[number] for number in numbers[:MOST_ALIKE]]
     forward = statistics.median(one.forward for one in part)
     backward = statistics.median(one.backward for one in part)

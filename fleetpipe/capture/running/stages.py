@@ -41,7 +41,7 @@ class CapturedStages:
         return run
 
     def form(self, stage: int, value: Nest) -> tuple[Form, Nest]:
-        """Returns the run for a value that came to a stage, and the value for the first node."""
+        """Returns the captured run for a value that came to a stage, and its first node's input."""
         forms = self._forms
         if stage:
             look = value.get(LOOK, forms.first)

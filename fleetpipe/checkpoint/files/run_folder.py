@@ -133,7 +133,9 @@ def remove_step(home: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a step or a link to one, if it is there, as a draft: no half of it is a step.
+    """Removes a step or a link to one, if it is there.
+
+    It becomes a draft first, so that what an interrupted removal leaves is no step.
 
     Raises:
         OSError: It cannot be renamed.

@@ -103,9 +103,16 @@ class _StepOfAnother:
         if optimizer is not None and state.of(OPTIMIZER):
             # No other format says which it is: the kinds of its tensors are compared.
             kind = type(unwrap(optimizer)).__name__
-        order = (*state.of(MODEL),)
         self.manifest = Manifest(
-            *(state.step or 0, {}, entries, order, kind, {}, {}, {}, state.plain_order)
+            step=state.step or 0,
+            files={},
+            tensors=entries,
+            order=(*state.of(MODEL),),
+            optimizer=kind,
+            metrics={},
+            layout={},
+            versions={},
+            plain_order=state.plain_order,
         )
 
     def text(self, _name: str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def connect(store: Store, prefix: str, time: int, timeout: float) -> None:
 
 
 def _opener(store: Store, prefix: str, timeout: float) -> Callable[[int, int, int], Any]:
-    """Returns a function that opens the store of a group of this rank's. Collective over it."""
+    """Returns a function that opens the store of a group; its members call it together."""
     _choose_interface()
 
     def own_store(rank: int, ranks: int, group: int) -> Any:

@@ -68,8 +68,8 @@ class CollectiveCalls:
         self._calls.append(CollectiveCall(number, self._of_job if replicas else 0, kind, words))
         return zlib.crc32(kind.encode())
 
-    def instead_of(self, other: CollectiveCall, same_replica: bool) -> CollectiveCall | None:
-        """Returns the call of this process that is of another kind than another rank's is.
+    def mismatch(self, other: CollectiveCall, same_replica: bool) -> CollectiveCall | None:
+        """Returns this process's call of the same number, if it is of another kind than ``other``.
 
         Args:
             other: The last call of the other rank.

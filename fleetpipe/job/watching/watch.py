@@ -336,7 +336,7 @@ class Watch:
         """Ends the job if the last call of some rank is of another kind than this rank's was."""
         calls = self.progress.calls
         for peer in () if self.patient else self._peers.values():
-            call = calls.instead_of(peer.call, peer.rank in calls.replica)
+            call = calls.mismatch(peer.call, peer.rank in calls.replica)
             if call is not None:
                 text = f"it {peer.call.words} where rank {self.rank} {call.words}"
                 self._fail(Failure(peer.rank, "makes another call", text, permanent=True))

@@ -217,9 +217,9 @@ def read_board(path: Path) -> JobBoard:
 
 
 class BoardFile:
-    """The file of a board, which a job writes again and again: one that does not is dead.
+    """The file of a board. A job that runs writes it again and again; one that does not is dead.
 
-    Whether it does is told by the file alone, for the clocks of two hosts may differ.
+    Only changes of the file count, and not the time in it: the clocks of two hosts may differ.
     """
 
     def __init__(self, path: Path) -> None:
