@@ -68,7 +68,7 @@ def rebuild(container: Nest, items: Iterable[Nest]) -> Nest:
 
 
 def join(combine: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
-    """Joins the parts at each place of several nested values; containers are like the first's.
+    """Joins the parts at each path of several nested values; containers are like the first's.
 
     Values that are not containers of one class, with as many items or the same keys, are joined
     themselves.

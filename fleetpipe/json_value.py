@@ -1,4 +1,4 @@
-"""Reads JSON from any source: each value knows its place, and is checked when it is read.
+"""Reads JSON from any source: each value knows its location, and is checked when it is read.
 
     value = parse(text, Source("this is no profile", ConfigError, "measure one"))
     names = [layer["name"].text() for layer in value["layers"].items()]
@@ -47,7 +47,7 @@ class Source(NamedTuple):
     fix: str
 
     def refused(self, place: str = "", *, expected: str, got: str) -> FleetPipeError:
-        """Returns the error for the value at a place."""
+        """Returns the error for the value at a location."""
         return self.error(self.summary, where=place, expected=expected, got=got, fix=self.fix)
 
 
@@ -56,7 +56,7 @@ class JsonValue:
 
     Attributes:
         content: The value, as :mod:`json` returns it.
-        place: Its place in the document, such as ``stages[0].forward``; "" for the whole.
+        place: Its location in the document, such as ``stages[0].forward``; "" for the whole.
         source: The source that it was read from.
     """
 

@@ -28,7 +28,7 @@ Copies = MutableMapping[tuple[int, str], Tensor]
 
 
 class _Slot(NamedTuple):
-    """A copy of a buffer, or of a statistic among the parameters, and its place in a layer."""
+    """A copy of a buffer, or of a statistic among the parameters, and where a layer has it."""
 
     table: dict[str, Any]
     name: str

@@ -212,8 +212,8 @@ class FleetFace(ModelOnRanks):
         """Returns a function that runs a part of ``run_function``, without recomputing.
 
         Args:
-            start: The place in ``run_function`` of the first layer of the part.
-            end: The place behind the last layer of the part.
+            start: The index in ``run_function`` of the first layer of the part.
+            end: The index behind the last layer of the part.
         """
         functions = self.run_function[start:end]
 

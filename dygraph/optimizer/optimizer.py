@@ -406,8 +406,8 @@ def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
 
 def _orders(layers: Layer) -> dict[int, int]:
     """Returns the number in the single model of each parameter here, or COPY, by ``id``."""
-    places = layers.state.places()
+    positions = layers.state.positions()
     return {
-        id(tensor): places[name] if getattr(tensor, "is_firstly_shared", True) else COPY
+        id(tensor): positions[name] if getattr(tensor, "is_firstly_shared", True) else COPY
         for name, tensor in layers.state.local_tensors().items()
     }

@@ -36,7 +36,7 @@ from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.partition import Partition
 
 #: More than a rank has parameters and buffers, or a model shared ones.
-_PLACES_OF_A_LAYER = 2**32
+_POSITIONS_OF_A_LAYER = 2**32
 #: Where a buffer is: the dict that holds it, and its name in there.
 Place = tuple[dict[str, Tensor], str]
 
@@ -164,14 +164,14 @@ class ModelState:
         """Returns :meth:`slots`; one slot of the whole replaces the slots of its parts."""
         return wholes_of(self.slots())
 
-    def places(self) -> dict[str, int]:
+    def positions(self) -> dict[str, int]:
         """Returns numbers that sort this process's tensors in the order of the single model.
 
-        Shared layers come first in a model, whatever their place in the list. A layer may have more
-        parameters than when it was built, such as adapters: these get their current place.
+        Shared layers come first in a model, whatever their index in the list. A layer may have more
+        parameters than when it was built, such as adapters: these get their current index.
         """
         shared = [name for layer in self._shared.values() for name in layer.names.values()]
-        places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
+        positions = {name: index for index, name in enumerate(dict.fromkeys(shared))}
         tensors = self.local_tensors()
         spread = any(map(is_spread, tensors.values()))
         whole = {slot.name: n for n, slot in enumerate(self.slots())} if spread else {}
@@ -179,13 +179,13 @@ class ModelState:
             # Experts of other ranks stand between those that are here.
             position = whole.get(name, number)
             if is_shared(name):
-                places.setdefault(name, _PLACES_OF_A_LAYER - 1)
+                positions.setdefault(name, _POSITIONS_OF_A_LAYER - 1)
             else:
                 # What a model has beside its list, as a loss that is an attribute too, comes last.
                 first = name.partition(".")[0]
                 layer = int(first) if first.isdecimal() else len(self._entries)
-                places[name] = (layer + 1) * _PLACES_OF_A_LAYER + position
-        return places
+                positions[name] = (layer + 1) * _POSITIONS_OF_A_LAYER + position
+        return positions
 
     def outlines(self) -> list[str]:
         """Returns the class of each layer of the whole model with its parameters' shapes."""

@@ -72,7 +72,7 @@ class ParallelLayer(paddle.nn.Layer):
         Args:
             size: The size of the axis to cut into equal parts.
             name: The name of the size in the error.
-            across: How many numbers the parameter has at one place of the axis.
+            across: How many numbers the parameter has at one index of the axis.
         """
         share = _share(size, name, self.world_size, type(self).__name__)
         self._cut = size, across

@@ -99,7 +99,7 @@ def pipeline(
         memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
         shape_inputs: Inputs of few whole numbers that the forward may read, as the sizes of images,
-            by key or by place in a tuple. A batch with other numbers in them is captured anew.
+            by key or by index in a tuple. A batch with other numbers in them is captured anew.
 
     Returns:
         A ``PipelineLayer`` for ``fleet.distributed_model``, whose parameters and buffers have the

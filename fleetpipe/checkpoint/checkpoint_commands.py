@@ -332,11 +332,11 @@ def _first_difference(one: StepReader, other: StepReader, name: TensorName) -> s
         np.frombuffer(_bytes(reader, name), f"u{left.itemsize}").reshape(left.shape)
         for reader in (one, other)
     ]
-    places = np.argwhere(bits[0] != bits[1])
-    place = tuple(int(index) for index in places[0])
-    numbers = [_number(of[place], left) for of in bits]
+    indices = np.argwhere(bits[0] != bits[1])
+    first = tuple(int(index) for index in indices[0])
+    numbers = [_number(of[first], left) for of in bits]
     return (
-        f"{len(places)} of {bits[0].size} elements, the first at {list(place)}: "
+        f"{len(indices)} of {bits[0].size} elements, the first at {list(first)}: "
         f"{numbers[0]!r} and {numbers[1]!r}"
     )
 

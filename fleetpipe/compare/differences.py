@@ -110,7 +110,7 @@ def compare_values(
 
     Args:
         quantity: One of ``QUANTITIES``.
-        name: See :class:`Difference`; the place in the containers is appended.
+        name: See :class:`Difference`; the path in the containers is appended.
         step: The training step.
         pipeline: The pipeline's value.
         reference: The single-device model's.
@@ -131,9 +131,9 @@ def compare_values(
 
 
 def leaves(value: Nest, path: str = "") -> dict[str, Any]:
-    """Returns the items of nested containers by their places: ``{"[0]['mask']": tensor}``.
+    """Returns the items of nested containers by their paths: ``{"[0]['mask']": tensor}``.
 
-    The place of a container itself has its type.
+    The path of a container itself has its type.
     """
     if isinstance(value, (tuple, list)):
         parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]

@@ -68,7 +68,7 @@ class Loop:
 
         Args:
             source: Yields the batches of an epoch.
-            position: The place in the data, which advances.
+            position: The position in the data, which advances.
             saver: Saves after steps and epochs; None saves nothing.
             epochs: Number of epochs in all.
             accumulate: Batches whose gradients make one step.

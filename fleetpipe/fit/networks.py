@@ -63,7 +63,7 @@ def _is_list(network: Layer) -> bool:
     """Whether a network is a plain ``nn.Sequential``, which equals the list of its layers."""
     if type(network) is not paddle.nn.Sequential or has_hooks(network):
         return False
-    return all(name == str(place) for place, (name, _) in enumerate(network.named_children()))
+    return all(name == str(index) for index, (name, _) in enumerate(network.named_children()))
 
 
 def single_model_of(network: PipelineLayer) -> Layer:

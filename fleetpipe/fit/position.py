@@ -1,4 +1,4 @@
-"""The place of a training beside its tensors: epoch, batch, metrics and callbacks."""
+"""The position of a training beside its tensors: epoch, batch, metrics and callbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARRAY = "dtype"
 
 
 class Position:
-    """The place of ``fit`` in its data, which checkpoints save; the same on every rank.
+    """The position of ``fit`` in its data, which checkpoints save; the same on every rank.
 
     Attributes:
         epoch: The epoch that runs or comes next.

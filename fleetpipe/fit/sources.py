@@ -174,7 +174,7 @@ def source_of(
         drop_last: Whether a short last batch of a dataset is left out.
         workers: Processes that load a dataset.
         loads: Whether this rank needs the samples. A rank that does not draws only their numbers
-            from a ``Dataset``, to be at the same place in it; every rank reads all other data,
+            from a ``Dataset``, to be at the same position in it; every rank reads all other data,
             because only reading them shows how many rows there are.
 
     Raises:

@@ -45,7 +45,7 @@ class Refused(ValueError):
 
 
 class Placed(NamedTuple):
-    """The place of an array that was left in its file.
+    """The location of an array that was left in its file.
 
     Attributes:
         dtype: The dtype of its elements in the file.
@@ -104,7 +104,7 @@ class _Bytes:
         return data
 
     def skip(self, count: int) -> _Place:
-        """Skips bytes, after a check that they exist, and returns their place."""
+        """Skips bytes, after a check that they exist, and returns their location."""
         begin = self._file.tell()
         if begin + count > self._size:
             raise ValueError(f"{count} bytes are announced, and {self._size - begin} left")
@@ -113,7 +113,7 @@ class _Bytes:
 
 
 class _Place(NamedTuple):
-    """The place of bytes in a file that were not read."""
+    """The location of bytes in a file that were not read."""
 
     begin: int
     nbytes: int

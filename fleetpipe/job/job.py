@@ -99,7 +99,7 @@ class Job(MeshGroups):
             connections: The connections for everything else, to all ranks; None for one process.
             fused_copies: Paddle's group of :meth:`copies`, if they span several axes.
             run: A unique name of the job, the same on all ranks; by default a new one.
-            mesh: The places of all ranks; by default in Paddle's order.
+            mesh: The coordinates of all ranks; by default in Paddle's order.
             pipeline: The transport of its pipeline's tensors; by default the connections.
             neighbours: Paddle's groups by which that sends.
         """
@@ -473,7 +473,7 @@ def pipeline_group() -> Group:
 
 
 def mp_shard() -> tuple[int, int]:
-    """Returns this process's place along mp, and the number of ranks there."""
+    """Returns this process's coordinate along mp, and the number of ranks there."""
     return (0, 1) if _job is None else (_job.coordinate.mp, _job.degrees.mp)
 
 

@@ -29,14 +29,14 @@ class MeshGroups(ABC):
     """The groups of a job's ranks, from the view of one of its processes.
 
     Attributes:
-        mesh: The places of all ranks.
+        mesh: The coordinates of all ranks.
         degrees: The number of ranks along each axis.
         hcg: Paddle's ``HybridCommunicateGroup``, or a ``LocalTopology``.
         local: Whether this one process plays all ranks.
     """
 
     def __init__(self, mesh: Mesh, hcg: Any, local: bool, fused_copies: Any) -> None:
-        """Stores the places of all ranks; groups are created at their first use.
+        """Stores the coordinates of all ranks; groups are created at their first use.
 
         ``fused_copies`` is Paddle's group of :meth:`copies`, if they span several axes.
         """
@@ -73,7 +73,7 @@ class MeshGroups(ABC):
 
     @functools.cached_property
     def coordinate(self) -> Coordinate:
-        """This process's place on each axis; the first rank's if it plays all ranks."""
+        """This process's coordinate on each axis; the first rank's if it plays all ranks."""
         if self.local:
             return Coordinate()
         return self.mesh.coordinate(self.hcg.get_global_rank())
@@ -100,7 +100,7 @@ class MeshGroups(ABC):
     def replicas(self) -> Group:
         """Returns the group of ranks that do this one's part of the model for other samples.
 
-        It has all dp x sharding ranks with this rank's place on every other axis, by replica.
+        It has all dp x sharding ranks with this rank's coordinate on every other axis, by replica.
         """
         return self.along(*REPLICA)
 

@@ -57,7 +57,7 @@ class RankRecord:
         action: Its present operation, in words.
         stages: The stages that it runs; none before a model is wrapped.
         replica: The number of its replica.
-        shard: Its place among the ranks that share its layers.
+        shard: Its index among the ranks that share its layers.
         awaited: The rank for whose message it waits; None if it does not wait.
         step: Steps that are done, in all attempts.
         steps: Steps of the whole run; None if unknown.

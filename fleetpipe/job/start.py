@@ -35,7 +35,7 @@ def begin_together(
     """Begins a job whose ranks watch each other from the start. Collective over the job.
 
     Args:
-        mesh: The places of all ranks.
+        mesh: The coordinates of all ranks.
         facts: Facts that must be the same on all ranks, by subject; compared before groups are
             created.
         timeout: Seconds that any wait for another rank may last.

@@ -1,11 +1,11 @@
-"""The axes along which the ranks of a job are split, and every rank's place on each.
+"""The axes along which the ranks of a job are split, and every rank's coordinate on each.
 
 An axis is a field of :class:`Degrees` and of :class:`Coordinate`. Those of ``DENSE`` number the
 ranks: their degrees multiply to the size of the job. Those of ``EXPERT`` split the ranks of one
 stage of all replicas a second time, as Fleet does for the layers that are experts::
 
     8 ranks of a stage     dp 2 x sep 2 x mp 2      moe_sharding 2 x ep 4
-    their places           (0,0,0) (0,0,1) ..       (0,0) (0,1) (0,2) (0,3) (1,0) ..
+    their coordinates        (0,0,0) (0,0,1) ..       (0,0) (0,1) (0,2) (0,3) (1,0) ..
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Degrees:
 
 
 class Coordinate(NamedTuple):
-    """A rank's place on each axis, from 0; the first rank's by default."""
+    """A rank's coordinate on each axis, from 0; the first rank's by default."""
 
     dp: int = 0
     pp: int = 0
@@ -174,14 +174,14 @@ class Coordinate(NamedTuple):
         """Whether the rank is first on every axis that numbers ranks, except on those in ``but``.
 
         Args:
-            but: Axes on which its place does not matter.
+            but: Axes on which its coordinate does not matter.
         """
         return not any(getattr(self, axis) for axis in DENSE if axis not in but)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The places of all ranks of a job.
+    """The coordinates of all ranks of a job.
 
     Attributes:
         order: The axes of :data:`DENSE`; rank numbers change fastest along the last one.
@@ -223,29 +223,33 @@ class Mesh:
         if self.degrees.ep == 1 or state % outer:
             return sizes
         sizes = [(a, n) for a, n in sizes if a not in ("sharding", *self.degrees.state_axes)]
-        place = sizes.index(("pp", self.degrees.pp))
+        index = sizes.index(("pp", self.degrees.pp))
         inner = ("sharding", state // outer)
-        sizes.insert(place + 1, inner)
-        sizes.insert(place if self.before else place + 1, ("sharding", outer))
+        sizes.insert(index + 1, inner)
+        sizes.insert(index if self.before else index + 1, ("sharding", outer))
         return sizes
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Returns a rank's place on each axis."""
-        places, scale = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
+        """Returns a rank's coordinate on each axis."""
+        coordinates, scale = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 1)
         in_stage, weight = 0, 1
         for axis, size in reversed(self.digits):
             rank, digit = divmod(rank, size)
-            places[axis] += digit * scale[axis]
+            coordinates[axis] += digit * scale[axis]
             scale[axis] *= size
             if axis != "pp":
                 in_stage += digit * weight
                 weight *= size
         if self._shares_digit:
-            places["sharding"], places["cp"] = divmod(places["sharding"], self.degrees.cp)
+            coordinates["sharding"], coordinates["cp"] = divmod(
+                coordinates["sharding"], self.degrees.cp
+            )
         inner = "ep" if self.outer == "moe_sharding" else "moe_sharding"
         if self.degrees.ep > 1:
-            places[self.outer], places[inner] = divmod(in_stage, getattr(self.degrees, inner))
-        return Coordinate(**places)
+            coordinates[self.outer], coordinates[inner] = divmod(
+                in_stage, getattr(self.degrees, inner)
+            )
+        return Coordinate(**coordinates)
 
     @property
     def _shares_digit(self) -> bool:
@@ -253,7 +257,7 @@ class Mesh:
         return self.degrees.cp_in_sharding and ("cp", self.degrees.cp) not in self.digits
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Returns the rank at a place on the axes of :data:`DENSE`."""
+        """Returns the rank at a coordinate on the axes of :data:`DENSE`."""
         return self._ranks[coordinate[: len(DENSE)]]
 
     @functools.cached_property
@@ -262,43 +266,43 @@ class Mesh:
 
     @functools.cached_property
     def _ranks(self) -> dict[tuple[int, ...], int]:
-        return {place[: len(DENSE)]: rank for rank, place in enumerate(self._coordinates)}
+        return {each[: len(DENSE)]: rank for rank, each in enumerate(self._coordinates)}
 
     @functools.cached_property
     def _expert_ranks(self) -> dict[tuple[int, ...], int]:
         return {(c.pp, c.moe_sharding, c.ep): rank for rank, c in enumerate(self._coordinates)}
 
     def along(self, coordinate: Coordinate, axes: Sequence[str]) -> list[int]:
-        """Returns the ranks that differ from one place on the given axes only.
+        """Returns the ranks that differ from one coordinate on the given axes only.
 
         Args:
-            coordinate: The place of one of these ranks.
+            coordinate: The coordinate of one of these ranks.
             axes: The axes that they span, of :data:`DENSE`, or of :data:`EXPERT` and pp. The ranks
-                are sorted by their place on the last axis, then on the one before.
+                are sorted by their coordinate on the last axis, then on the one before.
         """
         spans = itertools.product(*(range(getattr(self.degrees, axis)) for axis in axes))
-        places = [coordinate._replace(**dict(zip(axes, span))) for span in spans]
+        coordinates = [coordinate._replace(**dict(zip(axes, span))) for span in spans]
         if {*axes} & {*EXPERT} and self.degrees.ep > 1:
-            return [self._expert_ranks[place.pp, place.moe_sharding, place.ep] for place in places]
-        return [self.rank(place) for place in places]
+            return [self._expert_ranks[each.pp, each.moe_sharding, each.ep] for each in coordinates]
+        return [self.rank(each) for each in coordinates]
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """Returns the ranks of each group along some axes, the group of rank 0 first."""
         made: dict[int, list[int]] = {}
-        for place in self._coordinates:
-            ranks = self.along(place, axes)
+        for each in self._coordinates:
+            ranks = self.along(each, axes)
             made.setdefault(min(ranks), ranks)
         return list(made.values())
 
     def number(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
-        """Returns the index in :meth:`along` of the rank at a place."""
+        """Returns the index in :meth:`along` of the rank at a coordinate."""
         number = 0
         for axis in axes:
             number = number * getattr(self.degrees, axis) + getattr(coordinate, axis)
         return number
 
     def replica(self, coordinate: Coordinate) -> int:
-        """Returns the number of the replica of the rank at a place."""
+        """Returns the number of the replica of the rank at a coordinate."""
         return self.number(coordinate, REPLICA)
 
 

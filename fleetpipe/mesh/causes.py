@@ -1,4 +1,4 @@
-"""Likely causes, in a sentence, of ranks with other contents than their places require.
+"""Likely causes, in a sentence, of ranks with other contents than their coordinates require.
 
 And the axis along which these ranks are apart from the rest.
 """
@@ -17,10 +17,10 @@ NORM = (
 def axis_between(
     places: Mapping[int, Mapping[str, int]], wrong: Collection[int], axes: Iterable[str]
 ) -> str:
-    """Returns the first axis whose place decides which ranks are wrong; "" if none does.
+    """Returns the first axis whose coordinate decides which ranks are wrong; "" if none does.
 
     Args:
-        places: By rank, its place on the axes; 0 where it says none.
+        places: By rank, its coordinates on the axes; 0 where it says none.
         wrong: Some of these ranks.
         axes: The axes, likely ones first.
     """

@@ -21,7 +21,7 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.transport.wire.structure import SIZES
 
 Name = TypeVar("Name", bound=Hashable)
-#: Returns a process's place along an axis of the mesh, and the number of ranks there.
+#: Returns a process's coordinate along an axis of the mesh, and the number of ranks there.
 Place = Callable[[], tuple[int, int]]
 
 
@@ -30,8 +30,8 @@ class Region(NamedTuple):
 
     Attributes:
         axis: The axis that is cut.
-        start: The first place along it.
-        stop: The place after the last.
+        start: The first index along it.
+        stop: The index after the last.
         size: Places of the whole tensor along it.
     """
 
@@ -191,7 +191,7 @@ def part_of(tensor: Tensor, place: Place) -> PartOfWhole | None:
 
     Args:
         tensor: The parameter, or a buffer.
-        place: Returns this process's place along mp, and the number of ranks there.
+        place: Returns this process's coordinate along mp, and the number of ranks there.
     """
     part, axis = attached_part(tensor), split_axis(tensor)
     if part is not None or axis is None:

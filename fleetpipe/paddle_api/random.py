@@ -29,7 +29,7 @@ _log = log.logger(__name__)
 core: Any = _core
 #: Whether a generator's state can be made: 3.3 takes the engine's, 2.6.2 a seed alone.
 TAKES_ENGINES = len(core.default_cpu_generator().get_state().__getstate__()) > 3
-#: The engine, MT19937-64: 312 words and the place in them.
+#: The engine, MT19937-64: 312 words and the index in them.
 _ENGINE_WORDS = 313
 #: The name of Paddle's own generator among streams.
 DEFAULT = "default generator"

@@ -150,7 +150,7 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         return _paddle_topology.ParallelMode.SEGMENT_PARALLEL if split else mode
 
 
-#: Paddle's attributes for a rank's places.
+#: Paddle's attributes for a rank's coordinates.
 _PLACES = {
     "dp": "_data_parallel_id",
     "mp": "_model_parallel_id",

@@ -26,7 +26,7 @@ from fleetpipe.transport import MessageKey, Value
 
 
 class At(NamedTuple):
-    """A value on an edge: the stage that produces it, its micro-batch, its place in containers."""
+    """A value on an edge: the stage that produces it, its micro-batch, its path in containers."""
 
     stage: int
     micro_batch: int

@@ -123,9 +123,9 @@ class _Search:
         return best
 
     def _moves(self, boundaries: Boundaries) -> Iterator[Boundaries]:
-        """Yields cuts with some neighbouring borders moved by the same number of places."""
-        places = self.task.profile.cuts
-        index = {place: number for number, place in enumerate(places)}
+        """Yields cuts with some neighbouring borders moved by the same number of possible cuts."""
+        cuts = self.task.profile.cuts
+        index = {cut: number for number, cut in enumerate(cuts)}
         # The parts of a head stay where they are.
         last = next(n for n in range(1, len(boundaries)) if boundaries[n] not in index)
         inner = [index[border] for border in boundaries[1:last]]
@@ -135,7 +135,7 @@ class _Search:
                     moved = list(inner)
                     for number in range(first, first + width):
                         moved[number] += step
-                    if not moved[first] >= 0 or not moved[first + width - 1] < len(places):
+                    if not moved[first] >= 0 or not moved[first + width - 1] < len(cuts):
                         continue
                     if all(one < after for one, after in itertools.pairwise(moved)):
-                        yield (0, *(places[number] for number in moved), *boundaries[last:])
+                        yield (0, *(cuts[number] for number in moved), *boundaries[last:])

@@ -79,13 +79,13 @@ def _doubled_error(
 
 
 def _check_backwards(schedule: ScheduleRows, positions: dict[Action, tuple[int, int]]) -> None:
-    for action, place in positions.items():
+    for action, position in positions.items():
         kind, stage, micro_batch = action
         whole = Action("B", stage, micro_batch)
         if kind in ("I", "W") and whole in positions:
             raise ScheduleError(
                 f"{action} repeats a part of {whole}",
-                where=where(schedule, *place),
+                where=where(schedule, *position),
                 expected=f"either {whole}, or I and W of the same stage and micro-batch",
                 got=f"{whole} is on rank {positions[whole][0]} at #{positions[whole][1]}",
                 fix=f"leave out {action}, or write I and W in place of {whole}",
@@ -93,7 +93,7 @@ def _check_backwards(schedule: ScheduleRows, positions: dict[Action, tuple[int, 
         if kind != "F" and schedule.forward_only:
             raise ScheduleError(
                 f"{action} is a backward in a forward-only schedule",
-                where=where(schedule, *place),
+                where=where(schedule, *position),
                 expected="forwards only",
                 fix="leave it out",
             )

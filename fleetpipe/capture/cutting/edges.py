@@ -40,9 +40,9 @@ def crossing(
 def _route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
     """Returns the fewest edges that lead from a stage to a later one; a new one if none do."""
     routes = {source: list[Edge]()}
-    for place in range(source, stage):
-        for edge in edges if place in routes else ():
-            if edge.source == place and edge.target <= stage:
-                route = [*routes[place], edge]
+    for between in range(source, stage):
+        for edge in edges if between in routes else ():
+            if edge.source == between and edge.target <= stage:
+                route = [*routes[between], edge]
                 routes[edge.target] = min(routes.get(edge.target, route), route, key=len)
     return routes.get(stage, [Edge(source, stage)])

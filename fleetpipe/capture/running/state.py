@@ -88,9 +88,9 @@ class CapturedState(ModelState):
         """Returns the names and shapes of the whole model."""
         return self._slots
 
-    def places(self) -> dict[str, int]:
-        """Returns the place of each tensor in the plain model."""
-        return {slot.name: place for place, slot in enumerate(self._slots)}
+    def positions(self) -> dict[str, int]:
+        """Returns the position of each tensor among those of the plain model."""
+        return {slot.name: position for position, slot in enumerate(self._slots)}
 
     def outlines(self) -> list[str]:
         """Returns the names and shapes of the whole model, and its nodes, as text."""

@@ -26,7 +26,7 @@ ROWS = 2
 #: The classes of plain values.
 PLAIN = (type(None), bool, int, float, str)
 
-#: Keys of a dict of inputs, or places in a tuple of them.
+#: Keys of a dict of inputs, or indices in a tuple of them.
 Keys = Collection[object]
 
 

@@ -170,8 +170,8 @@ def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]
         for key, item in value.items():
             yield from parts(item, (*path, key))
     elif isinstance(value, (tuple, list)):
-        for place, item in enumerate(value):
-            yield from parts(item, (*path, place))
+        for index, item in enumerate(value):
+            yield from parts(item, (*path, index))
     else:
         yield path, value
 

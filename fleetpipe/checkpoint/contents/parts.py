@@ -120,7 +120,7 @@ class ProgramSource(Protocol):
 
     Attributes:
         parts: The parameters and running statistics that this process has.
-        by_order: Whether names of a checkpoint are matched by their place in the order.
+        by_order: Whether names of a checkpoint are matched by their position in the order.
         minimized_by: The optimizer of its ``minimize``.
     """
 

@@ -159,7 +159,7 @@ class StepReader:
 
     @contextmanager
     def _open_files(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
-        """Yields a function that returns the open file of a tensor, and its place there."""
+        """Yields a function that returns the open file of a tensor, and its offset there."""
         with ExitStack() as files:
 
             @cache

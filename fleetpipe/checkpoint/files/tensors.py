@@ -44,7 +44,7 @@ _BLOCK = 1 << 20
 
 
 class ByteRun(NamedTuple):
-    """A run of bytes: its place in the whole tensor, its place in the part, and its length."""
+    """A run of bytes: its offset in the whole tensor, its offset in the part, and its length."""
 
     whole: int
     part: int

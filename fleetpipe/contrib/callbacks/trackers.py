@@ -103,7 +103,7 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yields the figures of a row by name; a list gives ``name/index`` for each of its numbers."""
     for name, value in row.items():
         if isinstance(value, list):
-            yield from ((f"{name}/{place}", number) for place, number in enumerate(value))
+            yield from ((f"{name}/{index}", number) for index, number in enumerate(value))
         elif name not in ("step", "epoch", "phase", "time"):
             yield name, value
 

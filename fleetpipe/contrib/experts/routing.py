@@ -37,7 +37,7 @@ def number_count(numbers: Tensor, upper_range: int) -> Tensor:
 
 
 def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
-    """Returns the places of the choices, sorted by expert, int64 [eff_num_len].
+    """Returns the positions of the choices, sorted by expert, int64 [eff_num_len].
 
     Args:
         x: The choices, of any shape.
@@ -103,8 +103,10 @@ def prune_gate_by_capacity(
     counts = _counts(flat, experts)
     starts = counts.cumsum() - counts
     free = paddle.concat([paddle.zeros([1], "int64"), expert_count.astype("int64")])
-    place = paddle.arange(flat.shape[0]) - starts.index_select(chosen + 1)
-    kept = paddle.where(place < free.index_select(chosen + 1), chosen, paddle.full_like(chosen, -1))
+    position = paddle.arange(flat.shape[0]) - starts.index_select(chosen + 1)
+    kept = paddle.where(
+        position < free.index_select(chosen + 1), chosen, paddle.full_like(chosen, -1)
+    )
     pruned = paddle.scatter(paddle.zeros_like(flat), order, kept)
     return pruned.reshape(gate_idx.shape).astype(gate_idx.dtype)
 
@@ -130,10 +132,10 @@ def _counts(choices: Tensor, experts: int) -> Tensor:
 
 
 def by_expert(choices: Tensor, last_first: bool = False) -> Tensor:
-    """Returns the places of choices sorted by expert, within an expert in order or reversed."""
+    """Returns the positions of choices sorted by expert, within an expert in order or reversed."""
     count = choices.shape[0]
-    places = paddle.arange(count)
-    keys = choices.astype("int64") * count + (count - 1 - places if last_first else places)
+    positions = paddle.arange(count)
+    keys = choices.astype("int64") * count + (count - 1 - positions if last_first else positions)
     return paddle.argsort(keys)
 
 

@@ -99,7 +99,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         Collective over the job.
 
         Args:
-            position: The place of the training in its data, which a checkpoint sets.
+            position: The position of the training in its data, which a checkpoint sets.
             save_dir: The folder to use if the constructor got none.
             go_on: Whether to resume from the newest checkpoint of the folder.
             state: What the script adds; what this rank's own callbacks have joins it.

@@ -24,7 +24,7 @@ _paddle_parallel: Any = _parallel
 
 #: More than a process makes.
 _MOST_GROUPS = 1 << 16
-#: This rank's place in each Gloo group and the group's size, by Paddle's number, as they were made.
+#: This rank's index in each Gloo group and the group's size, by Paddle's number, as they were made.
 _gloo_groups: dict[int, tuple[int, int]] = {}
 #: A group's store must live as long as the group.
 _kept_stores: list[PaddleStore] = []

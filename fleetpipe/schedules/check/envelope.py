@@ -51,7 +51,8 @@ class Envelope:
 
     Attributes:
         rank: The rank.
-        head: The place in the row of the first entry that has not run; the row's length at its end.
+        head: The position in the row of the first entry that has not run; the row's length at its
+            end.
         cap: Most that the rank may hold at once.
         held: What it holds.
     """
@@ -89,10 +90,10 @@ class Envelope:
         self._during = [one.during for one in around]
         self._needed_by: list[list[int]] = [[] for _ in around]
         self._needs = [0 for _ in around]
-        for place, needs in enumerate(_needs(schedule, rank, edges, shared)):
-            self._needs[place] = len(needs)
+        for position, needs in enumerate(_needs(schedule, rank, edges, shared)):
+            self._needs[position] = len(needs)
             for need in needs:
-                self._needed_by[need].append(place)
+                self._needed_by[need].append(position)
         self.restart()
 
     def restart(self) -> None:
@@ -102,7 +103,7 @@ class Envelope:
         self._done = [False for _ in self._needs]
         #: What the rank would hold during each entry if it went on in the order of its row.
         self._ahead = [*self._during]
-        self._open = [place for place, count in enumerate(self._left) if not count]
+        self._open = [position for position, count in enumerate(self._left) if not count]
 
     @property
     def finished(self) -> bool:
@@ -110,63 +111,67 @@ class Envelope:
         return self.head == len(self._done)
 
     def candidates(self) -> Iterator[int]:
-        """Yields the places of entries that may run as soon as messages are there, in order.
+        """Yields the positions of entries that may run as soon as messages are there, in order.
 
         The first one is the head.
         """
-        return (place for place in self._open if place == self.head or self._fits(place))
+        return (
+            position for position in self._open if position == self.head or self._fits(position)
+        )
 
-    def take(self, place: int) -> None:
-        """Says that the entry at a place, which was a candidate, runs now."""
-        kept = self._keeps[place]
+    def take(self, position: int) -> None:
+        """Says that the entry at a position, which was a candidate, runs now."""
+        kept = self._keeps[position]
         if kept:
-            for other in range(self.head, place):
+            for other in range(self.head, position):
                 self._ahead[other] += kept
         self.held += kept
-        self._done[place] = True
+        self._done[position] = True
         while self.head < len(self._done) and self._done[self.head]:
             self.head += 1
-        self._open.remove(place)
-        for other in self._needed_by[place]:
+        self._open.remove(position)
+        for other in self._needed_by[position]:
             self._left[other] -= 1
             if not self._left[other]:
                 insort(self._open, other)
 
-    def _fits(self, place: int) -> bool:
+    def _fits(self, position: int) -> bool:
         """Whether memory lets an entry run early."""
-        kept, cap = self._keeps[place], self.cap
+        kept, cap = self._keeps[position], self.cap
         if kept <= 0:
             return True
-        if self.held + self._adds[place] > cap:
+        if self.held + self._adds[position] > cap:
             return False
         ahead = zip(self._done, self._ahead)
-        return all(done or held + kept <= cap for done, held in islice(ahead, self.head, place))
+        return all(done or held + kept <= cap for done, held in islice(ahead, self.head, position))
 
 
 def _needs(
     schedule: ScheduleRows, rank: int, edges: Iterable[Edge] | None, shared: bool
 ) -> Iterator[set[int]]:
-    """Yields the places of the entries of the same rank that each entry of its row comes after."""
+    """Yields, for each entry of a row, the positions of those of the same rank that come first."""
     placement, slices = schedule.placement, schedule.slices
     dependencies = Dependencies(checked_edges(edges, placement), placement.stages)
-    places: dict[tuple[str, int, int], int] = {}
+    positions: dict[tuple[str, int, int], int] = {}
     lanes: dict[tuple[str, int], int] = {}
 
     def lanes_of(action: Action) -> list[tuple[str, int]]:
         return [(lane, -1 if shared else action.stage) for lane in _LANES[action.kind]]
 
-    for place, item in enumerate(schedule.actions[rank]):
+    for position, item in enumerate(schedule.actions[rank]):
         needs: set[int | None] = set()
         for action in parts(item):
             kind, stage, number = action
             needs.update(lanes.get(lane) for lane in lanes_of(action))
             needs.update(
-                places.get((other, at, number)) for other, at in dependencies.of(kind, stage)
+                positions.get((other, at, number)) for other, at in dependencies.of(kind, stage)
             )
             away = slice_before(kind, number % slices, slices)
             if away:
-                needs.add(places.get(("B" if kind == "I" else kind, stage, number + away)))
+                needs.add(positions.get(("B" if kind == "I" else kind, stage, number + away)))
         yield {need for need in needs if need is not None}
         for action in parts(item):
-            places["B" if action.kind == "I" else action.kind, action.stage, int(action[2])] = place
-            lanes.update(dict.fromkeys(lanes_of(action), place))
+            positions["B" if action.kind == "I" else action.kind, action.stage, int(action[2])] = (
+                position
+            )
+            lanes.update(dict.fromkeys(lanes_of(action), position))

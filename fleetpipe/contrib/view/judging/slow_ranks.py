@@ -214,7 +214,7 @@ class SlowRanks:
         """Begins without any steps.
 
         Args:
-            places: The stages of each rank of the job, and its place among ranks that share them.
+            places: The stages of each rank of the job, and its index among ranks that share them.
         """
         self._rows: dict[int, dict[int, StepRow]] = {rank: {} for rank in places}
         peers = {
