@@ -118,9 +118,9 @@ class ModelState:
         late = {name: Held(t, differs=True) for name, t in self.late_buffers().items()}
         hidden = self.hidden_buffers().items()
         buffers = {name: Held(t, differs=True) for name, t in hidden if name not in late}
-        outline = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
+        shapes = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
         names = self.plain_names
-        return ModelParts(tensors, outline, buffers, late, self._model, names)
+        return ModelParts(tensors, shapes, buffers, late, self._model, names)
 
     @property
     def spreads_experts(self) -> bool:

@@ -153,7 +153,7 @@ class ModelParts(NamedTuple):
     Attributes:
         tensors: The parameters and buffers that this process holds, each once, by fully qualified
             name.
-        outline: The names and whole shapes of the whole model, in its order.
+        shapes: The names and whole shapes of the whole model, in its order.
         buffers: Buffers that no state dict has, by fully qualified name; a checkpoint may lack
             them.
         late: Buffers that the model did not have when it was built, as a forward registers them.
@@ -168,7 +168,7 @@ class ModelParts(NamedTuple):
     """
 
     tensors: Mapping[str, Held]
-    outline: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, Held] = MappingProxyType({})
     late: Mapping[str, Held] = MappingProxyType({})
     root: Layer | None = None

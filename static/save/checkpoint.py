@@ -54,8 +54,8 @@ class ProgramParts:
             for name in pipeline.declared
             if name in pipeline.persistable
         }
-        outline = {self._names[name]: tuple(shape) for name, shape in pipeline.declared.items()}
-        self.parts = ModelParts(tensors, outline)
+        shapes = {self._names[name]: tuple(shape) for name, shape in pipeline.declared.items()}
+        self.parts = ModelParts(tensors, shapes)
         self.by_order = names == _BY_ORDER
         self.minimized_by: Optimizer = pipeline.optimizer
 

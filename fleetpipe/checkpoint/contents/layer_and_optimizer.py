@@ -91,8 +91,8 @@ class NamedTensors(SavedPart):
             for name, tensor in layer.named_buffers()
             if name not in state and has_memory(tensor)
         }
-        outline = {whole_name(n, held.tensor): held.described.shape for n, held in tensors.items()}
-        return cls(ModelParts(tensors, outline, buffers, root=layer))
+        shapes = {whole_name(n, held.tensor): held.described.shape for n, held in tensors.items()}
+        return cls(ModelParts(tensors, shapes, buffers, root=layer))
 
     def checkpoint_part(self) -> ModelParts:
         """Returns the tensors that this process holds."""
@@ -100,7 +100,7 @@ class NamedTensors(SavedPart):
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
-        return tuple(self._parts.outline)
+        return tuple(self._parts.shapes)
 
     def require_outline(self) -> None:
         """Refuses to save a model whose tensors differ from those that it was built with.
@@ -109,7 +109,7 @@ class NamedTensors(SavedPart):
             CheckpointError: The model has parameters that a model built anew would lack.
         """
         added = [
-            name for name in self._parts.tensors if self.whole_name(name) not in self._parts.outline
+            name for name in self._parts.tensors if self.whole_name(name) not in self._parts.shapes
         ]
         if added:
             raise CheckpointError(

@@ -22,7 +22,7 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
         CheckpointError: The checkpoint has other tensors, other names in an unknown order, or
             other adapters.
     """
-    outline, plain_names = parts.outline, parts.plain_names
+    wanted, plain_names = parts.shapes, parts.plain_names
     # Of which layers they are the names tell, however their targets were written.
     scale, other = (text.partition(", targets")[0] for text in (parts.adapters, saved.adapters))
     if scale and other not in ("", scale):
@@ -32,9 +32,9 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
             got=saved.adapters,
             fix="call lora.adapt with the targets, the rank and the alpha of the checkpoint",
         )
-    if set(saved.order) == set(outline):
-        return {name: name for name in outline}
-    here = dict(zip(plain_order(tuple(outline), plain_names) or outline, outline))
+    if set(saved.order) == set(wanted):
+        return {name: name for name in wanted}
+    here = dict(zip(plain_order(tuple(wanted), plain_names) or wanted, wanted))
     there = dict(zip(saved.plain_order or saved.order, saved.order))
     if here.keys() == there.keys():
         return {name: there[plain] for plain, name in here.items()}
@@ -48,8 +48,8 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
             "of what it has trained besides",
         )
     ordered = saved.plain_order != saved.order
-    _require_same_shapes({n: outline[name] for n, name in here.items()}, shapes, ordered)
-    return dict(zip(outline, saved.order))
+    _require_same_shapes({n: wanted[name] for n, name in here.items()}, shapes, ordered)
+    return dict(zip(wanted, saved.order))
 
 
 def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple[str, ...]:
@@ -88,13 +88,13 @@ def without_copies(
     return saved._replace(order=tuple(kept.values()), plain_order=plain)
 
 
-def _require_same_shapes(outline: _Shapes, saved: _Shapes, ordered: bool) -> None:
-    missing = [name for name in outline if name not in saved]
-    other = [name for name in saved if name not in outline]
-    if len(outline) != len(saved):
+def _require_same_shapes(wanted: _Shapes, saved: _Shapes, ordered: bool) -> None:
+    missing = [name for name in wanted if name not in saved]
+    other = [name for name in saved if name not in wanted]
+    if len(wanted) != len(saved):
         raise CheckpointError(
             "the checkpoint is of another model",
-            expected=f"{len(outline)} parameters and buffers, {listed(missing or [*outline])}",
+            expected=f"{len(wanted)} parameters and buffers, {listed(missing or [*wanted])}",
             got=f"{len(saved)}, {listed(other or [*saved])}",
             fix="build the model that was saved",
         )
@@ -106,7 +106,7 @@ def _require_same_shapes(outline: _Shapes, saved: _Shapes, ordered: bool) -> Non
             cause="files of safetensors are sorted by name, and a map of names has its own order",
             fix="load it with names=, or convert it with --names: a map to the names of the model",
         )
-    for (name, shape_here), (other_name, shape) in zip(outline.items(), saved.items()):
+    for (name, shape_here), (other_name, shape) in zip(wanted.items(), saved.items()):
         if shape_here != shape:
             raise CheckpointError(
                 f"{other_name!r} of the checkpoint does not fit {name!r}",

@@ -38,7 +38,7 @@ class BasePart:
                 for name, held in parts.tensors.items()
                 if self._has(whole_name(name, held.tensor))
             },
-            outline={name: shape for name, shape in parts.outline.items() if self._has(name)},
+            shapes={name: shape for name, shape in parts.shapes.items() if self._has(name)},
         )
 
     def _has(self, name: str) -> bool:
