@@ -116,18 +116,18 @@ class Keys:
         common_streams: The used streams that are the same on all ranks along mp.
     """
 
-    def __init__(self, draw: int, python: bool = False) -> None:
-        """Starts with the number drawn for the batch.
+    def __init__(self, batch_seed: int, python: bool = False) -> None:
+        """Starts with the seed of a batch.
 
         Args:
-            draw: That number.
+            batch_seed: From it and the place of a call comes the seed of each call.
             python: Whether Python's and NumPy's own generators are seeded for each call; else they
                 are for code that draws from them.
         """
         self.micro_batch = GlobalMicroBatch(0)
         self.python = python
         self.common_streams: set[str] = set()
-        self._draw = draw
+        self._batch_seed = batch_seed
         self._slice = 0
         self._common: frozenset[str] = frozenset()
         self._call: tuple[int, ...] | None = None
@@ -139,14 +139,14 @@ class Keys:
         self._outside: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
-        """Adopts the draw of the first of the ranks that hold shards of one layer. Collective.
+        """Adopts the first rank's seed among the ranks with shards of one layer. Collective.
 
         A stream with the same seed on all of them stays the same on all; any other differs on each.
         """
         if group.ranks == 1:
             return
-        everyone = group.all_gather((self._draw, stream_seeds()))
-        self._draw, first = everyone[0]
+        everyone = group.all_gather((self._batch_seed, stream_seeds()))
+        self._batch_seed, first = everyone[0]
         self._slice = group.rank
         self._common = frozenset(
             name for name, seed in first.items() if all(s.get(name) == seed for _, s in everyone)
@@ -168,7 +168,7 @@ class Keys:
         if not functions or not all(map(draws_nothing, functions)):
             if not self.python and any(map(draws_python, functions)):
                 self._outside = PythonStates()
-            self._seed_generators(key(self._draw, *call))
+            self._seed_generators(key(self._batch_seed, *call))
 
     @contextmanager
     def within(self, place: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
@@ -216,7 +216,7 @@ class Keys:
             part = 0 if name in self._common else self._slice
             self.common_streams |= self._common & {name}
             call_parts = call or (LOSS, self.micro_batch)
-            self._seed_generators(key(self._draw, *call_parts, part, number))
+            self._seed_generators(key(self._batch_seed, *call_parts, part, number))
         try:
             yield
         finally:
@@ -281,7 +281,7 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
 
     Args:
         keys: The result of :func:`draw`.
-        group: The ranks that hold shards of one layer, which adopt the draw of their first.
+        group: The ranks that hold shards of one layer, which adopt the seed of their first.
     """
     global _keys
     if keys is None:

@@ -118,7 +118,7 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     keyed = python or _draws(model, capturing.example)
 
     def keys_of(step: TrainedStep) -> random_keys.Keys | None:
-        return random_keys.Keys(step.draw, python) if keyed else None
+        return random_keys.Keys(step.seed, python) if keyed else None
 
     plain = PlainLoop(model, capturing.unopened, keys_of)
     expected, expected_calls = _train_plain(

@@ -61,13 +61,13 @@ class TrainedStep(NamedTuple):
         micro_batches: The inputs of each micro-batch.
         schedule: The schedule that the stages run.
         optimizer: The class of the optimizer that takes the step.
-        draw: The seed of its random numbers, as the number of a batch is.
+        seed: The seed of its random numbers, like the seed of a batch.
     """
 
     micro_batches: Sequence[Nest]
     schedule: Schedule
     optimizer: type[Optimizer]
-    draw: int
+    seed: int
 
     @property
     def weights(self) -> list[Fraction]:

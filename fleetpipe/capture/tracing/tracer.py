@@ -16,7 +16,6 @@ import numpy as np
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing import obstacles
-from fleetpipe.capture.tracing.draws import Draws, Generators
 from fleetpipe.capture.tracing.hooks import at_makers
 from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.model_snapshot import state_kept
@@ -27,6 +26,7 @@ from fleetpipe.capture.tracing.place import (
     only_raises,
     user_place,
 )
+from fleetpipe.capture.tracing.random_lines import Generators, RandomLines
 from fleetpipe.capture.tracing.signature import PLAIN, Keys, whole_at
 from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
 from fleetpipe.capture.tracing.state import RunState
@@ -103,7 +103,10 @@ def record(
             with state_kept(model) as written:
                 tracer = _Tracer(model, unopened, shape_inputs)
                 states = generators.states()
-                trace = tracer.run(arguments, Draws(generators, tracer.drawn) if follows else None)
+                trace = tracer.run(
+                    arguments,
+                    RandomLines(generators, tracer.refuse_random_line) if follows else None,
+                )
                 drew = generators.states() != states
                 obstacles.require_nothing_kept(model, losses, before)
                 obstacles.require_no_new_parameters(model, tracer.owned)
@@ -141,7 +144,7 @@ class _Tracer(Walk):
         #: How much is in the lists and dicts of each opened layer.
         self._lengths: list[dict[str, int]] = []
         self._sizes = Sizes()
-        self._draws: Draws | None = None
+        self._random_lines: RandomLines | None = None
         #: The automatic casts around the forward.
         self._casts: Casts | None = None
         #: The classes of layers that no nodes can be made of, and why.
@@ -151,17 +154,17 @@ class _Tracer(Walk):
         """Returns the placeholder of a parameter or buffer that existed before the run."""
         return self._state.get(tensor)
 
-    def run(self, inputs: Nest, draws: Draws | None = None) -> Capture:
+    def run(self, inputs: Nest, random_lines: RandomLines | None = None) -> Capture:
         """Runs the forward.
 
         Args:
             inputs: The model's inputs.
-            draws: Finds the lines that draw random numbers; None if none do.
+            random_lines: Finds the lines that draw random numbers; None if none do.
 
         Raises:
             CaptureError: The model's own forward does something that cannot be captured.
         """
-        self._draws = draws
+        self._random_lines = random_lines
         args, named = arguments_of(inputs)
         for tensor in tensors_of(inputs):
             self._number(tensor)
@@ -169,7 +172,7 @@ class _Tracer(Walk):
         noted = self._with_placeholders(inputs)
         halves = {str(p.dtype).rpartition(".")[2] for p in self._model.parameters()}
         half = "bfloat16" if "bfloat16" in halves else "float16"
-        watching = draws.watching() if draws else nullcontext()
+        watching = random_lines.watching() if random_lines else nullcontext()
         with intercepting(self), noting(self.mark), watching, casts_visible(half) as self._casts:
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
@@ -187,8 +190,8 @@ class _Tracer(Walk):
             selected=frozenset(self._selected_values()),
         )
 
-    def drawn(self, place: str) -> None:
-        """Refuses a draw from a generator that is not Paddle's."""
+    def refuse_random_line(self, place: str) -> None:
+        """Refuses a line that draws from a generator that is not Paddle's."""
         self._meet(self._opened[-1], obstacles.DRAWS, place)
 
     def with_state(self, trace: Capture, ids: set[int]) -> Capture:
@@ -382,7 +385,9 @@ class _Tracer(Walk):
         """Calls a node, and records what its outputs depend on."""
         if not isinstance(call.function, paddle.nn.Layer):
             return self._sizes.done(call.call, call.args, call.named, self._is_constant)
-        with self._draws.node() if self._draws else nullcontext(lambda: False) as drew:
+        with (
+            self._random_lines.node() if self._random_lines else nullcontext(lambda: False) as drew
+        ):
             output = call.do()
         opaque = self._sizes.blind or drew()
         if opaque and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):

@@ -51,8 +51,8 @@ def generate(
         top_k: Draws among so many of the likeliest tokens only.
         top_p: Draws among the likeliest tokens only, as few as have this share together.
         eos: The token, or several, behind which a prompt is continued no further.
-        seed: The seed of the draws. A draw depends on it, on the prompt, on how many equal prompts
-            stand before it and on the position, and on nothing else.
+        seed: The seed of the random numbers. Each depends on it, on the prompt, on how many equal
+            prompts stand before it and on the position, and on nothing else.
         cache: Whether layers keep the keys and values of earlier positions, by
             ``fleetpipe.dygraph.slices``; None to do so if all of them can. Without it each token
             takes a run over the whole sequence.

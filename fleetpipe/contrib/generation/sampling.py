@@ -1,4 +1,4 @@
-"""Chooses the next token from logits, with the same draw whatever the batch and the layout."""
+"""Chooses the next token from logits, with the same random number for every batch and layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sampling(NamedTuple):
 
         Args:
             logits: Float [vocabulary].
-            place: The numbers that name this draw.
+            place: The numbers from which, with the seed, the random number follows.
 
         Raises:
             BoundaryError: The logits have a NaN or an infinity, or no finite number.
@@ -72,7 +72,7 @@ class Sampling(NamedTuple):
 
 
 def names_of(prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """Returns the numbers by which the draws of each prompt are named.
+    """Returns two numbers for each prompt, from which its random numbers follow.
 
     They depend on its tokens, and on how many equal prompts stand before it: not on other prompts.
     """

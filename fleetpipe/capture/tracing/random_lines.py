@@ -1,6 +1,6 @@
 """Finds the lines that draw random numbers from Python's and NumPy's generators.
 
-A capture does not see such draws, so that it would always repeat the first numbers.
+A capture does not see such numbers, and would repeat the first ones for ever.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Generators:
         """Collects generators from the attributes of layers, and from lists and dicts in them."""
         layers = model.sublayers(include_self=True)
         modules = {sys.modules.get(kind.__module__) for kind in {*map(type, layers)}}
-        held: list[Any] = []
+        values: list[Any] = []
         for holder in (*layers, *modules - {None}):
             for value in vars(holder).values():
                 several = isinstance(value, (list, tuple, dict)) and not hasattr(value, "_fields")
                 items = value.values() if isinstance(value, dict) else value
-                held += items if several else [value]
-        self._python = [one for one in held if isinstance(one, random.Random)]
+                values += items if several else [value]
+        self._python = [one for one in values if isinstance(one, random.Random)]
         self._numpy = [
-            one for one in held if isinstance(one, (np.random.Generator, np.random.RandomState))
+            one for one in values if isinstance(one, (np.random.Generator, np.random.RandomState))
         ]
 
     def states(self) -> object:
@@ -58,24 +58,24 @@ def _bits(generator: Any) -> Any:
     return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
-class Draws:
-    """Watches the lines of a run, except those within nodes."""
+class RandomLines:
+    """Reports the lines of a run that draw random numbers, except those within nodes."""
 
-    def __init__(self, generators: Generators, drawn: Callable[[str], None]) -> None:
+    def __init__(self, generators: Generators, report: Callable[[str], None]) -> None:
         """Prepares to watch a run.
 
         Args:
             generators: The generators to watch.
-            drawn: Called with file and line of each line that draws.
+            report: Called with file and line of each line that draws.
         """
         self._states, self._last = generators.states, generators.states()
-        self._drawn = drawn
+        self._report = report
         self._lines: dict[FrameType, int] = {}
         self._inside = False
 
     @contextmanager
     def node(self) -> Iterator[Callable[[], bool]]:
-        """Allows draws while it is open; yields a function that says whether any happened."""
+        """Allows random numbers while it is open; yields a function that says whether any came."""
         self._look(user_place)
         self._inside = True
         before = self._last
@@ -119,4 +119,4 @@ class Draws:
         states = self._states()
         if states != self._last:
             self._last = states
-            self._drawn(place())
+            self._report(place())
