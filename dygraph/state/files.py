@@ -22,7 +22,7 @@ from fleetpipe.fleet_files.layers import LayerFile
 from fleetpipe.fleet_files.manifest import Writer
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
-from fleetpipe.mesh.parts import Held, attached_part
+from fleetpipe.mesh.parts import LocalTensor, attached_part
 from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
@@ -154,10 +154,14 @@ def _require_fit(
     if isinstance(layer, LayerInParts):
         tensors = layer.parts()
     else:
-        tensors = {name: Held(tensor) for name, tensor in paddle.nn.Layer.state_dict(layer).items()}
-    for name, held in tensors.items():
-        value, expected = state.get(name), held.described
-        got = Held(value).described if isinstance(value, (paddle.Tensor, np.ndarray)) else None
+        tensors = {
+            name: LocalTensor(tensor) for name, tensor in paddle.nn.Layer.state_dict(layer).items()
+        }
+    for name, local in tensors.items():
+        value, expected = state.get(name), local.described
+        got = (
+            LocalTensor(value).described if isinstance(value, (paddle.Tensor, np.ndarray)) else None
+        )
         if got != expected:
             raise CheckpointError(
                 f"the saved layer {place.number} does not fit the model's",

@@ -12,7 +12,7 @@ import numpy as np
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.mesh.groups import Group, SoleGroup
-from fleetpipe.mesh.parts import Held, attached_part, joined_on_first
+from fleetpipe.mesh.parts import LocalTensor, attached_part, joined_on_first
 from fleetpipe.paddle_api import paddle
 
 
@@ -30,21 +30,21 @@ class LayerInParts:
         """
         self._group = group
         self._parts = [
-            (name, Held(tensor, part.cut))
+            (name, LocalTensor(tensor, part.cut))
             for name, tensors in parts.items()
             for tensor in tensors
             if (part := attached_part(tensor)) is not None
         ]
 
-    def parts(self) -> dict[str, Held]:
+    def parts(self) -> dict[str, LocalTensor]:
         """Returns one part of each whole weight; it includes the shape of the whole."""
         return dict(self._parts)
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Sets the parts from whole weights, which are read one after another."""
-        for name, held in self._parts:
-            target: Tensor = held.tensor
-            values = state[name] if held.cut is None else held.cut.taken_from(state[name])
+        for name, local in self._parts:
+            target: Tensor = local.tensor
+            values = state[name] if local.cut is None else local.cut.taken_from(state[name])
             native = values.astype(values.dtype.newbyteorder("="), order="C")
             target.set_value(paddle.to_tensor(native))
 

@@ -28,7 +28,7 @@ from fleetpipe.dygraph.tensor_parallel import whole_value
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.groups import Group
-from fleetpipe.mesh.parts import Held, JoinedParts, ModelParts, held_of, parted
+from fleetpipe.mesh.parts import JoinedParts, LocalTensor, ModelParts, local_tensor_of, parted
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.operations import set_data
@@ -114,10 +114,12 @@ class ModelState:
 
     def checkpoint_part(self) -> ModelParts:
         """Returns this process's part of the state, in the form that checkpoints take."""
-        tensors = {name: held_of(tensor, mp_shard) for name, tensor in self.local_tensors().items()}
-        late = {name: Held(t, differs=True) for name, t in self.late_buffers().items()}
+        tensors = {
+            name: local_tensor_of(tensor, mp_shard) for name, tensor in self.local_tensors().items()
+        }
+        late = {name: LocalTensor(t, differs=True) for name, t in self.late_buffers().items()}
         hidden = self.hidden_buffers().items()
-        buffers = {name: Held(t, differs=True) for name, t in hidden if name not in late}
+        buffers = {name: LocalTensor(t, differs=True) for name, t in hidden if name not in late}
         shapes = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
         names = self.plain_names
         return ModelParts(tensors, shapes, buffers, late, self._model, names)
@@ -232,10 +234,10 @@ class ModelState:
                 "pipe.copy_to(single), then remove_weight_norm of the layers of single",
             )
         parts = JoinedParts(
-            (slot.whole.name, Held(merged[slot.name], slot.part and slot.part.cut))
+            (slot.whole.name, LocalTensor(merged[slot.name], slot.part and slot.part.cut))
             for slot in slots
         )
-        return {name: held.tensor for name, held in parts.held.items()}
+        return {name: local.tensor for name, local in parts.tensors.items()}
 
     def copy_to(self, model: Layer) -> None:
         """Copies all parameters and buffers to a single-device model.

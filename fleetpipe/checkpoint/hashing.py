@@ -11,7 +11,7 @@ from fleetpipe.checkpoint.files.digests import hash_of, tensor_digest
 from fleetpipe.checkpoint.files.plan import Inventory, Share, plan_files
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import StateError
-from fleetpipe.mesh.parts import Described, Held, Region
+from fleetpipe.mesh.parts import Described, LocalTensor, Region
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_types import Layer, Program
 
@@ -39,12 +39,12 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
         PipelineTimeout: Some rank did not come within the limit.
         StateError: Copies of a parameter differ, on replicas for example; every rank raises.
     """
-    ranks, held = Ranks.of_job(), dict[TensorName, Held]()
+    ranks, local = Ranks.of_job(), dict[TensorName, LocalTensor]()
 
     def digests_here() -> tuple[str, list[str]]:
-        part = Objects(model, names=names).required_model().held()
-        held.update({name: one for name, one in part.items() if name.group == MODEL})
-        return Inventory.of(held).to_json(), [_digest(one) for one in held.values()]
+        part = Objects(model, names=names).required_model().local_tensors()
+        local.update({name: one for name, one in part.items() if name.group == MODEL})
+        return Inventory.of(local).to_json(), [_digest(one) for one in local.values()]
 
     everyone = ranks.together(_WHAT, digests_here)
     inventories = [Inventory.from_json(text) for text, _ in everyone]
@@ -63,14 +63,14 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
         if name not in cut
     }
     if cut:
-        digests |= ranks.together(_WHAT, lambda: _digests_of_cut(ranks, cut, held))[0]
+        digests |= ranks.together(_WHAT, lambda: _digests_of_cut(ranks, cut, local))[0]
     return hash_of(digests)
 
 
-def _digest(held: Held) -> str:
+def _digest(local: LocalTensor) -> str:
     """Returns the digest of what is here; of a part as if it were the whole."""
-    described = Held(held.tensor).described
-    return tensor_digest(described, [host_memory.bytes_of(held)])
+    described = LocalTensor(local.tensor).described
+    return tensor_digest(described, [host_memory.bytes_of(local)])
 
 
 def _require_same(
@@ -94,12 +94,12 @@ def _require_same(
 def _digests_of_cut(
     ranks: Ranks,
     cut: Mapping[str, tuple[Described, Sequence[Share]]],
-    held: Mapping[TensorName, Held],
+    local: Mapping[TensorName, LocalTensor],
 ) -> dict[str, str]:
     """Returns on rank 0 the digests of tensors of which it takes the parts, one after another."""
 
     def bytes_here(name: str) -> memoryview:
-        return host_memory.bytes_of(held[TensorName(MODEL, name)])
+        return host_memory.bytes_of(local[TensorName(MODEL, name)])
 
     if ranks.rank:
         mine = [n for n, (_, ones) in cut.items() for one in ones if one.writer == ranks.rank]
@@ -109,7 +109,9 @@ def _digests_of_cut(
     for name, (tensor, ones) in cut.items():
         memory = memoryview(bytearray(tensor.nbytes))
         for region, rank in ones:
-            values = host_memory.bytes_of(Held(ranks.take(rank))) if rank else bytes_here(name)
+            values = (
+                host_memory.bytes_of(LocalTensor(ranks.take(rank))) if rank else bytes_here(name)
+            )
             for run in tensors.runs(tensor.shape, tensor.itemsize, region):
                 memory[run.whole : run.whole + run.nbytes] = values[
                     run.part : run.part + run.nbytes

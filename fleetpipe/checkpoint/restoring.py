@@ -18,7 +18,7 @@ from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.mesh.groups import SoleGroup
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_types import Layer, Optimizer
 
@@ -117,7 +117,7 @@ class _Attempt:
     def __init__(self, begin: Callable[[], tuple[SavedStep, Objects]]) -> None:
         self._begin = begin
         self._parts: list[SavedPart] = []
-        self._wanted: Mapping[TensorName, Held] = {}
+        self._wanted: Mapping[TensorName, LocalTensor] = {}
 
     def prepare(self, ranks: Ranks) -> None:
         """Reads and compares this rank's share of all tensors, and checks that all fit."""
@@ -139,7 +139,7 @@ class _Attempt:
         saved = self.reader.manifest.saved
         if model is not None:
             saved = without_copies(saved, model.order(), model.plain_names, self._bytes_of)
-        wanted = {name: held for part in self._parts for name, held in part.wanted(saved).items()}
+        wanted = {name: local for part in self._parts for name, local in part.wanted(saved).items()}
         self._wanted = _with_statistics(ranks, wanted, saved)
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 
@@ -158,10 +158,10 @@ class _Attempt:
     def fill(self) -> None:
         """Reads the values of all tensors."""
         with self.reader.opened() as read:
-            for name, held in self._wanted.items():
-                value, memory = host_memory.empty_like(held)
-                read(name, held.cut, memory)
-                host_memory.assign(held, value)
+            for name, local in self._wanted.items():
+                value, memory = host_memory.empty_like(local)
+                read(name, local.cut, memory)
+                host_memory.assign(local, value)
 
     def finish(self, place: Place) -> None:
         """Restores the state that is no tensor."""
@@ -173,8 +173,8 @@ class _Attempt:
 
 
 def _with_statistics(
-    ranks: Ranks, wanted: Mapping[TensorName, Held], saved: Saved
-) -> Mapping[TensorName, Held]:
+    ranks: Ranks, wanted: Mapping[TensorName, LocalTensor], saved: Saved
+) -> Mapping[TensorName, LocalTensor]:
     """Returns the tensors to fill; this replica's running statistics come from its own.
 
     They do if there are as many replicas as the checkpoint has.
@@ -187,6 +187,6 @@ def _with_statistics(
     replica, replicas = ranks.place.replica
     if replicas != saved.replicas:
         return wanted
-    of_replica = {name: name.of_replica(replica) for name, held in wanted.items() if held.differs}
+    of_replica = {name: name.of_replica(replica) for name, local in wanted.items() if local.differs}
     saved_names = {name: other for name, other in of_replica.items() if other in saved.tensors}
-    return {saved_names.get(name, name): held for name, held in wanted.items()}
+    return {saved_names.get(name, name): local for name, local in wanted.items()}

@@ -33,7 +33,7 @@ from fleetpipe.job import attempt_files
 from fleetpipe.job.job import Job, end
 from fleetpipe.job.watching import process_exit
 from fleetpipe.job.watching.failure import Failure
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.version import __version__
@@ -175,12 +175,12 @@ class Saver:
             ranks.job.require_others()
         model = objects.required_model()
         optimizer = objects.optimizer_part(model)
-        of_optimizer = {} if optimizer is None else optimizer.held()
+        of_optimizer = {} if optimizer is None else optimizer.local_tensors()
         kind = None if optimizer is None else optimizer.kind
         what = f"saving step {step}"
         script = objects.script_part(ranks.place)
-        of_run = {**model.held(), **of_optimizer, **script.held()}
-        held = _with_statistics(ranks, what, of_run)
+        of_run = {**model.local_tensors(), **of_optimizer, **script.local_tensors()}
+        local = _with_statistics(ranks, what, of_run)
 
         def facts() -> dict[str, Json]:
             model.require_outline()
@@ -188,12 +188,12 @@ class Saver:
             if objects.state is not None:
                 state[STATE] = script.trees()
             state["extra"] = training_state.plain(extra, "extra")
-            return self._facts(ranks, step, f"{kind} {Inventory.of(held).to_json()}", state)
+            return self._facts(ranks, step, f"{kind} {Inventory.of(local).to_json()}", state)
 
         everyone = ranks.together(what, facts)
         draft = self._home / everyone[0]["draft"]
         try:
-            prepared = self._prepare(ranks, what, everyone, held, model, kind)
+            prepared = self._prepare(ranks, what, everyone, local, model, kind)
             plan = prepared.plan
             texts = {**prepared.indexes, training_state.FILE: _merged_state(step, everyone)}
             manifest = replace(
@@ -209,7 +209,7 @@ class Saver:
                 run_folder.remove_left(draft)
             raise
         task = Assignment(self._retention, draft, plan, ranks.rank, ranks.count, manifest, texts)
-        self._begin(ranks, task, held)
+        self._begin(ranks, task, local)
         return Saving(self, step)
 
     @dynamic_mode()
@@ -307,14 +307,14 @@ class Saver:
         ranks: Ranks,
         what: str,
         everyone: Sequence[Mapping[str, Json]],
-        held: Mapping[TensorName, Held],
+        local: Mapping[TensorName, LocalTensor],
         model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
         """Returns the plan of a save, which is kept until a rank holds other tensors."""
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
-            texts = ranks.together(what, lambda: Inventory.of(held).to_json())
+            texts = ranks.together(what, lambda: Inventory.of(local).to_json())
             plan = plan_files([Inventory.from_json(text) for text in texts])
             versions = {"fleetpipe": __version__, "paddle": VERSION}
             manifest = Manifest(
@@ -325,10 +325,12 @@ class Saver:
             self._plans = {key: _Prepared(plan, indexes(plan), manifest)}
         return self._plans[key]
 
-    def _begin(self, ranks: Ranks, task: Assignment, held: Mapping[TensorName, Held]) -> None:
+    def _begin(
+        self, ranks: Ranks, task: Assignment, local: Mapping[TensorName, LocalTensor]
+    ) -> None:
         elsewhere = self._ranks_elsewhere(ranks, task)
         if self._in_background and not elsewhere:
-            parts = {name: held[name] for name, _, _ in task.plan.parts_of(task.rank)}
+            parts = {name: local[name] for name, _, _ in task.plan.parts_of(task.rank)}
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
             atexit.unregister(_end_with_process)
             atexit.register(_end_with_process)  # before the end of a job that has begun since
@@ -336,7 +338,7 @@ class Saver:
             _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
             writing.start()
             return
-        writing = Writing(task, bytes_in(held))
+        writing = Writing(task, bytes_in(local))
         writing.run_with(ranks, elsewhere)
         _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
         self.settle(wait=True)
@@ -367,8 +369,8 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
 
 
 def _with_statistics(
-    ranks: Ranks, what: str, held: Mapping[TensorName, Held]
-) -> Mapping[TensorName, Held]:
+    ranks: Ranks, what: str, local: Mapping[TensorName, LocalTensor]
+) -> Mapping[TensorName, LocalTensor]:
     """Returns this rank's tensors, with its replica's running statistics that differ.
 
     Each replica has the running statistics of its own part of the data. The first replica's belong
@@ -380,8 +382,8 @@ def _with_statistics(
     """
     member, (replica, replicas) = ranks.place.shard.number, ranks.place.replica
     if replicas == 1:
-        return held
-    mine = {name: one for name, one in held.items() if one.differs}
+        return local
+    mine = {name: one for name, one in local.items() if one.differs}
 
     def sums() -> list[Any]:
         contents = {name: [host_memory.bytes_of(one)] for name, one in mine.items()}
@@ -407,4 +409,4 @@ def _with_statistics(
     of_replica = {
         name.of_replica(replica): mine[name] for name in mine if (replica, name) in elsewhere
     }
-    return {**held, **shared, **of_replica}
+    return {**local, **shared, **of_replica}

@@ -141,8 +141,8 @@ def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
     """Returns what this rank has of the model, parameters and buffers, by name."""
     with dynamic_mode():
         if not isinstance(owner, StaticPipeline):
-            held = Objects(owner).required_model().held()
-            return {str(name): _summary(one.tensor) for name, one in held.items()}
+            local = Objects(owner).required_model().local_tensors()
+            return {str(name): _summary(one.tensor) for name, one in local.items()}
         _, _, _, scope, _ = arguments
         variables = ((name, found_tensor(scope, name)) for name in owner.persistable)
         return {name: _summary(dynamic(one)) for name, one in variables if one is not None}

@@ -34,7 +34,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fit.networks import counted_names, single_model_of
 from fleetpipe.job.job import Job
-from fleetpipe.mesh.parts import Held, joined_on_first
+from fleetpipe.mesh.parts import LocalTensor, joined_on_first
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
@@ -172,15 +172,15 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     base = unwrap(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
     values = _by_full_name(contents, names, name_prefix(base))
-    described = {name: Held(value).described for name, value in values.items()}
+    described = {name: LocalTensor(value).described for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())
     try:
         wanted = part.wanted(parts.Saved(described, order, part.kind))
     except CheckpointError:
         part.abandon()
         raise
-    for name, held in wanted.items():
-        _fill(held, values[name])
+    for name, local in wanted.items():
+        _fill(local, values[name])
     part.settle()
     scheduler = scheduler_of(base)
     if scheduler is not None and _SCHEDULE in contents:
@@ -245,10 +245,10 @@ def _by_full_name(
     return values
 
 
-def _fill(held: Held, value: np.ndarray) -> None:
-    if held.cut is not None:
-        value = held.cut.taken_from(value)
-    host_memory.assign(held, paddle.to_tensor(value))
+def _fill(local: LocalTensor, value: np.ndarray) -> None:
+    if local.cut is not None:
+        value = local.cut.taken_from(value)
+    host_memory.assign(local, paddle.to_tensor(value))
 
 
 _WHAT = "gathering the model"
@@ -271,11 +271,13 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
     objects = Objects(model, optimizer)
     part = NamedTensors(model.layers.state.checkpoint_part())
     states = objects.optimizer_part(part)
-    held = {**part.held(), **({} if states is None else states.held())}
+    local = {**part.local_tensors(), **({} if states is None else states.local_tensors())}
     ranks = Ranks.of_job()
-    texts = ranks.together(_WHAT, lambda: Inventory.of(held).to_json())
+    texts = ranks.together(_WHAT, lambda: Inventory.of(local).to_json())
     plan = plan_files([Inventory.from_json(text) for text in texts])
-    parts = (((*name,), held[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank))
+    parts = (
+        ((*name,), local[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank)
+    )
     with job.guarded(lambda: _WHAT):
         whole = joined_on_first(job.everyone(), parts)
     return {TensorName(*name): tensor for name, tensor in whole.items()}

@@ -117,7 +117,7 @@ class Job(MeshGroups):
         self._watch = watch
         self._connections = connections
         self._agreements = 0
-        #: Held by the thread that runs a batch.
+        #: LocalTensor by the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
         self.before_batches: dict[int, Callable[[Any], None]] = {}

@@ -83,8 +83,8 @@ class Described(NamedTuple):
         return f"{self.dtype} of shape {list(self.shape)}"
 
 
-class Held(NamedTuple):
-    """A tensor, or the part of one that this rank holds.
+class LocalTensor(NamedTuple):
+    """A tensor, or the part of one that this rank has.
 
     Attributes:
         tensor: A tensor of Paddle's, or an array.
@@ -167,10 +167,10 @@ class ModelParts(NamedTuple):
             they are matched by name alone.
     """
 
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, LocalTensor]
     shapes: Mapping[str, tuple[int, ...]]
-    buffers: Mapping[str, Held] = MappingProxyType({})
-    late: Mapping[str, Held] = MappingProxyType({})
+    buffers: Mapping[str, LocalTensor] = MappingProxyType({})
+    late: Mapping[str, LocalTensor] = MappingProxyType({})
     root: Layer | None = None
     plain_names: Mapping[str, str] = MappingProxyType({})
     loss: Layer | None = None
@@ -222,7 +222,7 @@ def _is_distributed(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "is_distributed", False))
 
 
-def held_of(tensor: Tensor, place: Place) -> Held:
+def local_tensor_of(tensor: Tensor, place: Place) -> LocalTensor:
     """Describes a parameter or buffer; the arguments are those of :func:`part_of`.
 
     Raises:
@@ -236,7 +236,7 @@ def held_of(tensor: Tensor, place: Place) -> Held:
             fix="set its split_axis to the axis that is cut, or is_distributed=False if none is",
         )
     # Paddle's running statistics are parameters that need no gradient.
-    return Held(tensor, part and part.cut, bool(tensor.stop_gradient))
+    return LocalTensor(tensor, part and part.cut, bool(tensor.stop_gradient))
 
 
 def whole_name(name: str, tensor: Tensor) -> str:
@@ -269,16 +269,16 @@ class JoinedParts(Generic[Name]):
     """What a process holds, each tensor once: parts of one tensor are joined.
 
     Attributes:
-        held: By name. What is made of several parts is a copy.
+        tensors: By name. What is made of several parts is a copy.
     """
 
-    def __init__(self, tensors: Iterable[tuple[Name, Held]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[Name, LocalTensor]]) -> None:
         """Takes tensors, those of one name in the order of their parts."""
-        parts: dict[Name, list[Held]] = {}
-        for name, held in tensors:
-            parts.setdefault(name, []).append(held)
-        self.held = {name: _joined(ones) for name, ones in parts.items()}
-        self._parts = [(self.held[name], ones) for name, ones in parts.items() if len(ones) > 1]
+        parts: dict[Name, list[LocalTensor]] = {}
+        for name, local in tensors:
+            parts.setdefault(name, []).append(local)
+        self.tensors = {name: _joined(ones) for name, ones in parts.items()}
+        self._parts = [(self.tensors[name], ones) for name, ones in parts.items() if len(ones) > 1]
 
     def hand_out(self) -> None:
         """Gives the parts what the joined tensors have been filled with."""
@@ -295,7 +295,7 @@ class JoinedParts(Generic[Name]):
                     target.set_value(value)
 
 
-def _joined(parts: list[Held]) -> Held:
+def _joined(parts: list[LocalTensor]) -> LocalTensor:
     first, last = parts[0], parts[-1]
     if first.cut is None or last.cut is None or len(parts) == 1:
         # One number, such as the powers of Adam, is the same for all parts.
@@ -303,10 +303,10 @@ def _joined(parts: list[Held]) -> Held:
     from fleetpipe.paddle_api import paddle
 
     values = paddle.concat([_detached(part) for part in parts], first.cut.axis)
-    return Held(values, first.cut._replace(stop=last.cut.stop), first.differs)
+    return LocalTensor(values, first.cut._replace(stop=last.cut.stop), first.differs)
 
 
-def joined_on_first(group: Group, parts: Iterable[tuple[Name, Held]]) -> dict[Name, Tensor]:
+def joined_on_first(group: Group, parts: Iterable[tuple[Name, LocalTensor]]) -> dict[Name, Tensor]:
     """Returns copies of whole tensors on the first rank of a group; nothing elsewhere. Collective.
 
     The ranks pass their parts in turn, so that none but the first holds more than another rank's
@@ -324,8 +324,8 @@ def joined_on_first(group: Group, parts: Iterable[tuple[Name, Held]]) -> dict[Na
         if source == group.rank:
             # Copies: what these are may change before they have left this process.
             passed = [
-                (name, held.cut and tuple(held.cut), _detached(held).clone())
-                for name, held in parts
+                (name, local.cut and tuple(local.cut), _detached(local).clone())
+                for name, local in parts
             ]
         for name, cut, part in group.broadcast(passed, source):
             if group.rank == 0 and cut is None:
@@ -339,6 +339,6 @@ def joined_on_first(group: Group, parts: Iterable[tuple[Name, Held]]) -> dict[Na
     return whole
 
 
-def _detached(held: Held) -> Tensor:
-    tensor: Tensor = held.tensor
+def _detached(local: LocalTensor) -> Tensor:
+    tensor: Tensor = local.tensor
     return tensor.detach()

@@ -34,7 +34,7 @@ class AttributeCopies:
     def __init__(self, model: Layer) -> None:
         """Takes the reference's model, as it is before the first batch."""
         # A copy of a captured model stands in a layer that calls it.
-        self._model = getattr(model, "plain", model)
+        self._model: Layer = getattr(model, "plain", model)
         self._texts = {key: text for key, _, text in _plain_attributes(self._model)}
 
     def take(self, pipe: PipelineLayer) -> None:

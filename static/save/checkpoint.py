@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe.aliases import Optimizer, Program
 from fleetpipe.errors import ConfigError, nearest
-from fleetpipe.mesh.parts import Held, ModelParts
+from fleetpipe.mesh.parts import LocalTensor, ModelParts
 from fleetpipe.paddle_api.static import dynamic, static
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.state import tensor_in
@@ -50,7 +50,7 @@ class ProgramParts:
         self._names = _full_names(pipeline.declared, names)
         trained = set(pipeline.parameters)
         tensors = {
-            self._names[name]: Held(self._share(name), differs=name not in trained)
+            self._names[name]: LocalTensor(self._share(name), differs=name not in trained)
             for name in pipeline.declared
             if name in pipeline.persistable
         }
@@ -59,7 +59,7 @@ class ProgramParts:
         self.by_order = names == _BY_ORDER
         self.minimized_by: Optimizer = pipeline.optimizer
 
-    def optimizer_state(self) -> dict[str, tuple[dict[str, Held], Held | None]]:
+    def optimizer_state(self) -> dict[str, tuple[dict[str, LocalTensor], LocalTensor | None]]:
         """Returns the optimizer's variables by kind, and the master weight, of each parameter.
 
         Raises:
@@ -68,8 +68,8 @@ class ProgramParts:
         _require_expected(self._pipeline)
         return {
             self._names[name]: (
-                {kind: Held(self._share(variable)) for kind, variable in kept.kinds.items()},
-                None if kept.master is None else Held(self._share(kept.master)),
+                {kind: LocalTensor(self._share(variable)) for kind, variable in kept.kinds.items()},
+                None if kept.master is None else LocalTensor(self._share(kept.master)),
             )
             for name, kept in self._pipeline.kept.items()
         }

@@ -18,7 +18,7 @@ from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import plan, tensors
 from fleetpipe.checkpoint.files.plan import Inventory, plan_files
 from fleetpipe.errors import CheckpointError
-from fleetpipe.mesh.parts import Held, Region
+from fleetpipe.mesh.parts import LocalTensor, Region
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
         assert own.numpy().tobytes() == its.numpy().tobytes()
 
 
-def held(shape: tuple[int, ...], cut: Region | None = None) -> Held:
-    return Held(np.zeros(shape, "float32"), cut)
+def held(shape: tuple[int, ...], cut: Region | None = None) -> LocalTensor:
+    return LocalTensor(np.zeros(shape, "float32"), cut)
 
 
 def test_ranks_share_the_writing() -> None:
@@ -134,7 +134,7 @@ def test_ranks_share_the_writing() -> None:
         (held((4, 4), Region(1, 4, 8, 8)), "do not have the same 'x' of the model"),
     ],
 )
-def test_ranks_that_hold_something_else_are_refused(others: Held, told: str) -> None:
+def test_ranks_that_hold_something_else_are_refused(others: LocalTensor, told: str) -> None:
     first = held((4, 4)) if others.cut is None else held((4, 4), Region(0, 0, 4, 8))
     ranks = [Inventory.of({TensorName("model", "x"): one}) for one in (first, others)]
     with pytest.raises(CheckpointError, match=told):

@@ -26,7 +26,7 @@ from fleetpipe.checkpoint.files import host_memory, tensors, writer
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.transport.wire import bridge
 from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished
@@ -201,7 +201,10 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
     snapshot = Snapshot()
 
     def taken(*arrays: Any) -> list[tuple[int, bytes]]:
-        held = {TensorName(MODEL, str(number)): Held(array) for number, array in enumerate(arrays)}
+        held = {
+            TensorName(MODEL, str(number)): LocalTensor(array)
+            for number, array in enumerate(arrays)
+        }
         copies = snapshot.take(held).values()
         return [(np.frombuffer(copy, np.uint8).ctypes.data, bytes(copy)) for copy in copies]
 
@@ -218,7 +221,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
 def test_bytes_of_a_copy_live_as_long_as_they_are_used(monkeypatch: Patch) -> None:
     # As a tensor on a GPU has it: its bytes on the host are those of a copy.
     monkeypatch.setattr(bridge, "plain", lambda tensors: [one.clone() for one in tensors])
-    memory = host_memory.bytes_of(Held(paddle.full([12], 3.0)))
+    memory = host_memory.bytes_of(LocalTensor(paddle.full([12], 3.0)))
     taken = [paddle.full([12], 7.0) for _ in range(50)]
     assert np.frombuffer(memory, "float32").tolist() == [3.0] * 12, taken
 

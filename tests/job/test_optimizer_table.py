@@ -79,7 +79,7 @@ class Hurried(Logged):
         super().step()
 
 
-class Held(Logged):
+class LocalTensor(Logged):
     """Changes what it holds."""
 
     def step(self) -> None:
@@ -94,7 +94,7 @@ class ClippingBelow(Clipping):
 
 
 def held() -> Any:
-    made = of(Held)
+    made = of(LocalTensor)
     made.tensors = parameters()
     return made
 

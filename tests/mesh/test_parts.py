@@ -12,7 +12,7 @@ from paddle import nn
 
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh import parts
-from fleetpipe.mesh.parts import Held, JoinedParts, PartOfWhole, Region
+from fleetpipe.mesh.parts import JoinedParts, LocalTensor, PartOfWhole, Region
 from tests.groups import members, on_all
 
 ROWS = Region(0, 2, 4, 6)
@@ -49,10 +49,10 @@ def test_a_parameter_says_which_part_it_is(
     assert parts.whole_name("4.weight", tensor) == ("3.weight" if cut and not axis else "4.weight")
     if cut is None and axis:
         with pytest.raises(CheckpointError, match="no split_axis"):
-            parts.held_of(tensor, lambda: (1, 3))
-        assert parts.held_of(tensor, lambda: (0, 1)).cut is None
+            parts.local_tensor_of(tensor, lambda: (1, 3))
+        assert parts.local_tensor_of(tensor, lambda: (0, 1)).cut is None
         return
-    held = parts.held_of(tensor, lambda: (1, 3))
+    held = parts.local_tensor_of(tensor, lambda: (1, 3))
     assert held.described.shape == ((2, 3) if cut is None else cut.whole((2, 3)))
     whole = np.arange(np.prod(held.described.shape)).reshape(held.described.shape)
     name = parts.whole_name("4.weight", tensor)
@@ -65,10 +65,10 @@ def test_a_parameter_says_which_part_it_is(
 def test_parts_of_one_process_are_filled_as_one() -> None:
     halves = [paddle.zeros([2, 3]), paddle.zeros([4, 3])]
     cuts = [Region(0, 2, 4, 8), Region(0, 4, 8, 8)]
-    joined = JoinedParts(("weight", Held(*pair)) for pair in zip(halves, cuts))
-    assert joined.held["weight"].cut == Region(0, 2, 8, 8)
+    joined = JoinedParts(("weight", LocalTensor(*pair)) for pair in zip(halves, cuts))
+    assert joined.tensors["weight"].cut == Region(0, 2, 8, 8)
     values = paddle.arange(18, dtype="float32").reshape([6, 3])
-    target: Any = joined.held["weight"].tensor
+    target: Any = joined.tensors["weight"].tensor
     target.set_value(values)
     joined.hand_out()
     assert np.array_equal(np.concatenate([half.numpy() for half in halves]), values.numpy())
@@ -83,8 +83,8 @@ def test_the_first_rank_joins_the_parts_of_all() -> None:
             "cut": Region(0, 2 * rank, 2 * rank + 2, 6),
             "uneven": Region(1, *((0, 1), (1, 4), (4, 6))[rank], 6),
         }
-        held = [(name, Held(cut.taken_from(whole[name]), cut)) for name, cut in cuts.items()]
-        held += [("same", Held(whole["same"]))] * (rank == 2)
+        held = [(name, LocalTensor(cut.taken_from(whole[name]), cut)) for name, cut in cuts.items()]
+        held += [("same", LocalTensor(whole["same"]))] * (rank == 2)
         return parts.joined_on_first(groups[rank], held)
 
     first, *others = on_all(3, join)

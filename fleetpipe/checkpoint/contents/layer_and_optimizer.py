@@ -29,9 +29,9 @@ from fleetpipe.job.allow import Allow
 from fleetpipe.job.job import current_job, mp_shard
 from fleetpipe.mesh.parts import (
     Described,
-    Held,
+    LocalTensor,
     ModelParts,
-    held_of,
+    local_tensor_of,
     whole_name,
 )
 from fleetpipe.paddle_api import paddle
@@ -66,13 +66,13 @@ class NamedTensors(SavedPart):
         self._parts = parts
         #: What takes the place of buffers when it is filled: the model or the loss, and a path.
         self._made: list[tuple[Layer, str, Tensor]] = []
-        held = {id(one.tensor) for one in parts.tensors.values()}
+        local = {id(one.tensor) for one in parts.tensors.values()}
         #: What the loss functions have beside the model, on every rank.
         self._loss = {
-            name: held_of(tensor, mp_shard)
+            name: local_tensor_of(tensor, mp_shard)
             for named in ("parameters", "buffers")
             for name, tensor in (getattr(parts.loss, f"named_{named}")() if parts.loss else ())
-            if id(tensor) not in held and has_memory(tensor)
+            if id(tensor) not in local and has_memory(tensor)
         }
 
     @classmethod
@@ -85,13 +85,15 @@ class NamedTensors(SavedPart):
         names: dict[int, str] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), name)
-        tensors = {name: held_of(state[name], mp_shard) for name in names.values()}
+        tensors = {name: local_tensor_of(state[name], mp_shard) for name in names.values()}
         buffers = {
-            name: Held(tensor, differs=True)
+            name: LocalTensor(tensor, differs=True)
             for name, tensor in layer.named_buffers()
             if name not in state and has_memory(tensor)
         }
-        shapes = {whole_name(n, held.tensor): held.described.shape for n, held in tensors.items()}
+        shapes = {
+            whole_name(n, local.tensor): local.described.shape for n, local in tensors.items()
+        }
         return cls(ModelParts(tensors, shapes, buffers, root=layer))
 
     def checkpoint_part(self) -> ModelParts:
@@ -121,69 +123,69 @@ class NamedTensors(SavedPart):
                 "layers.state_dict() by paddle.save on each rank",
             )
 
-    def parameters(self) -> Mapping[str, Held]:
+    def parameters(self) -> Mapping[str, LocalTensor]:
         """Returns this process's parameters by fully qualified name."""
         every = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
-        return {n: held for n, held in every.items() if _is_parameter(held.tensor)}
+        return {n: local for n, local in every.items() if _is_parameter(local.tensor)}
 
-    def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
-        for name, held in self._parts.tensors.items():
-            yield TensorName(MODEL, self.whole_name(name)), held
+    def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
+        for name, local in self._parts.tensors.items():
+            yield TensorName(MODEL, self.whole_name(name)), local
         for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
-            for name, held in tensors.items():
-                yield TensorName(group, name), held
-        for name, held in self._loss.items() if self._parts.owns_loss else ():
-            yield TensorName(LOSS, name), held
+            for name, local in tensors.items():
+                yield TensorName(group, name), local
+        for name, local in self._loss.items() if self._parts.owns_loss else ():
+            yield TensorName(LOSS, name), local
 
     def whole_name(self, name: str) -> str:
         """Returns the name of the whole tensor of which ``name`` is a part; mostly ``name``."""
-        held = self._parts.tensors.get(name)
-        return name if held is None else whole_name(name, held.tensor)
+        local = self._parts.tensors.get(name)
+        return name if local is None else whole_name(name, local.tensor)
 
-    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         names, late = self.saved_names(saved), self._late(saved)
-        for path, held in self._parts.tensors.items():
+        for path, local in self._parts.tensors.items():
             name = TensorName(MODEL, names[self.whole_name(path)])
-            yield name, late.pop(name, held)
-        for path, held in self._parts.buffers.items():
+            yield name, late.pop(name, local)
+        for path, local in self._parts.buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
-                yield TensorName(BUFFERS, path), held
+                yield TensorName(BUFFERS, path), local
         yield from late.items()
         yield from self._targets_of_loss(saved)
 
-    def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+    def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         """Yields what the loss has, on every rank, and what a batch has given that of the run."""
         names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
         for name, described in names.items():
-            held = self._loss.get(name.name) or self._make(self._parts.loss, name.name, described)
-            if held is not None:
-                yield name, held
+            local = self._loss.get(name.name) or self._make(self._parts.loss, name.name, described)
+            if local is not None:
+                yield name, local
         missing = [name for name in self._loss if TensorName(LOSS, name) not in names]
         if missing:
             begins = "the loss begins as the script makes it"
             log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
 
-    def _late(self, saved: Saved) -> dict[TensorName, Held]:
+    def _late(self, saved: Saved) -> dict[TensorName, LocalTensor]:
         """Returns targets for saved buffers that forwards create or resize."""
-        targets: dict[TensorName, Held] = {}
+        targets: dict[TensorName, LocalTensor] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
-            held = (self._parts.late if late else self._parts.tensors).get(name.name)
-            if late and held is not None and held.described == described:
-                targets[name] = held
-            elif late or (name.group == MODEL and _has_grown(held, described)):
+            local = (self._parts.late if late else self._parts.tensors).get(name.name)
+            if late and local is not None and local.described == described:
+                targets[name] = local
+            elif late or (name.group == MODEL and _has_grown(local, described)):
                 made = self._make(self._parts.root, name.name, described)
                 targets.update({} if made is None else {name: made})
         return targets
 
-    def _make(self, root: Layer, path: str, described: Described) -> Held | None:
+    def _make(self, root: Layer, path: str, described: Described) -> LocalTensor | None:
         """Returns what becomes a buffer at a path; None if there is no such layer here."""
         if layer_at(root, path.rpartition(".")[0]) is None:
             return None
         dtype: Any = described.dtype
         made = paddle.zeros(list(described.shape), dtype)
         self._made.append((root, path, made))
-        return Held(made, differs=True)
+        return LocalTensor(made, differs=True)
 
     def settle(self) -> None:
         """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
@@ -197,13 +199,13 @@ class NamedTensors(SavedPart):
         return {**names, **dict(zip(self._loss, self._loss))}
 
 
-def _has_grown(held: Held | None, saved: Described) -> bool:
+def _has_grown(local: LocalTensor | None, saved: Described) -> bool:
     """Whether a buffer has another shape in the checkpoint."""
     return (
-        held is not None
-        and not _is_parameter(held.tensor)
-        and held.described.dtype == saved.dtype
-        and held.described.shape != saved.shape
+        local is not None
+        and not _is_parameter(local.tensor)
+        and local.described.dtype == saved.dtype
+        and local.described.shape != saved.shape
     )
 
 
@@ -239,11 +241,11 @@ class OptimizerState(SavedPart):
         self.kind = type(self._optimizer).__name__
         _require_no_other_state(self._optimizer)
 
-    def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
+    def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
         for path, parameter in self._parameters():
             yield from self._state(parameter, self._model.whole_name(path))
 
-    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         _require_kind(self.kind, saved)
         names, there = self._model.saved_names(saved), _by_parameter(saved)
         for path, parameter in self._parameters():
@@ -269,36 +271,38 @@ class OptimizerState(SavedPart):
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         """Yields the fully qualified name, group and value of each parameter with state here."""
-        named = {id(held.tensor): (name, held) for name, held in self._model.parameters().items()}
+        named = {
+            id(local.tensor): (name, local) for name, local in self._model.parameters().items()
+        }
         for group, parameters in enumerate(groups_of(self._optimizer)):
             for parameter in parameters:
                 owns = self._owned_by is None or self._owned_by.owns_state(parameter)
                 if id(parameter) in named and owns:
-                    path, held = named[id(parameter)]
-                    yield path, (group, held)
+                    path, local = named[id(parameter)]
+                    yield path, (group, local)
 
     def _leave_out(self, parameter: Any, name: str) -> None:
         """Marks a parameter that has no state in the checkpoint."""
-        _, held = parameter
-        self._unsaved.append(held.tensor)
+        _, local = parameter
+        self._unsaved.append(local.tensor)
 
     def _create(self, parameter: Any) -> None:
         """Creates the state of a parameter that has none yet."""
-        group, held = parameter
-        if not state_of(self._optimizer, held.tensor.name):
-            self._created.append(held.tensor)
-            create_state(self._optimizer, group, [held.tensor])
+        group, local = parameter
+        if not state_of(self._optimizer, local.tensor.name):
+            self._created.append(local.tensor)
+            create_state(self._optimizer, group, [local.tensor])
 
-    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, Held]]:
+    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
         """Yields the state of a parameter, by its names in the checkpoint."""
-        _, held = parameter
-        for kind, tensor in state_of(self._optimizer, held.tensor.name).items():
+        _, local = parameter
+        for kind, tensor in state_of(self._optimizer, local.tensor.name).items():
             # Powers of beta are one number, whatever a shard of the parameter has.
-            sharded = list(tensor.shape) == list(held.tensor.shape) and "pow" not in kind
-            yield state_name(path, kind), Held(tensor, held.cut if sharded else None)
-        master = master_weight_of(self._optimizer, held.tensor.name)
+            sharded = list(tensor.shape) == list(local.tensor.shape) and "pow" not in kind
+            yield state_name(path, kind), LocalTensor(tensor, local.cut if sharded else None)
+        master = master_weight_of(self._optimizer, local.tensor.name)
         if master is not None:
-            yield TensorName(MASTER_WEIGHTS, path), Held(master, held.cut)
+            yield TensorName(MASTER_WEIGHTS, path), LocalTensor(master, local.cut)
 
 
 def _require_no_other_state(optimizer: Optimizer) -> None:

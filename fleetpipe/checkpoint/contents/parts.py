@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import CheckpointError
-from fleetpipe.mesh.parts import Described, Held, JoinedParts, ModelParts
+from fleetpipe.mesh.parts import Described, JoinedParts, LocalTensor, ModelParts
 
 #: The fully qualified names of a program's variables, or how they are found; None: they are their
 #: own.
@@ -63,11 +63,11 @@ class SavedPart:
 
     _joined: JoinedParts[TensorName]
 
-    def held(self) -> Mapping[TensorName, Held]:
+    def local_tensors(self) -> Mapping[TensorName, LocalTensor]:
         """Returns the tensors that this rank holds, each once."""
-        return JoinedParts(self._tensors()).held
+        return JoinedParts(self._tensors()).tensors
 
-    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
+    def wanted(self, saved: Saved) -> Mapping[TensorName, LocalTensor]:
         """Returns the tensors to fill, by their names in the checkpoint.
 
         It may allocate memory, but changes nothing that exists. One of the two calls below follows.
@@ -76,9 +76,9 @@ class SavedPart:
             CheckpointError: The checkpoint does not fit.
         """
         self._joined = JoinedParts(self._targets(saved))
-        for name, held in self._joined.held.items():
-            _require_fit(name, held, saved.tensors[name])
-        return self._joined.held
+        for name, local in self._joined.tensors.items():
+            _require_fit(name, local, saved.tensors[name])
+        return self._joined.tensors
 
     def settle(self) -> None:
         """Ends a :meth:`wanted` whose tensors have been filled."""
@@ -87,22 +87,22 @@ class SavedPart:
     def abandon(self) -> None:
         """Undoes a :meth:`wanted` whose tensors have not been filled."""
 
-    def _tensors(self) -> Iterable[tuple[TensorName, Held]]:
+    def _tensors(self) -> Iterable[tuple[TensorName, LocalTensor]]:
         """Returns the tensors that this rank holds; a tensor in parts has an item for each part."""
         raise NotImplementedError
 
-    def _targets(self, saved: Saved) -> Iterable[tuple[TensorName, Held]]:
+    def _targets(self, saved: Saved) -> Iterable[tuple[TensorName, LocalTensor]]:
         """Returns the tensors to fill; a tensor in parts has an item for each part."""
         raise NotImplementedError
 
 
-def _require_fit(name: TensorName, held: Held, saved: Described) -> None:
-    if held.described != saved:
-        cast = held.described.shape == saved.shape and name.group == MODEL
-        statement = f"{name.name} -> {name.name}, dtype='{held.described.dtype}'"
+def _require_fit(name: TensorName, local: LocalTensor, saved: Described) -> None:
+    if local.described != saved:
+        cast = local.described.shape == saved.shape and name.group == MODEL
+        statement = f"{name.name} -> {name.name}, dtype='{local.described.dtype}'"
         raise CheckpointError(
             f"{name} does not fit",
-            expected=f"{held.described}, as here",
+            expected=f"{local.described}, as here",
             got=f"{saved} in the checkpoint",
             fix="build the model and the optimizer as they were, or restore another checkpoint"
             + f"; or cast in a map of names (names=, --names): {statement!r}" * cast,
@@ -128,7 +128,7 @@ class ProgramSource(Protocol):
     by_order: bool
     minimized_by: Optimizer
 
-    def optimizer_state(self) -> Mapping[str, tuple[Mapping[str, Held], Held | None]]:
+    def optimizer_state(self) -> Mapping[str, tuple[Mapping[str, LocalTensor], LocalTensor | None]]:
         """Returns the optimizer's variables by kind, and the master weight, of each parameter.
 
         Raises:

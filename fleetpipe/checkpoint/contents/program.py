@@ -14,7 +14,7 @@ from fleetpipe.checkpoint.contents.parts import (
     TensorName,
 )
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import LocalTensor
 
 
 class ProgramState(layer_and_optimizer.NamedTensors):
@@ -85,10 +85,10 @@ class ProgramOptimizer(layer_and_optimizer.OptimizerState):
     def _create(self, parameter: Any) -> None:
         """Does nothing: the startup program has allocated the variables."""
 
-    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, Held]]:
+    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
         kinds, master = parameter
-        for kind, held in kinds.items():
-            yield layer_and_optimizer.state_name(path, kind), held
+        for kind, local in kinds.items():
+            yield layer_and_optimizer.state_name(path, kind), local
         if master is not None:
             yield TensorName(MASTER_WEIGHTS, path), master
 

@@ -18,7 +18,7 @@ from fleetpipe import log
 from fleetpipe.checkpoint.contents.parts import STATE, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import structure
 from fleetpipe.transport.wire.value import ALLOWED, Unfit, take_apart
@@ -62,12 +62,15 @@ class ScriptState(SavedPart):
                 ) from None
         return taken
 
-    def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
+    def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
         for name, (_, tensors) in self._contents.items():
             for number, tensor in enumerate(tensors):
-                yield TensorName(STATE, f"{self._prefix}/{name}/{number}"), Held(tensor, None, True)
+                yield (
+                    TensorName(STATE, f"{self._prefix}/{name}/{number}"),
+                    LocalTensor(tensor, None, True),
+                )
 
-    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         for name, there in self._state.items():
             if name not in self._saved:
                 text = f"the checkpoint has no state {name!r}: it begins as the script makes it"
@@ -81,7 +84,10 @@ class ScriptState(SavedPart):
             tensors = [paddle.zeros(*kind) for kind in kinds]
             self._made[name] = made, tensors
             for number, tensor in enumerate(tensors):
-                yield TensorName(STATE, f"{prefix}/{name}/{number}"), Held(tensor, None, True)
+                yield (
+                    TensorName(STATE, f"{prefix}/{name}/{number}"),
+                    LocalTensor(tensor, None, True),
+                )
 
     def settle(self) -> None:
         """Gives the objects their states, and puts values in the place of those in the dict."""

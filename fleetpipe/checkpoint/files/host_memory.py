@@ -10,7 +10,7 @@ import numpy as np
 from fleetpipe import systems
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint.contents.parts import TensorName
-from fleetpipe.mesh.parts import Described, Held
+from fleetpipe.mesh.parts import Described, LocalTensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf
@@ -18,12 +18,12 @@ from fleetpipe.transport.wire.structure import TensorLeaf
 _ALIGNED = 64
 
 
-def bytes_of(held: Held) -> memoryview:
+def bytes_of(local: LocalTensor) -> memoryview:
     """Returns the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
-    tensor = held.tensor
+    tensor = local.tensor
     if isinstance(tensor, np.ndarray):
         return _flat(np.ascontiguousarray(tensor))
-    kept, memories = bridge.readable([tensor], [_part_of(held)])
+    kept, memories = bridge.readable([tensor], [_part_of(local)])
     if not memories:
         return memoryview(b"")
     (memory,) = memories
@@ -32,12 +32,12 @@ def bytes_of(held: Held) -> memoryview:
     return memory
 
 
-def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
-    """Returns an empty tensor with the shape and dtype of ``held``, and its memory to fill."""
-    if isinstance(held.tensor, np.ndarray):
-        array = np.empty_like(held.tensor, order="C")
+def empty_like(local: LocalTensor) -> tuple[Tensor | np.ndarray, memoryview]:
+    """Returns an empty tensor with the shape and dtype of ``local``, and its memory to fill."""
+    if isinstance(local.tensor, np.ndarray):
+        array = np.empty_like(local.tensor, order="C")
         return array, _flat(array)
-    return empty(_part_of(held))
+    return empty(_part_of(local))
 
 
 def empty(described: Described) -> tuple[Tensor, memoryview]:
@@ -47,13 +47,13 @@ def empty(described: Described) -> tuple[Tensor, memoryview]:
     return tensor, memories[0] if memories else memoryview(bytearray())
 
 
-def assign(held: Held, value: Tensor | np.ndarray) -> None:
+def assign(local: LocalTensor, value: Tensor | np.ndarray) -> None:
     """Copies a filled tensor of :func:`empty_like` into the tensor itself."""
-    if isinstance(held.tensor, np.ndarray):
-        held.tensor[...] = value
+    if isinstance(local.tensor, np.ndarray):
+        local.tensor[...] = value
     else:
         with paddle.no_grad():
-            held.tensor.set_value(value)
+            local.tensor.set_value(value)
 
 
 class Snapshot:
@@ -62,9 +62,9 @@ class Snapshot:
     def __init__(self) -> None:
         self._places: dict[TensorName, np.ndarray] = {}
 
-    def take(self, tensors: Mapping[TensorName, Held]) -> Mapping[TensorName, memoryview]:
+    def take(self, tensors: Mapping[TensorName, LocalTensor]) -> Mapping[TensorName, memoryview]:
         """Copies tensors over the previous copies, and returns the copies' bytes."""
-        memories = {name: bytes_of(held) for name, held in tensors.items()}
+        memories = {name: bytes_of(local) for name, local in tensors.items()}
         sizes = {name: len(memory) for name, memory in memories.items()}
         if {name: len(place) for name, place in self._places.items()} != sizes:
             self._places = _allocate(sizes)
@@ -73,9 +73,9 @@ class Snapshot:
         return {name: place.data for name, place in self._places.items()}
 
 
-def _part_of(held: Held) -> Described:
+def _part_of(local: LocalTensor) -> Described:
     """Returns dtype and shape of the part that is here."""
-    return Described(held.described.dtype, tuple(int(size) for size in held.tensor.shape))
+    return Described(local.described.dtype, tuple(int(size) for size in local.tensor.shape))
 
 
 def _flat(array: np.ndarray) -> memoryview:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files.tensors import CODES, Layout, is_whole, layout_of
 from fleetpipe.errors import CheckpointError
-from fleetpipe.mesh.parts import Described, Held, Region
+from fleetpipe.mesh.parts import Described, LocalTensor, Region
 
 #: Bytes of tensors after which the next file begins.
 FILE_BYTES = 4 << 30
@@ -61,7 +61,7 @@ class FilePlan(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The part that one rank holds of a tensor, without values; see :class:`Held`."""
+    """The part that one rank holds of a tensor, without values; see :class:`LocalTensor`."""
 
     tensor: Described
     cut: Region | None
@@ -74,14 +74,14 @@ class Inventory(NamedTuple):
     tensors: Mapping[TensorName, Holding]
 
     @classmethod
-    def of(cls, held: Mapping[TensorName, Held]) -> Inventory:
+    def of(cls, local: Mapping[TensorName, LocalTensor]) -> Inventory:
         """Describes the tensors that a rank holds.
 
         Raises:
             CheckpointError: safetensors lacks the dtype of a tensor.
         """
         holdings = {
-            name: Holding(one.described, one.cut, one.differs) for name, one in held.items()
+            name: Holding(one.described, one.cut, one.differs) for name, one in local.items()
         }
         for name, holding in holdings.items():
             if holding.tensor.dtype not in CODES:

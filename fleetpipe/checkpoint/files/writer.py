@@ -25,7 +25,7 @@ from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Whole
 from fleetpipe.checkpoint.files.plan import FilePlan
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.mesh.parts import Held, Region
+from fleetpipe.mesh.parts import LocalTensor, Region
 
 _log = log.logger(__name__)
 
@@ -116,7 +116,9 @@ class Writing:
             return
         self.run()
         for rank in elsewhere if ranks.rank == 0 else ():
-            parts = {name: Held(ranks.take(rank)) for name, _, _ in self.task.plan.parts_of(rank)}
+            parts = {
+                name: LocalTensor(ranks.take(rank)) for name, _, _ in self.task.plan.parts_of(rank)
+            }
             of_rank = Writing(replace(self.task, rank=rank), bytes_in(parts))
             of_rank.run()
             self._error = self._error or of_rank._error
@@ -129,9 +131,9 @@ class Writing:
             raise self._error
 
 
-def bytes_in(held: Mapping[TensorName, Held]) -> BytesOf:
+def bytes_in(local: Mapping[TensorName, LocalTensor]) -> BytesOf:
     """Returns a function that returns a tensor's bytes by its name."""
-    return lambda name: host_memory.bytes_of(held[name])
+    return lambda name: host_memory.bytes_of(local[name])
 
 
 def write(task: Assignment, bytes_of: BytesOf) -> None:

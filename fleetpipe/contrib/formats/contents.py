@@ -21,7 +21,7 @@ from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.files.digests import tensor_digest
 from fleetpipe.checkpoint.files.tensors import CODES, Stored
-from fleetpipe.mesh.parts import Described, Held, Region
+from fleetpipe.mesh.parts import Described, LocalTensor, Region
 
 #: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
 SCHEDULER = "scheduler.pdparams"
@@ -136,7 +136,7 @@ def lazy_array(path: Path, array: np.ndarray) -> LazyTensor:
     """Returns an array of a file of ``paddle.save``, which is read from there when it is used."""
     if not isinstance(array, np.ndarray):
         raise tensors.damage(path, f"a {type(array).__name__} in the place of a tensor")
-    described = Held(array).described
+    described = LocalTensor(array).described
     if described.dtype not in CODES:
         raise tensors.damage(path, f"an array of {described.dtype}")
 

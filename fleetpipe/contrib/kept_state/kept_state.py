@@ -31,7 +31,7 @@ from fleetpipe.checkpoint.restoring import restore_from
 from fleetpipe.contrib.kept_state.kept_step import Block, KeptStep
 from fleetpipe.contrib.kept_state.layouts import complete_layouts
 from fleetpipe.contrib.kept_state.segment import Segment
-from fleetpipe.mesh.parts import Described, Held
+from fleetpipe.mesh.parts import Described, LocalTensor
 from fleetpipe.paddle_api.device import dynamic_mode
 
 _log = log.logger(__name__)
@@ -81,13 +81,13 @@ class KeptState:
             CheckpointError: The host has too little memory.
         """
         script = self._objects.script_part(self._ranks.place)
-        held = self._list_tensors(script)
+        local = self._list_tensors(script)
         state = self._objects.training_state(self._objects.model_part()).collect()
         if self._objects.state is not None:
             state[STATE] = script.trees()
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment(text)
-        segment.write(step, [host_memory.bytes_of(one) for one in held], text)
+        segment.write(step, [host_memory.bytes_of(one) for one in local], text)
         if segment.steps() == [step - 1, step]:
             self._forget_others(segment)
 
@@ -189,11 +189,11 @@ class KeptState:
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
         """Copies the tensors as they are now; returns what puts these values back."""
-        *_, held = self._collect_tensors(self._objects.script_part(self._ranks.place))
-        copies = host_memory.Snapshot().take(held)
+        *_, local = self._collect_tensors(self._objects.script_part(self._ranks.place))
+        copies = host_memory.Snapshot().take(local)
 
         def put_back() -> None:
-            for name, one in held.items():
+            for name, one in local.items():
                 value, memory = host_memory.empty_like(one)
                 memory[:] = copies[name]
                 host_memory.assign(one, value)
@@ -246,21 +246,21 @@ class KeptState:
         if script is not None:
             trees = json.loads(text).get(STATE)
             parts.append(ScriptState(script, self._ranks.place, trees))
-        wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
+        wanted = {name: local for part in parts for name, local in part.wanted(saved).items()}
         tensors = dict(zip(described, blocks))
-        for name, held in wanted.items():
-            value, memory = host_memory.empty_like(held)
+        for name, local in wanted.items():
+            value, memory = host_memory.empty_like(local)
             memory[:] = tensors[name]
-            host_memory.assign(held, value)
+            host_memory.assign(local, value)
         for part in parts:
             part.settle()
         return text
 
-    def _list_tensors(self, script: ScriptState) -> list[Held]:
+    def _list_tensors(self, script: ScriptState) -> list[LocalTensor]:
         """Returns the tensors of the present state; describes them again if they have changed."""
-        model, optimizer, held = self._collect_tensors(script)
+        model, optimizer, local = self._collect_tensors(script)
         # A tensor that is made anew for each step may have the address of another.
-        tensors = [(name, id(one.tensor), one.described) for name, one in held.items()]
+        tensors = [(name, id(one.tensor), one.described) for name, one in local.items()]
         if tensors != self._tensors:
             self._tensors = tensors
             static = isinstance(self._objects.model, SavedProgram)
@@ -273,17 +273,17 @@ class KeptState:
                 "order": [*model.order()],
                 "plain_order": [*plain_order(model.order(), model.plain_names)],
                 "optimizer": None if optimizer is None else optimizer.kind,
-                "blocks": [[*_row(name, one)] for name, one in held.items()],
+                "blocks": [[*_row(name, one)] for name, one in local.items()],
             }
-        return [*held.values()]
+        return [*local.values()]
 
     def _collect_tensors(
         self, script: ScriptState
-    ) -> tuple[NamedTensors, OptimizerState | None, dict[TensorName, Held]]:
+    ) -> tuple[NamedTensors, OptimizerState | None, dict[TensorName, LocalTensor]]:
         model = self._objects.required_model()
         optimizer = self._objects.optimizer_part(model)
-        of_optimizer = {} if optimizer is None else optimizer.held()
-        return model, optimizer, {**model.held(), **of_optimizer, **script.held()}
+        of_optimizer = {} if optimizer is None else optimizer.local_tensors()
+        return model, optimizer, {**model.local_tensors(), **of_optimizer, **script.local_tensors()}
 
     @property
     def _samples(self) -> int | None:
@@ -332,8 +332,8 @@ class KeptState:
                 yield file, segment
 
 
-def _row(name: TensorName, held: Held) -> Block:
+def _row(name: TensorName, local: LocalTensor) -> Block:
     """Describes a tensor, and the bytes of its part on this rank."""
-    whole, cut = held.described, None if held.cut is None else [*held.cut]
-    size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
-    return Block(*name, whole.dtype, [*whole.shape], size, cut, held.differs)
+    whole, cut = local.described, None if local.cut is None else [*local.cut]
+    size = math.prod(int(size) for size in local.tensor.shape) * whole.itemsize
+    return Block(*name, whole.dtype, [*whole.shape], size, cut, local.differs)

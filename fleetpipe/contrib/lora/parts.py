@@ -8,7 +8,7 @@ from fleetpipe.aliases import Layer
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, without_wrappers
 from fleetpipe.contrib.lora.adapters import adapted_by
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.mesh.parts import Held, ModelParts, whole_name
+from fleetpipe.mesh.parts import LocalTensor, ModelParts, whole_name
 from fleetpipe.representation import shows
 
 
@@ -34,9 +34,9 @@ class BasePart:
         return parts._replace(
             adapters=self._adapters,
             tensors={
-                name: held
-                for name, held in parts.tensors.items()
-                if self._has(whole_name(name, held.tensor))
+                name: local
+                for name, local in parts.tensors.items()
+                if self._has(whole_name(name, local.tensor))
             },
             shapes={name: shape for name, shape in parts.shapes.items() if self._has(name)},
         )
@@ -57,7 +57,7 @@ class TrainedPart(BasePart):
         self._names: set[str] | None = None
         super().__init__(model)
         tensors = self.checkpoint_part().tensors
-        names = [whole_name(n, held.tensor) for n, held in tensors.items() if _changes(n, held)]
+        names = [whole_name(n, local.tensor) for n, local in tensors.items() if _changes(n, local)]
         here = names, adapted_by(self._model)
         pipeline = isinstance(self._model, PipelineLayer)
         parts = self._model.holders().all_gather(here) if pipeline else [here]
@@ -68,8 +68,8 @@ class TrainedPart(BasePart):
         return self._names is None or name in self._names
 
 
-def _changes(name: str, held: Held) -> bool:
+def _changes(name: str, local: LocalTensor) -> bool:
     """Whether a step, or the forward of a batch norm, changes a tensor."""
-    tensor: Any = held.tensor
+    tensor: Any = local.tensor
     untrained = hasattr(tensor, "trainable") and tensor.stop_gradient
     return not untrained or name.split(".")[-1] in ("_mean", "_variance")

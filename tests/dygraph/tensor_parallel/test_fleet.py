@@ -28,7 +28,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     replacements,
 )
 from fleetpipe.errors import CheckpointError, ConfigError, StateError
-from fleetpipe.mesh.parts import held_of
+from fleetpipe.mesh.parts import local_tensor_of
 from tests.dygraph.members import MEMBERS, NAMES, Twins
 from tests.groups import members, on_all
 from tests.pipelines import job, pipeline
@@ -171,7 +171,7 @@ def test_a_parameter_that_is_called_distributed_and_not_cut_is_each_members_own(
         assert tensor_parallel.whole_shape(model.weight) == (6, 4)
         assert pipeline([model], num_stages=1)._layers.single_model().parameters()
     with pytest.raises(CheckpointError, match="is_distributed, and no split_axis"):
-        held_of(model.weight, lambda: (0, 2))
+        local_tensor_of(model.weight, lambda: (0, 2))
 
     threads = members(2)
 
