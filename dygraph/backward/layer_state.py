@@ -61,8 +61,8 @@ class LayerStates:
             for value in (*forward_hooks(layer), *of_user):
                 if isinstance(value, CONTAINERS):
                     self._contents.append((value, content_of(value)))
-            held = {name: value for name, value in buffers.items() if not _is_computed(value)}
-            self._tables += zip(tables, (attributes, parameters, held))
+            stored = {name: value for name, value in buffers.items() if not _is_computed(value)}
+            self._tables += zip(tables, (attributes, parameters, stored))
             for table, name in state_slots(layer):
                 if not _is_computed(table[name]):
                     self._slots.append(_Slot(table, name, _copy(table, name, copies)))
@@ -75,11 +75,11 @@ class LayerStates:
         ``functions``, may write to.
         """
         now = [table.copy() for table, _ in self._tables]
-        held = (
+        containers = (
             *(container for container, _ in self._contents),
             *reachable_containers(self._layers, functions),
         )
-        contents = [(container, content_of(container)) for container in held]
+        contents = [(container, content_of(container)) for container in containers]
         try:
             for container, content in self._contents:
                 refill(container, content)

@@ -93,7 +93,7 @@ class RecomputedPiece:
         return self._calls <= _COMPARED or later
 
 
-class HeldInputs:
+class SavedInputs:
     """The inputs of the pieces of a stage, stored unchanged until the pieces run again.
 
     A tensor that a piece returns unchanged, such as a mask, is stored once.
@@ -101,30 +101,30 @@ class HeldInputs:
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """Stores pairs of a tensor and another with the same numbers, which nobody writes to."""
-        self._held: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._saved: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         for tensor, same in pairs:
-            self._hold(tensor, leaf_like(same))
+            self._save(tensor, leaf_like(same))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns a leaf with the current numbers of a tensor."""
-        reference, version, leaf = self._held.get(id(tensor), (_no_ticket, 0, None))
+        reference, version, leaf = self._saved.get(id(tensor), (_no_ticket, 0, None))
         if version == tensor.inplace_version and reference() is tensor:
             return leaf
-        return self._hold(tensor, leaf_like(tensor, copied=True))
+        return self._save(tensor, leaf_like(tensor, copied=True))
 
-    def _hold(self, tensor: Tensor, leaf: Tensor) -> Tensor:
-        self._held[id(tensor)] = weakref.ref(tensor), tensor.inplace_version, leaf
+    def _save(self, tensor: Tensor, leaf: Tensor) -> Tensor:
+        self._saved[id(tensor)] = weakref.ref(tensor), tensor.inplace_version, leaf
         return leaf
 
 
-def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nest:
+def call(piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> Nest:
     """Runs a piece so that it keeps only its inputs until backward.
 
     Args:
         piece: The piece.
         run: Runs its layers; returns the same whenever it is called under the same states.
         value: The argument of the first layer, which may write to it.
-        held: Stores the inputs of all pieces of the stage for their second runs.
+        inputs: Stores the inputs of all pieces of the stage for their second runs.
 
     Returns:
         The result of ``run(value)``, with its graph.
@@ -135,7 +135,7 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nes
     global _failure
     # One that nobody asked for, of a backward of the user's own.
     _failure = None
-    rerun = _Rerun(piece, run, value, held)
+    rerun = _Rerun(piece, run, value, inputs)
     try:
         with _saving_by(rerun.pack, rerun.unpack):
             output = run(value)
@@ -159,13 +159,13 @@ class _Ticket:
 class _Rerun:
     """Stores what is needed to run a piece again, and the tickets to fill then."""
 
-    def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: HeldInputs) -> None:
+    def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> None:
         self._piece = piece
         self._run = run
-        held = {id(tensor): inputs.of(tensor) for tensor in tensors_of(value)}
-        self._value = replace(value, held)
+        saved = {id(tensor): inputs.of(tensor) for tensor in tensors_of(value)}
+        self._value = replace(value, saved)
         # A reshaped input is a view of it in one layout, and a copy in another.
-        self._layouts = [(held[id(tensor)], layout_of(tensor)) for tensor in tensors_of(value)]
+        self._layouts = [(saved[id(tensor)], layout_of(tensor)) for tensor in tensors_of(value)]
         self._states = piece.states()
         self._bits: list[int | np.ndarray] | None = None
         self._random = RandomStates()

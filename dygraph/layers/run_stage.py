@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.recompute import HeldInputs, RecomputedPiece
+from fleetpipe.dygraph.backward.recompute import RecomputedPiece, SavedInputs
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import copies_of, copy_tensors, differentiable, replace
 from fleetpipe.dygraph.sums.uses import Uses
@@ -102,14 +102,14 @@ class StageRunner:
         micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
         copies = copies_of(value)
-        held = HeldInputs((copies[id(tensor)], tensor) for tensor in differentiable(value))
+        inputs = SavedInputs((copies[id(tensor)], tensor) for tensor in differentiable(value))
         value = replace(value, copies)
         for steps, piece in pieces:
             if self._interval:
                 value = _sole(value)
             run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
             if piece is not None and piece.needs_recompute(value):
-                value = recompute.call(piece, run, value, held)
+                value = recompute.call(piece, run, value, inputs)
             else:
                 value = run(value)
         return value

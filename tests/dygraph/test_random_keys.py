@@ -205,7 +205,7 @@ def test_the_number_of_a_batch_is_drawn_by_the_host(monkeypatch: pytest.MonkeyPa
     expected = [int(paddle.randint(0, 2**31 - 1, [1], dtype="int64").item()) for _ in range(2)]
     paddle.seed(5)
     monkeypatch.setattr(paddle, "randint", None)  # on a GPU, .item() would wait for the card
-    assert [random_keys.draw("keyed")._draw for _ in range(2)] == expected  # type: ignore[union-attr]
+    assert [random_keys.draw("keyed")._batch_seed for _ in range(2)] == expected  # type: ignore[union-attr]
 
 
 def test_a_replicas_micro_batches_have_the_masks_of_their_global_numbers() -> None:

@@ -12,7 +12,7 @@ from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import in_slices
-from fleetpipe.schedules.simulation.timeline import Timeline, held_around
+from fleetpipe.schedules.simulation.timeline import Timeline, amounts_in_flight
 
 #: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
 COLOURS = {
@@ -153,7 +153,7 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool
 
 def _amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
     in_bytes = timeline.costs.bytes is not None
-    around = held_around(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
+    around = amounts_in_flight(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
     times = zip(timeline.starts[rank], timeline.ends[rank])
     steps = [(0.0, 0.0)]
     for (start, end), held in zip(times, around):

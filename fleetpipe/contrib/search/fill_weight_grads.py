@@ -78,7 +78,8 @@ class _Filler:
         self.begins: list[float] = [0 for _ in ranks]
         self.clocks: list[float] = [0 for _ in ranks]
         self.waited: list[float] = [0 for _ in ranks]
-        # As in `held_around`: forwards of which nothing is released, and those whose I is done.
+        # Forwards of which nothing is released, and those whose I is done: see
+        # `amounts_in_flight`.
         self.whole: list[float] = [0 for _ in ranks]
         self.halves: list[float] = [0 for _ in ranks]
         self.pending: list[deque[int]] = [deque() for _ in ranks]

@@ -31,7 +31,7 @@ from fleetpipe.schedules.action import Action, flatten, parts
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges, slice_before
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.simulation.timeline import held_around
+from fleetpipe.schedules.simulation.timeline import amounts_in_flight
 
 #: The lanes of each kind: what reads and writes a stage's state, what autograd adds to gradients as
 #: it goes, and what a split backward adds later.
@@ -54,7 +54,7 @@ class Envelope:
         head: The position in the row of the first entry that has not run; the row's length at its
             end.
         cap: Most that the rank may hold at once.
-        held: What it holds.
+        in_flight: The activations in flight on it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Envelope:
             shared: Whether stages of the rank share a parameter or a buffer.
         """
         in_bytes = costs is not None and costs.bytes is not None
-        around = list(held_around(schedule, rank, costs, in_bytes=in_bytes))
+        around = list(amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes))
         before = [0.0, *(one.after for one in around)]
         parts_of_cap = 1 if in_bytes else schedule.slices
         self.rank = rank
@@ -85,8 +85,8 @@ class Envelope:
         if memory_cap is not None:
             self.cap = max(self.cap, memory_cap * parts_of_cap)
         #: What each entry adds while it runs, and in the end.
-        self._adds = [one.during - held for one, held in zip(around, before)]
-        self._keeps = [one.after - held for one, held in zip(around, before)]
+        self._adds = [one.during - earlier for one, earlier in zip(around, before)]
+        self._keeps = [one.after - earlier for one, earlier in zip(around, before)]
         self._during = [one.during for one in around]
         self._needed_by: list[list[int]] = [[] for _ in around]
         self._needs = [0 for _ in around]
@@ -98,7 +98,7 @@ class Envelope:
 
     def restart(self) -> None:
         """Goes back to the first entry."""
-        self.head, self.held = 0, 0.0
+        self.head, self.in_flight = 0, 0.0
         self._left = [*self._needs]
         self._done = [False for _ in self._needs]
         #: What the rank would hold during each entry if it went on in the order of its row.
@@ -125,7 +125,7 @@ class Envelope:
         if kept:
             for other in range(self.head, position):
                 self._ahead[other] += kept
-        self.held += kept
+        self.in_flight += kept
         self._done[position] = True
         while self.head < len(self._done) and self._done[self.head]:
             self.head += 1
@@ -140,10 +140,12 @@ class Envelope:
         kept, cap = self._keeps[position], self.cap
         if kept <= 0:
             return True
-        if self.held + self._adds[position] > cap:
+        if self.in_flight + self._adds[position] > cap:
             return False
         ahead = zip(self._done, self._ahead)
-        return all(done or held + kept <= cap for done, held in islice(ahead, self.head, position))
+        return all(
+            done or other + kept <= cap for done, other in islice(ahead, self.head, position)
+        )
 
 
 def _needs(

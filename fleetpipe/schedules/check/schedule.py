@@ -10,7 +10,7 @@ from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.explain import where
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation.replay import replay
-from fleetpipe.schedules.simulation.timeline import held_around
+from fleetpipe.schedules.simulation.timeline import amounts_in_flight
 
 
 def verify(
@@ -36,16 +36,16 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
     parts = 1 if in_bytes else schedule.slices
     costs.check_stages(schedule.placement.stages)
     for rank in range(schedule.placement.ranks):
-        around = held_around(schedule, rank, costs, in_bytes=in_bytes)
-        held = [amount.during / parts for amount in around]
-        peak = max(held, default=0)
+        around = amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
+        in_flight = [amount.during / parts for amount in around]
+        peak = max(in_flight, default=0)
         if peak > cap:
-            position = next(index for index, amount in enumerate(held) if amount > cap)
+            position = next(index for index, amount in enumerate(in_flight) if amount > cap)
             item = schedule.actions[rank][position]
             raise ScheduleError(
                 f"rank {rank} passes the memory cap at {item}",
                 where=where(schedule, rank, position),
-                expected=f"at most {cap:.10g} {unit} held at a time",
-                got=f"{held[position]:.10g} there, {peak:.10g} at the peak of the rank",
+                expected=f"at most {cap:.10g} {unit} in flight at a time",
+                got=f"{in_flight[position]:.10g} there, {peak:.10g} at the peak of the rank",
                 fix=f"a cap of {peak:.10g}, or a schedule that holds less",
             )

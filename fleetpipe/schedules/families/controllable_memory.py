@@ -83,7 +83,7 @@ def _rows(
     This cannot get stuck. Of all actions left, the one that comes first in the repeated blocks is
     first on its rank and has its inputs. If it is an F, memory has room as soon as all pending W
     are done: the block holds at most ``cap`` with any W later than its I, and a swap, which happens
-    within ``cap``, leaves every later F with what was held before it.
+    within ``cap``, leaves every later F with what was in flight before it.
     """
     ranks = [
         _Rank(placement.stages_of(rank), block, micro_batches, cap, swaps)

@@ -1,4 +1,4 @@
-"""Simulates a schedule with costs: when each action runs, the bubble, and the memory held."""
+"""Simulates a schedule with costs: when each action runs, the bubble, and the memory in use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation.replay import replay
 
 
-class HeldAmounts(NamedTuple):
-    """The amount that a rank holds during and after one of its entries.
+class Amounts(NamedTuple):
+    """The activations in flight on a rank during and after one of its entries.
 
     Attributes:
         during: While it runs, before it releases anything.
@@ -25,12 +25,12 @@ class HeldAmounts(NamedTuple):
     after: float
 
 
-def held_around(
+def amounts_in_flight(
     schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
-) -> Iterator[HeldAmounts]:
-    """Yields how much a rank holds while each of its entries runs and after it.
+) -> Iterator[Amounts]:
+    """Yields the activations in flight on a rank while each of its entries runs and after it.
 
-    A forward holds its activations from its start; B releases them at its end, I the share
+    Those of a forward are in flight from its start; B releases them at its end, I the share
     ``costs.input_grad_frees`` of them and W the rest. In a forward-only schedule they are released
     at the end of the forward itself.
 
@@ -67,7 +67,7 @@ def held_around(
                 halves += amount
             elif kind == "W":
                 halves -= amount
-        yield HeldAmounts(during, whole + rest * halves)
+        yield Amounts(during, whole + rest * halves)
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +82,7 @@ class Timeline:
         makespan: From time 0 to the end of the last action of any rank.
         spans: For each rank the time from the start of its first action to the end of its last.
         busy: Most that any rank computes.
-        peak_activations: For each rank, most forwards whose activations are held at once, in
+        peak_activations: For each rank, most forwards whose activations are in flight at once, in
             forwards of one stage.
         peak_bytes: The same in bytes, if the costs give them; else None.
     """
@@ -158,4 +158,6 @@ def simulate(
 
 
 def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = False) -> float:
-    return max(held.during for held in held_around(schedule, rank, costs, in_bytes=in_bytes))
+    return max(
+        amount.during for amount in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
+    )

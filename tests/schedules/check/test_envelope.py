@@ -54,7 +54,7 @@ def explore(schedule: Schedule, **options: Any) -> int:
         for place in envelopes[rank][done].candidates():
             envelope = copy.deepcopy(envelopes[rank][done])
             envelope.take(place)
-            assert envelope.held <= envelope.cap, "a rank holds more than its cap"
+            assert envelope.in_flight <= envelope.cap, "a rank holds more than its cap"
             envelopes[rank].setdefault(done | 1 << place, envelope)
             needs = [
                 places[other, at, number]
@@ -108,7 +108,7 @@ def test_a_rank_passes_its_cap_where_no_memory_is_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        Envelope, "_fits", lambda self, place: self.held + self._adds[place] <= self.cap
+        Envelope, "_fits", lambda self, place: self.in_flight + self._adds[place] <= self.cap
     )
     for name in ("ZBV", "Interleaved1F1B"):
         with pytest.raises(AssertionError, match="holds more than its cap"):
@@ -130,7 +130,7 @@ def test_a_larger_cap_lets_forwards_run_early() -> None:
         taken += names_of
         envelope.take([str(item) for item in schedule.actions[0]].index(names_of[0]))
     assert taken == ["F0.3", "F0.4"]
-    assert envelope.held == envelope.cap == 5
+    assert envelope.in_flight == envelope.cap == 5
 
 
 def test_a_weight_gradient_fills_a_wait() -> None:
@@ -179,6 +179,6 @@ def test_what_is_held_is_counted_like_the_schedule_counts_it() -> None:
 def test_a_batch_begins_anew() -> None:
     schedule = build("1F1B", ranks=2, micro_batches=3)
     envelope = ran(schedule, 0, 6)
-    assert (envelope.finished, envelope.held) == (True, 0)
+    assert (envelope.finished, envelope.in_flight) == (True, 0)
     envelope.restart()
     assert ([*envelope.candidates()], envelope.finished) == ([0], False)
