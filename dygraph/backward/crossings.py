@@ -97,13 +97,13 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
         crossings: The crossings of all stages of a chain, by stage.
     """
     stages = []
-    # By output of the stage: how many gradients of one graph its own is the sum of.
+    # By output of the stage: how many gradients add up to its own in one graph of the model.
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
         crossing, count = crossings[stage], sums or [1]
         outputs = 1 + max((i for parts in crossing for part in parts for i in part.ways), default=0)
         if outputs > len(count):
-            # Of a captured model some go to other stages than the next one: any may be a sum.
+            # A captured model has edges to later stages too, whose gradients may all be sums.
             count = [2] * outputs
         if any(
             part.edges + sum(count[i] for i in part.outputs) > 2

@@ -16,13 +16,13 @@ class Change(Protocol):
     """A change of process-wide state that lasts for a while."""
 
     def begin(self) -> None:
-        """Makes the change."""
+        """Changes the state of the process."""
 
     def end(self) -> None:
-        """Undoes the change; it may be made again."""
+        """Changes it back; :meth:`begin` may follow once more."""
 
 
-#: The changes of now, in the order in which they were made: whoever makes one keeps it here.
+#: The changes that last at this moment, in the order in which they began; each adds itself.
 changes: list[Change] = []
 
 

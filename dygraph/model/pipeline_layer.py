@@ -321,7 +321,7 @@ class PipelineLayer(FleetFace):
         ]
 
     def begin_uses(self) -> Uses:
-        """Makes the uses of each parameter of this process leave gradients apart in a batch.
+        """Gives each use of a parameter of this process a gradient of its own in a batch.
 
         Raises:
             ConfigError: The uses of a parameter cannot be told apart.

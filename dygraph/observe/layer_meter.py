@@ -215,7 +215,7 @@ class _Meter:
             self._run_whole(run, box[0])
             if self._splits:
                 self._run_split(run, box[0])
-            self._free = self._not_kept(run, box[0])
+            self._free = self._unsaved_bytes(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
         with traffic.counting(self._now) as sent:
@@ -295,8 +295,8 @@ class _Meter:
             split.end()
         return forward, input_grad, weight_grad, held, waiting
 
-    def _not_kept(self, run: Callable[[Nest], Nest], value: Nest) -> int:
-        """Returns the bytes of a layer's output that its graph does not keep."""
+    def _unsaved_bytes(self, run: Callable[[Nest], Nest], value: Nest) -> int:
+        """Returns the bytes of a layer's output that its graph does not save for backward."""
         with self._again():
             output = run(map_tensors(leaf_like, value))
         # Their sums keep the graph: its nodes as Python sees them (``grad_fn``) are never freed.

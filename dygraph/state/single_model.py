@@ -42,7 +42,7 @@ class SingleModel(ModelWithParts):
             self._functions = functions
 
     def begin_uses(self) -> Uses:
-        """Makes the uses of each parameter leave gradients apart, until the uses end."""
+        """Gives each use of a parameter a gradient of its own, until :meth:`Uses.end`."""
         entries = {n: parameters_of(function) for n, function in enumerate(self._functions)}
         self._uses = Uses({0: entries}, lambda n, p: slots_in(self._functions[n], p), [])
         return self._uses

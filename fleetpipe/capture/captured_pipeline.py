@@ -208,7 +208,7 @@ class CapturedPipeline(PipelineLayer):
         if change is not None:
             self.forms.require_same_stages(change)
         if change is not None or self._tensors != now:
-            # Other buffers may be there, and sublayers without parameters.
+            # A script may have added buffers, or sublayers without parameters.
             self._take_part()
         self.__dict__["_tensors"] = now
         layers = {id(layer) for layer in self.plain.sublayers()}

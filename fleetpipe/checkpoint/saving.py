@@ -183,7 +183,7 @@ class Saver:
         local = _with_statistics(ranks, what, of_run)
 
         def facts() -> dict[str, Json]:
-            model.require_outline()
+            model.require_no_added_parameters()
             state = objects.training_state(model).collect()
             if objects.state is not None:
                 state[STATE] = script.trees()

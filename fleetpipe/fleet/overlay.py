@@ -98,7 +98,7 @@ def over(
     Args:
         names: The module's ``globals()``.
         paddles: Paddle's module, which answers for every other name.
-        ours: Further names that are fleetpipe's, each with the place of the object, which is loaded
+        ours: Further names that are fleetpipe's, each with the path of the object, which is loaded
             when the name is used.
     """
 
@@ -121,6 +121,7 @@ class _Overlay(Loader):
         """Returns None, so that Python makes the module object."""
 
     def exec_module(self, module: ModuleType) -> None:
+        """Fills a module with Paddle's names and fleetpipe's, both looked up at their first use."""
         names = vars(module)
         names["__doc__"] = f"``{PADDLES}.{self._path}`` with names of fleetpipe's."
         paddles = _paddles_module(self._path)

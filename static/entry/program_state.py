@@ -236,10 +236,10 @@ def _pipeline_read(program: Program, scope: Scope = None) -> StaticPipeline | No
 
 
 def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a function of Paddle's that takes a pipeline's program only if that is right.
+    """Returns a function of Paddle's that refuses a pipeline's program unless it has all it takes.
 
-    That is with variables of this process that the script names, and, where one process plays all
-    ranks, a copy of the program, which needs no optimizer.
+    It has if the script names variables of this process; or if one process plays all ranks, and the
+    program is a copy, which needs no state of the optimizer.
     """
     signature = inspect.signature(original)
 

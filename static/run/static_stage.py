@@ -113,6 +113,7 @@ class _Variables(NamedTuple):
 
 
 def _variables(program: StageProgram, split: Split, stage: int) -> _Variables:
+    """Returns the names of the variables that a stage's program has for its edges."""
     crossing, differentiable = split.crossing, split.graph.differentiable
     into = sorted(edge for edge in crossing if edge.target == stage)
     out = sorted(edge for edge in crossing if edge.source == stage)

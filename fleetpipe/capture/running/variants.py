@@ -181,7 +181,7 @@ class Forms:
                     got=f"{signature}, with the edges {', '.join(map(str, sorted(new)))}",
                     fix="pass example_inputs in which everything is given that may be",
                 )
-            self._require_held(form)
+            self._require_own_tensors(form)
             # It may have read more numbers.
             key = self._key(signature, training)
         self._forms[key] = form
@@ -199,7 +199,7 @@ class Forms:
             del self._forms[oldest]
             self.capturing.samples.pop(oldest[0], None)
 
-    def _require_held(self, form: Form) -> None:
+    def _require_own_tensors(self, form: Form) -> None:
         """Refuses a run in which a stage needs a tensor of another."""
         for stage in range(self.stages):
             for name in sorted(frozenset().union(*(node.state for node in form.nodes(stage)))):

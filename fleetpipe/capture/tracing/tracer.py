@@ -228,11 +228,11 @@ class _Tracer(Walk):
             )
         self._marks.append(len(self._nodes))
 
-    def entered(self, layer: Layer) -> None:
+    def enter_layer(self, layer: Layer) -> None:
         """Remembers the attributes of a layer before its forward."""
         self._lengths.append(_lengths(layer))
 
-    def left(self, output: Nest) -> None:
+    def leave_layer(self, output: Nest) -> None:
         """Checks that the outputs of an opened layer come from nodes."""
         self._with_placeholders(output)
         layer, before = self._opened[-1], self._lengths.pop()

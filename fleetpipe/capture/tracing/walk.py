@@ -147,10 +147,10 @@ class Walk:
         """Runs the call of a node without listening to what happens inside."""
         return call.do()
 
-    def entered(self, layer: Layer) -> None:
+    def enter_layer(self, layer: Layer) -> None:
         """Called before an opened layer's forward."""
 
-    def left(self, output: Nest) -> None:
+    def leave_layer(self, output: Nest) -> None:
         """Called with the outputs of an opened layer."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -177,9 +177,9 @@ class Walk:
             return self._alone(NodeCall(layer, called, args, named, (*self._scopes, scope)))
         self._scopes.append(scope)
         self._opened.append(layer)
-        self.entered(layer)
+        self.enter_layer(layer)
         output = call(layer, *args, **named)
-        self.left(output)
+        self.leave_layer(output)
         self._scopes.pop()
         self._opened.pop()
         return output

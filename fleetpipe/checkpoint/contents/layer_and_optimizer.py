@@ -104,7 +104,7 @@ class NamedTensors(SavedPart):
         """Returns the names of the whole model's parameters and buffers, in its order."""
         return tuple(self._parts.shapes)
 
-    def require_outline(self) -> None:
+    def require_no_added_parameters(self) -> None:
         """Refuses to save a model whose tensors differ from those that it was built with.
 
         Raises:

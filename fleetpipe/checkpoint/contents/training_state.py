@@ -156,7 +156,7 @@ class TrainingState:
     def require(self, state: Mapping[str, Json]) -> None:
         """Checks that a saved state has an entry for each object that was passed.
 
-        A scheduler may take the place of a constant learning rate, and then begins.
+        If a scheduler replaces the constant learning rate that was saved, it begins anew.
         """
         begins = "learning_rate" in state and "lr_scheduler" not in state
         scheduler = None if begins else self._scheduler
@@ -232,7 +232,7 @@ class TrainingState:
             self._scaler.load_state_dict(state["scaler"])
 
     def _put_rate(self, state: Mapping[str, Json]) -> None:
-        """Restores a constant learning rate; what the script gives in its place counts."""
+        """Restores a constant learning rate, unless the script now begins with another one."""
         saved, first = state.get("learning_rate"), state.get("first_learning_rate")
         here: Any = None if self._optimizer is None else self._optimizer.get_lr()
         both = None not in (first, self._first_rate)

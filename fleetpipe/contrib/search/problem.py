@@ -146,7 +146,7 @@ class Problem:
         return min(latency / least, self.micro_batches) if least else self.micro_batches
 
     def order_of(self, schedule: ScheduleRows) -> list[list[int]]:
-        """Returns the order of F and I in the rows of a schedule; a B counts as its I."""
+        """Returns the numbers of F and I of each rank in the order of a schedule; B counts as I."""
         width, first = self.width, {"F": 0, "I": self.placement.stages, "B": self.placement.stages}
         return [
             [k * width + first[kind] + stage for kind, stage, k in row if kind != "W"]

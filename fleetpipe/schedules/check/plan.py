@@ -95,7 +95,7 @@ class _RankChecker:
         marks = self.marks.get((op.letter + op.kind, op.edge))
         if marks is None:
             self._raise_misplaced(op)
-        self._once(op, marks, op.micro_batch)
+        self._mark(op, marks, op.micro_batch)
         if isinstance(op, Recv):
             return
         stage = op.edge.source if op.kind == "F" else op.edge.target
@@ -115,14 +115,15 @@ class _RankChecker:
         marks = self.marks.get(("FREE", op.stage))
         if marks is None:
             self._fail(f"{op} is of a stage that rank {self.rank} does not own", "its own stages")
-        self._once(op, marks, op.micro_batch)
+        self._mark(op, marks, op.micro_batch)
         if not self.marks["F" if self.plan.forward_only else "W", op.stage][op.micro_batch]:
             self._fail(
                 f"{op} stands before the last use of what it releases",
                 "F earlier" if self.plan.forward_only else "B, or I and W, earlier",
             )
 
-    def _once(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
+    def _mark(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
+        """Notes that an operation has stood in the row, and refuses a second one of its kind."""
         if micro_batch >= self.plan.units:
             self._fail(
                 f"{op} is of a micro-batch that does not exist",
