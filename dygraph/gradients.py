@@ -87,10 +87,10 @@ def cause_of_backward(error: Exception) -> Exception:
         )
     if "backward twice" not in str(error):
         return error
-    return kept_beside()
+    return graph_of_another_backward()
 
 
-def kept_beside() -> BoundaryError:
+def graph_of_another_backward() -> BoundaryError:
     """Returns the error of a backward that reaches the graph of another backward."""
     return BoundaryError(
         "a backward came to operations that an earlier one has run through",

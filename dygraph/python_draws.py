@@ -59,10 +59,10 @@ def draws_python(function: Callable[[Nest], Nest]) -> bool:
     Hooks count, and so does what is in attributes and containers. A layer is read once, when it
     first runs: what a script puts into it later is not seen.
     """
-    return _once(_of_values, function, lambda: any(map(_code_draws, _code_in(function))))
+    return _decide_once(_of_values, function, lambda: any(map(_code_draws, _code_in(function))))
 
 
-def _once(results: _Results, thing: Any, decide: Callable[[], bool]) -> bool:
+def _decide_once(results: _Results, thing: Any, decide: Callable[[], bool]) -> bool:
     if type(thing).__weakrefoffset__ == 0:
         return decide()
     key = id(thing)
@@ -73,7 +73,7 @@ def _once(results: _Results, thing: Any, decide: Callable[[], bool]) -> bool:
 
 
 def _code_draws(code: Any) -> bool:
-    return _once(_of_code, code, lambda: _reaches_generator(code))
+    return _decide_once(_of_code, code, lambda: _reaches_generator(code))
 
 
 def _reaches_generator(code: Any) -> bool:

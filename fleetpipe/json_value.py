@@ -73,13 +73,13 @@ class JsonValue:
         """Returns the values of an object by name."""
         if not isinstance(self.content, dict):
             raise self.refused("an object")
-        return {name: self._at(value, f".{name}") for name, value in self.content.items()}
+        return {name: self._value_at(value, f".{name}") for name, value in self.content.items()}
 
     def items(self) -> list[JsonValue]:
         """Returns the values of a list."""
         if not isinstance(self.content, list):
             raise self.refused("a list")
-        return [self._at(value, f"[{index}]") for index, value in enumerate(self.content)]
+        return [self._value_at(value, f"[{index}]") for index, value in enumerate(self.content)]
 
     def get(self, name: str) -> JsonValue | None:
         """Returns the value of a field of an object; None if it is missing or null."""
@@ -199,7 +199,7 @@ class JsonValue:
         pairs = zip(names, items)
         return kind(*((readers.get(name) or _reader(cls, name))(item) for name, item in pairs))
 
-    def _at(self, content: object, step: str) -> JsonValue:
+    def _value_at(self, content: object, step: str) -> JsonValue:
         return JsonValue(content, self.source, f"{self.place}{step}".lstrip("."))
 
 

@@ -17,7 +17,7 @@ from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.adding import Sums, token
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
-from fleetpipe.dygraph.gradients import kept_beside
+from fleetpipe.dygraph.gradients import graph_of_another_backward
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import switch_gradients_on, tensor_bytes
@@ -129,7 +129,11 @@ def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
         switch_gradients_on()
-        error = kept_beside() if tape.refusals.in_backward else _computed_within(call.leaf)
+        error = (
+            graph_of_another_backward()
+            if tape.refusals.in_backward
+            else _computed_within(call.leaf)
+        )
         tape.refusals.error = error
         raise error
     gradients = call.input_grads(grads) or [token()]

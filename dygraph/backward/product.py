@@ -79,7 +79,7 @@ class ProductCall(Call):
         self._dtype = taken.dtype
         if product.way.dtype is not None:
             # What casts make of it is kept, as autograd keeps it.
-            taken = _as(taken.detach(), product.way.dtype)
+            taken = _cast(taken.detach(), product.way.dtype)
         self._taken: Tensor | None = taken
         self._versions = taken.inplace_version, self._then.inplace_version
 
@@ -209,26 +209,26 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
         expected = paddle.grad(output, like, grad)
     with paddle.no_grad(), uncast():
         x, weight = like[:2]
-        made = [_back(grad, weight, way), _product(_as(x, way.dtype), grad, way)]
+        made = [_back(grad, weight, way), _product(_cast(x, way.dtype), grad, way)]
         made += [_column_sums(grad, way)] * (len(like) == 3)
-        equal = [(_as(one, other.dtype) == other).all() for one, other in zip(made, expected)]
+        equal = [(_cast(one, other.dtype) == other).all() for one, other in zip(made, expected)]
         return bool(to_host(paddle.stack(equal).all()))
 
 
-def _as(tensor: Tensor, dtype: DType) -> Tensor:
+def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     return tensor if dtype is None or tensor.dtype == dtype else tensor.astype(dtype)
 
 
 def _restore_dtype(gradient: Tensor, dtype: DType, way: Way) -> Tensor:
-    return gradient if way.dtype is None else _as(gradient, dtype)
+    return gradient if way.dtype is None else _cast(gradient, dtype)
 
 
 def _product(left: Tensor, right: Tensor, way: Way) -> Tensor:
-    return product(_matrix(left), _matrix(_as(right, way.dtype)), left_transposed=True)
+    return product(_matrix(left), _matrix(_cast(right, way.dtype)), left_transposed=True)
 
 
 def _back(grad: Tensor, weight: Tensor, way: Way) -> Tensor:
-    return product(_as(grad, way.dtype), _as(weight, way.dtype), right_transposed=True)
+    return product(_cast(grad, way.dtype), _cast(weight, way.dtype), right_transposed=True)
 
 
 def _column_sums(grad: Tensor, way: Way) -> Tensor:

@@ -190,7 +190,7 @@ class _Rerun:
             if self._in_forward:
                 return self._saved_tensor(ticket, is_for_pylayer())
             if ticket.tensor is None:
-                self._again()
+                self._run_again()
         except Exception as error:
             # Paddle would tell only that there is no tensor, and leave gradients off.
             _failure = error
@@ -222,7 +222,7 @@ class _Rerun:
         if piece.compares():
             self._bits = _bits(output)
 
-    def _again(self) -> None:
+    def _run_again(self) -> None:
         filled: list[tuple[Tensor, int]] = []
         tickets = iter(self._tickets)
 
@@ -255,7 +255,9 @@ class _Rerun:
 
     def _check(self, filled: Sequence[tuple[Tensor, int]], all_filled: bool, output: Nest) -> None:
         """Refuses a second run that differs from the first."""
-        if not all_filled or (self._bits is not None and not _alike(self._bits, _bits(output))):
+        if not all_filled or (
+            self._bits is not None and not _runs_agree(self._bits, _bits(output))
+        ):
             raise ConfigError(
                 "a recomputed piece gave other numbers when backward ran it again"
                 if all_filled
@@ -301,7 +303,7 @@ def _bits(value: Nest) -> list[int | np.ndarray]:
     return [zlib.crc32(contiguous(tensor).numpy()) for tensor in tensors]
 
 
-def _alike(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray]) -> bool:
+def _runs_agree(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray]) -> bool:
     """Whether two runs agree: in all bits, or roughly on a GPU, whose operations may vary."""
     return len(first) == len(again) and all(
         one == other

@@ -117,7 +117,7 @@ def _sort_in(variants: list[_Variant], entries: Sequence[Entry], index: int) -> 
             missing, pivot.attributes, entries, pivot, _Variant([index], list(attributes))
         )
     for variant in variants:
-        if _alike(_description(entries[variant.indices[0]]), _description(entry)):
+        if _is_equal(_description(entries[variant.indices[0]]), _description(entry)):
             variant.indices.append(index)
             variant.attributes.extend(set(attributes) - set(variant.attributes))
             return
@@ -152,23 +152,23 @@ def _description(entry: Entry) -> tuple[object, ...]:
     return specification, entry.kwargs
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     """Tells whether two arguments would build the same: by value, or attribute by attribute."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, type):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_alike(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(_is_equal(one[name], other[name]) for name in one)
     if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_alike, one, other))
+        return len(one) == len(other) and all(map(_is_equal, one, other))
     if isinstance(one, (np.ndarray, paddle.Tensor)):
         return bool(np.array_equal(np.asarray(one), np.asarray(other)))
     if bool(one == other):
         return True
     # An initializer or a ParamAttr equals nothing but itself.
     attributes = getattr(one, "__dict__", None)
-    return bool(attributes) and _alike(attributes, vars(other))
+    return bool(attributes) and _is_equal(attributes, vars(other))
 
 
 def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:

@@ -145,7 +145,7 @@ SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = (
 )
 
 
-def _saying_cuts(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
+def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
     """Returns a constructor that also sets the axes along which a layer's parameters are cut.
 
     Paddle 2.6.2 sets them only for layers without sequence parallelism.
@@ -168,8 +168,8 @@ _COLUMN, _ROW = (
 _places: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
     *((module, OPERATIONS) for module in OPERATION_MODULES),
     (SEQUENCE_PARALLEL, SEQUENCE_OPERATIONS),
-    (_COLUMN, {"__init__": _saying_cuts(_COLUMN.__init__, weight=1, bias=0)}),
-    (_ROW, {"__init__": _saying_cuts(_ROW.__init__, weight=0)}),
+    (_COLUMN, {"__init__": _with_split_axes(_COLUMN.__init__, weight=1, bias=0)}),
+    (_ROW, {"__init__": _with_split_axes(_ROW.__init__, weight=0)}),
 ]
 _originals = [{name: getattr(module, name) for name in names} for module, names in _places]
 

@@ -73,7 +73,7 @@ def compare(
     """
     if pipeline is None and reference is None:
         return None
-    if pipeline is None or reference is None or not _alike(pipeline, reference):
+    if pipeline is None or reference is None or not _is_same_kind(pipeline, reference):
         return Difference(quantity, name, step, math.inf, math.inf, None)
     if same_bits(pipeline, reference):
         return None
@@ -162,7 +162,7 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if bridge.same_bits(one, other):
         return True
-    return _alike(one, other) and same_numbers(numbers_of(one), numbers_of(other))
+    return _is_same_kind(one, other) and same_numbers(numbers_of(one), numbers_of(other))
 
 
 def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
@@ -239,7 +239,7 @@ def digest_of(content: Any) -> str:
     return digest.hexdigest()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _is_same_kind(one: Tensor, other: Tensor) -> bool:
     return list(one.shape) == list(other.shape) and one.dtype == other.dtype
 
 

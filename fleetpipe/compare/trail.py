@@ -67,7 +67,7 @@ class Summary(NamedTuple):
         """Summarizes a number, a text or None."""
         return cls(type(value).__name__, repr(value), (value,) if isinstance(value, float) else ())
 
-    def apart(self, other: Summary) -> float:
+    def distance(self, other: Summary) -> float:
         """Returns how far two are apart: 0 for the same bits, else relative to the largest."""
         if self[:2] == other[:2]:
             return 0.0
@@ -187,7 +187,7 @@ def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
         expected: The events of a run.
         again: Those of another that ran the same way.
     """
-    one, other = (_merged(_at(ranks, 0), "around") for ranks in (expected, again))
+    one, other = (_merged(_events_at(ranks, 0), "around") for ranks in (expected, again))
     return frozenset(name for name in one if name in other and _apart(one[name], other[name]))
 
 
@@ -205,7 +205,7 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComp
     worst, steps, calls = 0.0, 0, 0
     length = max(len(events) for events in (*expected, *got))
     for index in range(length):
-        pair = _at(expected, index), _at(got, index)
+        pair = _events_at(expected, index), _events_at(got, index)
         for finding in _differences(*pair, but):
             first, worst = first or finding, max(worst, finding.apart)
         if math.isinf(worst):
@@ -214,7 +214,7 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComp
     return TrailComparison(steps, calls, first, worst)
 
 
-def _at(ranks: Ranks, index: int) -> list[CallRecord]:
+def _events_at(ranks: Ranks, index: int) -> list[CallRecord]:
     """Returns the event of each rank that has so many."""
     return [events[index] for events in ranks if index < len(events)]
 
@@ -260,6 +260,6 @@ def _apart(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
     if not expected or not got:
         return math.inf
     return max(
-        *(min(one.apart(other) for other in got) for one in expected),
-        *(min(one.apart(other) for one in expected) for other in got),
+        *(min(one.distance(other) for other in got) for one in expected),
+        *(min(one.distance(other) for one in expected) for other in got),
     )

@@ -153,7 +153,7 @@ class Judge:
         if comparison.first is not None and not comparison.rounding:
             drawn = f"; not seeded: {', '.join(sorted(self._unseeded))}" if self._unseeded else ""
             return WayVerdict(name, False, f"DIFFERS: {comparison.first}{drawn}")
-        beside = self._beside(done, exact=comparison.first is None)
+        beside = self._output_difference(done, exact=comparison.first is None)
         if beside:
             return WayVerdict(name, False, f"DIFFERS beside the calls: {beside}")
         equal = f"{comparison.steps} steps, {comparison.calls} calls: equal "
@@ -162,7 +162,7 @@ class Judge:
         )
         return WayVerdict(name, True, equal + how)
 
-    def _beside(self, done: VariantRun, exact: bool) -> str:
+    def _output_difference(self, done: VariantRun, exact: bool) -> str:
         """Returns the first difference in files or printed numbers; nothing if there is none.
 
         Args:

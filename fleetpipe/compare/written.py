@@ -88,4 +88,4 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
 
 def texts_apart(one: Summary, other: Summary) -> bool:
     """Whether the numbers of two lines differ by more than what is rounded as it is written."""
-    return one.apart(other) > _OF_TEXT
+    return one.distance(other) > _OF_TEXT

@@ -24,7 +24,7 @@ _OPERATIONS = {
 }
 
 
-def _late(name: str) -> Callable[..., Any]:
+def _load_at_call(name: str) -> Callable[..., Any]:
     """Returns a function that imports one of ``fleetpipe.contrib.experts`` at its first call."""
 
     def call(*args: Any, **named: Any) -> Any:
@@ -40,14 +40,14 @@ def mend_mixtures() -> None:
     them; a script may build one before the pipeline.
     """
     replace_in_moe(
-        _local_gather=_late("replacements:local_gather"),
-        MoEScatter=SimpleNamespace(apply=_late("replacements:scatter")),
-        MoEGather=SimpleNamespace(apply=_late("replacements:gather")),
+        _local_gather=_load_at_call("replacements:local_gather"),
+        MoEScatter=SimpleNamespace(apply=_load_at_call("replacements:scatter")),
+        MoEGather=SimpleNamespace(apply=_load_at_call("replacements:gather")),
     )
     if device_kind() == "cpu":
         replace_in_moe(
-            _alltoall=_late("replacements:alltoall"),
-            check_nccl_version_for_p2p=_late("replacements:no_check"),
+            _alltoall=_load_at_call("replacements:alltoall"),
+            check_nccl_version_for_p2p=_load_at_call("replacements:no_check"),
         )
         for module, names in _OPERATIONS.items():
-            provide({name: _late(f"{module}:{name}") for name in names})
+            provide({name: _load_at_call(f"{module}:{name}") for name in names})

@@ -157,7 +157,7 @@ def intercepting(listener: OperationListener) -> Iterator[None]:
     for methods, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
         for name in methods:
             if name in tensor:
-                function = _apart(tensor[name]) if name == _ALIAS else tensor[name]
+                function = _with_own_node(tensor[name]) if name == _ALIAS else tensor[name]
                 names.append((_Tensor, name, _method(choose, heard, function)))
     names += [
         (_Tensor, "stop_gradient", _flag(choose, tensor["stop_gradient"])),
@@ -206,7 +206,7 @@ def _flag(chosen: _Choice, flag: Any) -> property:
     return property(flag.__get__, put)
 
 
-def _apart(function: Function) -> Function:
+def _with_own_node(function: Function) -> Function:
     """Wraps a method so that its result has its own node in the graph, apart from its tensor's."""
 
     def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         0 if no bit differs, 1 if one does; 2 if the ranks have compared nothing.
 
     Raises:
-        UsageError: As for :func:`shadow`.
+        UsageError: As for :func:`compare_script`.
     """
     if options.whole:
         return whole.compare_ways(options)
@@ -50,10 +50,12 @@ def run(options: argparse.Namespace) -> int:
         return code if options.record or code in (0, 2) else 1
     if options.record is not None:
         return recorder.run(options)
-    return shadow(options.script, options.arguments, options.report, options.steps)
+    return compare_script(options.script, options.arguments, options.report, options.steps)
 
 
-def shadow(file: Path, arguments: list[str], report: Path | None, last: int | None = None) -> int:
+def compare_script(
+    file: Path, arguments: list[str], report: Path | None, last: int | None = None
+) -> int:
     """Runs ``file`` in this process, and compares each batch with the reference; see :func:`run`.
 
     Args:

@@ -214,7 +214,7 @@ class Costs:
     def of(self, kind: str, stage: int) -> float:
         """Returns the time of one action of ``kind`` on ``stage``."""
         if kind == "B" and self.backward is None:
-            return _at(self.input_grad, stage) + _at(self.weight_grad, stage)
+            return _of_stage(self.input_grad, stage) + _of_stage(self.weight_grad, stage)
         values = {
             "F": self.forward,
             "I": self.input_grad,
@@ -222,11 +222,11 @@ class Costs:
             "B": self.backward,
         }
         value = values[kind]
-        return 0 if value is None else _at(value, stage)
+        return 0 if value is None else _of_stage(value, stage)
 
     def comm_of(self, stage: int) -> float:
         """Returns the latency of the values that leave ``stage``, and of their gradients."""
-        return _at(self.comm, stage)
+        return _of_stage(self.comm, stage)
 
     def of_fused(self, unit: Fused) -> float:
         """Returns the time of a fused unit."""
@@ -238,7 +238,7 @@ class Costs:
         stages = {action.stage for action in unit.actions}
         if len(stages) == 1:
             return sum(times)
-        return max(sum(times) - sum(_at(self.exchange, stage) for stage in stages), *times)
+        return max(sum(times) - sum(_of_stage(self.exchange, stage) for stage in stages), *times)
 
     def exchange_in(self, item: Item) -> float:
         """Returns the part of an action or of a fused unit in which its rank only waits."""
@@ -248,14 +248,14 @@ class Costs:
         return min(max(whole - computing, 0), waits, whole) if waits else 0
 
     def _exchange_of(self, action: Action) -> float:
-        return 0 if action.kind == "W" else _at(self.exchange, action.stage)
+        return 0 if action.kind == "W" else _of_stage(self.exchange, action.stage)
 
     def bytes_of(self, action: Action) -> float:
         """Returns the activation bytes that a forward of the action's stage holds."""
-        return 0 if self.bytes is None else _at(self.bytes, action.stage)
+        return 0 if self.bytes is None else _of_stage(self.bytes, action.stage)
 
 
-def _at(value: PerStage, stage: int) -> float:
+def _of_stage(value: PerStage, stage: int) -> float:
     return value[stage] if isinstance(value, tuple) else value
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fleetpipe.errors import ConfigError, nearest, require_whole
 
 
-def _there(position: int, ranks: int) -> int:
+def _one_way(position: int, ranks: int) -> int:
     return position
 
 
@@ -43,7 +43,7 @@ class PlacementShape(NamedTuple):
 #: ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r. ``wave``: like a vee, again and
 #: again.
 SHAPES = {
-    "loop": PlacementShape(_there, 1, repeats=True),
+    "loop": PlacementShape(_one_way, 1, repeats=True),
     "vee": PlacementShape(_there_and_back, 2, repeats=False),
     "wave": PlacementShape(_there_and_back, 2, repeats=True),
 }

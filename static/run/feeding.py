@@ -222,18 +222,18 @@ def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
         if _rows(drawn[-1]) < _rows(drawn[0]):
             if next(items, None) is None:
                 return None
-            raise _unlike(drawn, "drop those with other rows, or fill them up")
+            raise _unequal_shapes(drawn, "drop those with other rows, or fill them up")
     try:
         return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
     except (KeyError, ValueError) as error:
-        raise _unlike(drawn, "pad all micro-batches of a run to one length") from error
+        raise _unequal_shapes(drawn, "pad all micro-batches of a run to one length") from error
 
 
 def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
     return [item[name].shape[:1] for name in sorted(item)]
 
 
-def _unlike(drawn: Sequence[Mapping[str, np.ndarray]], fix: str) -> ConfigError:
+def _unequal_shapes(drawn: Sequence[Mapping[str, np.ndarray]], fix: str) -> ConfigError:
     shapes = [{name: list(value.shape) for name, value in item.items()} for item in drawn]
     return ConfigError(
         "the micro-batches of a run have the same shapes",

@@ -124,7 +124,7 @@ def labels(*numbers: int) -> Summary:
     ],
 )
 def test_how_far_two_values_are_apart(one: Summary, other: Summary, apart: float) -> None:
-    assert one.apart(other) == pytest.approx(apart, rel=0.3)
+    assert one.distance(other) == pytest.approx(apart, rel=0.3)
 
 
 def event(loss: float, call: str = "train_batch", **state: float) -> CallRecord:

@@ -64,7 +64,7 @@ class Digests:
     def tensors(self, number: int, initial: State) -> State:
         """Returns the tensors of a moment from another run of the training."""
         if number not in self._whole:
-            with beside(self._model, initial):
+            with running_from(self._model, initial):
                 again = enumerate(training.moments(self._model, self._plain, self.course))
                 # Later moments are not asked for yet, and states are for the next step.
                 self._whole = {
@@ -92,14 +92,14 @@ def moved_gradients(
         train: Runs it forward and backward.
         gradients: Returns the gradients by name.
     """
-    with beside(model, start):
+    with running_from(model, start):
         move_by_a_unit(p for p in model.parameters() if not p.stop_gradient)
         train()
         return {name: gradient.clone() for name, gradient in gradients().items()}
 
 
 @contextmanager
-def beside(model: Layer, start: State) -> Iterator[None]:
+def running_from(model: Layer, start: State) -> Iterator[None]:
     """While it is open, a model has the state ``start``; then its own state is restored.
 
     Its gradients are copies then.

@@ -75,7 +75,7 @@ def keeps_tensor(name: str) -> Obstacle:
     )
 
 
-def kept_by(path: str, name: str) -> Obstacle:
+def uses_attribute(path: str, name: str) -> Obstacle:
     """Code uses a tensor that the sublayer at ``path`` has as an attribute."""
     return Obstacle(
         f"uses a tensor that {path} keeps as {name!r}",

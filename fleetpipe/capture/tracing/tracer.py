@@ -445,7 +445,7 @@ class _Tracer(Walk):
             return owned
         if not tensor.stop_gradient:
             keepers = (
-                obstacles.kept_by(path, name)
+                obstacles.uses_attribute(path, name)
                 for path, layer in self._model.named_sublayers()
                 for name, value in (*vars(layer).items(), *buffers_in(layer).items())
                 if value is tensor

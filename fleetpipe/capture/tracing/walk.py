@@ -160,7 +160,7 @@ class Walk:
         if function.__name__ == SHARED_BY_RECOMPUTE:
             # Made by recompute, which is left out; a gradient would not find its way through it.
             return args[0]
-        return self._alone(NodeCall(function, function, args, named, tuple(self._scopes)))
+        return self._single_node(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
         """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
@@ -174,7 +174,7 @@ class Walk:
             def called(*args: Any, **named: Any) -> Any:
                 return call(layer, *args, **named)
 
-            return self._alone(NodeCall(layer, called, args, named, (*self._scopes, scope)))
+            return self._single_node(NodeCall(layer, called, args, named, (*self._scopes, scope)))
         self._scopes.append(scope)
         self._opened.append(layer)
         self.enter_layer(layer)
@@ -189,7 +189,7 @@ class Walk:
         value = function(*args, **named)
         if not self._inside and args[0].dtype == paddle.bool and (only_raises() or only_checked()):
             check = (args[0], bool(np.all(value)), user_place())
-            self._alone(NodeCall(require_same, require_same, check, {}, tuple(self._scopes)))
+            self._single_node(NodeCall(require_same, require_same, check, {}, tuple(self._scopes)))
         return value
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
@@ -221,9 +221,9 @@ class Walk:
 
         # A stage has the buffer share the memory of the other tensor: it stays where it is.
         buffer = self._replaced.setdefault((id(layer), name), before)
-        self._alone(NodeCall(set_data, set_buffer, (buffer, value), {}, tuple(self._scopes)))
+        self._single_node(NodeCall(set_data, set_buffer, (buffer, value), {}, tuple(self._scopes)))
 
-    def _alone(self, call: NodeCall) -> Any:
+    def _single_node(self, call: NodeCall) -> Any:
         self._inside = True
         try:
             return self.node(call)

@@ -143,7 +143,7 @@ class NamedTensors(SavedPart):
         return name if local is None else whole_name(name, local.tensor)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        names, late = self.saved_names(saved), self._late(saved)
+        names, late = self.saved_names(saved), self._late_targets(saved)
         for path, local in self._parts.tensors.items():
             name = TensorName(MODEL, names[self.whole_name(path)])
             yield name, late.pop(name, local)
@@ -165,7 +165,7 @@ class NamedTensors(SavedPart):
             begins = "the loss begins as the script makes it"
             log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
 
-    def _late(self, saved: Saved) -> dict[TensorName, LocalTensor]:
+    def _late_targets(self, saved: Saved) -> dict[TensorName, LocalTensor]:
         """Returns targets for saved buffers that forwards create or resize."""
         targets: dict[TensorName, LocalTensor] = {}
         for name, described in saved.tensors.items():

@@ -143,7 +143,7 @@ def read_layout(path: Path) -> Layout:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damage(path, str(error)[:200]) from error
     end = _LENGTH_BYTES + count
-    for name, (tensor, begin) in sorted(tensors.items(), key=_by_place):
+    for name, (tensor, begin) in sorted(tensors.items(), key=_by_offset):
         if begin != end:
             raise damage(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
         end += tensor.nbytes
@@ -152,7 +152,7 @@ def read_layout(path: Path) -> Layout:
     return Layout(count.to_bytes(_LENGTH_BYTES, "little") + text, tensors, size)
 
 
-def _by_place(item: tuple[str, Stored]) -> tuple[int, int]:
+def _by_offset(item: tuple[str, Stored]) -> tuple[int, int]:
     _, (tensor, begin) = item
     return begin, tensor.nbytes
 

@@ -162,7 +162,7 @@ class _Shards:
                 for key, file in metadata["storage_metadata"].items()
             }
             self.tensors = {
-                name: self._whole(name, [*dict.fromkeys(self._parts_of(name))])
+                name: self._whole_tensor(name, [*dict.fromkeys(self._parts_of(name))])
                 for name in self._described
             }
         except CheckpointError:
@@ -179,7 +179,7 @@ class _Shards:
             shape = tuple(record.fields["local_shape"])
             yield _Part(file, name, place[0], shape, place[1])
 
-    def _whole(self, name: str, parts: list[_Part]) -> LazyTensor:
+    def _whole_tensor(self, name: str, parts: list[_Part]) -> LazyTensor:
         pieces = [self._piece(part) for part in parts]
         fields = self._described[name][0].fields
         dtype = fields.get("dtype") or pieces[0].described.dtype

@@ -102,7 +102,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
         )
     contents = {TensorName(MODEL, name): _build(parts, model) for name, parts in outputs.items()}
     for name, parts in outputs.items():
-        for group, kind, sources in _beside(state):
+        for group, kind, sources in _optimizer_tensors(state):
             if all(part.source in sources for part in parts):
                 full = TensorName(group, f"{name}/{kind}" if kind else name)
                 # Powers of beta are one number, whatever the shape of the parameter.
@@ -113,7 +113,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
     return replace(state, tensors=contents, plain_order=tuple(outputs))
 
 
-def _beside(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
+def _optimizer_tensors(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
     """Returns the optimizer's tensors and master weights: group, kind, tensors by parameter."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in state.of(OPTIMIZER).items():

@@ -94,13 +94,13 @@ class KeptStep:
         """Yields a function that reads a part of a tensor into memory."""
 
         def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
-            values = self._whole(name)
+            values = self._whole_bytes(name)
             part = values if cut is None else cut.taken_from(values)
             memory[:] = np.ascontiguousarray(part).reshape(-1).data
 
         yield read
 
-    def _whole(self, name: TensorName) -> np.ndarray:
+    def _whole_bytes(self, name: TensorName) -> np.ndarray:
         """Returns the bytes of a tensor: an array of its shape, with an axis for an element's."""
         whole, parts = self.manifest.tensors[name].tensor, self._parts[name]
         shape = (*whole.shape, whole.itemsize)

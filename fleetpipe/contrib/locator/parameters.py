@@ -216,7 +216,7 @@ class ParameterChecks:
             for chosen in itertools.combinations(axes, count):
                 totals = {n: self._total(n, parts, chosen) for n in parts}
                 for scale in self._at.scales:
-                    apart = self._apart({n: t / scale for n, t in totals.items()}, whole)
+                    apart = self._gaps({n: t / scale for n, t in totals.items()}, whole)
                     results.append((max(apart.values()), count, Best(apart, chosen)))
                     if results[-1][0] <= tolerance:
                         return results[-1][2]
@@ -232,7 +232,7 @@ class ParameterChecks:
         """Finds the first gradient that is wrong after the reduction over ranks."""
         expected = self._twin.names(self._at.number, "reduction")
         for name in sorted(expected, key=self._position):
-            apart = self._apart(self._parts("reduction", name), expected[name])
+            apart = self._gaps(self._parts("reduction", name), expected[name])
             tolerance = self._tolerance("reduction", name, expected[name])
             # What an optimizer does not step by may be anything: another rank has the sum, as the
             # optimizer shard that steps the parameter for this rank.
@@ -328,7 +328,7 @@ class ParameterChecks:
         cause: str,
     ) -> Location | None:
         """Finds ranks whose tensor is not the twin's."""
-        apart = self._apart(parts, whole)
+        apart = self._gaps(parts, whole)
         bad = [n for n, far in apart.items() if not far <= tolerance]
         if not bad:
             return None
@@ -361,16 +361,16 @@ class ParameterChecks:
     def _stages(self, name: str) -> set[int]:
         return {self._at.ranks[n].coordinate.get("pp", 0) for n in self._holders(name)}
 
-    def _apart(self, parts: Parts, whole: np.ndarray) -> dict[int, float]:
+    def _gaps(self, parts: Parts, whole: np.ndarray) -> dict[int, float]:
         """Returns how far each rank's tensor is from its part of the twin's."""
         scale = largest_of(whole)
 
-        def far(number: int, part: np.ndarray) -> float:
+        def gap_of(number: int, part: np.ndarray) -> float:
             # Sums of several ranks are kept wider.
             expected = self._at.parts_of(whole, part.shape, number)
             return min((gap(part, p.astype(part.dtype), scale) for p in expected), default=0.0)
 
-        return {number: far(number, part) for number, part in parts.items()}
+        return {number: gap_of(number, part) for number, part in parts.items()}
 
     def _split_axes(self, parts: Parts, whole: np.ndarray) -> tuple[str, ...]:
         shape = next(iter(parts.values())).shape

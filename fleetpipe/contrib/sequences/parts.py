@@ -151,7 +151,7 @@ class SequenceRanks(NamedTuple):
         for group in self:
             for rank_value in group.all_gather(value):
                 pairs = zip(tensors_of(value), tensors_of(rank_value))
-                lengths.update(t.shape[1] for t, o in pairs if t.ndim > 1 and not _alike(t, o))
+                lengths.update(t.shape[1] for t, o in pairs if t.ndim > 1 and not _is_equal(t, o))
         for group in self:
             lengths = {length for part in group.all_gather([*lengths]) for length in part}
 
@@ -220,7 +220,7 @@ def _length(tensor: Tensor, axis: int) -> int:
     return int(tensor.shape[axis])
 
 
-def _alike(tensor: Tensor, other: Tensor) -> bool:
+def _is_equal(tensor: Tensor, other: Tensor) -> bool:
     return list(tensor.shape) == list(other.shape) and bool((tensor == other).all())
 
 

@@ -227,7 +227,7 @@ class _RingAttention(paddle.autograd.PyLayer):
         ctx.save_for_backward(queries, keys, output, log_total)
         ctx.ring, ctx.packed = ring, documents is not None
         ctx.trained = [not one.stop_gradient for one in (query, key, value)]
-        return _by_place(output)
+        return _by_position(output)
 
     @staticmethod
     @noting
@@ -248,7 +248,7 @@ class _RingAttention(paddle.autograd.PyLayer):
             if returned is not None:
                 totals[turn.number] = totals[turn.number] + returned
         keys_grad = paddle.concat(totals, axis=-2).transpose([0, 1, 3, 2, 4])
-        query_grad = _by_place(paddle.concat([one.grad for one in rows], axis=-2))
+        query_grad = _by_position(paddle.concat([one.grad for one in rows], axis=-2))
         grads = of_trained((query_grad, keys_grad[0], keys_grad[1]), ctx.trained)
         # There is one for each tensor of the forward.
         return *grads, *([None] if ctx.packed else [])
@@ -310,7 +310,7 @@ def _by_head(values: Tensor, heads: int) -> Tensor:
     return values.reshape([rows, length, heads, every // heads, size]).transpose([0, 2, 3, 1, 4])
 
 
-def _by_place(values: Tensor) -> Tensor:
+def _by_position(values: Tensor) -> Tensor:
     """Undoes :func:`_by_head`."""
     rows, heads, each, length, size = values.shape
     return values.transpose([0, 3, 1, 2, 4]).reshape([rows, length, heads * each, size])

@@ -116,7 +116,7 @@ class Shadow(BatchObserver):
         batch = batch._replace(keys=copy.copy(batch.keys))
         # An optimizer leaves zeros, which take no part in what follows.
         before = self._gradients().items()
-        held = {n: grad.clone() for n, grad in before if grad is not None and _apart(grad, None)}
+        held = {n: grad.clone() for n, grad in before if grad is not None and _gap(grad, None)}
         del before
         loss, failure, buffers = None, None, self._buffers()
         put_back = buffers_kept([self._forms.capturing.model])
@@ -140,7 +140,7 @@ class Shadow(BatchObserver):
                 "may come before or behind it",
                 fix="keep that in the loss: a loss_fn that is a layer has buffers of its own",
             )
-        added = [n for n, grad in self._gradients().items() if _apart(grad, held.get(n))]
+        added = [n for n, grad in self._gradients().items() if _gap(grad, held.get(n))]
         for name in added:
             parameter = self._pipe.state.own_parameters()[name]
             drop_gradients([parameter])
@@ -215,7 +215,7 @@ class Shadow(BatchObserver):
             right, held = gradients.get(name), batch.held.get(name)
             if held is not None:
                 right = held if right is None else right + held
-            gap = _apart(gradient, right)
+            gap = _gap(gradient, right)
             if gap and not rounding.carries(name, gap):
                 wrong.append(name)
         return wrong
@@ -446,7 +446,7 @@ def _first_of_ranks(value: _Value | None) -> _Value | None:
     return next(filter(None, all_ranks().all_gather(value)), None)
 
 
-def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
+def _gap(gradient: Tensor | None, right: Tensor | None) -> float:
     """Returns the largest gap between two gradients; a missing one counts as zeros."""
     return largest_gap(*zeros_for_missing(gradient, right))
 

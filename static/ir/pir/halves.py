@@ -111,7 +111,7 @@ class _Division:
             for index in weights
             for maker, number in self._operands(index)
             if maker in inputs and not (maker in weights and maker not in divided)
-            if not (maker in divided and self._late(maker, number, inputs, wanted))
+            if not (maker in divided and self._is_for_weights(maker, number, inputs, wanted))
         }
         return Halves(frozenset(inputs), frozenset(weights), tuple(sorted(crossing)))
 
@@ -190,10 +190,10 @@ class _Division:
         """Whether an operation of I has results for W only that it can leave out."""
         op = self._ops[index]
         results = [n for n in range(op.num_results()) if (index, n) in self._users]
-        late = [self._late(index, number, inputs, wanted) for number in results]
+        late = [self._is_for_weights(index, number, inputs, wanted) for number in results]
         return op.name() in DIVISIBLE and any(late) and not all(late)
 
-    def _late(
+    def _is_for_weights(
         self, index: int, number: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
     ) -> bool:
         """Whether a used result of an operation is not one that I needs."""

@@ -58,9 +58,9 @@ def stages(run: RunRecord) -> list[Column]:
     stages = _stages(run.about.get("stages"))
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
-    count = max(len(held), len(peaks), *(_whole(stage.get("rank")) + 1 for stage in stages), 0)
+    count = max(len(held), len(peaks), *(_count(stage.get("rank")) + 1 for stage in stages), 0)
     by_rank = [[stage for stage in stages if stage.get("rank") == rank] for rank in range(count)]
-    sums = [sum(_whole(stage.get("parameters")) for stage in each) for each in by_rank]
+    sums = [sum(_count(stage.get("parameters")) for stage in each) for each in by_rank]
     total = sum(sums)
     return table(
         [
@@ -167,8 +167,8 @@ def _stages(value: object) -> list[dict[str, Any]]:
     stages = (
         [stage for stage in value if isinstance(stage, dict)] if isinstance(value, list) else []
     )
-    return [stage for stage in stages if 0 <= _whole(stage.get("rank")) < len(stages)]
+    return [stage for stage in stages if 0 <= _count(stage.get("rank")) < len(stages)]
 
 
-def _whole(value: object) -> int:
+def _count(value: object) -> int:
     return value if isinstance(value, int) else 0
