@@ -82,7 +82,7 @@ class GradientArrivals:
                 if not isinstance(layer, paddle.nn.Layer):
                     continue
                 for path, parameter in layer.named_parameters(prefix=str(index)):
-                    self._hook(path, parameter)
+                    self._watch(path, parameter)
         self._kind = kind
         try:
             yield
@@ -103,7 +103,8 @@ class GradientArrivals:
         """Returns the ids of the parameters that got part of their gradient in I and part in W."""
         return {id(self._parameters[name]) for name, kinds in self._kinds.items() if len(kinds) > 1}
 
-    def _hook(self, name: str, parameter: Tensor) -> None:
+    def _watch(self, name: str, parameter: Tensor) -> None:
+        """Records in which kinds of action, I or W, a parameter gets a gradient."""
         if parameter.stop_gradient:
             return
         self._parameters[name] = parameter

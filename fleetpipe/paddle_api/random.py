@@ -66,7 +66,7 @@ def seedings() -> int:
 
 
 def count_seedings() -> Callable[[], None]:
-    """Counts the calls of ``paddle.seed``; returns what ends that."""
+    """Counts the calls of ``paddle.seed``; returns a function that ends the count."""
     original = paddle.seed
 
     @functools.wraps(original)

@@ -136,10 +136,10 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
     def copy_value(layer: int, value: Nest) -> Nest:
         stage, micro_batch = borders[layer], calls[layer]
         calls[layer] += 1
-        places = [At(stage, micro_batch, path) for path in tensors_by_place(value)]
+        locations = [At(stage, micro_batch, path) for path in tensors_by_place(value)]
 
         def copy(tensor: Tensor) -> Tensor:
-            at = places.pop(0)
+            at = locations.pop(0)
             if not has_gradient(tensor):
                 return tensor
             _keep(tensor, kept.used, at)

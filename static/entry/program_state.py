@@ -236,10 +236,10 @@ def _pipeline_read(program: Program, scope: Scope = None) -> StaticPipeline | No
 
 
 def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a function of Paddle's that refuses a pipeline's program unless it has all it takes.
+    """Returns a function of Paddle's that refuses a pipeline's program whose state is elsewhere.
 
-    It has if the script names variables of this process; or if one process plays all ranks, and the
-    program is a copy, which needs no state of the optimizer.
+    It lets pass variables of this process that the script names; and, where one process plays all
+    ranks, a copy of the program, which has no optimizer.
     """
     signature = inspect.signature(original)
 

@@ -61,7 +61,7 @@ def estimate(arguments: argparse.Namespace) -> str:
         ConfigError: A file is not valid, or no layout fits.
     """
     job = _job(arguments)
-    outcome = search(job, _only(arguments), arguments.top)
+    outcome = search(job, _restrictions(arguments), arguments.top)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
             plot(outcome.best, arguments.plot)
@@ -76,7 +76,7 @@ def profile_of_fastest(arguments: argparse.Namespace) -> Profile:
         ConfigError: The same errors as :func:`estimate`.
     """
     job = _job(arguments)
-    best = search(job, _only(arguments), 1).best[0]
+    best = search(job, _restrictions(arguments), 1).best[0]
     layout, cluster = best.layout, job.cluster
     arguments.ranks, arguments.micro_batches = layout.pipeline, best.micro_batches
     arguments.memory_cap = arguments.memory_cap or cluster.memory
@@ -95,7 +95,7 @@ def _job(arguments: argparse.Namespace) -> TrainingJob:
     return TrainingJob(model, Cluster.read(arguments.cluster), arguments.batch, copies)
 
 
-def _only(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+def _restrictions(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     """Returns the values that options restrict layouts to; ``--ranks`` are those of a pipeline."""
     ranks = arguments.ranks
     named = {} if ranks is None else {"pp": (ranks,) if isinstance(ranks, int) else tuple(ranks)}

@@ -64,8 +64,12 @@ class MeasuredModel:
 
 
 def _scale(layer: LayerCost, faster: float, rows: float, recompute: str) -> LayerCost:
+    """Returns a layer's costs with times multiplied by ``faster`` and bytes by ``rows``.
+
+    With ``recompute="full"`` its forward runs once more in backward, if that saves memory.
+    """
     again = layer.forward if recompute == "full" and layer.saved else 0.0
-    # What is recomputed is not held.
+    # What is recomputed is not in memory between forward and backward.
     freed, split = (layer.saved, layer.saved_split) if again else (0, 0)
     input_grad, weight_grad = layer.input_grad, layer.weight_grad
     return replace(
