@@ -64,7 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/__init__",),
     ("compare/__init__ compare/differences compare/rounding",),
     (
-        "parity/__init__ parity/beside parity/cutting parity/edges"
+        "parity/__init__ parity/attributes parity/beside parity/cutting parity/edges"
         " parity/evaluation parity/outputs parity/reference parity/report"
         " parity/session parity/stepping parity/tolerance",
     ),

@@ -49,7 +49,7 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
     def choose() -> str:
         return retention.step_folder(step).name if ranks.rank == 0 else ""
 
-    folder = retention.home / ranks.together(what, choose)[0]
+    folder = retention.run_directory / ranks.together(what, choose)[0]
     return restore_from(ranks, what, lambda: (StepReader(folder), objects))
 
 

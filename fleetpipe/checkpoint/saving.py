@@ -111,7 +111,7 @@ _unsettled: dict[Path, _Unsettled] = {}
 def _end_with_process() -> None:
     """Waits for all that is being written when the process ends, which fails if a step is lost."""
     lost = []
-    for home, (_, writing, _) in _unsettled.items():
+    for run_directory, (_, writing, _) in _unsettled.items():
         try:
             writing.end()
         except BaseException as error:  # Ctrl-C, too, loses the step
@@ -119,7 +119,7 @@ def _end_with_process() -> None:
             lost.append(
                 CheckpointError(
                     f"step {step} was not saved: {reason}",
-                    where=str(home),
+                    where=str(run_directory),
                     fix="make what it names possible, and start again: the run goes on from the "
                     "step that was saved before",
                 )
@@ -146,14 +146,14 @@ class Saver:
             in_background: Whether a thread writes copies.
         """
         self._retention = retention
-        self._home, self._key = retention.home, retention.home.resolve()
+        self._run_directory, self._key = retention.run_directory, retention.run_directory.resolve()
         self._in_background = in_background
         self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
         self._snapshot = Snapshot()
         current_script()
         self._cleaned = False
         #: None for a folder that no other job can have.
-        self.owner: FolderOwner | None = FolderOwner.of(retention.home)
+        self.owner: FolderOwner | None = FolderOwner.of(retention.run_directory)
         #: A job, and its ranks that do not see rank 0's folder.
         self._seen: tuple[Job | None, list[int]] | None = None
 
@@ -191,7 +191,7 @@ class Saver:
             return self._facts(ranks, step, f"{kind} {Inventory.of(local).to_json()}", state)
 
         everyone = ranks.together(what, facts)
-        draft = self._home / everyone[0]["draft"]
+        draft = self._run_directory / everyone[0]["draft"]
         try:
             prepared = self._prepare(ranks, what, everyone, local, model, kind)
             plan = prepared.plan
@@ -293,12 +293,12 @@ class Saver:
         }
 
     def _make_draft(self, step: int) -> str:
-        self._home.mkdir(parents=True, exist_ok=True)
+        self._run_directory.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not self._cleaned:
-            run_folder.remove_drafts(self._home)
+            run_folder.remove_drafts(self._run_directory)
             self._cleaned = True
-        draft = run_folder.draft_of(self._home, step, uuid.uuid4().hex[:8])
+        draft = run_folder.draft_of(self._run_directory, step, uuid.uuid4().hex[:8])
         draft.mkdir()
         return draft.name
 

@@ -64,7 +64,7 @@ class VariantRun:
     stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def home(self) -> Path:
+    def working_directory(self) -> Path:
         """The working directory of the script."""
         return self.folder / "run"
 
@@ -85,7 +85,7 @@ class VariantRun:
     @cached_property
     def files(self) -> written.Contents:
         """What the script has written."""
-        return written.files_in(self.home, self.stamps)
+        return written.files_in(self.working_directory, self.stamps)
 
     def reports(self) -> list[dict[str, Any]]:
         """Returns what ``fleetpipe parity --report`` has written; nothing if it did not run."""
@@ -120,8 +120,8 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
         How it ended; 124 as code where it was ended by the limit.
     """
     done = VariantRun(way, folder)
-    _link_files(Path.cwd(), done.home)
-    done.stamps = written.stamps(done.home)
+    _link_files(Path.cwd(), done.working_directory)
+    done.stamps = written.stamps(done.working_directory)
     stops = [("--stop-after", str(way.stop_after)), ()] if way.stop_after else [()]
     for start, stop in enumerate(stops):
         command = [sys.executable, "-m", "fleetpipe", "parity", *way.options, *stop]
@@ -139,7 +139,7 @@ def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) 
     with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
         process = subprocess.Popen(
             command,
-            cwd=done.home,
+            cwd=done.working_directory,
             stdout=out,
             stderr=errors,
             stdin=subprocess.DEVNULL,

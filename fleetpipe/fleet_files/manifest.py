@@ -108,10 +108,10 @@ def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
         listed = [name for name in names if name in manifest.digests]
         goes = number == writer.number or number >= writer.writers
         if save != writer.save and (listed or goes):
-            home = _backup_folder(folder, save)
-            home.mkdir(parents=True, exist_ok=True)
+            backup = _backup_folder(folder, save)
+            backup.mkdir(parents=True, exist_ok=True)
             for name in (manifest.path.name, *listed):
-                _link(folder / name, home / name)
+                _link(folder / name, backup / name)
 
 
 def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
@@ -132,8 +132,8 @@ def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
     written = {one.writer.number for one in manifests if one.writer.save == writer.save}
     if written.issuperset(range(writer.writers)):
         # Not what a rank may be keeping of this save by now, for its next.
-        for home in {*(folder / _REPLACED).glob("*")} - {_backup_folder(folder, writer.save)}:
-            shutil.rmtree(home, ignore_errors=True)
+        for backup in {*(folder / _REPLACED).glob("*")} - {_backup_folder(folder, writer.save)}:
+            shutil.rmtree(backup, ignore_errors=True)
         with suppress(OSError):
             (folder / _REPLACED).rmdir()
 
@@ -146,7 +146,7 @@ def save_in(folder: Path) -> LayerSave:
     """
     paths = {path.name: path for path in folder.iterdir() if path.is_file()}
     here = _manifests(folder)
-    kept = [one for home in (folder / _REPLACED).glob("*") for one in _manifests(home)]
+    kept = [one for backup in (folder / _REPLACED).glob("*") for one in _manifests(backup)]
     saves: dict[str, dict[int, _Manifest]] = {}
     for manifest in (*here, *kept):
         saves.setdefault(manifest.writer.save, {}).setdefault(manifest.writer.number, manifest)

@@ -84,12 +84,12 @@ def folder() -> Path | None:
 
 def tell_failure(failure: Failure) -> None:
     """Writes a failure into the folder, once: the first one that this rank knows of."""
-    home = folder()
-    if home is not None:
+    directory = folder()
+    if directory is not None:
         with contextlib.suppress(OSError):
             text = json.dumps({"at": time.monotonic(), **asdict(failure)})
             # Two threads may tell at once: the watch's, and the one that failed.
-            atomic_file.write_once(home / f"failure.{own_rank()}", text)
+            atomic_file.write_once(directory / f"failure.{own_rank()}", text)
 
 
 def tell_code(code: int) -> None:
@@ -109,57 +109,59 @@ def tell_unhealed(why: str) -> None:
 
 def tell_record(record: Path) -> None:
     """Writes the name of a folder that records this run; the launcher notes its end there."""
-    home = folder()
-    if home is not None:
-        with (home / "records").open("a", encoding="utf-8") as opened:
+    directory = folder()
+    if directory is not None:
+        with (directory / "records").open("a", encoding="utf-8") as opened:
             opened.write(json.dumps(str(record.absolute())) + "\n")
 
 
-def records(home: Path) -> list[Path]:
+def records(directory: Path) -> list[Path]:
     """Returns the folders in which the ranks of an attempt on this host record the run."""
-    file = home / "records"
+    file = directory / "records"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [Path(path) for path in dict.fromkeys(map(json.loads, lines))]
 
 
-def note_start(home: Path, rank: int, process: int) -> None:
+def note_start(directory: Path, rank: int, process: int) -> None:
     """Writes, for the launcher of a rank, the number of its process."""
-    _append(home / "started", rank, process)
+    _append(directory / "started", rank, process)
 
 
-def note_end(home: Path, rank: int, code: int) -> None:
+def note_end(directory: Path, rank: int, code: int) -> None:
     """Writes, for the launcher of a rank, the exit code of its process; -n: by signal n."""
-    _append(home / "ended", rank, code)
+    _append(directory / "ended", rank, code)
 
 
-def started_ranks(home: Path) -> list[tuple[int, int]]:
+def started_ranks(directory: Path) -> list[tuple[int, int]]:
     """Returns the ranks of an attempt with the numbers of their processes, the last of each."""
-    return [*dict(_rows(home / "started")).items()]
+    return [*dict(_rows(directory / "started")).items()]
 
 
-def ended_ranks(home: Path) -> list[tuple[int, int]]:
+def ended_ranks(directory: Path) -> list[tuple[int, int]]:
     """Returns the ranks whose processes ended, the first one first, with their exit codes."""
-    return _rows(home / "ended")
+    return _rows(directory / "ended")
 
 
-def failures(home: Path) -> list[ReportedFailure]:
+def failures(directory: Path) -> list[ReportedFailure]:
     """Returns the failures that the ranks of an attempt wrote, the first one first."""
     reports = []
-    for file in home.glob("failure.*"):
+    for file in directory.glob("failure.*"):
         fields = json.loads(file.read_text(encoding="utf-8"))
         reports.append(ReportedFailure(fields.pop("at"), Failure(**fields)))
     return sorted(reports, key=lambda report: report.at)
 
 
-def code_of(home: Path, rank: int) -> int | None:
+def code_of(directory: Path, rank: int) -> int | None:
     """Returns the exit code that a rank announced; None if it announced none."""
-    file = home / f"code.{rank}"
+    file = directory / f"code.{rank}"
     return int(file.read_text(encoding="ascii")) if file.exists() else None
 
 
-def preempted_at(home: Path) -> int | None:
+def preempted_at(directory: Path) -> int | None:
     """Returns how many steps an attempt saved that was asked to end; None if it was not asked."""
-    return max((int(f.read_text(encoding="ascii")) for f in home.glob("preempted.*")), default=None)
+    return max(
+        (int(f.read_text(encoding="ascii")) for f in directory.glob("preempted.*")), default=None
+    )
 
 
 def whole_size() -> int | None:
@@ -174,16 +176,16 @@ def how_to_go_on(interrupted: bool, saved: int) -> str:
     return f"{why}, the job saved {saved} steps: the same command goes on from there"
 
 
-def steps_begun(home: Path) -> dict[int, int]:
+def steps_begun(directory: Path) -> dict[int, int]:
     """Returns by rank the step that each was in; ranks without any step are missing."""
-    pages = {int(file.suffix[1:]): file.read_bytes() for file in home.glob("page.*")}
+    pages = {int(file.suffix[1:]): file.read_bytes() for file in directory.glob("page.*")}
     begun = {rank: _COUNT.unpack(page)[0] for rank, page in pages.items()}
     return {rank: count - 1 for rank, count in sorted(begun.items()) if count}
 
 
-def steps_done(home: Path) -> int:
+def steps_done(directory: Path) -> int:
     """Returns how many steps the most advanced rank completed in an attempt."""
-    pages = (file.read_bytes() for file in home.glob(f"{DONE}.*"))
+    pages = (file.read_bytes() for file in directory.glob(f"{DONE}.*"))
     return max((int(_COUNT.unpack(page)[0]) for page in pages), default=0)
 
 
@@ -200,47 +202,47 @@ def page(name: str = "page") -> Callable[[int], object]:
     Raises:
         ConfigError: The host has too little memory for files in memory.
     """
-    home = folder()
+    directory = folder()
     memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
-    if home is not None:
-        with (home / f"{name}.{own_rank()}").open("a+b") as opened:
+    if directory is not None:
+        with (directory / f"{name}.{own_rank()}").open("a+b") as opened:
             if not opened.tell():
                 # Memory that is missing when a mapped page is written ends the process.
-                _reserve(opened.fileno(), _COUNT.size, home)
+                _reserve(opened.fileno(), _COUNT.size, directory)
             memory = mmap.mmap(opened.fileno(), _COUNT.size)
     return functools.partial(_COUNT.pack_into, memory, 0)
 
 
-def require_space(home: Path) -> None:
+def require_space(directory: Path) -> None:
     """Checks that a folder has room for the files of an attempt."""
-    probe = home / "probe"
+    probe = directory / "probe"
     try:
         with probe.open("wb") as opened:
-            _reserve(opened.fileno(), _ATTEMPT_BYTES, home)
+            _reserve(opened.fileno(), _ATTEMPT_BYTES, directory)
     finally:
         probe.unlink(missing_ok=True)
 
 
-def _reserve(descriptor: int, size: int, home: Path) -> None:
+def _reserve(descriptor: int, size: int, directory: Path) -> None:
     try:
         systems.reserve(descriptor, size)
     except OSError as error:
         if error.errno == errno.EFBIG:
             return  # a limit on the size of one file: those here are small
         raise ConfigError(
-            f"{home.parent} has no room for the files by which ranks tell how they fare",
+            f"{directory.parent} has no room for the files by which ranks tell how they fare",
             expected=f"{size} bytes",
-            got=f"{shutil.disk_usage(home).free} bytes are free: {error}",
+            got=f"{shutil.disk_usage(directory).free} bytes are free: {error}",
             cause="a container has 64 MiB in /dev/shm unless it is given more (docker --shm-size)",
             fix="remove what fills it, or give the host more shared memory",
         ) from None
 
 
 def _leave(name: str, text: str) -> None:
-    home = folder()
-    if home is not None:
+    directory = folder()
+    if directory is not None:
         # Whole: others read it at any time.
-        atomic_file.replace_text(home / f"{name}.{own_rank()}", text)
+        atomic_file.replace_text(directory / f"{name}.{own_rank()}", text)
 
 
 def _append(file: Path, *numbers: int) -> None:

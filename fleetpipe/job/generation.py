@@ -39,9 +39,9 @@ class Generation(NamedTuple):
     refused: str = ""
 
 
-def write(home: Path, generation: Generation) -> None:
+def write(directory: Path, generation: Generation) -> None:
     """Writes the generation that begins into the folder of an attempt."""
-    with atomic_file.draft_of(home / _FILE) as draft:
+    with atomic_file.draft_of(directory / _FILE) as draft:
         draft.write_text(json.dumps(generation), encoding="utf-8")
 
 
@@ -50,20 +50,20 @@ def note_signal(number: int, _frame: object) -> None:
     early_signals.append(number)
 
 
-def refuse(home: Path) -> None:
+def refuse(directory: Path) -> None:
     """Notes that the ranks of an attempt are ended, which no launcher is to make good."""
-    (home / _ENDED).touch()
+    (directory / _ENDED).touch()
 
 
-def is_refused(home: Path) -> bool:
+def is_refused(directory: Path) -> bool:
     """Whether the ranks of an attempt are ended by whoever started it."""
-    return (home / _ENDED).exists()
+    return (directory / _ENDED).exists()
 
 
 def current() -> Generation:
     """Returns the generation of this rank's attempt that has begun last."""
-    home = attempt_files.folder()
-    file = None if home is None else home / _FILE
+    directory = attempt_files.folder()
+    file = None if directory is None else directory / _FILE
     if file is None or not file.exists():
         return Generation()
     number, since, refused = json.loads(file.read_text(encoding="utf-8"))
@@ -80,17 +80,17 @@ def asked_for() -> bool:
     return HEAL in os.environ and attempt_files.folder() is not None
 
 
-def note_place(home: Path, rank: int, number: int, step: int) -> None:
+def note_place(directory: Path, rank: int, number: int, step: int) -> None:
     """Writes that a rank waits for a generation, with the number of steps that it has done."""
-    with atomic_file.draft_of(home / f"place.{rank}") as draft:
+    with atomic_file.draft_of(directory / f"place.{rank}") as draft:
         draft.write_text(json.dumps([number, step]), encoding="ascii")
 
 
-def places(home: Path, number: int) -> dict[int, int]:
+def places(directory: Path, number: int) -> dict[int, int]:
     """Returns the steps done of the ranks that wait for a generation, by rank."""
     rows: Iterator[tuple[int, Any]] = (
         (int(file.suffix[1:]), json.loads(file.read_text(encoding="ascii")))
-        for file in home.glob("place.*")
+        for file in directory.glob("place.*")
         if file.suffix[1:].isdecimal()
     )
     return {rank: step for rank, (at, step) in rows if at == number}

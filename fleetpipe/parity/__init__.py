@@ -4,8 +4,9 @@
 training script unchanged. Both make a ``session``, which compares one step after another:
 
 1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
-2. the ``reference``, the model on one device, runs forward and backward (``beside``); on a GPU
-   twice, so that ``tolerance`` measures how far two runs of the device differ;
+2. the ``reference``, the model on one device, takes what the script has changed on layers
+   (``attributes``), and runs forward and backward (``beside``); on a GPU twice, so that
+   ``tolerance`` measures how far two runs of the device differ;
 3. the pipeline trains, while ``outputs`` records the outputs of layers (the reference's too),
    ``edges`` records the gradients between stages, and ``tolerance`` finds sums in another order;
 4. in place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both sides,

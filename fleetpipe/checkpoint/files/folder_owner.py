@@ -60,15 +60,15 @@ class _Lock:
 class FolderOwner:
     """The right of this process to write into a folder, which all its managers share."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._lock = _Lock(home / _FILE)
+    def __init__(self, run_directory: Path) -> None:
+        self._run_directory = run_directory
+        self._lock = _Lock(run_directory / _FILE)
         weakref.finalize(self, self._lock.release)
 
     @classmethod
-    def of(cls, home: Path) -> FolderOwner:
+    def of(cls, run_directory: Path) -> FolderOwner:
         """Returns the one object for a folder in this process."""
-        return _owners.setdefault(home.resolve(), cls(home.resolve()))
+        return _owners.setdefault(run_directory.resolve(), cls(run_directory.resolve()))
 
     def acquire(self) -> None:
         """Makes this process the writer, or checks that it still is.
@@ -83,7 +83,7 @@ class FolderOwner:
                 raise self._refusal(text)
             return
         self.release()
-        self._home.mkdir(parents=True, exist_ok=True)
+        self._run_directory.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = self._open(os.O_RDWR | os.O_CREAT)
         except PermissionError:
@@ -151,7 +151,7 @@ class FolderOwner:
         about = _parse(text)
         return CheckpointError(
             "another job saves into this folder of checkpoints",
-            where=str(self._home),
+            where=str(self._run_directory),
             expected="one writer at a time, as each sets the other's later steps aside",
             got="process {process} on {host}, since {since}".format_map(about)
             if about

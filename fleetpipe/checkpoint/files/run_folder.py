@@ -33,17 +33,17 @@ _DRAFT, _ASIDE = ".draft-", ".aside"
 _SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
 
 
-def folder_of(home: Path, step: int) -> Path:
+def folder_of(run_directory: Path, step: int) -> Path:
     """Returns the path of a step's folder."""
-    return home / f"step-{step:08d}"
+    return run_directory / f"step-{step:08d}"
 
 
-def draft_of(home: Path, step: int, key: str) -> Path:
+def draft_of(run_directory: Path, step: int, key: str) -> Path:
     """Returns the path of a step's draft; ``key`` differs from attempt to attempt."""
-    return home / f"{_DRAFT}{step:08d}-{key}"
+    return run_directory / f"{_DRAFT}{step:08d}-{key}"
 
 
-def complete_steps(home: Path) -> dict[int, Path]:
+def complete_steps(run_directory: Path) -> dict[int, Path]:
     """Returns the folders of the complete steps of a run, in ascending order.
 
     Raises:
@@ -51,7 +51,7 @@ def complete_steps(home: Path) -> dict[int, Path]:
     """
     folders: dict[int, Path] = {}
     # The one in place comes before the one it replaces.
-    for path in sorted(home.iterdir() if home.is_dir() else ()):
+    for path in sorted(run_directory.iterdir() if run_directory.is_dir() else ()):
         match = _STEP.fullmatch(path.name)
         if match and (path / manifest.MANIFEST).is_file():
             folders.setdefault(int(match[1]), path)
@@ -77,24 +77,24 @@ def step_in(path: Path, step: int | None = None) -> Path:
     return Retention(path).step_folder(LATEST if step is None else step)
 
 
-def publish(draft: Path, home: Path, step: int) -> None:
+def publish(draft: Path, run_directory: Path, step: int) -> None:
     """Renames a draft, whose files are on the disk, to the step, and replaces an older one.
 
     Raises:
         OSError: It cannot be renamed; the draft and earlier steps are unchanged.
     """
     systems.sync_folder(draft)
-    final = folder_of(home, step)
+    final = folder_of(run_directory, step)
     replaced = final.with_name(f"{final.name}.old")
     if os.path.lexists(final):
         remove(replaced)
         final.rename(replaced)
     draft.rename(final)
-    systems.sync_folder(home)
+    systems.sync_folder(run_directory)
     remove(replaced)
 
 
-def set_aside(home: Path, step: int) -> dict[int, Path]:
+def set_aside(run_directory: Path, step: int) -> dict[int, Path]:
     """Renames the steps after ``step``, which a run that went back has left.
 
     Returns:
@@ -104,9 +104,9 @@ def set_aside(home: Path, step: int) -> dict[int, Path]:
         OSError: One cannot be renamed.
     """
     moved = {}
-    later = [pair for pair in complete_steps(home).items() if pair[0] > step]
+    later = [pair for pair in complete_steps(run_directory).items() if pair[0] > step]
     for number, path in reversed(later):
-        final = folder_of(home, number)
+        final = folder_of(run_directory, number)
         endings = chain([_ASIDE], (f"{_ASIDE}-{turn}" for turn in count(2)))
         names = (final.with_name(final.name + ending) for ending in endings)
         moved[number] = next(name for name in names if not name.exists())
@@ -115,19 +115,19 @@ def set_aside(home: Path, step: int) -> dict[int, Path]:
     return dict(reversed(moved.items()))
 
 
-def aside_steps(home: Path) -> list[tuple[int, Path]]:
+def aside_steps(run_directory: Path) -> list[tuple[int, Path]]:
     """Returns number and folder of the steps that :func:`set_aside` renamed, in ascending order."""
-    matches = [(_SET_ASIDE.fullmatch(path.name), path) for path in sorted(home.iterdir())]
+    matches = [(_SET_ASIDE.fullmatch(path.name), path) for path in sorted(run_directory.iterdir())]
     return [(int(match[1]), path) for match, path in matches if match]
 
 
-def remove_step(home: Path, step: int) -> None:
+def remove_step(run_directory: Path, step: int) -> None:
     """Removes a complete step, and first the older one that it replaced.
 
     Raises:
         OSError: It cannot be removed.
     """
-    final = folder_of(home, step)
+    final = folder_of(run_directory, step)
     remove(final.with_name(f"{final.name}.old"))
     remove(final)
 
@@ -146,9 +146,9 @@ def remove(path: Path) -> None:
         remove_left(draft)
 
 
-def remove_drafts(home: Path) -> None:
+def remove_drafts(run_directory: Path) -> None:
     """Removes the drafts that earlier attempts left."""
-    for path in home.iterdir():
+    for path in run_directory.iterdir():
         if path.name.startswith(_DRAFT):
             remove_left(path)
 
@@ -181,7 +181,7 @@ class Retention:
     """The folder of a run, and the rule that says which steps are kept.
 
     Args:
-        home: The folder of the run.
+        run_directory: The folder of the run.
         max_to_keep: How many of the newest steps are kept; None keeps all.
         best: A metric and ``"min"`` or ``"max"``: the best step by it is kept as well.
 
@@ -189,7 +189,7 @@ class Retention:
         ConfigError: ``max_to_keep`` is below 1, or ``best`` has another word.
     """
 
-    home: Path
+    run_directory: Path
     max_to_keep: int | None = None
     best: tuple[str, str] | None = None
     _metrics: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Retention:
             return None
         name, mode = self.best
         sign = -1 if mode == "min" else 1
-        steps = complete_steps(self.home)
+        steps = complete_steps(self.run_directory)
         values = {step: self._metrics_of(step, path).get(name) for step, path in steps.items()}
         rated = [
             (sign * value, step)
@@ -240,7 +240,7 @@ class Retention:
         Raises:
             CheckpointError: There is no such step.
         """
-        steps = complete_steps(self.home)
+        steps = complete_steps(self.run_directory)
         number: int | str | None = step
         if step == LATEST and steps:
             number = [*steps][-1]
@@ -251,10 +251,10 @@ class Retention:
                 f"there is no checkpoint of step {step!r}"
                 if steps
                 else "there is no checkpoint in this folder",
-                where=str(self.home),
+                where=str(self.run_directory),
                 got=f"steps {[*steps]}" if steps else "no complete step",
-                fix=f"this is one step: give the folder of the run, {self.home.parent}"
-                if (self.home / manifest.MANIFEST).is_file()
+                fix=f"this is one step: give the folder of the run, {self.run_directory.parent}"
+                if (self.run_directory / manifest.MANIFEST).is_file()
                 else "begin without restoring, or check the folder; fleetpipe.load_checkpoint "
                 "loads what other programs have saved",
             )
@@ -268,11 +268,11 @@ class Retention:
         """
         if self.max_to_keep is None:
             return
-        steps = complete_steps(self.home)
+        steps = complete_steps(self.run_directory)
         kept = {*[*steps][-self.max_to_keep :], self.best_step()}
         for step in steps:
             if step not in kept:
-                remove_step(self.home, step)
+                remove_step(self.run_directory, step)
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:
         """Returns a step's metrics; none if they cannot be read."""

@@ -195,23 +195,25 @@ def _end(task: Assignment) -> None:
     for path in reports:
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
-    step, home = task.manifest.step, task.retention.home
+    step, run_directory = task.manifest.step, task.retention.run_directory
     # Before this one can be seen: "latest" is never a step that the run has left.
-    aside = run_folder.set_aside(home, step)
-    run_folder.publish(task.draft, home, step)
+    aside = run_folder.set_aside(run_directory, step)
+    run_folder.publish(task.draft, run_directory, step)
     # No sooner: a rank that has just seen all reports would take the draft as its own.
-    (run_folder.folder_of(home, step) / _CLAIM).unlink()
-    _log.debug("step %d is saved in %s", step, home)
+    (run_folder.folder_of(run_directory, step) / _CLAIM).unlink()
+    _log.debug("step %d is saved in %s", step, run_directory)
     if aside:
         names = ", ".join(path.name for path in aside.values())
         _log.warning(
             f"step {step} is saved; the run had gone on to step {max(aside)} before: "
-            f"what is later is set aside in {home} as {names}"
+            f"what is later is set aside in {run_directory} as {names}"
         )
     try:
         task.retention.apply()
     except OSError as error:
-        _log.warning(f"step {step} is saved in {home}; one that is due to go stays: {error}")
+        _log.warning(
+            f"step {step} is saved in {run_directory}; one that is due to go stays: {error}"
+        )
 
 
 def _entries(

@@ -58,18 +58,18 @@ def _reading(reader: StepReader, name: TensorName) -> Callable[[Region | None], 
     return read
 
 
-def write_step(state: Checkpoint, home: Path, step: int) -> None:
+def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     """Saves a step of a run. The random states are those of this process.
 
     Raises:
         CheckpointError: The run has this step, or later ones; or a tensor cannot be read.
         OSError: A file cannot be written.
     """
-    later = [number for number in run_folder.complete_steps(home) if number >= step]
+    later = [number for number in run_folder.complete_steps(run_directory) if number >= step]
     if later:
         raise CheckpointError(
             f"the run has step {step} or later ones, which are not written over",
-            where=str(home),
+            where=str(run_directory),
             got=f"steps {later}",
             fix=f"--step {max(later) + 1}, or another folder",
         )
@@ -89,14 +89,14 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
     contents = Manifest(
         *(step, files, {}, order, optimizer, {}, ranks.layout, versions, state.plain_order)
     )
-    made = not home.exists()
-    draft = run_folder.draft_of(home, step, uuid.uuid4().hex[:8])
+    made = not run_directory.exists()
+    draft = run_folder.draft_of(run_directory, step, uuid.uuid4().hex[:8])
     try:
         draft.mkdir(parents=True)
-        task = Assignment(Retention(home), draft, plan, 0, 1, contents, texts)
+        task = Assignment(Retention(run_directory), draft, plan, 0, 1, contents, texts)
         write(task, lambda name: memory_of(state.tensors[name].read()))
     except BaseException:
-        run_folder.remove_left(home if made else draft)
+        run_folder.remove_left(run_directory if made else draft)
         raise
 
 

@@ -69,20 +69,22 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
     """
     with command_folder(large=True) as temporary:
         kept = None if options.against is None else _earlier_twins(options.against)
-        home = options.record or temporary
-        _empty_folder(home)
-        _start(options, Setting(str(home / JOB), options.steps))
-        job = record.read(home / JOB)
+        folder_of_record = options.record or temporary
+        _empty_folder(folder_of_record)
+        _start(options, Setting(str(folder_of_record / JOB), options.steps))
+        job = record.read(folder_of_record / JOB)
         if kept is not None:
             return first_difference(job, *kept), min(job.steps, kept[0].steps)
         automatic = not (options.twin or options.twin_arguments)
-        setting = Setting(str(home / TWIN), job.steps, str(home / JOB), False, automatic)
+        setting = Setting(
+            str(folder_of_record / TWIN), job.steps, str(folder_of_record / JOB), False, automatic
+        )
         _start(options, setting)
-        twin = record.read(home / TWIN)
+        twin = record.read(folder_of_record / TWIN)
         steps = min(job.steps, twin.steps)
         finding = first_difference(job, twin)
         if finding is not None or options.record is not None:
-            moved = home / PERTURBED
+            moved = folder_of_record / PERTURBED
             _start(options, setting._replace(folder=str(moved), perturbed=True))
             finding = first_difference(job, twin, record.read(moved))
         finding = _by_cut(job, twin, finding)
@@ -183,10 +185,10 @@ def locate(
     return find_difference(options)[0]
 
 
-def _empty_folder(home: Path) -> None:
+def _empty_folder(folder_of_record: Path) -> None:
     for part in (JOB, TWIN, PERTURBED):
-        (home / part).mkdir(parents=True, exist_ok=True)
-        for file in (home / part).glob(record.FILES):
+        (folder_of_record / part).mkdir(parents=True, exist_ok=True)
+        for file in (folder_of_record / part).glob(record.FILES):
             file.unlink()
 
 

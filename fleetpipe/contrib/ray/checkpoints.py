@@ -151,7 +151,7 @@ class ReportCallback(PipelineCheckpoint):
         """Notes the figures of the batch."""
         self._logs = _numbers(logs or {})
 
-    def _manager_of(self, home: Path) -> StepManager:
+    def _manager_of(self, run_directory: Path) -> StepManager:
         return _Reporting()
 
     def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:

@@ -209,9 +209,9 @@ class BoardWriter:
 
     def _folders(self) -> Iterator[Path]:
         yield from self._job.progress.folders
-        home = attempt_files.folder()
-        if home is not None:
-            yield home
+        directory = attempt_files.folder()
+        if directory is not None:
+            yield directory
 
 
 def _identity(path: Path) -> tuple[int, int]:

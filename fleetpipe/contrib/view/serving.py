@@ -28,11 +28,11 @@ class AttemptBoard:
         self._restarts = 0
         self._news = ""
 
-    def begin(self, home: Path, restarts: int = 0, news: str = "") -> None:
+    def begin(self, directory: Path, restarts: int = 0, news: str = "") -> None:
         """Switches to an attempt that begins.
 
         Args:
-            home: The folder of the attempt, into which its first rank writes the board.
+            directory: The folder of the attempt, into which its first rank writes the board.
             restarts: How many attempts before it failed.
             news: Why the attempt was started; empty for the first one.
         """
@@ -51,9 +51,9 @@ class AttemptBoard:
             earlier = history.read_history(self._file.parent)
             step, text = max(self._last.step, earlier.last), news or "the training begins again"
             earlier.add_event(history.RunEvent(time.time(), step, "restart", text, step))
-            atomic_file.replace_text(home / history.FILE, json.dumps(earlier.content()))
+            atomic_file.replace_text(directory / history.FILE, json.dumps(earlier.content()))
             self._last = replace(self._last, history=earlier)
-        self._file, self._restarts, self._news = home / FILE, restarts, news
+        self._file, self._restarts, self._news = directory / FILE, restarts, news
 
     def __call__(self) -> JobBoard:
         """Returns the board as of now."""

@@ -110,8 +110,8 @@ class PipelineCheckpoint(rank_policy.Callback):
                 is no name of a figure that an evaluation has.
         """
         self._require_metric()
-        home = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
-        self._manager = self._manager_of(home)
+        run_directory = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
+        self._manager = self._manager_of(run_directory)
         self._manager.every = self._steps
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
@@ -119,7 +119,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         if not go_on and any(self.model.gather(bool(self._manager.steps()))):
             raise ConfigError(
                 "the folder has the checkpoints of another training",
-                got=f"{home} with steps {self._manager.steps()}",
+                got=f"{run_directory} with steps {self._manager.steps()}",
                 fix='go on with it by fit(.., resume="auto"), or name another folder',
             )
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -145,9 +145,9 @@ class PipelineCheckpoint(rank_policy.Callback):
                 if signal.getsignal(number) not in (handler, signal.SIG_IGN):
                     signal.signal(number, handler)
 
-    def _manager_of(self, home: Path) -> StepManager:
+    def _manager_of(self, run_directory: Path) -> StepManager:
         """Returns what saves; Ray's callback has another."""
-        return StepManager(home, best=self._best, **self._options)
+        return StepManager(run_directory, best=self._best, **self._options)
 
     def step_done(self) -> None:
         """Saves if ``every_steps`` makes this step due. Collective.
