@@ -15,6 +15,8 @@ from fleetpipe.compare.differences import digest_of
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.dygraph.backward.layer_state import PADDLES_ATTRIBUTES
 from fleetpipe.dygraph.code_names import held_by
+from fleetpipe.job.job import current_job
+from fleetpipe.mesh.axes import SEQUENCE, SHARDS
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
@@ -31,11 +33,20 @@ class AttributeCopies:
     What the two sides' own batches change is not copied: each side counts for itself.
     """
 
-    def __init__(self, model: Layer) -> None:
-        """Takes the reference's model, as it is before the first batch."""
+    def __init__(self, model: Layer, pipe: PipelineLayer) -> None:
+        """Takes the reference's model and the pipeline, as they are before the first batch.
+
+        What differs by then the script has set, unless the layers are those of shards: these have
+        attributes of their own, such as the number of their heads, which are not copied.
+        """
         # A copy of a captured model stands in a layer that calls it.
         self._model: Layer = getattr(model, "plain", model)
-        self._texts = {key: text for key, _, text in _plain_attributes(self._model)}
+        job = current_job()
+        shards = job is not None and any(
+            getattr(job.degrees, a) > 1 for a in (*SHARDS, *SEQUENCE, "ep")
+        )
+        self._texts: dict[Key, str] = {}
+        self._note(pipe.with_modes if shards else self._model)
 
     def take(self, pipe: PipelineLayer) -> None:
         """Copies what has changed since the last :meth:`note`. Collective over the pipeline.
@@ -59,7 +70,10 @@ class AttributeCopies:
 
     def note(self, pipe: PipelineLayer) -> None:
         """Notes the attributes that a batch has left in the pipeline's layers."""
-        self._texts = {key: text for key, _, text in _plain_attributes(pipe.with_modes)}
+        self._note(pipe.with_modes)
+
+    def _note(self, model: Layer) -> None:
+        self._texts = {key: text for key, _, text in _plain_attributes(model)}
 
 
 def _plain_attributes(model: Layer) -> Iterator[tuple[Key, Any, str]]:

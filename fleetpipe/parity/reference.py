@@ -234,5 +234,5 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
         )
     reference = of_model(pipe, pipe.single_model(), None, None)
     reference.takes_switches = True
-    reference.attributes = AttributeCopies(reference.model)
+    reference.attributes = AttributeCopies(reference.model, pipe)
     return reference
