@@ -33,7 +33,21 @@ def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[
 
 def tensors_of(value: Nest) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples, lists and dicts, in order."""
-    return (leaf for _, leaf in leaves(value) if isinstance(leaf, paddle.Tensor))
+    found: list[Tensor] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Nest, found: list[Tensor]) -> None:
+    """Adds the tensors in a value to a list: a generator would cost a call for each of them."""
+    if isinstance(value, paddle.Tensor):
+        found.append(value)
+    elif isinstance(value, _CONTAINERS):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, paddle.Tensor):
+                found.append(item)
+            elif isinstance(item, _CONTAINERS):
+                _collect(item, found)
 
 
 def tensors_by_place(value: Nest) -> dict[str, Tensor]:
@@ -58,6 +72,8 @@ def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
         roots: Whether to leave out integers, from which no backward may start. In Paddle they have
             gradients all the same if they were cast, and these cross too.
     """
+    if isinstance(value, paddle.Tensor) and not roots:
+        return [] if value.stop_gradient else [value]
     return [t for t in tensors_of(value) if (has_gradient(t) if roots else not t.stop_gradient)]
 
 
@@ -84,12 +100,13 @@ def join(combine: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> N
 
 def map_tensors(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
     """Returns a value like ``value`` in which ``change(tensor)`` replaces each tensor."""
-
-    def change_leaf(parts: Sequence[Nest]) -> Nest:
-        (part,) = parts
-        return change(part) if isinstance(part, paddle.Tensor) else part
-
-    return join(change_leaf, [value])
+    if isinstance(value, paddle.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return rebuild(value, [map_tensors(change, item) for item in value])
+    return value
 
 
 def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, NoReturn, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
@@ -15,13 +17,12 @@ from fleetpipe.dygraph.batch.borders import Borders, borders_of
 from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.units import WHOLE, Units
+from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates
 from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
 from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
-from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import WeightGradStore
 from fleetpipe.paddle_api.tensor import copy_of, run_backward
 from fleetpipe.schedules import Edge, Placement, Schedule
@@ -137,6 +138,11 @@ class _Kept(NamedTuple):
 
 
 _NO_BATCH = Batch(MicroBatches(None, None))
+_NOTHING = nullcontext()
+#: A backward starts from no other tensors than the output.
+_NO_MORE: AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]] = nullcontext(((), ()))
+#: Called for each leaf without a frame of its own.
+_GRADIENT = operator.attrgetter("grad")
 
 
 class DygraphStage:
@@ -161,7 +167,8 @@ class DygraphStage:
             split: Stores the values that weight gradients need, from I to W.
             borders: The borders between stages; None for those of ``placement``.
         """
-        self._run_of = run_of
+        # Which layers run is asked once in a batch, for each stage.
+        self._run_of = functools.cache(run_of)
         self.split = split
         self._last = placement.stages - 1
         self._borders = borders or borders_of(placement)
@@ -172,7 +179,7 @@ class DygraphStage:
         self._first_micro_batch = 0
         #: Whether a loss had a gradient so far, and how many of this batch have none.
         self._trains, self._constant = False, 0
-        self._units = WHOLE.states()
+        self._units: UnitStates | None = None
         self._crossings: dict[int, Crossing] | None = None
         #: Called before each action; None if nothing need be watched.
         self.watch: StageWatch | None = None
@@ -218,7 +225,8 @@ class DygraphStage:
         """
         self._batch = batch
         self._trees = trees
-        self._units = units.states()
+        self._units = None if units is WHOLE else units.states()
+        self._run_of.cache_clear()
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
         self._constant = 0
@@ -228,7 +236,7 @@ class DygraphStage:
         """Drops the batch and all values kept for it, whether the batch is finished or not."""
         self._batch = _NO_BATCH
         self._hooks = self._trees = None
-        self._units = WHOLE.states()
+        self._units = None
         self._kept.clear()
         self.split.end()
 
@@ -237,58 +245,66 @@ class DygraphStage:
         if self.watch is not None:
             self.watch.enter(stage, True)
         number = self.micro_batch_id = self._within(micro_batch)
-        received = {edge: _as_leaves(value) for edge, value in inputs.items()}
-        # Now: a layer may switch the gradient of what it is given off once it has used it.
-        leaves = {edge: differentiable(value) for edge, value in received.items()}
+        received: dict[Edge, Nest] = {}
+        leaves: dict[Edge, list[Tensor]] = {}
+        for edge, part in inputs.items():
+            # A value from another stage of this rank may come with its graph, or be a leaf of that
+            # stage: a parameter, or a received tensor that it returns unchanged. This stage's
+            # gradients must not be added to those.
+            received[edge] = part = map_tensors(leaf_like, part)
+            # Now: a layer may switch the gradient of what it is given off once it has used it.
+            leaves[edge] = differentiable(part)
         value = self._borders.join(received) if stage else self._batch.data.inputs[number]
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
-        handed: Values = {}
-        with self._refusals_named():
-            with self.split.recording(stage, number), self._units.forward(stage, number):
+        handed: dict[Edge, Nest] = {}
+        leaving: dict[Edge, list[Tensor]] = {}
+        try:
+            in_unit = _NOTHING if self._units is None else self._units.forward(stage, number)
+            with self.split.recording(stage, number), in_unit:
                 output = self._run_of(stage)(value, micro_batch)
             if self._hooks is not None:
                 self._hooks.after_forward(stage, value, output)
             if stage == self._last:
-                output = self._finish(micro_batch, output)
+                output = self._finish(number, output)
             else:
                 labels = self._batch.data.labels
                 labels = None if labels is None else labels[number]
-                parts = self._borders.split(stage, output, labels)
-                handed = {edge: _outgoing(part) for edge, part in parts.items()}
-        require_nothing_kept(self._batch.elsewhere, stage)
-        leaving = {edge: differentiable(part) for edge, part in handed.items()}
+                for edge, part in self._borders.split(stage, output, labels).items():
+                    handed[edge] = part = map_tensors(_outgoing, part)
+                    leaving[edge] = differentiable(part)
+        except Exception:
+            self._raise_refusal()
+            raise
+        if self._batch.elsewhere:
+            require_nothing_kept(self._batch.elsewhere, stage)
         self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
         self.micro_batch_id += 1
         return handed
 
-    @contextmanager
-    def _refusals_named(self) -> Iterator[None]:
-        """While it is open, errors of a split backward name their leaf layer."""
-        try:
-            yield
-        except Exception:
-            refusal = self.split.refusal()
-            if refusal is not None:
-                raise refusal from None
-            raise
+    def _raise_refusal(self) -> None:
+        """Raises, in the place of an error, what a split backward refuses, which names the leaf."""
+        refusal = self.split.refusal()
+        if refusal is not None:
+            raise refusal from None
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to the received tensors."""
         if self.watch is not None:
             self.watch.enter(stage, False)
         random_places.enter_backward(micro_batch)
+        number = self._within(micro_batch)
         value, output, received, handed = self._kept[stage, micro_batch]
+        arrived: Gradients = None if stage == self._last else ()
+        outputs: list[Tensor] = []
         # A value's last consumer first, as autograd would add up without stages.
-        edges = list(handed)[::-1]
-        arrived = None
-        if stage != self._last:
-            arrived = tuple(grad for edge in edges for grad in output_grads[edge])
+        for edge in reversed(handed):
+            arrived = (*(arrived or ()), *output_grads[edge])
+            outputs += handed[edge]
         if self._hooks is not None:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:
-            outputs = [tensor for edge in edges for tensor in handed[edge]]
-            self._run_backward(stage, micro_batch, *_roots(outputs, arrived))
+            self._run_backward(stage, number, *_roots(outputs, arrived))
         elif output.stop_gradient:
             # One micro-batch may have a constant loss, as where all its labels are masked.
             self._constant += 1
@@ -296,19 +312,21 @@ class DygraphStage:
                 _refuse_constant()
         else:
             self._trains = True
-            self._run_backward(stage, micro_batch, [output], [None])
+            self._run_backward(stage, number, [output], [None])
         if WeightGradStore.cache:
             # A schedule of Paddle's would add them later; in the same order, so with these bits.
             WeightGradStore.flush()
             WeightGradStore.pop()
         if self._crossings is not None:
             self._crossings[stage] = crossing_of(differentiable(value), differentiable(output))
-        grads = {edge: tuple(leaf.grad for leaf in leaves) for edge, leaves in received.items()}
+        grads: dict[Edge, tuple[Tensor, ...]] = {}
+        for edge, leaves in received.items():
+            grads[edge] = tuple(map(_GRADIENT, leaves))
         if self._hooks is not None:
             joined = tuple(grad for part in grads.values() for grad in part) if stage else None
             self._hooks.after_backward(stage, value, output, arrived, joined)
-        if not self.split.splits(stage, self._within(micro_batch)):
-            self._take(stage, micro_batch)
+        if self._trees is not None and not self.split.splits(stage, number):
+            self._trees.take(stage, number, complete=True)
         return grads
 
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
@@ -318,7 +336,8 @@ class DygraphStage:
         """
         with self.split.input_grads(stage, self._within(micro_batch)):
             grads = self.backward(stage, micro_batch, output_grads)
-        self._take(stage, micro_batch, complete=False)
+        if self._trees is not None:
+            self._trees.take(stage, self._within(micro_batch), complete=False)
         del self._kept[stage, micro_batch]
         return grads
 
@@ -330,18 +349,16 @@ class DygraphStage:
             self._hooks.before_weight_grad(stage)
         random_places.enter_backward(micro_batch)
         self.split.weight_grads(stage, self._within(micro_batch))
-        self._take(stage, micro_batch)
-
-    def _take(self, stage: int, micro_batch: GlobalMicroBatch, complete: bool = True) -> None:
-        """Takes the gradients of a micro-batch away, if they are summed by trees."""
         if self._trees is not None:
-            self._trees.take(stage, self._within(micro_batch), complete)
+            self._trees.take(stage, self._within(micro_batch), complete=True)
 
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
-        self._units.release(stage, self._within(micro_batch))
-        self.split.release(stage, self._within(micro_batch))
+        number = self._within(micro_batch)
+        if self._units is not None:
+            self._units.release(stage, number)
+        self.split.release(stage, number)
 
     @contextmanager
     def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
@@ -359,24 +376,28 @@ class DygraphStage:
     def _run_backward(
         self,
         stage: int,
-        micro_batch: GlobalMicroBatch,
+        number: MicroBatch,
         tensors: list[Tensor],
         grads: list[Tensor | None],
     ) -> None:
         """Runs autograd from ``tensors``, and from tensors that layers kept for later units."""
-        number = self._within(micro_batch)
-        in_unit = self._units.backward(stage, number)
-        with self._refusals_named(), self.split.in_backward(stage, number), in_unit as more:
-            kept, kept_grads = more
-            _backward([*tensors, *kept], [*grads, *kept_grads])
+        in_unit = _NO_MORE if self._units is None else self._units.backward(stage, number)
+        try:
+            with self.split.in_backward(stage, number), in_unit as (kept, kept_grads):
+                roots = [*tensors, *kept]
+                if roots:
+                    run_backward(roots, [*grads, *kept_grads])
+        except Exception as error:
+            self._raise_refusal()
+            # The error itself, or its cause.
+            raise cause_of_backward(recompute.cause_of(error))  # noqa: B904
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)
 
-    def _finish(self, micro_batch: GlobalMicroBatch, output: Nest) -> Nest:
+    def _finish(self, index: MicroBatch, output: Nest) -> Nest:
         """Computes the losses of the last stage's output; returns the one that starts backward."""
         batch = self._batch
-        index = self._within(micro_batch)
         if batch.losses is None:
             batch.collect(index, output)
             return output
@@ -396,22 +417,12 @@ def _refuse_constant() -> NoReturn:
     )
 
 
-def _as_leaves(value: Nest) -> Nest:
-    """Returns a received value with tensors that are leaves, so that gradients stay in this stage.
+def _outgoing(tensor: Tensor) -> Tensor:
+    """Returns a tensor to send, copied if it needs no gradient.
 
-    A value from another stage of this rank may come with its graph, or be a leaf of that stage: a
-    parameter, or a received tensor that it returns unchanged. This stage's gradients must not be
-    added to those.
+    It may be a buffer, which the next micro-batch changes before this value is sent.
     """
-    return leaf_like(value) if isinstance(value, paddle.Tensor) else map_tensors(leaf_like, value)
-
-
-def _outgoing(value: Nest) -> Nest:
-    """Returns a value to send, with copies of the tensors that need no gradient.
-
-    One of them may be a buffer, which the next micro-batch changes before this value is sent.
-    """
-    return map_tensors(lambda tensor: copy_of(tensor) if tensor.stop_gradient else tensor, value)
+    return copy_of(tensor) if tensor.stop_gradient else tensor
 
 
 def _roots(
@@ -427,13 +438,3 @@ def _roots(
             root = roots.get(id(tensor))
             roots[id(tensor)] = (tensor, grad if root is None else root[1] + grad)
     return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]
-
-
-def _backward(tensors: list[Tensor], grads: list[Tensor | None]) -> None:
-    """Runs autograd from ``tensors``, if there are any."""
-    if tensors:
-        try:
-            run_backward(tensors, grads)
-        except Exception as error:
-            # The error itself, or its cause.
-            raise cause_of_backward(recompute.cause_of(error))  # noqa: B904

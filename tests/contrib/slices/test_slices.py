@@ -11,7 +11,6 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.contrib import slices
-from fleetpipe.dygraph.batch.units import WHOLE
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.contrib.slices import sliced
@@ -43,7 +42,7 @@ def test_it_has_the_bits_of_the_single_model_fed_the_same_slices(
         assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
         assert max(pipe.peak_held.values()) == min(MICRO_BATCHES * count, ranks + count - 1)
         assert pipe._runtime.stage._kept == {}
-        assert pipe._runtime.stage._units is WHOLE.states()
+        assert pipe._runtime.stage._units is None
 
 
 @pytest.mark.parametrize("ignored", [-100, 0])
