@@ -97,6 +97,10 @@ class StageHooks(Protocol):
 class StageWatch(Protocol):
     """Watches for stages of a batch that use values or parameters of other stages."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether a batch that begins has anything to watch."""
+
     def enter(self, stage: int, forward: bool) -> None:
         """Called before an action of a stage."""
 
@@ -181,8 +185,10 @@ class DygraphStage:
         self._trains, self._constant = False, 0
         self._units: UnitStates | None = None
         self._crossings: dict[int, Crossing] | None = None
-        #: Called before each action; None if nothing need be watched.
+        #: Watches the batches; None if nothing need be watched.
         self.watch: StageWatch | None = None
+        #: The watch, if it is called before each action of this batch.
+        self._entered: StageWatch | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
 
@@ -227,6 +233,8 @@ class DygraphStage:
         self._trees = trees
         self._units = None if units is WHOLE else units.states()
         self._run_of.cache_clear()
+        watches = self.watch is not None and self.watch.watches
+        self._entered = self.watch if watches else None
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
         self._constant = 0
@@ -242,8 +250,8 @@ class DygraphStage:
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
-        if self.watch is not None:
-            self.watch.enter(stage, True)
+        if self._entered is not None:
+            self._entered.enter(stage, True)
         number = self.micro_batch_id = self._within(micro_batch)
         received: dict[Edge, Nest] = {}
         leaves: dict[Edge, list[Tensor]] = {}
@@ -290,8 +298,8 @@ class DygraphStage:
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to the received tensors."""
-        if self.watch is not None:
-            self.watch.enter(stage, False)
+        if self._entered is not None:
+            self._entered.enter(stage, False)
         random_places.enter_backward(micro_batch)
         number = self._within(micro_batch)
         value, output, received, handed = self._kept[stage, micro_batch]
@@ -343,8 +351,8 @@ class DygraphStage:
 
     def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Computes and adds the weight gradients that :meth:`input_grad` has delayed."""
-        if self.watch is not None:
-            self.watch.enter(stage, False)
+        if self._entered is not None:
+            self._entered.enter(stage, False)
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
         random_places.enter_backward(micro_batch)

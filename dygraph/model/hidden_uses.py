@@ -128,6 +128,11 @@ class HiddenUses:
         self._before = [dict(_content(place)) for place in self._places]
         self._left: dict[tuple[int, Any], _Left] = {}
 
+    @property
+    def watches(self) -> bool:
+        """Whether anything is hidden from a stage, or may have to be."""
+        return bool(self._places or any(self._foreign.values()))
+
     def enter(self, stage: int, forward: bool) -> None:
         """Called when an action of a stage begins."""
         self._note_left()
