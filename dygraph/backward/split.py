@@ -69,6 +69,7 @@ class SplitBackward:
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
         self._fast_leaves = fast_leaves
+        #: The faster forwards of each stage; None where no layer has one.
         self._fast: dict[int, Any] = {}
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._refusals = Refusals()
@@ -108,8 +109,9 @@ class SplitBackward:
             stage: The global number of a stage of this process.
             micro_batch: The number within the batch.
         """
-        if not self.splits(stage, micro_batch):
-            return self._fast_of(stage).running() if self._fast_leaves else _NOTHING
+        if (stage, micro_batch) not in self._split:
+            fast = self._fast[stage] if stage in self._fast else self._find_fast(stage)
+            return _NOTHING if fast is None else fast.running()
         tape = self._tapes.setdefault((stage, micro_batch), Tape(self._refusals))
         forwards = []
         for leaf in self._leaves_of(stage):
@@ -122,17 +124,19 @@ class SplitBackward:
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Does the same for the reruns of layers in a backward that is not split."""
-        if self.splits(stage, micro_batch) or not self._fast_leaves:
+        if (stage, micro_batch) in self._split:
             return _NOTHING
-        fast: AbstractContextManager[None] = self._fast_of(stage).in_backward(self._sums)
-        return fast
+        fast = self._fast[stage] if stage in self._fast else self._find_fast(stage)
+        return _NOTHING if fast is None else fast.in_backward(self._sums)
 
-    def _fast_of(self, stage: int) -> Any:
-        if stage not in self._fast:
-            leaves = self._leaves_of(stage)
-            fast = extra("fast_leaves.fast_forwards")
-            self._fast[stage] = fast.FastForwards(leaf.layer for leaf in leaves if not leaf.static)
-        return self._fast[stage]
+    def _find_fast(self, stage: int) -> Any:
+        """Returns the faster forwards of a stage, None if no layer has one; keeps the answer."""
+        fast = None
+        if self._fast_leaves:
+            layers = (leaf.layer for leaf in self._leaves_of(stage) if not leaf.static)
+            fast = extra("fast_leaves.fast_forwards").fast_forwards_of(layers)
+        self._fast[stage] = fast
+        return fast
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:

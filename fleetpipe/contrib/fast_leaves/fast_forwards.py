@@ -128,7 +128,7 @@ class FastForwards:
         self._ways: list[tuple[Layer, object, Forward]] = [
             (layer, plain, functools.partial(_FORWARDS[plain], layer))
             for layer, plain in ways
-            if plain in _FORWARDS
+            if plain in _FORWARDS and fast_linear.may_gain(layer)
         ]
         tables = tables_of(layers)
         self._ways += [(layer, plain_forward, one.forward) for layer, one in tables]
@@ -156,3 +156,9 @@ class FastForwards:
             for table in self._tables:
                 stack.enter_context(table.adding(sums))
             yield
+
+
+def fast_forwards_of(layers: Iterable[Layer]) -> FastForwards | None:
+    """Returns the leaf layers of a stage that have a faster forward; None if there are none."""
+    fast = FastForwards(layers)
+    return fast if fast._ways else None

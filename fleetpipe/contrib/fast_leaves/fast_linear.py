@@ -43,6 +43,11 @@ plain_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
 plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
 
+def may_gain(layer: Layer) -> bool:
+    """Whether some number of rows makes the product faster in this Linear."""
+    return layer.bias is not None and layer.weight.shape[1] >= _FEWEST_COLUMNS
+
+
 def forward(layer: Layer, input: Tensor) -> Tensor:
     """Computes what ``paddle.nn.Linear.forward`` does, with a faster backward.
 
