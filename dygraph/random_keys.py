@@ -21,7 +21,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,9 +103,32 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
     True only for some of Paddle's own layers and functions, if nobody has patched them.
     """
     kind = type(function)
+    if kind is functools.partial:
+        # A node of a captured model stands for what it calls.
+        function = getattr(function, "stands_for", function)
+        kind = type(function)
     if kind in _QUIET_LAYERS:
         return not is_patched(function)
     return kind in (types.FunctionType, types.BuiltinFunctionType) and function in _QUIET_FUNCTIONS
+
+
+class Draws(NamedTuple):
+    """How some functions draw, as far as it is known.
+
+    Attributes:
+        any: Whether they may draw random numbers.
+        python: Whether from Python's or NumPy's own generators.
+    """
+
+    any: bool
+    python: bool
+
+
+def draws_of(functions: Sequence[Callable[..., Any]]) -> Draws:
+    """Returns how functions draw; none stand for any."""
+    if functions and all(map(draws_nothing, functions)):
+        return Draws(False, False)
+    return Draws(True, any(map(draws_python, functions)))
 
 
 class Keys:
@@ -132,6 +155,9 @@ class Keys:
         self._common: frozenset[str] = frozenset()
         self._call: tuple[int, ...] | None = None
         self._made = 0
+        #: What was called, which it keeps alive, and how that draws, by the ids of what was called:
+        #: it is asked for once in a batch.
+        self._draws: dict[tuple[int, ...], tuple[Sequence[Callable[..., Any]], Draws]] = {}
         #: Returns the parameters of this process by their names in the whole model.
         self.parameters: Callable[[], Mapping[str, Tensor]] = dict
         self._streams: dict[str, GeneratorStates] = {}
@@ -159,14 +185,18 @@ class Keys:
             layer: Its number, or that of another place.
             functions: What is called; none if it may be anything.
         """
-        self._enter((layer, self.micro_batch), functions)
+        called = tuple(map(id, functions))
+        if called not in self._draws:
+            self._draws[called] = functions, draws_of(functions)
+        self._enter((layer, self.micro_batch), self._draws[called][1])
 
-    def _enter(self, call: tuple[int, ...], functions: Sequence[Callable[..., Any]]) -> None:
+    def _enter(self, call: tuple[int, ...], draws: Draws) -> None:
         self._call, self._made = call, 0
         self._streams.clear()
-        self.leave()
-        if not functions or not all(map(draws_nothing, functions)):
-            if not self.python and any(map(draws_python, functions)):
+        if self._outside is not None:
+            self.leave()
+        if draws.any:
+            if draws.python and not self.python:
                 self._outside = PythonStates()
             self._seed_generators(key(self._batch_seed, *call))
 
@@ -174,7 +204,7 @@ class Keys:
     def within(self, place: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
         """While it is open, the generators are those of a place; they are restored at the end."""
         resume, states = self.suspend(), GeneratorStates()
-        self._enter(place, functions)
+        self._enter(place, draws_of(functions))
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ makes it from the model's inputs, the last makes the model's outputs from it.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -45,12 +46,14 @@ def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]
     for node, later in zip(trace.nodes, needed[1:]):
         layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
         call = _Call(node, later, node.modes if trace.switched else ())
-        functions.append(_with_name(functools.partial(call, *layers), node.name))
+        functions.append(_described(functools.partial(call, *layers), node))
     return [*functions, _Outputs(trace)]
 
 
-def _with_name(function: functools.partial[Nest], name: str) -> functools.partial[Nest]:
-    function.__name__ = name  # type: ignore[attr-defined]
+def _described(function: functools.partial[Nest], node: Node) -> functools.partial[Nest]:
+    function.__name__ = node.name  # type: ignore[attr-defined]
+    # Whether it draws random numbers, what it calls says.
+    function.stands_for = node.function  # type: ignore[attr-defined]
     # What calls a layer is recomputed as that layer would be.
     function.counts_as_layer = True  # type: ignore[attr-defined]
     return function
@@ -114,17 +117,23 @@ class _Call:
         values: Values = arguments[-1]
         for mode in self._modes:
             mode.put_back()
-        args = [fill(values) for fill in self._args]
-        named = {name: fill(values) for name, fill in self._named.items()}
+        args, named, left = [], {}, {}
+        for fill in self._args:
+            args.append(fill(values))
+        for name, fill in self._named.items():
+            named[name] = fill(values)
         if self._has_context:
             with nullcontext() if self._grad else paddle.no_grad(), self._casts():
                 output = self._function(*args, **named)
         else:
             output = self._function(*args, **named)
-        left = {name: value for name, value in values.items() if name in self._needed}
-        for name, tensor in zip(self._outputs, tensors_of(output)):
-            if name is not None:
-                left[name] = tensor
+        for name, value in values.items():
+            if name in self._needed:
+                left[name] = value
+        outputs = (output,) if isinstance(output, paddle.Tensor) else tensors_of(output)
+        for made, tensor in zip(self._outputs, outputs):
+            if made is not None:
+                left[made] = tensor
         for old, new in self._written:
             left[new] = values[old]
         return left
@@ -133,8 +142,7 @@ class _Call:
 def _fill(value: Nest) -> _Fill:
     """Returns a function that puts values in place of the placeholders in a nest."""
     if isinstance(value, Ref):
-        name = name_of(value.value)
-        return lambda values: values[name]
+        return operator.itemgetter(name_of(value.value))
     if isinstance(value, Owned):
         layer, attribute = value.layer, value.name
         return lambda values: getattr(layer, attribute)
