@@ -10,7 +10,7 @@ import functools
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Observer, Observers, message_of
@@ -64,7 +64,8 @@ class Walker:
         self._failed: Action | None = None
         #: What each action waits for.
         self._messages: defaultdict[Action, list[Blocked]] = defaultdict(list)
-        self._first_micro_batch = 0
+        #: The global number of each micro-batch of the batch.
+        self._global = list(map(GlobalMicroBatch, range(plan.units)))
         self._ops = plan.ops[rank]
         self._program = [tuple(self._compile(op)) for op in self._ops]
         #: The operations in the order in which they run, and the place in it of the next one.
@@ -84,22 +85,30 @@ class Walker:
             first_micro_batch: Global number of the batch's micro-batch 0, dp_rank * m.
         """
         self._next = self._part = 0
-        self._first_micro_batch = first_micro_batch
+        numbers = range(first_micro_batch, first_micro_batch + self._plan.units)
+        self._global = list(map(GlobalMicroBatch, numbers))
         self._failed = None
         self.values.clear()
         self.held = self.peak_held = 0
 
-    def advance(self) -> Blocked | None:
-        """Runs the next operation, or returns the message that the rank has to wait for first."""
-        instructions = self._program[self._sequence[self._next]]
-        while self._part < len(instructions):
-            _, instruction = instructions[self._part]
-            blocked = instruction()
-            if blocked is not None:
-                return blocked
-            self._part += 1
-        self._next += 1
-        self._part = 0
+    def advance(self, until: int = 0) -> Blocked | None:
+        """Runs the next operation, or returns the message that the rank has to wait for first.
+
+        Args:
+            until: How many operations of the batch are to have run in the end, if that takes more
+                than one.
+        """
+        until = max(until, self._next + 1)
+        while self._next < until:
+            instructions = self._program[self._sequence[self._next]]
+            while self._part < len(instructions):
+                _, instruction = instructions[self._part]
+                blocked = instruction()
+                if blocked is not None:
+                    return blocked
+                self._part += 1
+            self._next += 1
+            self._part = 0
         return None
 
     def wait(self, blocked: Blocked, timeout: float) -> None:
@@ -154,7 +163,8 @@ class Walker:
                 yield from self._compile_action(action)
         elif isinstance(op, Recv):
             source, _ = ranks_of(op, self._plan.placement)
-            yield op, functools.partial(self.transport.post, source, message_of(op))
+            if self.transport.posts:
+                yield op, functools.partial(self.transport.post, source, message_of(op))
         elif isinstance(op, Send):
             _, target = ranks_of(op, self._plan.placement)
             yield op, self._watched(op, functools.partial(self._send, target, message_of(op)))
@@ -229,8 +239,10 @@ class Walker:
             self.held += 1
             self.peak_held = max(self.peak_held, self.held)
         values = self.values
-        inputs = {edge: values.pop(key) for edge, key in incoming}
-        outputs = run(action.stage, self._global(MicroBatch(action.micro_batch)), inputs)
+        inputs = {}
+        for edge, key in incoming:
+            inputs[edge] = values.pop(key)
+        outputs = run(action.stage, self._global[action.micro_batch], inputs)
         for edge, key in outgoing:
             values[key] = outputs[edge]
 
@@ -242,11 +254,8 @@ class Walker:
         self.transport.send(peer, key, self.values.pop(key))
 
     def _free(self, stage: int, micro_batch: MicroBatch) -> None:
-        self._stage.release(stage, self._global(micro_batch))
+        self._stage.release(stage, self._global[micro_batch])
         self.held -= 1
-
-    def _global(self, micro_batch: MicroBatch) -> GlobalMicroBatch:
-        return GlobalMicroBatch(self._first_micro_batch + micro_batch)
 
 
 class Engine:
@@ -314,9 +323,9 @@ class Engine:
             walker.restart(first_micro_batch)
         walker = next(iter(self._walkers.values()))
         try:
-            for rank in self._order():
+            for rank, until in self._runs:
                 walker = self._walkers[rank]
-                while (blocked := walker.advance()) is not None:
+                while (blocked := walker.advance(until)) is not None:
                     self._wait(walker, blocked)
         except BaseException as error:
             if self._plays_all:
@@ -334,15 +343,19 @@ class Engine:
     def _plays_all(self) -> bool:
         return len(self._walkers) == self._plan.placement.ranks
 
-    def _order(self) -> Iterable[int]:
-        """Yields the rank whose operation is next, again and again.
+    @functools.cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """The ranks that run operations in turn, each with how many it has run in the end.
 
         A process that plays all ranks keeps to the one linear order of the plan.
         """
-        if self._plays_all:
-            return self._plan.order
-        (rank,) = self._walkers
-        return itertools.repeat(rank, len(self._plan.ops[rank]))
+        if not self._plays_all:
+            return [(rank, len(self._plan.ops[rank])) for rank in self._walkers]
+        until, runs = dict.fromkeys(self._walkers, 0), []
+        for rank, operations in itertools.groupby(self._plan.order):
+            until[rank] += len(list(operations))
+            runs.append((rank, until[rank]))
+        return runs
 
     def _wait(self, walker: Walker, blocked: Blocked) -> None:
         """Waits for the message that a blocked rank needs."""

@@ -76,8 +76,15 @@ class ReadyWalker(Walker):
         self.early = 0
         self._idle_since, here.idle = None, 0.0
 
-    def advance(self) -> Blocked | None:
+    def advance(self, until: int = 0) -> Blocked | None:
         """Runs the next operation, or returns the first of the messages that it waits for."""
+        blocked = self._advance()
+        while blocked is None and self._next < until:
+            blocked = self._advance()
+        return blocked
+
+    def _advance(self) -> Blocked | None:
+        """Runs the next operation, once it is chosen, and times it if it is an action."""
         if self._next == len(self._sequence):
             unit = self._chosen()
             if unit is None:

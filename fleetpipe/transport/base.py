@@ -36,10 +36,12 @@ class Transport(Protocol):
     Attributes:
         rank: This rank, 0 to ``ranks - 1``.
         ranks: Ranks of the pipeline.
+        posts: Whether receives are to be announced by :meth:`post`, which else does nothing.
     """
 
     rank: int
     ranks: int
+    posts: bool
 
     @property
     def messages(self) -> int:
@@ -54,7 +56,7 @@ class Transport(Protocol):
         """Bytes of tensor data sent so far."""
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Announces a receive: asynchronous transports start it, others do nothing."""
+        """Announces a receive, which an asynchronous transport starts."""
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Sends a value without waiting for the receive.
@@ -135,6 +137,7 @@ class View:
         self.members = tuple(members)
         self.rank = self.members.index(transport.rank)
         self.ranks = len(self.members)
+        self.posts = transport.posts
         self._transport = transport
 
     @property

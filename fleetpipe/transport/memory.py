@@ -36,6 +36,8 @@ class MemoryTransport:
     A sent tensor is handed over detached, sharing its data; nothing is copied.
     """
 
+    posts = False
+
     def __init__(self, hub: MemoryHub, rank: int, ranks: int) -> None:
         self.rank = rank
         self.ranks = ranks

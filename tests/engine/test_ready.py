@@ -73,6 +73,8 @@ class Network:
 class Endpoint:
     """One rank's transport in a :class:`Network`."""
 
+    posts = False
+
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
 

@@ -37,6 +37,8 @@ class ProcessGroupTransport:
         timeout: Seconds that a peer may take to answer a header.
     """
 
+    posts = True
+
     def __init__(
         self,
         sockets: Transport,

@@ -86,10 +86,12 @@ class SocketTransport:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
         waited: Seconds of all waits for messages of peers.
         timeout: Seconds that ``send`` waits for a slow peer.
+        posts: See :class:`base.Transport`: the kernel receives by itself.
         call: The kind of this rank's present collective call, as a number.
         in_step: The peers that are at the same call when a message of theirs is taken.
     """
 
+    posts = False
     call = 0
     in_step: frozenset[int] = frozenset()
 
