@@ -55,45 +55,48 @@ class _StageTrees:
 
     def __init__(self, uses: Sequence[Use], micro_batches: int) -> None:
         self._uses = uses
-        self._trees = [TreeSum[Tensor | None](micro_batches, _add) for _ in uses]
+        #: Of lists, with a gradient for each use.
+        self._tree = TreeSum[list[Tensor | None]](micro_batches, _add_each)
         #: The gradients of micro-batches whose turn has not come, and whether they are complete.
         self._waiting: dict[int, tuple[list[Tensor | None], bool]] = {}
         self._next = 0
 
     @paddle.no_grad()
     def take(self, micro_batch: int, complete: bool) -> None:
-        gradients = [_take(use) for use in self._uses]
+        gradients: list[Tensor | None] = []
+        for use in self._uses:
+            gradient = take_gradient(use.source)
+            if gradient is not None and gradient.is_selected_rows():
+                raise _sparse(use)
+            gradients.append(gradient)
         if micro_batch in self._waiting:
             earlier, _ = self._waiting[micro_batch]
-            gradients = [_add(one, other) for one, other in zip(earlier, gradients)]
+            gradients = _add_each(earlier, gradients)
         self._waiting[micro_batch] = gradients, complete
         while self._next in self._waiting and self._waiting[self._next][1]:
             gradients, _ = self._waiting.pop(self._next)
-            for tree, gradient in zip(self._trees, gradients):
-                tree.add(gradient)
+            self._tree.add(gradients)
             self._next += 1
 
     def finish(self) -> None:
-        for use, tree in zip(self._uses, self._trees):
-            gradient = tree.total()
+        for use, gradient in zip(self._uses, self._tree.total()):
             if gradient is not None:
                 set_gradient(use.total, gradient)
 
 
-def _take(use: Use) -> Tensor | None:
-    gradient = take_gradient(use.source)
-    if gradient is not None and gradient.is_selected_rows():
-        raise ConfigError(
-            f"the gradient of {use.parameter.name} is sparse, and a tree adds up dense ones",
-            cause="an Embedding(sparse=True)",
-            fix="build it with sparse=False, or set fleetpipe_configs['sums'] = 'running'",
-        )
-    return gradient
+def _sparse(use: Use) -> ConfigError:
+    return ConfigError(
+        f"the gradient of {use.parameter.name} is sparse, and a tree adds up dense ones",
+        cause="an Embedding(sparse=True)",
+        fix="build it with sparse=False, or set fleetpipe_configs['sums'] = 'running'",
+    )
 
 
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Returns the sum of two gradients in the memory of the first; None stands for none."""
-    if left is None or right is None:
-        return right if left is None else left
-    add_in_place(left, right)
+def _add_each(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    """Adds gradients of the same uses in the memory of the first; None stands for none."""
+    for place, (total, gradient) in enumerate(zip(left, right)):
+        if total is None:
+            left[place] = gradient
+        elif gradient is not None:
+            add_in_place(total, gradient)
     return left

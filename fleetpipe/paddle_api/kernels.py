@@ -20,7 +20,6 @@ CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
 _add: Callable[..., Tensor] = _C_ops.add
-_add_in_place: Callable[..., Tensor] = _C_ops.add_
 _expand: Callable[..., Tensor] = _C_ops.expand
 _reshape: Callable[..., Tensor] = _C_ops.reshape
 
@@ -33,6 +32,10 @@ linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
 )
 
 
+#: ``add_in_place(left, right)`` adds ``right`` to ``left``, which has its shape and dtype.
+add_in_place: Callable[[Tensor, Tensor], Tensor] = _C_ops.add_
+
+
 def product(
     left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
 ) -> Tensor:
@@ -43,11 +46,6 @@ def product(
 def total(left: Tensor, right: Tensor) -> Tensor:
     """Returns ``left + right``."""
     return _add(left, right)
-
-
-def add_in_place(left: Tensor, right: Tensor) -> None:
-    """Adds ``right`` to ``left``, which has its shape and dtype."""
-    _add_in_place(left, right)
 
 
 def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
