@@ -156,11 +156,7 @@ def require_one_rate(job: Job, rates: Sequence[float]) -> None:
         )
 
 
-def _digest(part: list[Nest] | None) -> int | None:
+def _digest(part: Nest) -> int | None:
     """Returns a checksum of all tensors of a batch's inputs or labels; None if it has no tensor."""
-    digest = None
-    for value in part or []:
-        for tensor in tensors_of(value):
-            if 0 not in tensor.shape:
-                digest = checksum(tensor, digest or 0)
-    return digest
+    tensors = [tensor for tensor in tensors_of(part) if 0 not in tensor.shape]
+    return checksum(tensors) if tensors else None

@@ -82,7 +82,7 @@ class BackwardState(BatchObserver):
                     yield (id(part), name), (f"{path}.{name}", value)
                     containers.append((f"{path}.{name}", value))
             for table, name in state_slots(part):
-                yield (id(table), name), (f"{path}.{name}", checksum(table[name]))
+                yield (id(table), name), (f"{path}.{name}", checksum([table[name]]))
         for name, value in containers:
             if isinstance(value, CONTAINERS):
                 items = value.items() if isinstance(value, dict) else enumerate(value)

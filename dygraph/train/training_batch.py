@@ -76,9 +76,8 @@ class TrainingBatch:
         with runtime.job.progress.wall_time.spending("data"):
             batches = runtime.data.micro_batches(data, keeps_graph=keeps_graph)
         runtime.data.require(batches, labelled=True)
-        self.observed = ObservedBatch(
-            without_gradients(batches), self._keys, weights, loss_fn_idx, None, scaler
-        )
+        detached = without_gradients(batches) if keeps_graph else batches
+        self.observed = ObservedBatch(detached, self._keys, weights, loss_fn_idx, None, scaler)
         if weights is not None:
             runtime.weights.require(weights)
         weights, units = weights or runtime.weights.usual, runtime.units

@@ -99,7 +99,11 @@ def readable(
 
 def plain(tensors: list[Tensor]) -> list[Tensor]:
     """Returns contiguous CPU tensors with the same data; the same tensors if they are that."""
-    return [tensor if _is_plain(tensor) else _made_plain(tensor) for tensor in tensors]
+    kept = []
+    for tensor in tensors:
+        is_plain = tensor.place.is_cpu_place() and tensor.is_contiguous()
+        kept.append(tensor if is_plain else _made_plain(tensor))
+    return kept
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -115,35 +119,58 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @_in_dynamic_mode
-def checksum(tensor: Tensor, start: int = 0) -> int:
-    """Returns a number of 32 bits that all bytes of a tensor with data make.
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Returns a number of 32 bits that all bytes of some tensors with data make, in order.
 
     Args:
-        tensor: The tensor; of one on a card, sums are computed there.
-        start: The checksum of what comes before.
+        tensors: The tensors; of those on a card, sums are computed there.
     """
-    if not tensor.place.is_cpu_place():
-        (flat,) = flat_bytes([tensor])
-        words = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
-        places = paddle.arange(1, words.shape[0] + 1, dtype="int64")
-        tensor = paddle.stack([words.sum(), (words * places).sum()]).cpu()
-    (kept,) = plain([tensor])
-    return zlib.crc32(_memory(kept, tensor_bytes(kept)), start)
+    value = 0
+    for tensor in tensors:
+        if not tensor.place.is_cpu_place():
+            tensor = _summary(tensor)
+        kept = tensor if tensor.is_contiguous() else contiguous(tensor.detach())
+        value = zlib.crc32(_memory(kept, tensor_bytes(kept)), value)
+    return value
+
+
+def _summary(tensor: Tensor) -> Tensor:
+    """Returns two numbers in the host's memory, made on a card of all bytes of a tensor there."""
+    (flat,) = flat_bytes([tensor])
+    words = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
+    places = paddle.arange(1, words.shape[0] + 1, dtype="int64")
+    return paddle.stack([words.sum(), (words * places).sum()]).cpu()
 
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
     """Returns the bytes of each plain tensor that has data; the tensors must stay alive."""
-    return [_memory(t, leaf.nbytes) for t, leaf in zip(tensors, leaves) if leaf.nbytes]
+    found = []
+    for tensor, leaf in zip(tensors, leaves):
+        if leaf.nbytes:
+            block = _block(leaf.nbytes).from_address(tensor.data_ptr())
+            found.append(memoryview(block).cast("B"))
+    return found
+
+
+def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
+    """Returns new CPU tensors and, for each that has data, its bytes, still to be filled."""
+    return allocate_several(leaves, 1)[0]
 
 
 @_in_dynamic_mode
-def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
-    """Returns new CPU tensors and, for each that has data, its bytes, still to be filled."""
-    tensors = []
-    for leaf in leaves:
-        tensors.append(_new(leaf))
-        tensors[-1].stop_gradient = leaf.stop_gradient
-    return tensors, memories(tensors, leaves)
+def allocate_several(
+    leaves: Sequence[TensorLeaf], messages: int
+) -> list[tuple[list[Tensor], list[memoryview]]]:
+    """Returns the result of :func:`allocate` for each of some messages."""
+    on_cpu, made = device_kind() == "cpu", []
+    for _ in range(messages):
+        tensors = []
+        for leaf in leaves:
+            tensor = _new(leaf, on_cpu)
+            tensor.stop_gradient = leaf.stop_gradient
+            tensors.append(tensor)
+        made.append((tensors, memories(tensors, leaves)))
+    return made
 
 
 @_in_dynamic_mode
@@ -222,10 +249,6 @@ def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tenso
     return reshape([to_device(tensor) for tensor in tensors], leaves)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.place.is_cpu_place() and tensor.is_contiguous()
-
-
 @_in_dynamic_mode
 def _made_plain(tensor: Tensor) -> Tensor:
     kept = tensor.detach()
@@ -233,9 +256,9 @@ def _made_plain(tensor: Tensor) -> Tensor:
     return plain
 
 
-def _new(leaf: TensorLeaf) -> Tensor:
+def _new(leaf: TensorLeaf, on_cpu: bool) -> Tensor:
     carrier = _CARRIERS.get(leaf.dtype, leaf.dtype)
-    if device_kind() != "cpu":
+    if not on_cpu:
         # Not NumPy's: Paddle may free it in CUDA's own thread, which would wait for Python's lock.
         tensor: Tensor = empty_on_host(leaf.shape, DTYPES[carrier])
     elif 0 < leaf.nbytes <= _SMALL:
