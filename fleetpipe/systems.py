@@ -399,4 +399,6 @@ def send_pieces(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> in
     """
     if sys.platform == "win32":
         return sock.send(pieces[0])
+    if len(pieces) == 1:
+        return sock.send(pieces[0], MSG_NOSIGNAL)
     return sock.sendmsg(pieces, (), MSG_NOSIGNAL)

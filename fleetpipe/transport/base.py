@@ -161,11 +161,13 @@ class View:
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Sends a value; see :meth:`base.Transport.send`."""
-        self._transport.send(self._rank_of(peer, key), key, value)
+        whole = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
+        self._transport.send(whole, key, value)
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
         """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`."""
-        return self._transport.try_receive(self._rank_of(peer, key), key)
+        whole = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
+        return self._transport.try_receive(whole, key)
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
         """Waits for a message; see :meth:`base.Transport.receive`."""

@@ -98,16 +98,9 @@ class _Channel:
         self.spare: list[tuple[list[Any], list[memoryview]]] = []
         self._most_spare = 1
 
-    def tensors(self) -> tuple[list[Any], list[memoryview]]:
-        """Returns the tensors for one message and their memory."""
-        if not self.spare:
-            self.prepare()
-        return self.spare.pop()
-
     def prepare(self) -> None:
         """Allocates the tensors for one message, or for several after many small ones."""
-        for _ in range(self._most_spare):
-            self.spare.append(bridge.allocate(self.structure.leaves))
+        self.spare += bridge.allocate_several(self.structure.leaves, self._most_spare)
         if self.structure.nbytes <= _SMALL:
             self._most_spare = min(2 * self._most_spare, _MOST_SPARE)
 
@@ -321,13 +314,15 @@ class Inbox:
         frame.key = MessageKey(*channel.key, header.micro_batch)
         frame.structure = channel.structure
         try:
-            frame.tensors, memories = channel.tensors()
+            if not channel.spare:
+                channel.prepare()
         except Exception as error:  # Paddle raises all kinds
             raise TransportError(
                 "there is no memory for the tensors that were announced, or no such dtype",
                 got=f"{header.payload} bytes: {str(error)[:200]}",
                 fix="cut a batch into smaller micro-batches, or give this rank more memory",
             ) from error
+        frame.tensors, memories = channel.spare.pop()
         self._expect(frame, memories)
 
     def _pour(self, frame: _Frame) -> None:
@@ -337,37 +332,38 @@ class Inbox:
             count = min(len(target), self._end - self._begin)
             target[:count] = self._stage[self._begin : self._begin + count]
             self._begin += count
-            _advance(frame, count)
+            if count == len(target):
+                frame.targets.pop()
+            else:
+                frame.targets[-1] = target[count:]
 
     def _read(self, frame: _Frame | None) -> bool:
         """Reads once from the socket; returns False if nothing has arrived or it has ended."""
         if self.ended:
             return False
-        direct = frame is not None and len(frame.targets[-1]) >= STAGE_BYTES
-        if frame is not None and direct:
-            count = self._receive_into(frame.targets[-1])
-            if count:
-                _advance(frame, count)
-            return count > 0
-        if self._begin:
-            rest = bytes(self._stage[self._begin : self._end])
-            self._stage[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-        count = self._receive_into(self._stage[self._end :])
-        self._end += count
-        return count > 0
-
-    def _receive_into(self, target: memoryview) -> int:
+        target = None if frame is None else frame.targets[-1]
+        if target is None or len(target) < STAGE_BYTES:
+            if self._begin:
+                rest = bytes(self._stage[self._begin : self._end])
+                self._stage[: len(rest)] = rest
+                self._begin, self._end = 0, len(rest)
+            target = None
         try:
-            count = self._sock.recv_into(target)
+            count = self._sock.recv_into(self._stage[self._end :] if target is None else target)
         except BlockingIOError:
-            return 0
+            return False
         except OSError as error:
             self.ended = f"its connection broke ({error.strerror or error})"
-            return 0
+            return False
         if not count:
             self.ended = self._how_it_closed()
-        return count
+        elif target is None or frame is None:
+            self._end += count
+        elif count == len(target):
+            frame.targets.pop()
+        else:
+            frame.targets[-1] = target[count:]
+        return count > 0
 
     def _how_it_closed(self) -> str:
         if self.orderly:
@@ -376,14 +372,6 @@ class Inbox:
             return "its connection closed"
         words = "header" if self._frame is None else self._frame.words()
         return f"its connection closed within a message, a truncated {words}"
-
-
-def _advance(frame: _Frame, count: int) -> None:
-    target = frame.targets[-1]
-    if count == len(target):
-        frame.targets.pop()
-    else:
-        frame.targets[-1] = target[count:]
 
 
 def _value(frame: _Frame) -> Any:

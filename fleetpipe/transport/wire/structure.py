@@ -89,11 +89,15 @@ class Structure:
         self.tree = tree
         self.leaves = tuple(TensorLeaf(*leaf[1:]) for leaf in _tensor_leaves(tree))
         self.nbytes = sum(leaf.nbytes for leaf in self.leaves)
+        #: Whether it is a tuple of one tensor, as what goes back over an edge mostly is.
+        self._is_pack = tree[0] == "tuple" and len(tree) == 2 and tree[1][0] == "tensor"
 
     def rebuild(self, tensors: list[Any]) -> Any:
         """Returns the value with ``tensors`` as its tensors."""
         if self.tree[0] == "tensor":
             return tensors[0]
+        if self._is_pack:
+            return (tensors[0],)
         return _rebuild(self.tree, iter(tensors))
 
 
