@@ -53,6 +53,7 @@ FULL = (
     Benchmark("split_backward", "--repeats 3", 180),
     Benchmark("transport", "--seconds 0.5", 40),
     Benchmark("start", "--repeats 3", 160),
+    Benchmark("calls", "", 80),
     Benchmark("search", "--most 16", 40),
     Benchmark("slices", "", 100),
     Benchmark("captured_cuts", "--repeats 5", 70),

@@ -52,7 +52,8 @@ class Batch:
             data: The micro-batches of this rank.
             losses: Computes and stores the losses; None to collect the outputs instead.
             scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
-            elsewhere: The loss functions, if another process calls them.
+            elsewhere: The loss functions that another process calls and that may read what layers
+                keep.
             value_of: Returns the part of the last layer's output to collect; None for all of it.
         """
         self.data = data

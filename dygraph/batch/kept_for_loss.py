@@ -27,6 +27,16 @@ _LOSS = "loss_fn"
 _MOST = 1000
 
 
+def may_read(function: Any) -> bool:
+    """Whether a loss function may read what layers keep: one of Paddle's, or around it, does not.
+
+    Its own code says it, so once a batch is often enough to ask.
+    """
+    if is_of_library(type(function)):
+        function = getattr(function, "declares", function)
+    return not str(getattr(function, "__module__", "")).startswith("paddle.")
+
+
 def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
     """Refuses tensors that a stage has stored for a loss that another process computes."""
     for function in functions:
@@ -46,7 +56,7 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
 
 def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
     """Yields the path and value of each tensor with a graph that a function's code can reach."""
-    if str(getattr(function, "__module__", "")).startswith("paddle."):
+    if not may_read(function):
         return
     names: set[str] = set()
     count, reached = -1, list(_reachable(function, names))

@@ -15,6 +15,7 @@ from fleetpipe.dygraph.batch.input_gradients import (
     with_gradients,
     without_gradients,
 )
+from fleetpipe.dygraph.batch.kept_for_loss import may_read
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
 from fleetpipe.dygraph.batch.observed import ObservedBatch
@@ -93,7 +94,7 @@ class TrainingBatch:
         )
         self._shared = False
         scale = None if scaler is None else scaler.scale
-        elsewhere = () if owns_last else functions
+        elsewhere = () if owns_last else [*filter(may_read, functions)]
         self._batch = Batch(batches, self._losses, scale, elsewhere)
         self._runtime = runtime
         self._by_micro_batch = by_micro_batch
