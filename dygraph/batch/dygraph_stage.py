@@ -397,9 +397,10 @@ class DygraphStage:
                 if roots:
                     run_backward(roots, [*grads, *kept_grads])
         except Exception as error:
-            self._raise_refusal()
             # The error itself, or its cause.
-            raise cause_of_backward(recompute.cause_of(error))  # noqa: B904
+            cause = cause_of_backward(recompute.cause_of(error))
+            self._raise_refusal()
+            raise cause  # noqa: B904
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)

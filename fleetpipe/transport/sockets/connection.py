@@ -204,7 +204,7 @@ class Connection:
 Buffer = bytes | memoryview
 
 # To join the pieces of a small message takes less time than to have the kernel gather them.
-_JOINED = 1 << 14
+_JOINED = 1 << 12
 # Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
 _MOST_PIECES = 1024
 
