@@ -139,7 +139,7 @@ class _Kept(NamedTuple):
     value: Nest
     output: Nest
     received: Mapping[Edge, list[Tensor]]
-    handed: Mapping[Edge, list[Tensor]]
+    handed: dict[Edge, list[Tensor]]
 
 
 _NO_BATCH = Batch(MicroBatches(None, None))
@@ -304,12 +304,13 @@ class DygraphStage:
         random_places.enter_backward(micro_batch)
         number = self._within(micro_batch)
         value, output, received, handed = self._kept[stage, micro_batch]
-        arrived: Gradients = None if stage == self._last else ()
         outputs: list[Tensor] = []
+        came: list[Tensor] = []
         # A value's last consumer first, as autograd would add up without stages.
         for edge in reversed(handed):
-            arrived = (*(arrived or ()), *output_grads[edge])
             outputs += handed[edge]
+            came += output_grads[edge]
+        arrived = None if stage == self._last else tuple(came)
         if self._hooks is not None:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:
