@@ -33,21 +33,21 @@ def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[
 
 def tensors_of(value: Nest) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples, lists and dicts, in order."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return iter(found)
+    tensors: list[Tensor] = []
+    _collect(value, tensors)
+    return iter(tensors)
 
 
-def _collect(value: Nest, found: list[Tensor]) -> None:
+def _collect(value: Nest, tensors: list[Tensor]) -> None:
     """Adds the tensors in a value to a list: a generator would cost a call for each of them."""
     if isinstance(value, paddle.Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, _CONTAINERS):
         for item in value.values() if isinstance(value, dict) else value:
             if isinstance(item, paddle.Tensor):
-                found.append(item)
+                tensors.append(item)
             elif isinstance(item, _CONTAINERS):
-                _collect(item, found)
+                _collect(item, tensors)
 
 
 def tensors_by_place(value: Nest) -> dict[str, Tensor]:

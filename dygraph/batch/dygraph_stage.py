@@ -305,12 +305,12 @@ class DygraphStage:
         number = self._within(micro_batch)
         value, output, received, handed = self._kept[stage, micro_batch]
         outputs: list[Tensor] = []
-        came: list[Tensor] = []
+        incoming: list[Tensor] = []
         # A value's last consumer first, as autograd would add up without stages.
         for edge in reversed(handed):
             outputs += handed[edge]
-            came += output_grads[edge]
-        arrived = None if stage == self._last else tuple(came)
+            incoming += output_grads[edge]
+        arrived = None if stage == self._last else tuple(incoming)
         if self._hooks is not None:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:

@@ -1,4 +1,4 @@
-"""What a micro-batch costs beyond its layers, in calls of own functions: the same on any machine."""
+"""What a micro-batch costs beyond its layers: calls of own functions, the same on any machine."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]
     for node, later in zip(trace.nodes, needed[1:]):
         layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
         call = _Call(node, later, node.modes if trace.switched else ())
-        functions.append(_described(functools.partial(call, *layers), node))
+        functions.append(_label(functools.partial(call, *layers), node))
     return [*functions, _Outputs(trace)]
 
 
-def _described(function: functools.partial[Nest], node: Node) -> functools.partial[Nest]:
+def _label(function: functools.partial[Nest], node: Node) -> functools.partial[Nest]:
     function.__name__ = node.name  # type: ignore[attr-defined]
     # Whether it draws random numbers, what it calls says.
     function.stands_for = node.function  # type: ignore[attr-defined]

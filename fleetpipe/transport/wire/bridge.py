@@ -144,12 +144,12 @@ def _summary(tensor: Tensor) -> Tensor:
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
     """Returns the bytes of each plain tensor that has data; the tensors must stay alive."""
-    found = []
+    buffers = []
     for tensor, leaf in zip(tensors, leaves):
         if leaf.nbytes:
             block = _block(leaf.nbytes).from_address(tensor.data_ptr())
-            found.append(memoryview(block).cast("B"))
-    return found
+            buffers.append(memoryview(block).cast("B"))
+    return buffers
 
 
 def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
