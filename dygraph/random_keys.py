@@ -112,7 +112,7 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
     return kind in (types.FunctionType, types.BuiltinFunctionType) and function in _QUIET_FUNCTIONS
 
 
-class Draws(NamedTuple):
+class DrawKinds(NamedTuple):
     """How some functions draw, as far as it is known.
 
     Attributes:
@@ -124,11 +124,11 @@ class Draws(NamedTuple):
     python: bool
 
 
-def draws_of(functions: Sequence[Callable[..., Any]]) -> Draws:
+def draws_of(functions: Sequence[Callable[..., Any]]) -> DrawKinds:
     """Returns how functions draw; none stand for any."""
     if functions and all(map(draws_nothing, functions)):
-        return Draws(False, False)
-    return Draws(True, any(map(draws_python, functions)))
+        return DrawKinds(False, False)
+    return DrawKinds(True, any(map(draws_python, functions)))
 
 
 class Keys:
@@ -157,7 +157,7 @@ class Keys:
         self._made = 0
         #: What was called, which it keeps alive, and how that draws, by the ids of what was called:
         #: it is asked for once in a batch.
-        self._draws: dict[tuple[int, ...], tuple[Sequence[Callable[..., Any]], Draws]] = {}
+        self._draws: dict[tuple[int, ...], tuple[Sequence[Callable[..., Any]], DrawKinds]] = {}
         #: Returns the parameters of this process by their names in the whole model.
         self.parameters: Callable[[], Mapping[str, Tensor]] = dict
         self._streams: dict[str, GeneratorStates] = {}
@@ -190,7 +190,7 @@ class Keys:
             self._draws[called] = functions, draws_of(functions)
         self._enter((layer, self.micro_batch), self._draws[called][1])
 
-    def _enter(self, call: tuple[int, ...], draws: Draws) -> None:
+    def _enter(self, call: tuple[int, ...], draws: DrawKinds) -> None:
         self._call, self._made = call, 0
         self._streams.clear()
         if self._outside is not None:
