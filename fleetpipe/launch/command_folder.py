@@ -75,7 +75,11 @@ def end_with_command(first: Callable[[], None] = lambda: None) -> None:
     """
     if FOLDER in os.environ:
         folder = Path(os.environ[FOLDER])
-        threading.Thread(target=_await_end, args=[folder, first], daemon=True).start()
+        # Named, or the first thread of a script would not be the one that Python calls Thread-1.
+        await_end = threading.Thread(
+            target=_await_end, args=[folder, first], name="end with command", daemon=True
+        )
+        await_end.start()
 
 
 def _await_end(folder: Path, first: Callable[[], None]) -> None:

@@ -8,9 +8,10 @@ Linux on a CPU alone: a fork has no threads, and no card's context, of the proce
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import importlib
-import io
 import os
 import random
 import runpy
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
@@ -35,24 +38,25 @@ _NEEDED = ("fleetpipe.fleet", "fleetpipe.launch.run_command", "fleetpipe.launch.
 #: The main thread, and the one that ends the launcher with its command.
 _THREADS = 2
 _WAIT_SECONDS = 0.02
+#: The signals that a launcher, Paddle's or ours, has handlers for.
+_HANDLED = {*systems.STOP_SIGNALS, signal.SIGINT, signal.SIGABRT}
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+#: No less than the bytes of C's ``struct sigaction``.
+_ACTION_BYTES = 256
+#: What Paddle's C++ does at signals: it prints its stack. Python does not know of these handlers.
+_paddles_actions: dict[int, Any] = {}
 
 
-class ForkedProcess:
-    """A forked process, with what is asked of a ``subprocess.Popen``."""
+class WatchedProcess(ABC):
+    """A process as Paddle's launcher, which else has a ``subprocess.Popen``, watches it."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-        self._lock = threading.Lock()
-
+    @abstractmethod
     def poll(self) -> int | None:
         """Returns the exit code, -n if signal n ended it; None while it runs."""
-        with self._lock:
-            if self._code is None:
-                no_wait = os.WNOHANG  # type: ignore[attr-defined,unused-ignore]
-                ended, status = os.waitpid(self.pid, no_wait)
-                self._code = os.waitstatus_to_exitcode(status) if ended else None
-            return self._code
+
+    @abstractmethod
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end, and returns the exit code.
@@ -63,14 +67,9 @@ class ForkedProcess:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(f"the process {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
             time.sleep(_WAIT_SECONDS)
         return code
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Sends SIGTERM."""
@@ -79,6 +78,34 @@ class ForkedProcess:
     def kill(self) -> None:
         """Sends SIGKILL."""
         self.send_signal(systems.SIGKILL)
+
+
+class ForkedProcess(WatchedProcess):
+    """A fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Returns the exit code, -n if signal n ended it; None while it runs, or another looks."""
+        # A handler of a signal, which sends that on, may stand in the midst of this very call.
+        if self._code is None and self._lock.acquire(blocking=False):
+            try:
+                if self._code is None:
+                    no_wait = os.WNOHANG  # type: ignore[attr-defined,unused-ignore]
+                    ended, status = os.waitpid(self.pid, no_wait)
+                    self._code = os.waitstatus_to_exitcode(status) if ended else None
+            finally:
+                self._lock.release()
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(self.pid, number)
 
 
 @dataclass(frozen=True)
@@ -108,11 +135,13 @@ class Program:
         sys.argv, sys.orig_argv = list(words), list(self.words)
         _seed_anew()
         signal.set_wakeup_fd(-1)
-        for number in (*systems.STOP_SIGNALS, signal.SIGABRT):
+        for number in _HANDLED - {signal.SIGINT}:
             signal.signal(number, signal.SIG_DFL)
+        for number, action in _paddles_actions.items():
+            _LIBC.sigaction(number, action, None)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.prepare()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # type: ignore[attr-defined,unused-ignore]
         runpy.run_path(sys.argv[0], run_name="__main__")
 
     def _redirect(self) -> None:
@@ -127,9 +156,6 @@ class Program:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number != nowhere and _is_open(number):
                 os.dup2(nowhere, number, inheritable=False)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(write_through=True, line_buffering=True)  # as python -u
 
 
 class ForkedRank(BaseException):
@@ -153,10 +179,18 @@ def run_launcher(launch: Callable[[], None]) -> None:
 
 
 def load() -> None:
-    """Loads what all ranks need, where they are forks of this process."""
-    if os.environ.get(START) != "spawn" and sys.platform == "linux":
-        for name in _NEEDED:
-            importlib.import_module(name)
+    """Loads what all ranks need, where they are forks of this process.
+
+    The first call precedes the handlers of the launcher.
+    """
+    if os.environ.get(START) == "spawn" or sys.platform != "linux":
+        return
+    for name in _NEEDED:
+        importlib.import_module(name)
+    if not _paddles_actions:
+        for number in _HANDLED - {signal.SIGINT}:
+            _paddles_actions[number] = ctypes.create_string_buffer(_ACTION_BYTES)
+            _LIBC.sigaction(number, None, _paddles_actions[number])
 
 
 def popen(
@@ -190,13 +224,15 @@ def fork(program: Program) -> ForkedProcess:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    _LIBC.fflush(None)  # or each rank would print, too, what C++ has not printed yet
     gc.freeze()  # a fork that looks through these objects would copy them
     # A signal that comes before the fork has left the launcher waits.
-    before = signal.pthread_sigmask(  # type: ignore[attr-defined,unused-ignore]
-        signal.SIG_BLOCK, {*systems.STOP_SIGNALS, signal.SIGINT, signal.SIGABRT}
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # type: ignore[attr-defined,unused-ignore]
     began, begins = os.pipe()
-    child = os.fork()  # type: ignore[attr-defined,unused-ignore]
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads; those here hold no lock that the rank needs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()  # type: ignore[attr-defined,unused-ignore]
     if child == 0:
         _begin(program)
     os.close(begins)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
+
+# A terminal's Ctrl-C reaches this process too. While it loads Paddle, it ends without a traceback.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Run by path, this file's folder stands first on the path of modules, and must not.
 sys.path[0] = str(Path(__file__).resolve().parents[2])

@@ -6,14 +6,14 @@ import argparse
 import functools
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.dygraph.batch.observed import ObservedBatch
-from fleetpipe.dygraph.train.observers import observing_all
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.launch import script
-from fleetpipe.launch.substitution import in_place_of_paddles
+
+if TYPE_CHECKING:
+    from fleetpipe.dygraph import PipelineParallel
+    from fleetpipe.dygraph.batch.observed import ObservedBatch
 
 
 class _Measured(BaseException):
@@ -29,6 +29,10 @@ def run(options: argparse.Namespace) -> int:
     """
     if script.to_be_launched(options):
         return script.launch(options, "profile", "--output", str(options.output))
+    # They load Paddle, which a process that launches leaves to its launcher.
+    from fleetpipe.dygraph.train.observers import observing_all
+    from fleetpipe.launch.substitution import in_place_of_paddles
+
     with observing_all(functools.partial(_Measuring, options.output)), in_place_of_paddles():
         try:
             script.execute(options.script, options.arguments)

@@ -7,7 +7,6 @@ import os
 
 from fleetpipe.extras import extra
 from fleetpipe.launch import script
-from fleetpipe.launch.substitution import in_place_of_paddles
 
 
 def run(options: argparse.Namespace) -> int:
@@ -18,6 +17,9 @@ def run(options: argparse.Namespace) -> int:
     """
     if script.to_be_launched(options):
         return script.launch(options, "run")
+    # It loads Paddle, which a process that launches leaves to its launcher.
+    from fleetpipe.launch.substitution import in_place_of_paddles
+
     if options.serve is not None:
         os.environ[extra("view.address").SERVE] = str(options.serve)
     with in_place_of_paddles():

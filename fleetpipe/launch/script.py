@@ -164,7 +164,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     kinds.require_folder("--log-dir", options.log_dir)
     remove_logs_beyond(Path(options.log_dir), options.nproc)
     level = options.log_level
-    command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
+    command = [sys.executable, "-u", str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
     command += ["--log_dir", options.log_dir, "--log_level", level]
     command += [str(LAUNCHED), *words, "--log-level", level, *script_words(options)]
     interrupted = False

@@ -30,6 +30,8 @@ def prepare() -> None:
 
 def flush(more: str = "") -> OSError | None:
     """Writes ``more`` and the buffer of stdout; returns the error if that fails."""
+    if sys.stdout.closed:  # by a script
+        return None
     try:
         if more:  # without buffer, a full disk refuses even nothing
             sys.stdout.write(more)

@@ -104,7 +104,9 @@ def launch(
             container._proc._proc = hold(one)
             return
         wait = threading.Thread(
-            target=lambda: ended(_rank_of(container), int(process.wait())), daemon=True
+            target=lambda: ended(_rank_of(container), int(process.wait())),
+            name=f"wait for rank {_rank_of(container)}",
+            daemon=True,
         )
         waiting.append(wait)
 
@@ -160,16 +162,17 @@ def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
 
 @contextlib.contextmanager
 def _hold_signals(*numbers: signal.Signals) -> Iterator[None]:
-    """While it is open signals wait: one amid the start of ranks would miss some, or lose one."""
+    """While it is open signals wait: one amid the start of ranks would miss some, or lose one.
+
+    A fork leaves it by an exception, and what waits is not for the fork.
+    """
     arrived: list[int] = []
     before = {n: signal.signal(n, lambda number, _: arrived.append(number)) for n in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for late in arrived:
-            signal.raise_signal(late)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    for late in arrived:
+        signal.raise_signal(late)
 
 
 def _pass_on(pod: Any, number: int) -> None:

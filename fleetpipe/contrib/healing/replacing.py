@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,15 @@ from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch import forked_ranks
-from fleetpipe.launch.forked_ranks import EARLY, Program
+from fleetpipe.launch.forked_ranks import EARLY, Program, WatchedProcess
 from fleetpipe.paddle_api.launcher import RankProcess
 
-_WAIT_SECONDS = 0.02
 #: Is loaded before a fork, and imports Paddle.
 _REPLACEMENT = "fleetpipe.contrib.healing.replacement"
 _ENDED = "rank {} has ended its work, and meets no other process"
 
 
-class Rank:
+class Rank(WatchedProcess):
     """The process of a rank, whichever it is now, as Paddle's launcher watches a process."""
 
     def __init__(self, started: RankProcess, healer: Healer) -> None:
@@ -46,26 +43,9 @@ class Rank:
         self._healer.settle()
         return self.code
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end of the last process, and returns its exit code."""
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(list(self.started.words), timeout or 0.0)
-            time.sleep(_WAIT_SECONDS)
-        return code
-
     def send_signal(self, number: int) -> None:
         """Sends a signal to the process, if it has not ended."""
         self.process.send_signal(number)
-
-    def terminate(self) -> None:
-        """Sends SIGTERM."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Sends SIGKILL."""
-        self.send_signal(systems.SIGKILL)
 
 
 class Healer:

@@ -98,9 +98,10 @@ def _end_loading() -> None:
     sys.stderr.flush()
     os.dup2(_ERRORS, 2)
     os.close(_ERRORS)
-    sys.stderr.write(_LOADING.read_text(encoding="utf-8", errors="replace"))
-    sys.stderr.flush()
-    _LOADING.unlink()
+    with contextlib.suppress(FileNotFoundError):  # of a supervisor that was killed
+        sys.stderr.write(_LOADING.read_text(encoding="utf-8", errors="replace"))
+        sys.stderr.flush()
+        _LOADING.unlink()
 
 
 def _serve_supervisor() -> None:
@@ -114,5 +115,7 @@ if __name__ == "__main__":
     _end_loading()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
+    # It ends an attempt: without the stack of C++, where Paddle's launcher has no handler yet.
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
     forked_ranks.run_launcher(_serve_supervisor)

@@ -46,7 +46,7 @@ class Pods:
     def _begin(self) -> None:
         self._socket, its = socket.socketpair()
         with its:
-            command = [sys.executable, str(_SERVER), str(its.fileno()), str(self._loading)]
+            command = [sys.executable, "-u", str(_SERVER), str(its.fileno()), str(self._loading)]
             self._process = subprocess.Popen(
                 command,
                 env=self._environment,

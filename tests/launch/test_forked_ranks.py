@@ -1,0 +1,256 @@
+"""Ranks that are forks of their launcher: a script sees and ends what it would in a new process."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetpipe.launch.forked_ranks import START, ForkedProcess
+from fleetpipe.launch.script import LAUNCHED
+from tests.launch import facts as kit
+from tests.launching import ROOT
+
+FACTS = Path(kit.__file__)
+#: The facts, by the way in which a job is begun, of which each is one job of two ranks.
+Jobs = Mapping[str, Mapping[str, Any]]
+#: In a package it imports as `python -m` lets it.
+MODULE = FACTS.read_text().replace("if __name__", "from .word import word\n\nif __name__")
+#: A job has a umask, a limit and a nice value of its own, and no ear for SIGHUP.
+SHELL = "umask 027; ulimit -n 500; trap '' HUP; exec nice -n 1 \"$@\""
+
+
+@cache
+def rows(script: Path) -> list[str]:
+    """The names of all facts, which stand in the script as keys of dicts that it returns."""
+    dicts = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Dict)]
+    keys = [key.value for one in dicts for key in one.keys if isinstance(key, ast.Constant)]
+    streams = [
+        f"{mark}{name}{mark}" for mark in ("", "__") for name in ("stdin", "stdout", "stderr")
+    ]
+    return sorted({*keys, *streams} - {*kit.NEW})
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """The facts of each rank of jobs: forks and new processes of a script, forks of a module.
+
+    And what the module sees under ``python -m`` alone.
+    """
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "kit").mkdir()
+    (folder / "train.py").write_text(FACTS.read_text())
+    (folder / "kit" / "word.py").write_text("word = 1\n")
+    (folder / "kit" / "facts.py").write_text(MODULE)
+    found: dict[str, dict[str, Any]] = {}
+    run, module = ["-m", "fleetpipe", "run", "--nproc", "2"], ["-m", "kit.facts"]
+    for job, words in {
+        "fork": [*run, "train.py"],
+        "spawn": [*run, "train.py"],
+        "fork of a module": [*run, *module],
+        "module": ["-u", *module],
+    }.items():
+        told = folder / job
+        told.mkdir()
+        start = "spawn" if job == "spawn" else "fork"
+        ended = begin([*words, str(told)], folder, start, threads=1 if "module" in job else 2)
+        assert ended.returncode == 0, ended.stdout
+        found[job] = {file.stem: json.loads(file.read_text()) for file in told.iterdir()}
+    return found
+
+
+def begin(
+    words: list[str], folder: Path, start: str, threads: int
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a folder to its end; ``threads`` are those of a product, 2 for as many."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), START: start}
+    if threads > 1:
+        del environment["OMP_NUM_THREADS"]
+    return subprocess.run(
+        ["sh", "-c", SHELL, "sh", sys.executable, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env=environment,
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("row", rows(FACTS))
+def test_a_fork_sees_what_a_new_process_does(jobs: Jobs, row: str) -> None:
+    assert jobs["fork"].keys() == jobs["spawn"].keys() == {"0", "1"}
+    for rank, seen in jobs["spawn"].items():
+        assert jobs["fork"][rank][row] == seen[row]
+
+
+#: Facts that are of ranks, of a launcher's environment, or of fleetpipe's thread and its imports.
+OF_RANKS = {
+    *("orig_argv", "path", "environment", "session", "modules", "fleet", "rank", "place"),
+    *("threads", "native threads", "threads of a product", "warnings", "names", "signals"),
+    *("stdin", "stdout", "stderr", "logging", "argv"),
+}
+
+
+@pytest.mark.once
+@pytest.mark.processes
+@pytest.mark.parametrize("row", [row for row in rows(FACTS) if row not in OF_RANKS])
+def test_a_module_in_a_fork_sees_what_it_does_by_itself(jobs: Jobs, row: str) -> None:
+    assert jobs["fork of a module"]["1"][row] == jobs["module"]["alone"][row]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("row", kit.NEW)
+def test_no_two_forks_have_the_same_random_numbers_and_names(jobs: Jobs, row: str) -> None:
+    seen = [str(facts[row]) for job in jobs.values() for facts in job.values()]
+    assert len(seen) == len(set(seen)) == 7
+
+
+#: Ends of a script.
+ENDS = {
+    "falls off": "print('a')",
+    "3": "sys.exit(3)",
+    "None": "sys.exit()",
+    "True": "sys.exit(True)",
+    "text": "sys.exit('enough')",
+    "at once": "print('seen', flush=True)\nopen('lost', 'w').write('x')\nos._exit(4)",
+    "error": "def inner():\n    {}['key']\ninner()",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    [][1]",
+    "syntax": "x = = 1",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGUSR1": "os.kill(os.getpid(), signal.SIGUSR1)",
+    "SIGTERM taken": "signal.signal(15, lambda *_: sys.exit(5))\nos.kill(os.getpid(), 15)\n"
+    "import time\ntime.sleep(9)",
+    "exit handlers": "import atexit\natexit.register(print, 'first')\n"
+    "atexit.register(print, 'second')\nprint('end')",
+    "error in one": "import atexit\natexit.register(os.kill, 0, 'x')",
+    "finalizers": "import weakref\nclass A:\n    def __del__(self): print('del')\n"
+    "a, b = A(), A()\nweakref.finalize(b, print, 'finalized')\nb.self = b",
+    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), "
+    "print('late'))).start()\nprint('end')",
+    "error in thread": "import threading\nthreading.Thread(target=lambda: 1 / 0, name='t').start()",
+    "open file": "file = open(f'{sys.argv[0]}.open', 'w')\nfile.write('x' * 10)",
+    "prints": "import ctypes\nprint('a', end='')\nsys.stdout.buffer.write(b'b')\n"
+    "os.write(1, b'c')\nctypes.CDLL(None).puts(b'd')\nprint('e')\nsys.stderr.write('f')",
+    "not encoded": "print('\\u00e9\\udc80')",
+    "child": "import subprocess\nprint(subprocess.run(['sh', '-c', 'echo $PPID; exit 3'], "
+    "stdout=-1).stdout == b'%d\\n' % os.getpid())",
+    "fork": "if os.fork() == 0:\n    sys.exit(6)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+    "debugger": "breakpoint()\nprint()",
+    "stdin": "print(repr(sys.stdin.read()), input())",
+    "recursion": "def f(): f()\ntry:\n    f()\nexcept RecursionError as error:\n    print(error)",
+    "closed": "sys.stdout.close()\nos.close(2)",
+}
+#: Ends where fleetpipe, or Paddle's C++, says another word than Python.
+LAUNCHED_ENDS = {
+    "SIGINT": "import time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "abort": "os.abort()",
+}
+
+#: Forks itself for each script of its arguments, one after another, and writes their exit codes.
+FORK = """
+import json, os, sys
+from fleetpipe.launch import forked_ranks
+from fleetpipe.launch.script import LAUNCHED
+
+def launch():
+    forked_ranks.load()
+    codes = {}
+    for file in sys.argv[1:]:
+        words = [sys.executable, "-u", str(LAUNCHED), "run", file]
+        program = forked_ranks.Program(words, dict(os.environ), file + ".log", file + ".log")
+        codes[file] = forked_ranks.fork(program).wait(20)
+    print(json.dumps(codes))
+
+forked_ranks.run_launcher(launch)
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a script for each end."""
+    folder = tmp_path_factory.mktemp("ends")
+    for name, code in {**ENDS, **LAUNCHED_ENDS}.items():
+        (folder / f"{name}.py").write_text(f"import os, signal, sys\n{code}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ends(scripts: Path) -> Mapping[str, tuple[int, str]]:
+    """How each script ends in a fork: with its exit code, and what it has printed."""
+    names = [file.stem for file in scripts.glob("*.py")]
+    done = begin(["-u", "-c", FORK, *(f"{name}.py" for name in names)], scripts, "fork", threads=1)
+    assert done.returncode == 0, done.stdout
+    codes = json.loads(done.stdout.splitlines()[-1])
+    logs = {name: (scripts / f"{name}.py.log").read_text(errors="replace") for name in names}
+    assert (scripts / "open file.py.open").read_text() == "x" * 10
+    return {name: (codes[f"{name}.py"], logs[name]) for name in names}
+
+
+@pytest.mark.once
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ENDS)
+def test_a_fork_ends_as_a_script_does_by_itself(
+    ends: Mapping[str, tuple[int, str]], name: str, scripts: Path
+) -> None:
+    alone = begin(["-u", f"{name}.py"], scripts, "fork", threads=1)
+    assert ends[name] == (alone.returncode, alone.stdout)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", LAUNCHED_ENDS)
+def test_a_fork_ends_as_a_rank_of_its_own_process(
+    ends: Mapping[str, tuple[int, str]], name: str, scripts: Path
+) -> None:
+    words = ["-u", "-W", "ignore", str(LAUNCHED), "run", f"{name}.py"]
+    spawned = begin(words, scripts, "spawn", threads=1)
+    code, log = ends[name]
+    assert code == spawned.returncode
+    said = [line for line in log.splitlines() if line.startswith(("fleetpipe", "FatalError"))]
+    assert said == [line for line in spawned.stdout.splitlines() if line in said]
+    assert len(said) == 1
+
+
+def test_a_signal_that_comes_while_a_process_is_looked_at_is_sent_on() -> None:
+    process = ForkedProcess(os.posix_spawn("/bin/sleep", ["sleep", "100"], {}))
+    with process._lock:
+        assert process.poll() is None
+        process.terminate()
+    assert process.wait(10) == -signal.SIGTERM
+    process._code = None  # as where another thread has seen the end since
+    assert process._lock.acquire()
+    process.kill()
+
+
+def test_a_wait_for_a_fork_ends_at_its_limit() -> None:
+    process = ForkedProcess(os.posix_spawn("/bin/sleep", ["sleep", "100"], {}))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.kill()
+
+
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_what_launches_loads_no_paddle(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    code = (
+        "import sys\nfrom fleetpipe.cli import main\nfrom fleetpipe.launch import script\n"
+        "script.launch = lambda *_: 'paddle' in sys.modules\nsys.exit(main(sys.argv[1:]))"
+    )
+    words = ["-c", code, command, "--nproc", "2", "train.py"]
+    assert begin(words, tmp_path, "fork", threads=1).returncode == 0
