@@ -137,8 +137,8 @@ class Program:
         signal.set_wakeup_fd(-1)
         for number in _HANDLED - {signal.SIGINT}:
             signal.signal(number, signal.SIG_DFL)
-        for number, action in _paddles_actions.items():
-            _LIBC.sigaction(number, action, None)
+        for handled, action in _paddles_actions.items():
+            _LIBC.sigaction(handled, action, None)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.prepare()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)  # type: ignore[attr-defined,unused-ignore]
@@ -183,14 +183,19 @@ def load() -> None:
 
     The first call precedes the handlers of the launcher.
     """
-    if os.environ.get(START) == "spawn" or sys.platform != "linux":
-        return
-    for name in _NEEDED:
-        importlib.import_module(name)
-    if not _paddles_actions:
-        for number in _HANDLED - {signal.SIGINT}:
-            _paddles_actions[number] = ctypes.create_string_buffer(_ACTION_BYTES)
-            _LIBC.sigaction(number, None, _paddles_actions[number])
+    if os.environ.get(START) != "spawn" and sys.platform == "linux":
+        for name in _NEEDED:
+            importlib.import_module(name)
+        if not _paddles_actions:
+            _take_paddles_actions()
+
+
+def _take_paddles_actions() -> None:
+    """Notes them for the ranks; the launcher ends without a stack until it has its own handlers."""
+    for number in _HANDLED - {signal.SIGINT}:
+        _paddles_actions[number] = ctypes.create_string_buffer(_ACTION_BYTES)
+        _LIBC.sigaction(number, None, _paddles_actions[number])
+        signal.signal(number, signal.SIG_DFL)
 
 
 def popen(

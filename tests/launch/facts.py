@@ -33,7 +33,7 @@ PER_JOB = (
     *("PADDLE_BACKUP", "PADDLE_CURRENT", "PADDLE_MASTER", "PADDLE_TRAINER_E", "POD_NAME"),
 )
 #: What a fork has loaded that no script of its own process has.
-LAUNCHERS = {"runpy", "stringprep"}
+LAUNCHERS = {"runpy", "socketserver", "stringprep"}
 
 
 class Value:
@@ -60,8 +60,8 @@ def main() -> None:
     native = len(os.listdir("/proc/self/task"))  # before a worker may begin another
     names = [thread.name for thread in threading.enumerate()]
     faulthandler.dump_traceback_later(60, exit=True)
-    facts = {**interpreter(), **process(), **streams(), **new()}
-    facts.update({"threads": names, "native threads": native, "children": children(), **paddles()})
+    facts = {**interpreter(), **process(), **streams(), **new(), **paddles(), **children()}
+    facts.update({"threads": names, "native threads": native})
     file = f"{os.environ.get('PADDLE_TRAINER_ID', 'alone')}.json"
     (Path(sys.argv[1]) / file).write_text(json.dumps(facts))
 
@@ -166,26 +166,26 @@ def new() -> dict[str, Any]:
     return {**facts, "seeded": seeded}
 
 
-def children() -> list[Any]:
-    """What processes of the script's give back."""
-    squares = []
+def children() -> dict[str, Any]:
+    """What processes of the script's give back: of pools, and of a loader."""
+    from paddle.io import DataLoader
+
+    facts: dict[str, Any] = {}
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(1) as pool:
-            squares.append(pool.map(square, [3]))
-    return squares
+            facts[f"{method} pool"] = pool.map(square, [3])
+    batches = DataLoader(Squares(), batch_size=2, num_workers=2)
+    return {**facts, "batches": [batch[0].tolist() for batch in batches]}
 
 
 def paddles() -> dict[str, Any]:
-    """What Paddle does: a loader's workers, threads of a product, its place, Fleet."""
+    """What Paddle does: a product and its threads, its place, Fleet."""
     import paddle
     from paddle.distributed import fleet
 
     paddle.seed(1)
-    loader = paddle.io.DataLoader(Squares(), batch_size=2, num_workers=2)
-    batches = [batch[0].tolist() for batch in loader]
     product = paddle.rand([256, 256]) @ paddle.rand([256, 256])
     return {
-        "batches": batches,
         "product": float(product.sum()),
         "threads of a product": len(os.listdir("/proc/self/task")),
         "place": str(paddle.framework._current_expected_place()),

@@ -37,7 +37,8 @@ def rows(script: Path) -> list[str]:
     streams = [
         f"{mark}{name}{mark}" for mark in ("", "__") for name in ("stdin", "stdout", "stderr")
     ]
-    return sorted({*keys, *streams} - {*kit.NEW})
+    pools = ("fork pool", "spawn pool")
+    return sorted({*keys, *streams, *pools} - {*kit.NEW})
 
 
 @pytest.fixture(scope="module")
