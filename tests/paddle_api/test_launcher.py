@@ -19,14 +19,9 @@ AMID = """
             print("started")
             os.kill(os.getpid(), signal.SIGABRT)
 
-    def deploy(pod, stock=launcher._deploy):
-        subprocess.Popen = Popen
-        stock(pod)
-
-    launcher._deploy = deploy
     sys.argv[1:] = ["--nproc_per_node", "2", "train.py"]
     nothing = dict.fromkeys(["started", "ended", "exit_code", "explained", "share"], print)
-    launcher.launch(**nothing)
+    launcher.launch(**nothing, popen=Popen)
     """
 
 

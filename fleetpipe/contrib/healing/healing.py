@@ -318,7 +318,7 @@ class Healing:
         if attempt_files.own_rank() == stayed[0]:
             seconds = time.monotonic() - since
             text = f"{gone}, another process has its place"
-            text = f"{text}: the job goes on after {step} steps ({seconds:.1f} s)"
+            text = f"{text}: the job stood for {seconds:.1f} s, and goes on after {step} steps"
             _log.info(text)
             self._job.progress.note_event("healed", text)
         return step < self._run.step
