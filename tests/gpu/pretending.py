@@ -51,6 +51,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
         (paddle.device, "synchronize", lambda device=None: None),
         (cuda, "synchronize", lambda device=None: None),
         (cuda, "memory_allocated", lambda device=None: _allocated("current_value")),
+        (cuda, "memory_reserved", lambda device=None: _allocated("current_value")),
         (cuda, "max_memory_allocated", lambda device=None: _allocated("peak_value")),
         (cuda, "reset_max_memory_allocated", lambda device=None: _allocated("reset_peak_value")),
         (cuda, "get_device_properties", lambda device=None: _PROPERTIES),

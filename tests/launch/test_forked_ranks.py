@@ -74,6 +74,7 @@ def begin(
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python in a folder to its end; ``threads`` are those of a product, 2 for as many."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), START: start}
+    environment.pop("PYTHONBREAKPOINT", None)  # Ray sets it, in a process that began a cluster
     if threads > 1:
         del environment["OMP_NUM_THREADS"]
     return subprocess.run(

@@ -262,7 +262,9 @@ def test_groups_have_the_right_ranks_in_every_order(order: list[str]) -> None:
     replicas: dict[int, list[Any]] = {}
     for rank in range(16):
         topology = Topology(degrees, order, rank)
-        connections: Any = SimpleNamespace(rank=rank, ranks=16, queues=lambda: (0, 0), flights=dict)
+        connections: Any = SimpleNamespace(
+            rank=rank, ranks=16, posts=False, queues=lambda: (0, 0), flights=dict
+        )
         job = Job(
             *(degrees, topology, 10.0),
             store=store,

@@ -185,7 +185,9 @@ def diverging(folder: Path, now: float) -> None:
 def healed(folder: Path, now: float) -> None:
     run = RecordedRun(folder, now).train(last=120)
     text = "rank 1 was ended by SIGKILL, another process has its place"
-    run.job.progress.note_event("healed", f"{text}: the job stood for 2.1 s, and goes on after 120 steps")
+    run.job.progress.note_event(
+        "healed", f"{text}: the job stood for 2.1 s, and goes on after 120 steps"
+    )
     run.train(first=121)
 
 

@@ -19,7 +19,7 @@ from fleetpipe.contrib.view.reading.board import FILE, read_board
 from tests.contrib.view.boards import written_on
 from tests.contrib.view.recorded import RUNS
 
-pytestmark = pytest.mark.no_paddle
+pytestmark = pytest.mark.once
 
 #: By run: which answer is read first, how it begins, and what is to be said further down.
 FIRST: dict[str, tuple[str, str, str]] = {

@@ -69,19 +69,19 @@ def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
     """
     at = time.time() if now is None else now
     board, figures = run.board, run.points
-    found = [
+    answers = [
         *learning_of(figures, board.gradient_norm, board.history.events),
         *_progress(board, at),
         *_rates(board, figures),
         *_time(board.shares),
         *_slow(board),
     ]
-    return [_beside_wrong(alive(board, at), found), *found, *_history_of(board, at)]
+    return [_beside_wrong(alive(board, at), answers), *answers, *_history_of(board, at)]
 
 
-def _beside_wrong(state: Answer, others: Sequence[Answer]) -> Answer:
+def _beside_wrong(state: Answer, answers: Sequence[Answer]) -> Answer:
     """Returns a state; one that is good names the answers that are not."""
-    wrong = dict.fromkeys(other.question for other in others if other.kind == "bad")
+    wrong = dict.fromkeys(answer.question for answer in answers if answer.kind == "bad")
     if state.kind != "good" or not wrong:
         return state
     return Answer("state", f"{state.text}, but see {', '.join(wrong)}", "open")
