@@ -64,7 +64,8 @@ def test_a_micro_batch_makes_few_calls(way: str) -> None:
             step = make(micro_batches)
             step()
             calls.append(counted(step)["calls"])
-    assert (calls[1] - calls[0]) / (MANY - FEW) <= most
+    # Far fewer would say that the functions are not recognized.
+    assert most / 2 < (calls[1] - calls[0]) / (MANY - FEW) <= most
 
 
 @pytest.mark.parametrize("packed", [False, True])

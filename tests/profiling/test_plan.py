@@ -21,13 +21,14 @@ from fleetpipe.profiling import (
     Transfer,
     plan,
     recosted,
+    search,
 )
 from fleetpipe.profiling.candidates import Candidate, PlanTask
 from fleetpipe.profiling.memory import peak_bytes
-from fleetpipe.profiling.planner import SEARCH
 from fleetpipe.profiling.sizes import read_bytes
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.action import flatten
+from tests.fixtures import Patch
 from tests.profiling.models import (
     BLOCK,
     MIB,
@@ -98,22 +99,14 @@ def test_a_plan_is_the_same_when_it_is_made_or_read_again(tmp_path: Path) -> Non
     assert fleetpipe.plan(tmp_path / "profile.json", 4, 6, "120MB") == made
 
 
-def test_of_plans_as_fast_within_the_noise_the_one_with_least_memory_is_taken() -> None:
-    profile, cap = uneven(10, 3), 10**15
-    made = plan(profile, 2, 8)
-    task = PlanTask(profile, 2, 8, cap, frozenset(SEARCH), 2)
-    tried = [
-        task.evaluate(schedule, cut)
-        for shape in task.shapes()
-        for cut in task.cuts(shape)
-        for schedule in task.schedules(shape)
-    ]
-    fitting = [one for one in tried if isinstance(one, Candidate)]
-    fast = [one for one in fitting if one.seconds <= made.predicted.time]
-    assert all(one.peak >= max(made.predicted.peak_bytes) for one in fast)
-    # The fastest of all that were tried needs more, and saves less than the noise.
-    fastest = min(fitting, key=lambda one: one.seconds)
-    assert made.predicted.time <= 1.01 * fastest.seconds
+def test_of_plans_as_fast_within_the_noise_the_one_with_least_memory_is_taken(
+    monkeypatch: Patch,
+) -> None:
+    made = plan(uneven(10, 3), 2, 8).predicted
+    monkeypatch.setattr(search, "_NOISE", 0.0)
+    fastest = plan(uneven(10, 3), 2, 8).predicted
+    assert fastest.time < made.time <= 1.01 * fastest.time
+    assert max(made.peak_bytes) < 0.65 * max(fastest.peak_bytes)
 
 
 def test_a_plan_says_what_the_process_takes_beside_its_tensors(tmp_path: Path) -> None:
