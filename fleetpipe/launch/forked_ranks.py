@@ -27,10 +27,8 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 from fleetpipe import systems
-from fleetpipe.launch.script import LAUNCHED
+from fleetpipe.launch.script import LAUNCHED, START
 
-#: "spawn" has each rank load Paddle by itself.
-START = "FLEETPIPE_START"
 #: Variables that count when Paddle is loaded, as these begin.
 EARLY = ("FLAGS_", "OMP_", "MKL_", "KMP_", "CUDA_", "OPENBLAS_")
 #: What a rank loads before its script begins.

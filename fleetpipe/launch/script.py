@@ -20,12 +20,14 @@ from typing import Any
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
-from fleetpipe.errors import PeerFailed
+from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.command_folder import command_folder
 
+#: Chooses how ranks start: ``spawn``, or ``fork`` where that is possible, the default.
+START = "FLEETPIPE_START"
 LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
@@ -150,6 +152,23 @@ def to_be_launched(options: argparse.Namespace) -> bool:
     return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
 
 
+def require_start() -> None:
+    """Refuses a system, or a choice in the environment, by which no ranks can start.
+
+    Raises:
+        ConfigError: There is no such choice.
+        UsageError: This system cannot run several ranks.
+    """
+    systems.require_ranks()
+    if os.environ.get(START, "") not in ("", "fork", "spawn"):
+        raise ConfigError(
+            f"{START} chooses how the ranks start",
+            expected="spawn or fork",
+            got=repr(os.environ[START]),
+            fix=f"leave {START} out: ranks are forks of their launcher where that is possible",
+        )
+
+
 def launch(options: argparse.Namespace, *words: str) -> int:
     """Runs a ``fleetpipe`` command on several ranks under Paddle's launcher.
 
@@ -157,10 +176,10 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         The exit code of the first rank that failed, 128 + n if signal n ended it; else 0.
 
     Raises:
-        ConfigError: The folder of the logs cannot be written to.
+        ConfigError: The folder of the logs cannot be written to, or ``FLEETPIPE_START`` is wrong.
         UsageError: This system cannot run several ranks.
     """
-    systems.require_ranks()
+    require_start()
     kinds.require_folder("--log-dir", options.log_dir)
     remove_logs_beyond(Path(options.log_dir), options.nproc)
     level = options.log_level

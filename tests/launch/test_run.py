@@ -244,6 +244,16 @@ def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
     assert main(["run", str(script)]) == 0
 
 
+@pytest.mark.parametrize("command", ["run", "launch"])
+def test_ranks_start_in_one_of_two_ways(
+    command: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setenv("FLEETPIPE_START", "spwan")
+    assert main([command, "--nproc", "2", str(tmp_path / "train.py")]) == 2
+    assert "FLEETPIPE_START chooses how the ranks start" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["module_of_jobs.train", "package_of_jobs"])
 def test_a_module_sees_what_python_m_gives_it(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str

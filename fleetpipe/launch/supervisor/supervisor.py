@@ -16,6 +16,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.command_folder import command_folder
+from fleetpipe.launch.script import require_start
 from fleetpipe.launch.supervisor.attempts import (
     Again,
     Attempt,
@@ -41,9 +42,11 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: ``--nnodes`` asks for several hosts, ``--least`` for no fewer ranks, or the
-            folder of the logs or of the checkpoints cannot be written to.
+            folder of the logs or of the checkpoints cannot be written to; or
+            ``FLEETPIPE_START`` is wrong.
         UsageError: Paddle's launcher cannot be loaded.
     """
+    require_start()
     if options.nnodes[1] > 1:
         raise ConfigError(
             "without --ray fleetpipe launch starts the ranks of one host",
