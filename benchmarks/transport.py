@@ -24,8 +24,7 @@ import paddle
 
 from benchmarks.figures import Figure, parser, report
 from fleetpipe.mesh.groups import DirectGroup
-from fleetpipe.transport import MessageKey, SocketTransport, Transport, connect
-from fleetpipe.transport.joining import hosts
+from fleetpipe.transport import MessageKey, SocketTransport, Transport, connect, hosts
 from tests.transport.helpers import FolderStore
 
 SIZES = {"4 B": 4, "4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "16 MiB": 16 << 20}

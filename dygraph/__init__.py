@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import paddle_api as paddle_api
-from fleetpipe.dygraph.backward.crossings import Crossing, reordered
+from fleetpipe.dygraph.backward.added_gradients import Crossing, reordered
 from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.batch.micro_batches import FakeMicroDataset
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer

@@ -27,14 +27,14 @@ contrib.install()
 if TYPE_CHECKING:
     from fleetpipe import callbacks as callbacks
     from fleetpipe.capture.api import pipeline as pipeline
-    from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
+    from fleetpipe.capture.cutting.split_spec import SplitPoint as SplitPoint
     from fleetpipe.capture.explain import explain as explain
-    from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
+    from fleetpipe.capture.tracing.user_lines import pipe_split as pipe_split
     from fleetpipe.checkpoint.hashing import model_hash as model_hash
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.restoring import load_single as load_single
-    from fleetpipe.contrib.formats.load import load_checkpoint as load_checkpoint
-    from fleetpipe.contrib.generation.decoding import generate as generate
+    from fleetpipe.contrib.formats.convert import load_checkpoint as load_checkpoint
+    from fleetpipe.contrib.generation import generate as generate
     from fleetpipe.contrib.locator.locate_command import locate as locate
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
-    "SplitPoint": "fleetpipe.capture.cutting.cuts",
+    "SplitPoint": "fleetpipe.capture.cutting.split_spec",
     "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
-    "generate": "fleetpipe.contrib.generation.decoding",
-    "load_checkpoint": "fleetpipe.contrib.formats.load",
+    "generate": "fleetpipe.contrib.generation",
+    "load_checkpoint": "fleetpipe.contrib.formats.convert",
     "load_single": "fleetpipe.checkpoint.restoring",
     "locate": "fleetpipe.contrib.locator.locate_command",
     "model_hash": "fleetpipe.checkpoint.hashing",
-    "pipe_split": "fleetpipe.capture.tracing.mark",
+    "pipe_split": "fleetpipe.capture.tracing.user_lines",
     "pipeline": "fleetpipe.capture.api",
     "plan": "fleetpipe.profiling.planner",
     "resume": "fleetpipe.launch.resume",
@@ -96,4 +96,4 @@ def install() -> None:
     Raises:
         ConfigError: It is too late: a module has imported Paddle's classes before.
     """
-    importlib.import_module("fleetpipe.launch.install").install()
+    importlib.import_module("fleetpipe.launch.substitution").install()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import FleetPipeError, ScheduleError, nearest, printable
 from fleetpipe.extras import needed_for
 from fleetpipe.launch import streams
-from fleetpipe.launch.log_filter import DEFAULT_LEVEL, quiet
+from fleetpipe.launch.streams import DEFAULT_LEVEL, quiet
 from fleetpipe.version import __version__
 
 
@@ -48,12 +48,12 @@ COMMANDS = (
         "run",
         "run an unedited script that imports paddle.distributed.fleet",
         "fleetpipe.launch.script:configure_run",
-        "fleetpipe.launch.run_command:run",
+        "fleetpipe.launch.script:run",
     ),
     Command(
         "launch",
         "run a script on the ranks of a job, and start it again where one fails",
-        "fleetpipe.contrib.ray.launch_command:configure",
+        "fleetpipe.contrib.ray:configure",
     ),
     Command(
         "parity",
@@ -101,12 +101,12 @@ COMMANDS = (
     Command(
         "new",
         "make a project to begin with: a training script, its settings, a test",
-        "fleetpipe.contrib.starter.new_command:configure",
+        "fleetpipe.contrib.starter:configure",
     ),
     Command(
         "report",
         "write the page of a run: curves, the pipeline's picture, memory, restarts",
-        "fleetpipe.contrib.view.report_command:configure",
+        "fleetpipe.contrib.view.run_folder:configure",
     ),
     Command(
         "watch",

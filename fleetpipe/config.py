@@ -21,7 +21,7 @@ from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 DEFAULT_TIMEOUT = 600.0
 
 #: Checks where a job is served, which few are: what serves them is not loaded for the others.
-_ADDRESS = "fleetpipe.contrib.view.address"
+_ADDRESS = "fleetpipe.contrib.view"
 
 
 def _option(check: Callable[[str, Any], Any], default: object = None) -> Any:

@@ -9,16 +9,21 @@ graph or Fleet.
 from __future__ import annotations
 
 from fleetpipe import paddle_api as paddle_api
-from fleetpipe.static.entry.data_loader import DataLoader
-from fleetpipe.static.entry.optimizer import StaticOptimizer, refuse_stages
+from fleetpipe.static.entry.optimizer import DataLoader, StaticOptimizer, refuse_stages
 from fleetpipe.static.entry.patches import install, uninstall
 from fleetpipe.static.graph import stage_guard
 from fleetpipe.static.ir.readers import name_of
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.reference import SingleProgram
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save.files import load, save, save_inference_model
-from fleetpipe.static.save.state import full_state_dict, load_state_dict, state_dict
+from fleetpipe.static.save.files import (
+    full_state_dict,
+    load,
+    load_state_dict,
+    save,
+    save_inference_model,
+    state_dict,
+)
 
 __all__ = [
     "DataLoader",

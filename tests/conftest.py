@@ -53,7 +53,6 @@ CLOCK = {
     "tests/launch/test_resume.py",
     "tests/processes/failures/test_failures.py",
     "tests/processes/hosts/test_hosts.py",
-    "tests/processes/examples/test_readme.py",
     "tests/processes/examples/test_run.py",
     "tests/processes/hosts/test_start.py",
     "tests/processes/hosts/test_two_hosts.py",

@@ -1,21 +1,110 @@
-"""Small models, and jobs for them, that the tests of the engine, of dygraph and of parity share."""
+"""Jobs, and small models, optimizers and scalers in them, that many tests share."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.amp import grad_scaler
 
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from tests.jobs import ROWS as ROWS
-from tests.jobs import job as job
+from fleetpipe.job.job import current_job
+
+#: Rows of a micro-batch.
+ROWS = 2
+
+
+def strategy(
+    micro_batches: int = 4,
+    schedule: str = "1F1B",
+    *,
+    rows: int = ROWS,
+    order: Sequence[str] = (),
+    own: Mapping[str, Any] | None = None,
+    sharding_stage: int = 1,
+    **degrees: int,
+) -> Any:
+    """Builds a strategy.
+
+    Args:
+        micro_batches: Micro-batches of a batch.
+        schedule: The schedule's name.
+        rows: Rows of a micro-batch.
+        order: The axes that come first in the order of the axes; the others follow as usual.
+        own: fleetpipe's own options.
+        sharding_stage: What the ranks along sharding share.
+        degrees: By axis; the others are Fleet's defaults.
+    """
+    made = fleet.DistributedStrategy()
+    configs: dict[str, Any] = {f"{axis}_degree": degree for axis, degree in degrees.items()}
+    if order:
+        others = [axis for axis in made.hybrid_parallel_order if axis not in order]
+        configs["order"] = [*order, *others]
+    made.hybrid_configs = configs
+    made.pipeline_configs = {
+        "accumulate_steps": micro_batches,
+        "micro_batch_size": rows,
+        "schedule_mode": schedule,
+    }
+    made.fleetpipe_configs = dict(own or {})
+    made.sharding = sharding_stage > 1
+    made.sharding_configs = {"stage": sharding_stage}
+    return made
+
+
+def begin(
+    pp: int = 1,
+    micro_batches: int = 4,
+    schedule: str = "1F1B",
+    *,
+    dp: int = 1,
+    mp: int = 1,
+    sharding: int = 1,
+    rows: int = ROWS,
+    axes: Sequence[str] = (),
+    sharding_stage: int = 1,
+    **own: Any,
+) -> Any:
+    """Begins a job on all ranks, or on the one process that plays them; returns it.
+
+    The arguments are those of `strategy`, whose order is ``axes`` here; ``own`` are fleetpipe's own
+    options.
+    """
+    degrees = {"dp": dp, "mp": mp, "pp": pp, "sharding": sharding}
+    degrees["sharding_stage"] = sharding_stage
+    chosen = strategy(micro_batches, schedule, rows=rows, order=axes, own=own, **degrees)
+    fleet.init(is_collective=True, strategy=chosen)
+    return current_job()
+
+
+@contextmanager
+def begun(strategy: Any = None) -> Iterator[Any]:
+    """Within it there is a job of a strategy."""
+    fleet.init(is_collective=True, strategy=strategy)
+    try:
+        yield current_job()
+    finally:
+        fleet.shutdown()
+
+
+@contextmanager
+def job(*args: Any, **options: Any) -> Iterator[Any]:
+    """Begins a job by `begin`, and ends it."""
+    running = begin(*args, **options)
+    try:
+        yield running
+    finally:
+        fleet.shutdown()
+
 
 FEATURES, CLASSES = 6, 4
 
@@ -208,3 +297,22 @@ def train_plainly(
         optimizer.clear_grad()
         losses.append(total.numpy().tobytes())
     return Trained(losses, bits(model.state_dict()), {})
+
+
+def enabled_scaler(**arguments: Any) -> Any:
+    """Makes a scaler as on a GPU; its kernels run on CPU as well."""
+    place = SimpleNamespace(is_gpu_place=lambda: True)
+    tracer = SimpleNamespace(_expected_place=place)
+    with mock.patch.object(grad_scaler, "_dygraph_tracer", return_value=tracer):
+        return paddle.amp.GradScaler(**arguments)
+
+
+@contextmanager
+def half_precision() -> Iterator[None]:
+    """Within it Paddle believes that losses are float16, as dynamic scaling requires."""
+    state: Any = grad_scaler.amp_global_state()
+    before, state.amp_dtype = state.amp_dtype, "float16"
+    try:
+        yield
+    finally:
+        state.amp_dtype = before

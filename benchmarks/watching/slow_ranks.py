@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures import answer, is_rank, on_ranks, table
 from benchmarks.watching.slow_job import INJECTED, RECOVERY, Injection, injections, rows_of
-from fleetpipe.contrib.view.judging.slow_ranks import LIMIT, SlowRanks
+from fleetpipe.contrib.view.slow_ranks import LIMIT, SlowRanks
 from fleetpipe.job.records import StepRow
 
 #: What a rank is named for, by the kind of its injection.

@@ -1,21 +1,98 @@
-"""Stores the state of layers before a call, and restores it for a second one."""
+"""The state of layers and of the process: stored before a call, and restored for a second one.
+
+A layer's state is its buffers, and what it leaves in lists, dicts, sets and objects. A forward and
+a backward that run in turns have the process's state to themselves.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from operator import is_
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, reachable_containers, refill
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.function_code import held_by, is_of_library, names_in, variables_of
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.amp import automatic_casts
+from fleetpipe.paddle_api.device import device_kind, used_here
+from fleetpipe.paddle_api.eager_operations import set_data
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
-from fleetpipe.paddle_api.operations import set_data
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
-from fleetpipe.transport.wire import bridge
+from fleetpipe.transport import bridge
+
+#: What something can be put into.
+CONTAINERS = (list, dict, set, deque)
+
+
+def content_of(container: Any) -> Any:
+    """Returns a copy of a container's content, for :func:`refill`."""
+    return container.copy() if container else ()
+
+
+def refill(container: Any, content: Any) -> None:
+    """Replaces a container's content, in place, if it has changed."""
+    same = len(container) == len(content) and all(map(is_, container, content))
+    if same and isinstance(container, dict) and content:
+        same = all(map(is_, container.values(), content.values()))
+    # Else others may look into it just now.
+    if not same:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+def reachable_containers(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
+    """Yields the containers, and the attribute dicts of objects, that a forward may write to.
+
+    They are what the code of forwards, hooks and functions names: module variables, values of
+    closures, attributes. The code of the methods and functions that it calls counts too, but not
+    that of what those call: a walk through all that code can reach would have no end.
+    """
+    classes = {type(layer) for layer in layers if not is_of_library(type(layer))}
+    hooks = (hook for layer in layers for table in forward_hooks(layer) for hook in table.values())
+    code = list(filter(_is_of_user, (*functions, *hooks, *(one.forward for one in classes))))
+    helpers = [value for function in code for value in variables_of(function).values()]
+    helpers += [vars(one).get(name) for one in classes for name in _names(code)]
+    code += filter(_is_of_user, helpers)
+    names = _names(code)
+    values: list[Any] = []
+    for function in code:
+        values += (*variables_of(function).values(), *held_by(function))
+    for layer in layers:
+        attributes = vars(layer)
+        values += [attributes[name] for name in names & attributes.keys()]
+    for value in {id(value): value for value in values}.values():
+        yield from _in(value, names)
+
+
+def _in(value: Any, names: frozenset[str]) -> Iterator[Any]:
+    """Yields a container itself, or the containers in a user's object or class."""
+    if isinstance(value, CONTAINERS):
+        yield value
+        return
+    kind = value if isinstance(value, type) else type(value)
+    if is_of_library(kind) or isinstance(value, paddle.nn.Layer):
+        return
+    tables = [vars(kind)]
+    if kind is not value and hasattr(value, "__dict__"):
+        yield vars(value)
+        tables.append(vars(value))
+    parts = (table[name] for table in tables for name in names & table.keys())
+    yield from (part for part in parts if isinstance(part, CONTAINERS))
+
+
+def _names(code: Iterable[FunctionType]) -> frozenset[str]:
+    return frozenset[str]().union(*(names_in(function.__code__) for function in code))
+
+
+def _is_of_user(function: object) -> bool:
+    return isinstance(function, FunctionType) and not is_of_library(function)
+
 
 #: The bytes of a buffer beyond which copies of the same numbers are one.
 LARGE = 2**14
@@ -151,3 +228,54 @@ def _is_same(copy: Tensor, tensor: Tensor) -> bool:
 def _is_computed(value: object) -> bool:
     """Whether a value is a tensor of a graph, like the weight that ``weight_norm`` computes."""
     return isinstance(value, paddle.Tensor) and not value.stop_gradient
+
+
+class Change(Protocol):
+    """A change of process-wide state that lasts for a while."""
+
+    def begin(self) -> None:
+        """Changes the state of the process."""
+
+    def end(self) -> None:
+        """Changes it back; :meth:`begin` may follow once more."""
+
+
+#: The changes that last at this moment, in the order in which they began; each adds itself.
+changes: list[Change] = []
+
+
+class OwnState:
+    """Saves and restores changes and random states; see :mod:`fleetpipe.mesh.turns`.
+
+    Paddle keeps automatic casts, device and the gradient switch per thread.
+    """
+
+    def suspend(self) -> Callable[[], None]:
+        """Undoes all changes, the last first; returns a function that resumes them."""
+        made, states = changes[:], random_keys.suspend()
+        changes.clear()
+        for change in reversed(made):
+            change.end()
+
+        def resume() -> None:
+            for change in made:
+                change.begin()
+                changes.append(change)
+            states()
+
+        return resume
+
+    def inherited(self) -> AbstractContextManager[None]:
+        """Returns a context to give another thread this one's casts, device, gradient switch."""
+        return _with_settings(automatic_casts(), used_here(), paddle.is_grad_enabled())
+
+
+@contextmanager
+def _with_settings(
+    casts: Callable[[], AbstractContextManager[object]],
+    use_device: Callable[[], None],
+    gradients: bool,
+) -> Iterator[None]:
+    use_device()
+    with casts(), paddle.set_grad_enabled(gradients):
+        yield

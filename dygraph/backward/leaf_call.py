@@ -1,26 +1,118 @@
 """One call of a leaf layer, cut out of the graph around it, so that its weight gradient can wait.
 
 The output of the layer passes through ``_Border``. In backward, this asks the call for the
-gradients of its inputs alone, and the call keeps the gradients of its outputs; W asks the call for
-the weight gradients. This is the split of backward in Zero Bubble Pipeline Parallelism
-(arXiv:2401.10241; its B and W are I and W here) with nothing but ``PyLayer``.
+gradients of its inputs alone, and runs the hooks that were put on the output: Paddle runs hooks on
+a ``PyLayer``'s outputs, but drops their results.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.backward.adding import Sums, token
+from fleetpipe.dygraph.backward.added_gradients import Sums, token
 from fleetpipe.dygraph.backward.leaf import Leaf
-from fleetpipe.dygraph.backward.output_hooks import OutputHooks
 from fleetpipe.dygraph.gradients import graph_of_another_backward
+from fleetpipe.dygraph.random_keys import keyed_hook
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.tensor import switch_gradients_on, tensor_bytes
+from fleetpipe.paddle_api.tensor import (
+    is_made_by_pylayer,
+    put_grad_hook,
+    remove_grad_hook,
+    route_grad_hooks,
+    switch_gradients_on,
+    tensor_bytes,
+)
+
+Hook = Callable[[Tensor], Any]
+
+
+#: Tensors by id, with where their hooks go. No tensor is kept alive by it.
+_routes: dict[int, tuple[weakref.ref[Tensor], _Output]] = {}
+
+
+class OutputHooks:
+    """The hooks on the outputs of one call."""
+
+    def __init__(self) -> None:
+        #: By the output's number, and then by the hook's.
+        self._hooks: dict[int, dict[int, Hook]] = {}
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """From now on, stores hooks that are put on ``outputs``."""
+        for number, output in enumerate(outputs):
+            _route(output, _Output(self._hooks, number, output.inplace_version))
+
+    def apply(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the gradients of all outputs after the hooks have changed them.
+
+        Args:
+            grads: One for each output; None for an unused one.
+        """
+        if not self._hooks:
+            return grads
+        changed = list(grads)
+        for number, hooks in self._hooks.items():
+            for hook in hooks.values():
+                if changed[number] is not None:
+                    result = hook(changed[number])
+                    changed[number] = changed[number] if result is None else result
+        return changed
+
+
+class _Output:
+    """Stores the hooks of one output of a call."""
+
+    def __init__(self, hooks: dict[int, dict[int, Hook]], number: int, version: int) -> None:
+        self._all, self._number, self._version = hooks, number, version
+        self._put = 0
+
+    def put(self, tensor: Tensor, hook: Hook) -> int:
+        if self._is_another(tensor):
+            return put_grad_hook(tensor, hook)
+        self._all.setdefault(self._number, {})[self._put] = hook
+        self._put += 1
+        return self._put - 1
+
+    def remove(self, tensor: Tensor, number: int) -> bool:
+        if self._is_another(tensor):
+            return remove_grad_hook(tensor, number)
+        return self._all.get(self._number, {}).pop(number, None) is not None
+
+    def _is_another(self, tensor: Tensor) -> bool:
+        """Whether an operation in place has changed the tensor; then Paddle obeys its hooks."""
+        return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
+
+
+def _route(tensor: Tensor, route: _Output) -> None:
+    _routes[id(tensor)] = weakref.KeyedRef(tensor, _forget, id(tensor)), route
+
+
+def _forget(reference: weakref.KeyedRef[int, Tensor]) -> None:
+    del _routes[reference.key]
+
+
+def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
+    if tensor.stop_gradient:
+        # Of a captured model, layers of which were frozen since: Paddle would crash.
+        return 0
+    hook = keyed_hook(tensor, hook)
+    routed = _routes.get(id(tensor))
+    return put_grad_hook(tensor, hook) if routed is None else routed[1].put(tensor, hook)
+
+
+def _remove_grad_hook(tensor: Tensor, number: int) -> bool:
+    if tensor.stop_gradient:
+        return True
+    routed = _routes.get(id(tensor))
+    return remove_grad_hook(tensor, number) if routed is None else routed[1].remove(tensor, number)
+
+
+route_grad_hooks(_register_grad_hook, _remove_grad_hook)
 
 
 class Call(ABC):

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph.backward.layer_state import Copies, LayerStates
-from fleetpipe.dygraph.backward.own_state import changes
+from fleetpipe.dygraph.backward.layer_state import Copies, LayerStates, changes
 from fleetpipe.dygraph.nest import leaf_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError

@@ -1,27 +1,26 @@
 """Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
 
 While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
-by :func:`run_leaf`. Outside of that nothing is changed, so evaluation and the user's own calls run
-as usual. I runs autograd as B does, but each leaf returns only the gradients of its inputs; W
-computes those of the weights and empties the tape.
-
-If a backward is not split, leaf layers may run faster with the same bits, by
-``contrib/fast_leaves``.
+by :func:`run_leaf`. Outside of that nothing is.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.adding import Sums
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport, GradientArrivals, LayersOf
-from fleetpipe.dygraph.backward.forwards import with_forwards
+from fleetpipe.dygraph.backward.added_gradients import (
+    DeferralReport,
+    GradientArrivals,
+    LayersOf,
+    Sums,
+)
+from fleetpipe.dygraph.backward.layer_state import changes
 from fleetpipe.dygraph.backward.leaf import (
     CannotWait,
     Leaf,
@@ -33,16 +32,71 @@ from fleetpipe.dygraph.backward.leaf import (
     tensors_in,
 )
 from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, put_border
-from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
-from fleetpipe.dygraph.backward.product import ProductCall, product_of
+from fleetpipe.dygraph.backward.linear_and_embedding import (
+    LookupCall,
+    ProductCall,
+    looks_up,
+    product_of,
+)
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
-from fleetpipe.dygraph.random_places import in_earlier_backward
-from fleetpipe.errors import FleetPipeError
+from fleetpipe.dygraph.random_keys import in_earlier_backward
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.extras import extra
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import saves_freely
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
+
+#: ``forward(*args, **named)`` of one layer.
+Forward = Callable[..., Nest]
+
+_MISSING = object()
+
+
+class _Replacement:
+    """Replaces the forwards of some layers, and restores them."""
+
+    def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
+        self._forwards = list(forwards)
+        self._before: list[tuple[Layer, object]] = []
+
+    def begin(self) -> None:
+        for layer, forward in self._forwards:
+            # Around Layer.__setattr__, which looks for parameters first.
+            self._before.append((layer, layer.__dict__.get("forward", _MISSING)))
+            layer.__dict__["forward"] = forward
+
+    def require_in_place(self) -> None:
+        """Refuses a forward that the user has set meanwhile, since restoring would remove it."""
+        for layer, forward in self._forwards:
+            if layer.__dict__.get("forward", forward) is not forward:
+                raise ConfigError(
+                    f"the forward of a layer was replaced while its stage ran: {type(layer)}",
+                    fix="replace it before the batch",
+                )
+
+    def end(self) -> None:
+        while self._before:
+            layer, forward = self._before.pop()
+            if forward is _MISSING:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = forward
+
+
+@contextmanager
+def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
+    """While it is open, each layer runs the given forward."""
+    replacement = _Replacement(forwards)
+    changes.append(replacement)
+    try:
+        replacement.begin()
+        yield
+        replacement.require_in_place()
+    finally:
+        changes.remove(replacement)
+        replacement.end()
+
 
 _NOTHING = nullcontext()
 

@@ -20,7 +20,7 @@ from fleetpipe.job.allow import Allow
 from fleetpipe.job.job import current_job
 from fleetpipe.job.optimizer_table import row_of
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
+from fleetpipe.paddle_api.eager_operations import mean_leaves_out_below_zero
 from fleetpipe.paddle_api.layer import option_of
 
 #: Sums of class weights are whole numbers of this part of one, so that no order of theirs matters.

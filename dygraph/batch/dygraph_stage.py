@@ -9,18 +9,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, NoReturn, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph import random_places
+from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
+from fleetpipe.dygraph.backward.added_gradients import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.borders import Borders, borders_of
-from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
-from fleetpipe.dygraph.batch.losses import Criterion, Losses
+from fleetpipe.dygraph.batch.losses import Criterion, Losses, require_nothing_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates
+from fleetpipe.dygraph.batch.units import WHOLE, Borders, Units, UnitStates, borders_of
 from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
-from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
+from fleetpipe.dygraph.sums import GradientTrees
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api.meta_parallel import WeightGradStore
@@ -301,7 +299,7 @@ class DygraphStage:
         """Runs autograd from the outputs, or from the loss, back to the received tensors."""
         if self._entered is not None:
             self._entered.enter(stage, False)
-        random_places.enter_backward(micro_batch)
+        random_keys.enter_backward(micro_batch)
         number = self._within(micro_batch)
         value, output, received, handed = self._kept[stage, micro_batch]
         outputs: list[Tensor] = []
@@ -357,7 +355,7 @@ class DygraphStage:
             self._entered.enter(stage, False)
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
-        random_places.enter_backward(micro_batch)
+        random_keys.enter_backward(micro_batch)
         self.split.weight_grads(stage, self._within(micro_batch))
         if self._trees is not None:
             self._trees.take(stage, self._within(micro_batch), complete=True)
@@ -412,7 +410,7 @@ class DygraphStage:
         if batch.losses is None:
             batch.collect(index, output)
             return output
-        random_places.enter_loss(batch.losses.functions)
+        random_keys.enter_loss(batch.losses.functions)
         share = batch.losses.take(index, output, copy_tensors(batch.data.labels[index]))
         return share if batch.scale is None else batch.scale(share)
 

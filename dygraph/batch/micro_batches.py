@@ -1,22 +1,25 @@
-"""Cuts a user's batch into the micro-batches of a step, in every form that Fleet takes.
+"""Cuts a user's batch into the micro-batches of a step, and joins the outputs of forwards alone.
 
-``[inputs, labels]`` is the whole batch; each of the two may be a Tensor (cut along its first axis),
-a list of one value per micro-batch, a tuple or dict of those, or None on a rank that does not need
-it. A ``PipelineDatasetPreprocessor`` is called for the data. Anything else must be an iterator of
-``(inputs, labels)``, one item per micro-batch.
+``[inputs, labels]`` is the whole batch, in every form that Fleet takes. A detached copy, the
+stand-in, replaces each input that needs a gradient, as a trained prompt does. Observers get a
+description of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Nest, Optimizer, Scaler, Tensor
+from fleetpipe.dygraph import nest
 from fleetpipe.dygraph.nest import copy_tensors, leaves, map_tensors, rebuild
-from fleetpipe.errors import BoundaryError, ConfigError, listed
+from fleetpipe.dygraph.random_keys import Keys
+from fleetpipe.engine.engine import Engine
+from fleetpipe.errors import BoundaryError, ConfigError, UsageError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
+from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
 
 class MicroBatches(NamedTuple):
@@ -283,3 +286,160 @@ class FakeMicroDataset:
 
     def __next__(self) -> tuple[Nest, Nest]:
         return next(self._items)
+
+
+#: Each of a script's tensors with its stand-in.
+Sources = list[tuple[Tensor, Tensor]]
+
+
+def with_gradients(data: Nest) -> tuple[Nest, Sources]:
+    """Returns a batch in which stand-ins replace inputs that need a gradient, and these stand-ins.
+
+    With an iterator, each stand-in is added when its micro-batch is drawn.
+    """
+    sources: Sources = []
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if tensor.stop_gradient:
+            return tensor
+        copy = tensor.detach()
+        copy.stop_gradient = False
+        sources.append((tensor, copy))
+        return copy
+
+    def pair(value: Nest) -> Nest:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            return value
+        return [map_tensors(stand_in, value[0]), map_tensors(_cut_off, value[1])]
+
+    data = unwrap(data)
+    return (_each(pair, data) if is_iterator(data) else pair(data)), sources
+
+
+def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
+    """Yields ``change(item)`` for each item; the iterator needs only ``__next__``."""
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield change(item)
+
+
+def without_gradients(batches: MicroBatches) -> MicroBatches:
+    """Returns micro-batches whose inputs are detached from their stand-ins."""
+    inputs = batches.inputs and [map_tensors(_cut_off, value) for value in batches.inputs]
+    return batches._replace(inputs=inputs)
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stop_gradient else tensor.detach()
+
+
+def hand_back(sources: Sources, divisor: int) -> None:
+    """Runs backward from the stand-ins' gradients into the script's tensors."""
+    reached: Sequence[tuple[Tensor, Tensor]] = [s for s in sources if s[1].grad is not None]
+    if reached:
+        gradients = [copy.grad if divisor == 1 else copy.grad / divisor for _, copy in reached]
+        paddle.autograd.backward([tensor for tensor, _ in reached], gradients)
+
+
+class ObservedBatch(NamedTuple):
+    """A batch that is about to be trained.
+
+    Attributes:
+        data: The micro-batches that the caller gave this rank.
+        keys: The seeds for random numbers in layers; None if the user's seeds apply.
+        weights: The weight of each micro-batch; None if the caller gives none.
+        loss_fn_idx: The number of the loss function that backward starts from.
+        optimizer: The optimizer that steps after the batch; None if the caller steps.
+        scaler: The scaler of the loss; None for none.
+    """
+
+    data: MicroBatches
+    keys: Keys | None
+    weights: Sequence[Fraction] | None
+    loss_fn_idx: int
+    optimizer: Optimizer
+    scaler: Scaler
+
+
+#: Engines that are kept: one for full batches, one for a last, smaller one, a few for chance.
+_MOST_ENGINES = 8
+
+
+class Evaluation:
+    """Builds and stores the engines that run forwards only, by number of micro-batches."""
+
+    def __init__(
+        self, placement: Placement, edges: Sequence[Edge] | None, build: Callable[[Plan], Engine]
+    ) -> None:
+        self._placement = placement
+        self._edges = edges
+        self._build = build
+        self._engines: dict[int, Engine] = {}
+
+    def engine(self, micro_batches: int) -> Engine:
+        """Returns the engine for a batch of that many micro-batches."""
+        if micro_batches not in self._engines:
+            if len(self._engines) == _MOST_ENGINES:
+                del self._engines[next(iter(self._engines))]
+            plan = forward_only(self._placement, micro_batches).lower(self._edges)
+            self._engines[micro_batches] = self._build(plan)
+        return self._engines[micro_batches]
+
+
+def require_count(batches: MicroBatches, count: int) -> None:
+    """Makes sure that this rank has as many micro-batches as the first stage has."""
+    for name, part in zip(batches._fields, batches):
+        if part is not None and len(part) != count:
+            raise ConfigError(
+                f"the {name} given to this rank are not those of the first stage's batch",
+                expected=f"{count} micro-batches",
+                got=f"{len(part)} micro-batches",
+                fix="give all ranks the same batch, or None where a rank needs none",
+            )
+
+
+def on_host(value: Nest) -> Nest:
+    """Returns ``value`` with its tensors in the memory of the host."""
+    return nest.map_tensors(
+        lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value
+    )
+
+
+def join_outputs(values: Sequence[Nest]) -> Nest:
+    """Joins the outputs of micro-batches along axis 0; containers keep their form.
+
+    Tensors without dimensions are stacked. Texts, flags and None must be equal in all outputs, and
+    appear once.
+
+    Raises:
+        UsageError: The outputs do not have the same form, or have numbers that are no tensors.
+    """
+    return nest.join(_join, values)
+
+
+def _join(parts: Sequence[Nest]) -> Nest:
+    first = parts[0]
+    if isinstance(first, paddle.Tensor):
+        return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))
+    if type(first) in (int, float) and len(parts) > 1:
+        raise UsageError(
+            "a number in an output is that of one micro-batch, and there are several",
+            got=", ".join(map(str, parts)),
+            fix="return a tensor, whose values are stacked; or take outputs one by one, from "
+            "eval_batch",
+        )
+    unlike = any(type(part) is not type(first) for part in parts)
+    if unlike or isinstance(first, (tuple, list, dict)) or any(part != first for part in parts):
+        raise _different(parts)
+    return first
+
+
+def _different(values: Sequence[Nest]) -> UsageError:
+    return UsageError(
+        "the outputs of the micro-batches cannot be joined: they do not have the same form",
+        got=", ".join(type(value).__name__ for value in values),
+        fix="take them one by one, from eval_batch",
+    )

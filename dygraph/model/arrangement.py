@@ -13,7 +13,7 @@ from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.topology import has_begun, user_strategy
+from fleetpipe.paddle_api.distributed import has_begun, user_strategy
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.entries import shared_attributes
+from fleetpipe.dygraph.layers.run_stage import PipelineLayerChunk
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
-from fleetpipe.dygraph.random_places import in_apply
+from fleetpipe.dygraph.random_keys import in_apply
 from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
 from fleetpipe.errors import ConfigError, StateError, UsageError

@@ -21,15 +21,8 @@ from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
-from fleetpipe.dygraph.layers.refusals import require_dynamic_graph
-from fleetpipe.dygraph.layers.run_stage import checked_interval
-from fleetpipe.dygraph.model import modes
-from fleetpipe.dygraph.model.additions import (
-    refuse_hooks,
-    refuse_own_forward,
-    refuse_unlisted,
-    refuse_untied,
-)
+from fleetpipe.dygraph.layers.run_stage import checked_interval, require_dynamic_graph
+from fleetpipe.dygraph.model import owned_stages
 from fleetpipe.dygraph.model.arrangement import (
     Arrangement,
     LayerPlan,
@@ -39,12 +32,18 @@ from fleetpipe.dygraph.model.arrangement import (
     topology_of,
 )
 from fleetpipe.dygraph.model.fleet_face import FleetFace, require_chunk
-from fleetpipe.dygraph.model.hidden_uses import HiddenUses
+from fleetpipe.dygraph.model.hidden_uses import (
+    HiddenUses,
+    refuse_hooks,
+    refuse_own_forward,
+    refuse_unlisted,
+    refuse_untied,
+)
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
+from fleetpipe.dygraph.state.names import ModelState
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import equal_copies, holders, refuse_sparse
-from fleetpipe.dygraph.state.whole_state import ModelState
-from fleetpipe.dygraph.sums.uses import Uses
+from fleetpipe.dygraph.sums import Uses
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
@@ -284,7 +283,8 @@ class PipelineLayer(FleetFace):
     def begin(self, training: bool) -> None:
         """Switches the model to training or evaluation for a batch, with its present layers.
 
-        Modes that a script has set stay or come back: see :mod:`fleetpipe.dygraph.model.modes`.
+        Modes that a script has set stay or come back: see
+        :mod:`fleetpipe.dygraph.model.owned_stages`.
 
         Raises:
             ConfigError: The whole model has forward hooks; or see :meth:`follow`.
@@ -292,22 +292,22 @@ class PipelineLayer(FleetFace):
         self.follow()
         refuse_hooks(self)
         model = self.with_modes
-        if training and (not self._began or modes.needs_switch(model)):
-            modes.train(model, self.train)
+        if training and (not self._began or owned_stages.needs_switch(model)):
+            owned_stages.train(model, self.train)
         elif not training and model.training:
             self.eval()
         else:
-            modes.note(model)
+            owned_stages.note(model)
         self._began = True
 
     def eval(self) -> Any:
         """Puts all layers into evaluation, until a batch trains or a script switches them."""
-        modes.evaluate(self, super().eval)
+        owned_stages.evaluate(self, super().eval)
         return self
 
     def modes_in_training(self) -> list[tuple[str, bool]]:
         """Returns the path of each layer of this process, and in which mode batches train it."""
-        return modes.in_training(self.with_modes)
+        return owned_stages.in_training(self.with_modes)
 
     @property
     def with_modes(self) -> Layer:
@@ -342,7 +342,7 @@ class PipelineLayer(FleetFace):
             ConfigError: There is no such chunk.
         """
         self.follow()
-        modes.note(self.with_modes)
+        owned_stages.note(self.with_modes)
         if chunk_id is not None:
             require_chunk(chunk_id, len(self._model_chunks))
         stages = self.owned_stages

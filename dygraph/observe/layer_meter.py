@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.backward.deferral_report import LayersOf
+from fleetpipe.dygraph.backward.added_gradients import LayersOf
 from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
@@ -30,7 +30,7 @@ from fleetpipe.dygraph.nest import (
     tensors_of,
 )
 from fleetpipe.extras import extra
-from fleetpipe.mesh import traffic
+from fleetpipe.mesh import groups
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes, device_clock, peak_bytes, restart_peak
 from fleetpipe.paddle_api.tensor import tensor_bytes
@@ -218,7 +218,7 @@ class _Meter:
             self._free = self._unsaved_bytes(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
-        with traffic.counting(self._now) as sent:
+        with groups.counting_traffic(self._now) as sent:
             forward, backward, held, working = self._run_whole(run, box[0])
         apart = self._run_split(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart
@@ -371,7 +371,7 @@ def state_bytes(
         uses: The tensors of each of several layers; a tensor counts for the first that has it.
         names: The tensors by fully qualified name.
     """
-    is_expert = extra("experts.mixture_kind").is_expert
+    is_expert = extra("experts").is_expert
     experts = {id(tensor) for name, tensor in names.items() if is_expert(name)}
     return [
         (

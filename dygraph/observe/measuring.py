@@ -1,8 +1,7 @@
-"""Runs the parts of a model to measure them: stages in turn, messages, and single layers.
+"""Runs the parts of a model to measure them: stages in turn, messages, single layers, and memory.
 
 Stages run as in a real batch: several micro-batches in flight, forward and backward in turn, all
-ranks at once, so that caches, memory and links are used as in training. If the model is trained
-with units of micro-batches, everything also runs unit by unit.
+ranks at once, so that caches, memory and links are as busy as there.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor
@@ -23,19 +23,60 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter, Sample
-from fleetpipe.dygraph.observe.memory_meter import MemoryMeter
 from fleetpipe.engine.engine import Engine
-from fleetpipe.engine.observer import Instruction, Observer, Played
-from fleetpipe.engine.stopwatch import Stopwatch
+from fleetpipe.engine.observer import Blocked, Instruction, Observer, Played, Stopwatch
 from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
-from fleetpipe.paddle_api.device import device_clock, device_kind
+from fleetpipe.paddle_api.device import allocated_bytes, device_clock, device_kind, taken_bytes
 from fleetpipe.profiling import ProcessMemory
 from fleetpipe.schedules import Action, Free, Op, Placement, Recv, Schedule, Send, forward_only
 from fleetpipe.schedules.action import numbers
-from fleetpipe.schedules.forms.events import Event
-from fleetpipe.transport.joining.hosts import host_name
+from fleetpipe.schedules.forms.trace import Event
+from fleetpipe.transport.hosts import host_name
+
+
+class _Moment(NamedTuple):
+    """Bytes of the live tensors, and of the process."""
+
+    tensors: int
+    process: int
+
+    @classmethod
+    def now(cls) -> _Moment:
+        return cls(allocated_bytes(), taken_bytes())
+
+
+class MemoryMeter:
+    """An observer of the engine that compares both sizes after each action."""
+
+    def __init__(self) -> None:
+        """Takes the sizes before the first batch, when only the model is there."""
+        self._first = _Moment.now()
+        self._most = self._first
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Action):
+            return instruction
+
+        def measured() -> Blocked | None:
+            blocked = instruction()
+            if blocked is None:
+                now = _Moment.now()
+                self._most = _Moment(*map(max, self._most, now))
+            return blocked
+
+        return measured
+
+    def result(self) -> ProcessMemory | None:
+        """Returns how the process grows with its tensors; None if the system does not say it."""
+        base = self._first.process - self._first.tensors
+        if self._first.process <= 0 or base < 0 or self._most.tensors <= 0:
+            return None
+        growth = (self._most.process - base) / self._most.tensors
+        return ProcessMemory(float(base), max(growth, 1.0))
+
 
 #: A kind of action, "S" for sends or "R" for receives; the global stage that does it; and the unit
 #: of the micro-batches, 0 where these are whole.

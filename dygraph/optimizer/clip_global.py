@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
-from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, sum_over_blocks
+from fleetpipe.dygraph.layer_kinds import is_spread
 from fleetpipe.dygraph.tensor_parallel.groups import along, sums_by_tree, total
 from fleetpipe.dygraph.tensor_parallel.layer import shard_in
+from fleetpipe.dygraph.tensor_parallel.operations import blocks_of, sum_over_blocks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.optimizer_table import require_clip
@@ -26,11 +26,7 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import shard_axis
 from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import (
-    GLOBAL_NORM_CLIPS,
-    clip_places,
-    squared_norm,
-)
+from fleetpipe.paddle_api.optimizer import GLOBAL_NORM_CLIPS, clip_places, squared_norm
 
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.

@@ -1,44 +1,168 @@
 """The optimizer of a pipeline: the user's own, made right for a job of several ranks.
 
 Like Fleet's ``HybridParallelOptimizer``, it clips by the global norm of all ranks, and with
-``sharding_degree`` above 1 each rank keeps its share of the state. For a model that is no pipeline
-(``pp_degree`` 1) it also averages the gradients of the replicas.
-
-It is an instance of Fleet's optimizer class, for users' ``isinstance``, but hides all methods of
-that class: these need attributes that its constructor sets, which is never called here.
+``sharding_degree`` above 1 each rank keeps its share of the state. The parameter groups of all
+ranks are matched, and all ranks share the verdict of a ``GradScaler``.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
-from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe import log
+from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scaler, Scheduler, Tensor
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.dygraph.layer_kinds import is_spread
 from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, norms_of, replace_clips, total_norm
-from fleetpipe.dygraph.optimizer.groups import arrange, keys_of, text_of
-from fleetpipe.dygraph.optimizer.replicas import reduce_all
-from fleetpipe.dygraph.optimizer.shards import Shards
+from fleetpipe.dygraph.optimizer.replicas import Shards, reduce_all
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.job.optimizer_table import require_optimizer
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import (
+    note_unscaled,
+    rehearsal_dtype,
+    replace_unscale,
+    scale_of,
+    scaler_counts,
+    unscale,
+)
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.distributed import in_data_parallel_mode
 from fleetpipe.paddle_api.layer import left_unaveraged
 from fleetpipe.paddle_api.optimizer import (
+    GLOBAL_NORM_CLIPS,
     HybridParallelOptimizer,
     base_optimizer,
     clips_of_a_step,
+    dict_groups,
     gradient_clip,
     learning_rate_of,
     optimized_parameters,
     options_of,
     owner_of,
+    put_groups,
 )
-from fleetpipe.paddle_api.topology import in_data_parallel_mode
 from fleetpipe.representation import shows
+
+#: What tells a group apart from others, the same on all ranks: its options as text, which of those
+#: with these options it is, and the norm of all its gradients to which it is clipped, if there is.
+GroupKey = tuple[str, int, float | None]
+#: Where a group that this rank has no part of keeps its key.
+_KEY = "key"
+
+
+def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
+    """Returns the keys of an optimizer's groups; None if its parameters are a plain list."""
+    groups = dict_groups(optimizer)
+    if not groups:
+        return None if optimized_parameters(optimizer) else []
+    seen: Counter[str] = Counter()
+    keys: list[GroupKey] = []
+    for group in groups:
+        if _KEY in group:
+            keys.append(group[_KEY])
+            continue
+        options = str(sorted((n, text_of(v)) for n, v in group.items() if n != "params"))
+        clip = group["grad_clip"]
+        norm = clip.clip_norm if isinstance(clip, GLOBAL_NORM_CLIPS) else None
+        keys.append((options, seen[options], norm))
+        seen[options] += 1
+    return keys
+
+
+def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
+    """Gives an optimizer the groups of all ranks in one order; groups that it lacks are empty.
+
+    Nothing happens if some rank has a plain list of parameters.
+    """
+    if None in keys_of_ranks:
+        return
+    here = dict(zip(keys_of(optimizer) or [], dict_groups(optimizer)))
+    wanted = dict.fromkeys(key for keys in keys_of_ranks for key in keys or [])
+    if [*wanted] != [*here]:
+        put_groups(optimizer, [here.get(key) or _empty(key) for key in wanted])
+
+
+def _empty(key: GroupKey) -> dict[str, Any]:
+    norm = key[2]
+    clip = None if norm is None else paddle.nn.ClipGradByGlobalNorm(norm)
+    return {"params": [], "grad_clip": clip, "weight_decay": None, _KEY: key}
+
+
+def text_of(value: object) -> str:
+    """Returns an option or a clip as text: its ``str``, or its class if that says nothing."""
+    try:
+        text = str(value)
+    except NotImplementedError:
+        text = ""
+    return type(value).__name__ if not text or " at 0x" in text else text
+
+
+_log = log.logger(__name__)
+
+
+def agreeing(scaler: Scaler) -> Scaler:
+    """Makes a ``GradScaler`` ask all ranks of the job whether to step. Changes it in place.
+
+    Args:
+        scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.
+
+    Returns:
+        ``scaler``.
+    """
+    replace_unscale(scaler, _unscale)
+    return scaler
+
+
+def prepare_scaler(scaler: Scaler) -> Scaler:
+    """Returns the scaler for ``train_batch`` to use; None if it scales nothing.
+
+    Paddle's scaler switches itself off in ``scale`` if the loss is not float16. Only the owner of
+    the last stage scales a loss, so each rank scales a number here, and all ranks switch alike.
+    """
+    if scaler.is_enable():
+        scaler.scale(paddle.zeros([1]))
+    if scaler.is_enable():
+        return agreeing(scaler)
+    if device_kind() == "cpu" and rehearsal_dtype() is None:
+        log.once(
+            _log.warning,
+            "a GradScaler does nothing on CPU: gradients are computed in float32 there",
+        )
+    return None
+
+
+@paddle.no_grad()
+def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
+    """Divides the gradients by the scale, and agrees with all ranks whether to step. Collective."""
+    if not scaler.is_enable():
+        return
+    gradients = map(gradient_of, optimized_parameters(optimizer))
+    overflow = unscale((one for one in gradients if one is not None), scale_of(scaler))
+    note_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
+
+
+def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
+    """Returns whether any rank has a gradient that is not finite. Collective over the job."""
+    job = current_job()
+    if job is None:
+        return found_inf
+    everyone = job.everyone()
+    verdicts = everyone.all_gather((found_inf, str(scaler_counts(scaler))))
+    different = [rank for rank, (_, counts) in enumerate(verdicts) if counts != verdicts[0][1]]
+    if different:
+        raise ConfigError(
+            f"the GradScalers of ranks 0 and {different[0]} are not in the same state",
+            expected=f"as on rank 0: {verdicts[0][1]}",
+            got=f"on rank {different[0]}: {verdicts[different[0]][1]}",
+            fix="give all ranks the same GradScaler arguments, and load the same state on each",
+        )
+    return any(verdict for verdict, _ in verdicts)
 
 
 class _NotThere:

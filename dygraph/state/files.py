@@ -1,4 +1,8 @@
-"""Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it."""
+"""Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it.
+
+A file has the whole weights. Of weights in parts, the rank with the first part writes it, and each
+rank reads only its own parts.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,54 @@ import numpy as np
 from fleetpipe import fleet_files
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
-from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.errors import CheckpointError
 from fleetpipe.extras import extra
 from fleetpipe.fleet_files import manifest
-from fleetpipe.fleet_files.layers import LayerFile
-from fleetpipe.fleet_files.manifest import Writer
+from fleetpipe.fleet_files.manifest import LayerFile, Writer
 from fleetpipe.job.job import Job
-from fleetpipe.mesh.groups import Group
-from fleetpipe.mesh.parts import LocalTensor, attached_part
+from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.mesh.parts import LocalTensor, attached_part, joined_on_first
 from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
+
+
+class LayerInParts:
+    """The parts of a layer's weights that this process holds."""
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[Tensor]], group: Callable[[], Group] = SoleGroup
+    ) -> None:
+        """Stores the parts.
+
+        Args:
+            parts: The parts of each whole weight in order, by the name of the whole in the file.
+            group: Returns the ranks that together hold all parts.
+        """
+        self._group = group
+        self._parts = [
+            (name, LocalTensor(tensor, part.cut))
+            for name, tensors in parts.items()
+            for tensor in tensors
+            if (part := attached_part(tensor)) is not None
+        ]
+
+    def parts(self) -> dict[str, LocalTensor]:
+        """Returns one part of each whole weight; it includes the shape of the whole."""
+        return dict(self._parts)
+
+    def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Sets the parts from whole weights, which are read one after another."""
+        for name, local in self._parts:
+            target: Tensor = local.tensor
+            values = state[name] if local.cut is None else local.cut.taken_from(state[name])
+            native = values.astype(values.dtype.newbyteorder("="), order="C")
+            target.set_value(paddle.to_tensor(native))
+
+    def whole(self) -> dict[str, Tensor] | None:
+        """Returns the whole weights on the first of the ranks; None on others. Collective."""
+        return joined_on_first(self._group(), self._parts) or None
 
 
 def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
@@ -294,7 +333,7 @@ def files_of_list(
     to_write = layers_to_write(functions, shared, entries)
     layers: Mapping[int, Layer | LayerInParts] = to_write
     if any(attached_part(p) for layer in to_write.values() for p in layer.parameters()):
-        with_whole_head = extra("vocabulary.files").with_whole_head
+        with_whole_head = extra("vocabulary").with_whole_head
         layers = with_whole_head(to_write, shared, group)
     written = {place(index): layer for index, layer in layers.items()}
     read = {place(index): layer for index, layer in layers.items() if at.get(index, index) == index}

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph.state.names import ModelWithParts
+from fleetpipe.dygraph.state.names import ModelState, ModelWithParts
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights
-from fleetpipe.dygraph.state.whole_state import ModelState
-from fleetpipe.dygraph.sums.uses import Uses
+from fleetpipe.dygraph.sums import Uses
 from fleetpipe.errors import listed
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group

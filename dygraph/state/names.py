@@ -1,21 +1,39 @@
-"""Translates between the names of a pipeline's parameters and of a whole model's.
+"""The parameters and buffers of the whole model under their fully qualified names, on any ranks.
 
-A parameter's fully qualified name is its path in the whole model by global layer index,
-``3.weight``. A state dict has these names for any number of stages. A model written as one class
-has other names: its parameters are matched by order and shape, which it shares with the pipeline.
+A name is the path in the whole list by global layer index, ``3.weight``. A shared layer has one
+name, ``shared_layers.<key>.weight``, whatever ranks hold copies. A state dict has these names for
+any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import layer_kinds, tensor_parallel
+from fleetpipe.dygraph.layer_kinds import is_spread
+from fleetpipe.dygraph.layers import entries as descriptions
+from fleetpipe.dygraph.layers.tied import Built, SharedLayer, called_through, is_shared
+from fleetpipe.dygraph.tensor_parallel import whole_value
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.job.job import mp_shard
-from fleetpipe.mesh.parts import PartOfWhole, attached_part, parted
+from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.parts import (
+    JoinedParts,
+    LocalTensor,
+    ModelParts,
+    PartOfWhole,
+    attached_part,
+    local_tensor_of,
+    parted,
+)
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import set_data
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
+from fleetpipe.partition import Partition
 
 
 class ModelWithParts(paddle.nn.Layer):
@@ -174,3 +192,308 @@ def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state in which each tensor has only the first of its names."""
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
+
+
+#: More than a rank has parameters and buffers, or a model shared ones.
+_POSITIONS_OF_A_LAYER = 2**32
+#: Where a buffer is: the dict that holds it, and its name in there.
+Place = tuple[dict[str, Tensor], str]
+
+
+class ModelState:
+    """The state of a model whose layers are on several ranks, as one rank sees it.
+
+    Attributes:
+        plain_names: The fully qualified name of each parameter and buffer of the plain model from
+            which the list was made, in its order; empty if it was made from none.
+    """
+
+    plain_names: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(
+        self,
+        model: Layer,
+        entries: Sequence[Any],
+        blueprints: Sequence[Any],
+        shared: Mapping[int, SharedLayer],
+        built: Built,
+        partition: Partition,
+        group: Callable[[], Group],
+    ) -> None:
+        """Describes a model of which this process holds a part.
+
+        Args:
+            model: The part: its sublayers are the layers built here.
+            entries: The whole list of layers.
+            blueprints: A layer like each of them, for names and shapes.
+            shared: The shared layers, by each of their numbers in the list.
+            built: The layers built here.
+            partition: The cut into stages.
+            group: Returns the ranks that hold the stages.
+        """
+        self._model = model
+        self._entries = entries
+        self._blueprints = blueprints
+        self._shared = shared
+        self._names = built.names
+        self._functions = built.functions
+        self._partition = partition
+        self._group = group
+        self._built = frozenset(slot.name for slot in self._all_slots())
+        # Models of PaddleNLP and PaddleFormers say where their plain model has each layer.
+        if (prefixes := getattr(model, "get_sequential_name_prefixes", None)) is not None:
+            self.plain_names = self._names_by_prefix(prefixes())
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Returns this process's parameters and buffers by fully qualified name."""
+        return {name: t for name, t in self._named_tensors() if not self._is_late(name, t)}
+
+    def late_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers in this process's state dict that forwards have registered."""
+        return {name: t for name, t in self._named_tensors() if self._is_late(name, t)}
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # Layer's own method: a subclass of the model may override state_dict, with other keys.
+        state = paddle.nn.Layer.state_dict(self._model)
+        return ((self._qualified_name(name), tensor) for name, tensor in state.items())
+
+    def _is_late(self, name: str, tensor: Tensor) -> bool:
+        return name not in self._built and not is_parameter(tensor)
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Returns this process's parameters by fully qualified name, shared ones first."""
+        parameters = paddle.nn.Layer.named_parameters(self._model)
+        return {self._qualified_name(name): parameter for name, parameter in parameters}
+
+    def hidden_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers of this process's layers that were in no state dict at first."""
+        places = hidden_buffers(self._functions)
+        hidden = {name: holder[key] for name, (holder, key) in places.items()}
+        return {**hidden, **self.late_buffers()}
+
+    def checkpoint_part(self) -> ModelParts:
+        """Returns this process's part of the state, in the form that checkpoints take."""
+        tensors = {
+            name: local_tensor_of(tensor, mp_shard) for name, tensor in self.local_tensors().items()
+        }
+        late = {name: LocalTensor(t, differs=True) for name, t in self.late_buffers().items()}
+        hidden = self.hidden_buffers().items()
+        buffers = {name: LocalTensor(t, differs=True) for name, t in hidden if name not in late}
+        shapes = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
+        names = self.plain_names
+        return ModelParts(tensors, shapes, buffers, late, self._model, names)
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether several ranks of a stage hold different experts of the model."""
+        return any(
+            kind.spreads(layer)
+            for layer in self._blueprints
+            for kind in layer_kinds.kinds_of(layer)
+        )
+
+    @property
+    def adds_up_uses(self) -> bool:
+        """Whether several stages use one weight, so that its gradient is summed stage by stage."""
+        stages: dict[str, set[int]] = {}
+        for index, layer in self._shared.items():
+            stages.setdefault(layer.path, set()).add(self._partition.stage_of(index))
+        return any(len(users) > 1 for users in stages.values())
+
+    def has_several_calls(self, name: str) -> bool:
+        """Whether several ranks may call the layer that has a parameter or buffer."""
+        return is_shared(name) or is_spread(self.local_tensors()[name])
+
+    def stage_of(self, name: str) -> int | None:
+        """Returns the stage of a parameter or buffer; None if entries share it."""
+        if is_shared(name):
+            return None
+        return self._partition.stage_of(int(name.partition(".")[0]))
+
+    def slots(self) -> list[Slot]:
+        """Returns all parameters and buffers of the model in the order of its layers, each once."""
+        # A layer that was given as it is shows what it has now, on the rank that runs it alone.
+        late = self.late_buffers()
+        return [slot for slot in self._all_slots() if slot.name not in late]
+
+    def _all_slots(self) -> list[Slot]:
+        layers = range(len(self._entries))
+        by_name = {slot.name: slot for index in layers for slot in self._slots_of(index)}
+        return list(by_name.values())
+
+    def whole_slots(self) -> list[Slot]:
+        """Returns :meth:`slots`; one slot of the whole replaces the slots of its parts."""
+        return wholes_of(self.slots())
+
+    def positions(self) -> dict[str, int]:
+        """Returns numbers that sort this process's tensors in the order of the single model.
+
+        Shared layers come first in a model, whatever their index in the list. A layer may have more
+        parameters than when it was built, such as adapters: these get their current index.
+        """
+        shared = [name for layer in self._shared.values() for name in layer.names.values()]
+        positions = {name: index for index, name in enumerate(dict.fromkeys(shared))}
+        tensors = self.local_tensors()
+        spread = any(map(is_spread, tensors.values()))
+        whole = {slot.name: n for n, slot in enumerate(self.slots())} if spread else {}
+        for number, name in enumerate(tensors):
+            # Experts of other ranks stand between those that are here.
+            position = whole.get(name, number)
+            if is_shared(name):
+                positions.setdefault(name, _POSITIONS_OF_A_LAYER - 1)
+            else:
+                # What a model has beside its list, as a loss that is an attribute too, comes last.
+                first = name.partition(".")[0]
+                layer = int(first) if first.isdecimal() else len(self._entries)
+                positions[name] = (layer + 1) * _POSITIONS_OF_A_LAYER + position
+        return positions
+
+    def outlines(self) -> list[str]:
+        """Returns the class of each layer of the whole model with its parameters' shapes."""
+        return [
+            " ".join(
+                [
+                    descriptions.class_name(entry),
+                    *(f"{slot.name}{list(slot.shape)}" for slot in self._slots_of(index)),
+                ]
+            )
+            for index, entry in enumerate(self._entries)
+        ]
+
+    def load(self, source: Layer | Mapping[str, Any]) -> None:
+        """Loads this process's part of a whole model or its state dict.
+
+        Raises:
+            CheckpointError: The source does not fit. No tensor has changed then.
+        """
+        slots, local_tensors = fitting(self.slots(), source), self.local_tensors()
+        state = to_pipeline_names(slots, source, self.plain_names)
+        _assign(local_tensors, parted(state, local_tensors, mp_shard))
+
+    def gather(self) -> dict[str, Tensor]:
+        """Returns copies of all parameters and buffers, whole and joined, shared ones first.
+
+        Collective over the ranks that together hold the model, and over the shards of
+        tensor-parallel layers.
+        """
+        local_tensors = {
+            name: whole_value(tensor, tensor) for name, tensor in self.local_tensors().items()
+        }
+        merged: dict[str, Tensor] = {}
+        for part in self._group().all_gather(local_tensors):
+            for name, tensor in part.items():
+                merged.setdefault(name, tensor)
+        slots = sorted(self.slots(), key=lambda slot: not is_shared(slot.name))
+        if gone := [slot.name for slot in slots if slot.name not in merged]:
+            raise CheckpointError(
+                "the model lacks parameters or buffers that it had when it was built",
+                got=f"no {listed(gone)}",
+                cause="a layer was changed in its place, as by nn.utils.remove_weight_norm",
+                fix="leave the pipeline as it is, and change a copy: single = pipe.single_model(), "
+                "pipe.copy_to(single), then remove_weight_norm of the layers of single",
+            )
+        parts = JoinedParts(
+            (slot.whole.name, LocalTensor(merged[slot.name], slot.part and slot.part.cut))
+            for slot in slots
+        )
+        return {name: local.tensor for name, local in parts.tensors.items()}
+
+    def copy_to(self, model: Layer) -> None:
+        """Copies all parameters and buffers to a single-device model.
+
+        Collective like :meth:`gather`.
+
+        Raises:
+            CheckpointError: The model does not fit. No tensor has changed then.
+        """
+        target = self._state_in(model)
+        slots = fitting(self.slots(), target)
+        names, state = names_in(slots, target, self.plain_names), self.gather()
+        values = {slot.name: slot.value_in(state) for slot in slots}
+        for name, tensor in target.items():
+            if not has_memory(tensor):
+                set_data(tensor, values[names[name]])
+        _assign(target, {name: values[names[name]] for name in target})
+
+    def names_in(self, model: Layer) -> dict[str, str]:
+        """Returns the fully qualified name of each parameter and buffer of a single-device model.
+
+        Raises:
+            CheckpointError: The model does not fit in names, or in order and shape.
+        """
+        return names_in(self.slots(), self._state_in(model), self.plain_names)
+
+    def _state_in(self, model: Layer) -> Mapping[str, Tensor]:
+        """Returns the state of a whole single-device model by its own names."""
+        state: Mapping[str, Tensor] = model.state_dict()
+        return state
+
+    def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
+        """Returns :attr:`plain_names`, from the path of each entry in the plain model."""
+        if len(prefixes) != len(self._entries):
+            return {}
+        names: dict[str, str] = {}
+        for index, prefix in prefixes.items():
+            slots, shared = self._slots_of(int(index)), self._shared.get(int(index))
+            if shared is None:
+                paths = {s.name.partition(".")[2]: s.name for s in wholes_of(slots)}
+            else:
+                paths = {**shared.names}
+            names.update({f"{prefix}.{path}".lstrip("."): name for path, name in paths.items()})
+        return names
+
+    def _qualified_name(self, name: str) -> str:
+        """Returns the fully qualified name of the tensor that this process calls ``name``."""
+        return self._names.get(name, name)
+
+    def _slots_of(self, index: int) -> list[Slot]:
+        layer = self._blueprints[index]
+        shared = self._shared.get(index)
+        if shared is None:
+            return slots_of(layer, index)
+        shapes = paddle.nn.Layer.state_dict(self._blueprints[shared.indices[0]])
+        return [Slot.of(name, shapes[path]) for path, name in shared.names.items()]
+
+
+def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Sets each tensor to the value of its name, after a check of all dtypes."""
+    for name, tensor in tensors.items():
+        value = values[name]
+        dtype = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
+        if dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{name!r} does not fit",
+                expected=str(tensor.dtype),
+                got=str(dtype),
+                fix="convert the values first: value.astype(dtype)",
+            )
+    for name, tensor in tensors.items():
+        tensor.set_value(values[name])
+
+
+def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, Place]:
+    """Returns the places of the buffers of some layers that no state dict has.
+
+    These are buffers with ``persistable=False``, and tensors set as attributes. Their names are the
+    number of their layer in the whole list and their path in it, ``3.mask``. If several entries
+    share a layer, its buffers appear under each of the entries.
+
+    Args:
+        functions: Layers and functions by their number in the whole list.
+    """
+    return {
+        f"{index}.{path}": place
+        for index, function in functions.items()
+        for layer in (function, *called_through(function))
+        if isinstance(layer, paddle.nn.Layer)
+        for path, place in _hidden_in(layer)
+    }
+
+
+def _hidden_in(layer: Layer) -> Iterator[tuple[str, Place]]:
+    keys = paddle.nn.Layer.state_dict(layer).keys()
+    for prefix, part in layer.named_sublayers(include_self=True):
+        for holder, name in state_slots(part):
+            path = f"{prefix}.{name}" if prefix else name
+            if path not in keys:
+                yield path, (holder, name)

@@ -1,20 +1,57 @@
-"""The whole list of layers as one Layer in one process, to compare a pipeline with."""
+"""The whole list of layers as one Layer in one process, to compare a pipeline with.
+
+Its layers are copies, which train as the originals do.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
-from fleetpipe.aliases import Nest
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys, tensor_parallel
 from fleetpipe.dygraph.batch.losses import carried_in
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
-from fleetpipe.dygraph.state.copies import copy_layers
-from fleetpipe.dygraph.state.names import ModelWithParts
-from fleetpipe.dygraph.state.whole_state import Place, hidden_buffers
-from fleetpipe.dygraph.sums.uses import Uses, parameters_of, slots_in
+from fleetpipe.dygraph.state.names import ModelWithParts, Place, hidden_buffers
+from fleetpipe.dygraph.sums import Uses, parameters_of, slots_in
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import set_data
+
+_Layers = TypeVar("_Layers")
+
+#: What ranks say of a parameter of theirs, and a copy's optimizer says anew.
+_OF_RANKS = ("is_firstly_shared", "main_grad", "no_sync")
+
+
+def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] = ()) -> _Layers:
+    """Returns a deep copy of layers, with all that decides how they train.
+
+    Hooks, modes and attributes of layers are copied with them. Paddle copies parameters under other
+    names and without further attributes, by which functions of a script choose what decays, and
+    parts of a whole are known: here they keep both.
+
+    Args:
+        value: A layer, or a container of some.
+        layers: The layers in it; others are functions.
+        shared: Parameters whose copies have the memory of the originals.
+    """
+    copies: dict[int, Any] = {}
+    with paddle.utils.unique_name.guard():
+        for tensor in shared:
+            set_data(copy.deepcopy(tensor, copies), tensor.detach())
+        copied = copy.deepcopy(value, copies)
+    for layer in layers:
+        if not isinstance(layer, paddle.nn.Layer):
+            continue
+        # A layer with a __deepcopy__ of its own may say nothing of what it copies below it.
+        for parameter, copied_parameter in zip(layer.parameters(), copies[id(layer)].parameters()):
+            for name in vars(parameter).keys() - vars(copied_parameter).keys() - {*_OF_RANKS}:
+                setattr(copied_parameter, name, getattr(parameter, name))
+            copied_parameter.name = parameter.name
+    return copied
 
 
 class SingleModel(ModelWithParts):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
-from fleetpipe.dygraph.sums.uses import Use, sum_in_order
+from fleetpipe.dygraph.sums import Use, sum_in_order
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group, SoleGroup

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import blocks
+from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
 from fleetpipe.dygraph.tensor_parallel.groups import Members, gather, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
@@ -57,7 +57,7 @@ class ParallelCrossEntropy(ParallelLayer):
         members: Members = SoleGroup() if whole else members_of(self.model_parallel_group)
         label = _check_labels(label, input, self.ignore_index, members.ranks)
         size = input.shape[-1] * members.ranks
-        count = blocks.count_of(self.blocks, size, members.ranks, 0, type(self).__name__)
+        count = operations.count_of(self.blocks, size, members.ranks, 0, type(self).__name__)
         if whole and not count:
             dense: Callable[..., Tensor] = paddle.nn.functional.cross_entropy
             return dense(input, label, ignore_index=self.ignore_index, reduction="none")
@@ -114,14 +114,16 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         tops = parts.max(axis=-1).clip(min=least)
         above = (parts - tops.unsqueeze(-1)).reshape(exact.shape)
         # Of an exponential and a sum the bits may depend on the shape, of a difference they do not.
-        powers = [part.exp_() for part in blocks.split_blocks(above, each, axis=-1)]
+        powers = [part.exp_() for part in operations.split_blocks(above, each, axis=-1)]
         sums = [power.sum(axis=-1, keepdim=True) for power in powers]
         picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
         picked = paddle.where(here, picked, paddle.zeros_like(picked))
         share = paddle.concat([tops, *sums, picked], axis=-1)
         loss, highest, below = _combine(gather(share, members), count)
-        heights = [paddle.exp(one) for one in blocks.split_blocks(tops - highest, each, axis=-1)]
-        factors = blocks.join_blocks(heights) / below
+        heights = [
+            paddle.exp(one) for one in operations.split_blocks(tops - highest, each, axis=-1)
+        ]
+        factors = operations.join_blocks(heights) / below
         ctx.save_for_backward(places, here, ignored, factors, *powers)
         ctx.dtype = logits.dtype
         return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)
@@ -132,8 +134,8 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         grad = grad.astype(powers[0].dtype)
         zeros = paddle.zeros_like(grad)
         grad = paddle.where(ignored, zeros, grad)
-        scales = blocks.split_blocks(factors * grad, len(powers), axis=-1)
-        whole = blocks.join_blocks([power * scale for power, scale in zip(powers, scales)])
+        scales = operations.split_blocks(factors * grad, len(powers), axis=-1)
+        whole = operations.join_blocks([power * scale for power, scale in zip(powers, scales)])
         spread = whole.reshape([-1])
         at_label = paddle.gather(spread, places) - paddle.where(here, grad, zeros).reshape([-1])
         paddle.scatter_(spread, places, at_label)
@@ -155,7 +157,7 @@ def _combine(shares: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
     highest = tops.max(axis=-1, keepdim=True)
     terms = sums * paddle.exp(tops - highest)
     if count:
-        below = tree(blocks.split_blocks(terms, terms.shape[-1], axis=-1), add)
+        below = tree(operations.split_blocks(terms, terms.shape[-1], axis=-1), add)
     else:
         below = terms.sum(axis=-1, keepdim=True)
     loss = paddle.log(below) - (picked.sum(axis=-1, keepdim=True) - highest)

@@ -18,9 +18,8 @@ from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.sums import tree
-from fleetpipe.paddle_api import kernels
-from fleetpipe.paddle_api.tensor import tensor_bytes
-from fleetpipe.paddle_api.topology import (
+from fleetpipe.paddle_api import eager_operations
+from fleetpipe.paddle_api.distributed import (
     Group,
     LocalTopology,
     hybrid_topology,
@@ -28,6 +27,7 @@ from fleetpipe.paddle_api.topology import (
     sole_group,
     user_strategy,
 )
+from fleetpipe.paddle_api.tensor import tensor_bytes
 
 #: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
 _RING_BYTES = 256 * 1024
@@ -98,7 +98,7 @@ def total(tensor: Tensor, members: Members) -> Tensor:
         PipelineTimeout: Some member did not come within the limit.
     """
     if sums_by_tree():
-        return tree(gather(tensor, members), kernels.total)
+        return tree(gather(tensor, members), eager_operations.total)
     if members.ranks > 2 and tensor_bytes(tensor) > _RING_BYTES:
         summed = tensor.detach().clone()
         members.all_reduce([summed])

@@ -13,8 +13,8 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
-from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.tensor_parallel import blocks, groups
+from fleetpipe.dygraph.layer_kinds import is_spread
+from fleetpipe.dygraph.tensor_parallel import groups, operations
 from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.mesh.parts import PartOfWhole, attached_part, part_of, split_axis
@@ -87,7 +87,7 @@ class ParallelLayer(paddle.nn.Layer):
         """
         (size, across), where = self._cut, type(self).__name__
         numbers = size // self.world_size * across
-        return blocks.count_of(self.blocks, size, self.world_size, numbers, where)
+        return operations.count_of(self.blocks, size, self.world_size, numbers, where)
 
     def create_shard(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
         """Creates a parameter that is this member's shard of a whole one; not collective.
@@ -127,8 +127,8 @@ class ParallelLayer(paddle.nn.Layer):
         return bias
 
     def _mark_blocks(self, parameter: Tensor, axis: int, size: int) -> None:
-        count = blocks.share_of_blocks(self.blocks, size, self.world_size)
-        parameter.blocks = blocks.Blocks(axis, count)
+        count = operations.share_of_blocks(self.blocks, size, self.world_size)
+        parameter.blocks = operations.Blocks(axis, count)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelLayer:
         """Copies everything but the group, which the copy shares."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import blocks, operations
+from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
-from fleetpipe.paddle_api import kernels, paddle
+from fleetpipe.paddle_api import eager_operations, paddle
 
 
 class _ParallelLinear(ParallelLayer):
@@ -90,8 +90,8 @@ class ColumnParallelLinear(_ParallelLinear):
         count = self.count_blocks()
         if not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
-        output = blocks.column_product(x, self.weight, count)
-        return output if self.bias is None else kernels.total(output, self.bias)
+        output = operations.column_product(x, self.weight, count)
+        return output if self.bias is None else eager_operations.total(output, self.bias)
 
     def _inputs(self, x: Tensor) -> Tensor:
         """Returns the input that every member multiplies by its columns."""
@@ -161,7 +161,7 @@ class RowParallelLinear(_ParallelLinear):
         """Returns the sum of the terms of this member's rows."""
         if not count:
             return self.linear(columns, self.weight, name=self._name)
-        return blocks.row_product(columns, self.weight, count)
+        return operations.row_product(columns, self.weight, count)
 
     def _total(self, terms: Tensor) -> Tensor:
         """Returns the sum of the results of all members."""

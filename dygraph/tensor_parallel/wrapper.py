@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
-from fleetpipe.dygraph.broadcast import broadcast_copies, broadcast_state, is_spread
+from fleetpipe.dygraph.layer_kinds import broadcast_copies, broadcast_state, is_spread
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.job.job import Job, required_job
 from fleetpipe.mesh.axes import SHARDS

@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from fleetpipe.aliases import Nest, PaddleGroup, Strategy, Tensor, Topology
-from fleetpipe.dygraph.backward.crossings import Crossing
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport
+from fleetpipe.dygraph.backward.added_gradients import Crossing, DeferralReport
 from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import Units
-from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
+from fleetpipe.dygraph.layers.run_stage import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.hooks import NumberedHook
-from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.dygraph.observe.hooks import NumberedHook, Timers
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.train.observers import of_all
 from fleetpipe.engine.observer import Observer
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.job.job import Job, required_job
 from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api.distributed import user_strategy
 from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
-from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 

@@ -14,19 +14,20 @@ from fleetpipe.dygraph.batch.dygraph_stage import Batch as ForwardBatch
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     counted_in,
+    join_outputs,
+    on_host,
     split_value,
     unwrap,
 )
-from fleetpipe.dygraph.batch.outputs import join_outputs, on_host
 from fleetpipe.dygraph.batch.units import Units
-from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
-from fleetpipe.dygraph.optimizer.scaler import prepare_scaler
+from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer, prepare_scaler
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
-from fleetpipe.dygraph.train.scheduling import require_steps, step_rate
 from fleetpipe.dygraph.train.training_batch import (
     TrainingBatch,
+    require_steps,
     required_functions,
     run_forwards,
+    step_rate,
     take_step,
 )
 from fleetpipe.errors import ConfigError, StateError

@@ -11,17 +11,16 @@ import numpy as np
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import layer_kinds, tensor_parallel
 from fleetpipe.dygraph.batch.losses import Losses, weighted
-from fleetpipe.dygraph.batch.row_digests import require_one_rate
-from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
+from fleetpipe.dygraph.batch.rank_data import require_one_rate
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
+from fleetpipe.dygraph.layer_kinds import broadcast_copies, is_spread
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.dygraph.observe.hooks import Timers
 from fleetpipe.dygraph.optimizer import replicas
-from fleetpipe.dygraph.optimizer.shards import Shards
-from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
-from fleetpipe.dygraph.sums.refusals import require_taken
+from fleetpipe.dygraph.optimizer.replicas import Shards
+from fleetpipe.dygraph.sums import GradientTrees, require_taken
 from fleetpipe.errors import StateError
-from fleetpipe.job import generation
+from fleetpipe.job import attempt_files
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import squared_norm
@@ -56,7 +55,7 @@ class Reductions:
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
         # A process that replaces one of the job's begins where the others have compared them.
-        self._alike_along_mp = generation.began() > 0
+        self._alike_along_mp = attempt_files.own_generation() > 0
 
     def require_cleared(self) -> None:
         """Refuses gradients left by ZeRO stage 2: each rank has only a part of their sums."""

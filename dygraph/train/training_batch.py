@@ -1,34 +1,77 @@
-"""A training batch: checks before any wait, the run, REDUCE and STEP."""
+"""A training batch: checks before any wait, the run, REDUCE, STEP, and the learning rate's step."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from fleetpipe.aliases import Nest, Optimizer, Scaler
+from fleetpipe.aliases import Nest, Optimizer, Scaler, Scheduler, Tensor
 from fleetpipe.dygraph.batch.dygraph_stage import Batch
-from fleetpipe.dygraph.batch.input_gradients import (
+from fleetpipe.dygraph.batch.losses import Criterion, Losses, may_read
+from fleetpipe.dygraph.batch.micro_batches import (
+    MicroBatches,
+    ObservedBatch,
     hand_back,
+    is_iterator,
+    ragged_weights,
+    require_count,
     with_gradients,
     without_gradients,
 )
-from fleetpipe.dygraph.batch.kept_for_loss import may_read
-from fleetpipe.dygraph.batch.losses import Criterion, Losses
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
-from fleetpipe.dygraph.batch.observed import ObservedBatch
-from fleetpipe.dygraph.batch.outputs import require_count
-from fleetpipe.dygraph.batch.row_digests import RowDigests, digests_of
+from fleetpipe.dygraph.batch.rank_data import RowDigests, digests_of
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients
-from fleetpipe.dygraph.random_places import in_step
+from fleetpipe.dygraph.random_keys import in_step
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
 if TYPE_CHECKING:
     from fleetpipe.dygraph.train.runtime import Runtime
+
+
+_ByLoss = paddle.optimizer.lr.ReduceOnPlateau
+
+
+def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> None:
+    """Refuses, before the batch trains, a scheduler that cannot be stepped after it.
+
+    Args:
+        scheduler: A scheduler of Paddle's, or an object with its methods.
+        by_micro_batch: Whether the batch returns the losses of its micro-batches.
+    """
+    if scheduler is None or (isinstance(scheduler, _ByLoss) and not by_micro_batch):
+        return
+    signature = inspect.signature(scheduler.step)
+    try:
+        signature.bind()
+    except TypeError:
+        raise ConfigError(
+            "train_batch calls lr_scheduler.step() without arguments",
+            got=f"{type(scheduler).__name__}.step{signature}"
+            + ", and return_micro_batch_loss=True" * by_micro_batch,
+            cause="it hands the loss to ReduceOnPlateau alone, and one loss only",
+            fix="leave lr_scheduler out, and step it after train_batch by what that returns",
+        ) from None
+
+
+def step_rate(scheduler: Scheduler | None, loss: Nest, loss_fn_idx: int = 0) -> None:
+    """Steps a scheduler after the optimizer's step.
+
+    Args:
+        scheduler: A scheduler that :func:`require_steps` has accepted.
+        loss: The loss of the batch, for a ``ReduceOnPlateau``; the same on every rank. A list if
+            there are several loss functions.
+        loss_fn_idx: The number of the loss function that was trained.
+    """
+    if isinstance(scheduler, _ByLoss):
+        trained: Tensor = loss[loss_fn_idx] if isinstance(loss, list) else loss
+        scheduler.step(trained)
+    elif scheduler is not None:
+        scheduler.step()
 
 
 class TrainingBatch:

@@ -14,7 +14,7 @@ from fleetpipe.dygraph.train.pipeline_parallel import PipelineParallel
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.paddle_api.topology import user_strategy
+from fleetpipe.paddle_api.distributed import user_strategy
 
 
 class NoPipelineParallel(PipelineParallel):

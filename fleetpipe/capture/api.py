@@ -11,14 +11,12 @@ from typing import Any
 from fleetpipe import log
 from fleetpipe.capture.arguments import classes_of, plain_model, requested_stages, require_whole
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Findings
-from fleetpipe.capture.cutting.cut import cut_of
-from fleetpipe.capture.cutting.in_place import require_one_stage
+from fleetpipe.capture.cutting.auto import cut_of, require_one_stage
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeatability import require_same_calls
-from fleetpipe.capture.running.head import Head
-from fleetpipe.capture.running.host_memory import return_memory
-from fleetpipe.capture.running.memory import initialize, without_memory
+from fleetpipe.capture.running.captured_state import initialize, return_memory, without_memory
+from fleetpipe.capture.running.stages import Head
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
@@ -28,7 +26,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.topology import user_strategy
+from fleetpipe.paddle_api.distributed import user_strategy
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import PipelinePlan
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.tracing.signature import whole_at
-from fleetpipe.dygraph.layers.refusals import require_dynamic_graph
+from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.errors import ConfigError, UsageError, nearest
 from fleetpipe.job.job import Job

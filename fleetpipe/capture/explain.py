@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fleetpipe.capture.arguments import classes_of, plain_model, require_whole
-from fleetpipe.capture.cutting.auto import places
-from fleetpipe.capture.cutting.cuts import Border
-from fleetpipe.capture.cutting.node_meter import measure_nodes, parameter_bytes
+from fleetpipe.capture.cutting.auto import measure_nodes, parameter_bytes, places
+from fleetpipe.capture.cutting.split_spec import Border
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of

@@ -3,8 +3,7 @@
 Start with ``manager.py``, which users call. ``contents/`` describes the state to save: a model and
 an optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors under fully qualified
 names, of which each rank holds some, as :mod:`fleetpipe.mesh.parts` describes. ``files/`` writes
-and reads: ``plan.py`` chooses the place and the writer of each tensor, ``tensors.py`` is the
-format of one file, ``manifest.py`` makes a folder a checkpoint, and ``run_folder.py`` publishes
-and removes steps. ``checkpoint_commands.py`` shows, compares and converts checkpoints without a
-job.
+and reads: ``tensors.py`` chooses the writer of each tensor and is the format of one file,
+``manifest.py`` makes a folder a checkpoint, and ``run_folder.py`` publishes and removes steps.
+``checkpoint_commands.py`` shows, compares and converts checkpoints without a job.
 """

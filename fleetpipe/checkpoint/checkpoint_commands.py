@@ -17,8 +17,7 @@ from fleetpipe.arguments import new_file
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, TensorName
 from fleetpipe.checkpoint.files import manifest, run_folder, tensors
-from fleetpipe.checkpoint.files.digests import SHORT
-from fleetpipe.checkpoint.files.reader import StepReader
+from fleetpipe.checkpoint.files.manifest import SHORT, StepReader
 from fleetpipe.checkpoint.files.tensors import CODES
 from fleetpipe.errors import CheckpointError, ConfigError, printable
 from fleetpipe.mesh.parts import Described
@@ -109,7 +108,7 @@ def _list(arguments: argparse.Namespace) -> int:
         )
     for step, folder in steps.items():
         try:
-            contents = manifest.read(folder)
+            contents = manifest.read_manifest(folder)
         except CheckpointError as error:
             say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
             continue
@@ -123,7 +122,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    reader = manifest.read(run_folder.step_in(arguments.path, arguments.step))
+    reader = manifest.read_manifest(run_folder.step_in(arguments.path, arguments.step))
     say(f"step       {reader.step}")
     say(f"written by {_pairs_text(reader.versions)}")
     layout = {axis: n for axis, n in reader.layout.items() if n > 1 or axis in _USUAL_AXES}

@@ -15,8 +15,7 @@ from fleetpipe.arguments import using
 from fleetpipe.checkpoint.checkpoint_commands import FORMATS, say
 from fleetpipe.checkpoint.contents.parts import MODEL
 from fleetpipe.checkpoint.files import run_folder, tensors
-from fleetpipe.checkpoint.files.digests import hash_of, lines, tensor_digest
-from fleetpipe.checkpoint.files.reader import StepReader
+from fleetpipe.checkpoint.files.manifest import StepReader, hash_of, lines, tensor_digest
 from fleetpipe.errors import CheckpointError
 from fleetpipe.extras import extra
 
@@ -104,7 +103,7 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
         _require_whole(path)
         digests = _in_file(path)
     else:
-        digests = _of(extra("formats.paddle_files").read_state_dict(path))
+        digests = _of(extra("formats.model_files").read_state_dict(path))
     strange = [name for name in digests if not name.isprintable()]
     if strange or not digests:
         raise CheckpointError(

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import MODEL, Names, SavedModel, TensorName
-from fleetpipe.checkpoint.files import host_memory, tensors
-from fleetpipe.checkpoint.files.digests import hash_of, tensor_digest
-from fleetpipe.checkpoint.files.plan import Inventory, Share, plan_files
+from fleetpipe.checkpoint.files import tensors, writer
+from fleetpipe.checkpoint.files.manifest import hash_of, tensor_digest
+from fleetpipe.checkpoint.files.tensors import Inventory, Share, plan_files
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import StateError
 from fleetpipe.mesh.parts import Described, LocalTensor, Region
@@ -70,7 +70,7 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
 def _digest(local: LocalTensor) -> str:
     """Returns the digest of what is here; of a part as if it were the whole."""
     described = LocalTensor(local.tensor).described
-    return tensor_digest(described, [host_memory.bytes_of(local)])
+    return tensor_digest(described, [writer.bytes_of_tensor(local)])
 
 
 def _require_same(
@@ -99,7 +99,7 @@ def _digests_of_cut(
     """Returns on rank 0 the digests of tensors of which it takes the parts, one after another."""
 
     def bytes_here(name: str) -> memoryview:
-        return host_memory.bytes_of(local[TensorName(MODEL, name)])
+        return writer.bytes_of_tensor(local[TensorName(MODEL, name)])
 
     if ranks.rank:
         mine = [n for n, (_, ones) in cut.items() for one in ones if one.writer == ranks.rank]
@@ -110,7 +110,7 @@ def _digests_of_cut(
         memory = memoryview(bytearray(tensor.nbytes))
         for region, rank in ones:
             values = (
-                host_memory.bytes_of(LocalTensor(ranks.take(rank))) if rank else bytes_here(name)
+                writer.bytes_of_tensor(LocalTensor(ranks.take(rank))) if rank else bytes_here(name)
             )
             for run in tensors.runs(tensor.shape, tensor.itemsize, region):
                 memory[run.whole : run.whole + run.nbytes] = values[

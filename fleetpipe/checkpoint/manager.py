@@ -240,7 +240,7 @@ class CheckpointManager:
         def names() -> list[Any]:
             steps = run_folder.complete_steps(self._home) if ranks.rank == 0 else {}
             step, folder = [*steps.items()][-1] if steps else (0, None)
-            saved = {} if folder is None else manifest.read(folder).script
+            saved = {} if folder is None else manifest.read_manifest(folder).script
             return [current_script(), step, dict(saved)]
 
         script, step, saved = ranks.together(what, names)[0]

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents import training_state
-from fleetpipe.checkpoint.contents.matching import without_copies
-from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import MODEL, STATE, Saved, SavedPart, TensorName
-from fleetpipe.checkpoint.contents.script_state import of_place
+from fleetpipe.checkpoint.contents.objects import Objects, of_place
+from fleetpipe.checkpoint.contents.parts import (
+    MODEL,
+    STATE,
+    Saved,
+    SavedPart,
+    TensorName,
+    without_copies,
+)
 from fleetpipe.checkpoint.contents.training_state import TrainingState
-from fleetpipe.checkpoint.files import host_memory
-from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
+from fleetpipe.checkpoint.files import writer
+from fleetpipe.checkpoint.files.manifest import SavedStep, StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.mesh.groups import SoleGroup
@@ -159,9 +164,9 @@ class _Attempt:
         """Reads the values of all tensors."""
         with self.reader.opened() as read:
             for name, local in self._wanted.items():
-                value, memory = host_memory.empty_like(local)
+                value, memory = writer.empty_like(local)
                 read(name, local.cut, memory)
-                host_memory.assign(local, value)
+                writer.assign(local, value)
 
     def finish(self, place: Place) -> None:
         """Restores the state that is no tensor."""

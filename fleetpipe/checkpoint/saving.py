@@ -16,23 +16,25 @@ from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
-from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
-from fleetpipe.checkpoint.contents.matching import plain_order
+from fleetpipe.checkpoint.contents.model_and_optimizer import NamedTensors
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import STATE, TensorName
-from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
-from fleetpipe.checkpoint.files.folder_owner import FolderOwner
-from fleetpipe.checkpoint.files.host_memory import Snapshot
+from fleetpipe.checkpoint.contents.parts import STATE, TensorName, plain_order
+from fleetpipe.checkpoint.files import run_folder, tensors, writer
 from fleetpipe.checkpoint.files.manifest import Manifest
-from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, plan_files
-from fleetpipe.checkpoint.files.run_folder import Retention
-from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
+from fleetpipe.checkpoint.files.run_folder import FolderOwner, Retention
+from fleetpipe.checkpoint.files.tensors import FilePlan, Inventory, indexes, plan_files
+from fleetpipe.checkpoint.files.writer import (
+    Assignment,
+    Snapshot,
+    Writing,
+    bytes_in,
+    described_files,
+)
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.errors import CheckpointError
-from fleetpipe.job import attempt_files
+from fleetpipe.job import attempt_files, watch
+from fleetpipe.job.attempt_files import Failure
 from fleetpipe.job.job import Job, end
-from fleetpipe.job.watching import process_exit
-from fleetpipe.job.watching.failure import Failure
 from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -124,7 +126,7 @@ def _end_with_process() -> None:
                     "step that was saved before",
                 )
             )
-    first = lost.pop(0) if lost and process_exit.error() is None else None
+    first = lost.pop(0) if lost and watch.error() is None else None
     for one in lost:
         _log.error("%s", one)
     if first is not None:
@@ -132,7 +134,7 @@ def _end_with_process() -> None:
         try:
             end(first)
         finally:  # Python itself would end with status 0
-            process_exit.end_with(first)
+            watch.end_with(first)
 
 
 class Saver:
@@ -334,7 +336,7 @@ class Saver:
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
             atexit.unregister(_end_with_process)
             atexit.register(_end_with_process)  # before the end of a job that has begun since
-            process_exit.note_exits()
+            watch.note_exits()
             _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
             writing.start()
             return
@@ -386,7 +388,7 @@ def _with_statistics(
     mine = {name: one for name, one in local.items() if one.differs}
 
     def sums() -> list[Any]:
-        contents = {name: [host_memory.bytes_of(one)] for name, one in mine.items()}
+        contents = {name: [writer.bytes_of_tensor(one)] for name, one in mine.items()}
         sums = [[*name, tensors.checksum(content)] for name, content in contents.items()]
         return [member, replica, sums]
 

@@ -1,14 +1,14 @@
-"""Measures how far two tensors are apart, in absolute, relative and last-place units.
+"""Measures how far two tensors are apart, and whether rounding explains it.
 
 The rule of all comparisons: two tensors are equal if shape, dtype and bits are. So -0.0 is not 0.0,
-and any NaN is any other: what is not a number is so in many bits, which all mean the same.
+and any NaN is any other. A difference is rounding if another order of a sum makes one as large.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.tensor import to_host
-from fleetpipe.transport.wire import bridge
+from fleetpipe.transport import bridge
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
@@ -276,3 +276,58 @@ def _ordinal(value: Any) -> int:
     bits = int(value.view(f"u{value.dtype.itemsize}"))
     sign = 1 << (8 * value.dtype.itemsize - 1)
     return sign - bits if bits >= sign else bits
+
+
+#: Of the largest number; in float32, within one step.
+ROUNDING = 1e-5
+
+#: Of what a number moves by when everything that it is computed from moves by a unit in its last
+#: place: two runs are a small sample of what rounding does.
+MARGIN = 16.0
+
+
+class Rounding:
+    """The largest difference of each gradient of a step that the order of sums explains."""
+
+    def __init__(
+        self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """Stores the plain model's gradients.
+
+        Args:
+            gradients: The gradients by the names of the parameters.
+            moved: Computes them once more with parameters that are moved by a unit in the last
+                place; called if the scale of a layer does not explain a difference.
+        """
+        self._gradients, self._moved = gradients, moved
+        self._moved_gradients: Mapping[str, Tensor] | None = None
+
+    def carries(self, name: str, off: float) -> bool:
+        """Whether rounding explains a difference of ``off`` in a parameter's gradient."""
+        if off <= ROUNDING * self.scale(name):
+            return True
+        if not np.isfinite(off):
+            return False
+        if self._moved_gradients is None:
+            self._moved_gradients = self._moved()
+        return off <= MARGIN * largest_gap(
+            self._moved_gradients.get(name), self._gradients.get(name)
+        )
+
+    def scale(self, name: str) -> float:
+        """Returns the largest gradient among the parameters of the layer that has ``name``."""
+        layer = name.rpartition(".")[0]
+        beside = (g for other, g in self._gradients.items() if other.rpartition(".")[0] == layer)
+        return max(map(largest_of, beside), default=0.0)
+
+
+@paddle.no_grad()
+def move_by_a_unit(parameters: Iterable[Tensor]) -> None:
+    """Moves each number of parameters by a unit in the last place, up or down at random."""
+    signs = np.random.default_rng(0)
+    for parameter in parameters:
+        if parameter.dtype not in (paddle.float32, paddle.float64):
+            continue
+        numbers = parameter.numpy()
+        ways = np.where(signs.random(numbers.shape) < 0.5, -np.inf, np.inf)
+        parameter.set_value(np.nextafter(numbers, ways.astype(numbers.dtype)))

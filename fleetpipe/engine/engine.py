@@ -18,8 +18,7 @@ from fleetpipe.engine.stage import Stage, Values
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
 from fleetpipe.mesh.turns import SideState, Turns
 from fleetpipe.schedules import Action, Edge, Free, Fused, Op, Plan, Recv, Send
-from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch, parts
-from fleetpipe.schedules.plan_ops import ranks_of
+from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch, parts, ranks_of
 from fleetpipe.transport import MessageKey, Transport, Value, describe
 
 _log = log.logger(__name__)

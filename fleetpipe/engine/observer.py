@@ -1,14 +1,17 @@
 """Observers: objects that watch batches and the operations of the engine.
 
-An observer may wrap each operation, once, when a plan is compiled; one that wraps none is free.
+An observer may wrap each operation, once, when a plan is compiled; one that wraps none is free. A
+stopwatch times an operation that may be called several times until it is done.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from fleetpipe.mesh.turns import here, stretch
 from fleetpipe.schedules import Op, Recv, Send
 from fleetpipe.transport import MessageKey, Value
 
@@ -69,7 +72,7 @@ class BatchObserver:
         """Called before a batch runs anything; an error that it raises changes nothing.
 
         Args:
-            batch: A :class:`fleetpipe.dygraph.batch.observed.ObservedBatch`; None of a static
+            batch: A :class:`fleetpipe.dygraph.batch.micro_batches.ObservedBatch`; None of a static
                 program.
         """
 
@@ -157,3 +160,42 @@ class Observers(BatchObserver):
 def message_of(op: Send | Recv) -> MessageKey:
     """Returns the key of the message that ``op`` sends or receives."""
     return MessageKey(op.kind, op.edge.source, op.edge.target, op.edge.name, int(op.micro_batch))
+
+
+class Stopwatch:
+    """An instruction that is timed from its first call to the end of the last one.
+
+    An instruction that is blocked is called again once its message is there; the time includes the
+    wait, also one for several messages that was over before it was known which of them came. One
+    that raises is not counted. If two instructions take turns, each has the time of its
+    own turns.
+    """
+
+    __slots__ = ("_begin", "_clock", "_instruction", "_record")
+
+    def __init__(
+        self,
+        instruction: Instruction,
+        record: Callable[[float, float], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Wraps ``instruction``.
+
+        Args:
+            instruction: The instruction to time.
+            record: Called with the begin and the end of each run, in seconds of the clock.
+            clock: Returns the seconds.
+        """
+        self._instruction, self._record, self._clock = instruction, record, clock
+        self._begin: float | None = None
+
+    def __call__(self) -> Blocked | None:
+        """Runs the instruction; see :data:`fleetpipe.engine.observer.Instruction`."""
+        begin = self._clock() - here.idle if self._begin is None else self._begin
+        self._begin = None
+        blocked = self._instruction()
+        if blocked is None:
+            self._record(*stretch(begin, self._clock()))
+        else:
+            self._begin = begin
+        return blocked

@@ -1,7 +1,7 @@
 """A rank that runs the first ready action of its row, instead of waiting for the next one.
 
 The row is a hint here. What may run early, and why no arrival can block the ranks, is said in
-``fleetpipe/schedules/check/envelope.py``. Whether an action that may run early should is a bet: an
+``fleetpipe/schedules/envelope.py``. Whether an action that may run early should is a bet: an
 action cannot be interrupted, so the message of the next one may come as soon as it has begun. So a
 rank waits for the next action a while first, by a share of the time that the early one would take.
 With a half, a pipeline in which nothing is late is as fast as in the fixed order, within two per
@@ -20,7 +20,7 @@ from fleetpipe.engine.engine import Walker
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.mesh.turns import here
 from fleetpipe.schedules import Action, Plan, Reduce
-from fleetpipe.schedules.check.envelope import Envelope
+from fleetpipe.schedules.envelope import Envelope
 from fleetpipe.transport import MessageKey
 from fleetpipe.transport.base import AnyOrderTransport
 

@@ -21,8 +21,7 @@ from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Playe
 from fleetpipe.mesh.turns import here
 from fleetpipe.paddle_api.device import device_kind, synchronize
 from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
-from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.plan_ops import ranks_of
+from fleetpipe.schedules.action import parts, ranks_of
 from fleetpipe.systems import ProcessorQueue
 
 #: Most probes of a step, and the additions of each, which take some 2 microseconds.
@@ -68,7 +67,7 @@ class _Moment(NamedTuple):
 
 
 class Account(Protocol):
-    """Stores the times of steps; see :class:`fleetpipe.job.run_progress.RunProgress`.
+    """Stores the times of steps; see :class:`fleetpipe.job.records.RunProgress`.
 
     Attributes:
         synchronize: Waits until the device has computed all queued work, within a limit.

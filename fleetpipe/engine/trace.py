@@ -16,18 +16,25 @@ from typing import Any, Protocol
 
 from fleetpipe import log, systems
 from fleetpipe.arguments import require_folder
-from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
-from fleetpipe.engine.stopwatch import Stopwatch
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played, Stopwatch
 from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY, extra
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.turns import here
 from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
-from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, caveat, write_trace
-from fleetpipe.schedules.forms.events import Event, events_of, figures_of, median_step, with_early
+from fleetpipe.schedules.forms.trace import (
+    MICROSECONDS_PER_SECOND,
+    Event,
+    caveat,
+    events_of,
+    figures_of,
+    median_step,
+    with_early,
+    write_trace,
+)
 from fleetpipe.transport import Transport
-from fleetpipe.transport.joining.hosts import host_name
+from fleetpipe.transport.hosts import host_name
 
 _log = log.logger(__name__)
 
@@ -209,7 +216,7 @@ class Trace(BatchObserver):
         )
         rate = figures_of(step).bubble_rate
         title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
-        panel = extra("pictures.panel")
+        panel = extra("pictures")
         beside = panel.panel_of(predicted, "s", "predicted")
         shown = panel.Panel(title, _shift(step, -begun), placement, "s")
         drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
@@ -226,7 +233,7 @@ class Trace(BatchObserver):
         """Draws pictures under their file names; returns whether matplotlib is there."""
         try:
             for name, panels in pictures.items():
-                extra("pictures.schedule_picture").draw(panels, self._folder / name)
+                extra("pictures.picture").draw(panels, self._folder / name)
         except PackageNotFound:
             return False
         return True

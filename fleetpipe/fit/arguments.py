@@ -8,7 +8,7 @@ from typing import Any
 from fleetpipe.aliases import Nest, Optimizer
 from fleetpipe.dygraph.batch.losses import require_functions
 from fleetpipe.errors import ConfigError, require_whole
-from fleetpipe.fit.criterion import Metric
+from fleetpipe.fit.micro_batches import Metric
 from fleetpipe.paddle_api import paddle
 
 _OF_METRIC = ("compute", "update", "accumulate", "name", "reset")

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
-from fleetpipe.fit.criterion import names_of, values_of
-from fleetpipe.fit.feeding import Rows
-from fleetpipe.fit.position import Position
+from fleetpipe.fit.micro_batches import Rows, names_of, values_of
+from fleetpipe.fit.position import BatchSource, Position
 from fleetpipe.fit.runner import Runner
-from fleetpipe.fit.sources import BatchSource
 
 if TYPE_CHECKING:
     from paddle.hapi.callbacks import CallbackList

@@ -14,16 +14,13 @@ from fleetpipe.aliases import Nest
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.fit import arguments, networks, saving
+from fleetpipe.fit import arguments, networks
 from fleetpipe.fit.callbacks import checkpoint, progress, rank_policy
 from fleetpipe.fit.callbacks.callback_list import build_callback_list
-from fleetpipe.fit.criterion import Metric, names_of
-from fleetpipe.fit.feeding import Rows, as_list, rows_of
 from fleetpipe.fit.loop import History, Logs, Loop
-from fleetpipe.fit.position import Position
-from fleetpipe.fit.precision import precision_of
-from fleetpipe.fit.runner import Runner
-from fleetpipe.fit.sources import BatchSource, source_of
+from fleetpipe.fit.micro_batches import Metric, Rows, as_list, names_of, rows_of
+from fleetpipe.fit.position import BatchSource, Position, source_of
+from fleetpipe.fit.runner import Runner, precision_of
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import required_job
 from fleetpipe.paddle_api import paddle
@@ -423,9 +420,9 @@ class Model(paddle.Model):
         """
         runner = self._require_runner()
         if training:
-            saving.save(self._job, path, runner.pipeline, runner.optimizer)
+            networks.save(self._job, path, runner.pipeline, runner.optimizer)
         else:
-            saving.save_for_inference(self._job, path, runner.pipeline, self._input_specs)
+            networks.save_for_inference(self._job, path, runner.pipeline, self._input_specs)
 
     def load(self, path: str, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
         """Reads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
@@ -443,9 +440,9 @@ class Model(paddle.Model):
             CheckpointError: A file is missing or damaged, or does not fit.
         """
         runner = self._require_runner()
-        fits = saving.load_parameters(path, self.network, skip_mismatch)
+        fits = networks.load_parameters(path, self.network, skip_mismatch)
         if fits and not reset_optimizer and runner.optimizer is not None:
-            saving.load_state(path, runner.pipeline, runner.optimizer)
+            networks.load_state(path, runner.pipeline, runner.optimizer)
 
     def parameters(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Returns the parameters of this process's stages, for the optimizer."""

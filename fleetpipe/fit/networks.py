@@ -1,20 +1,42 @@
-"""Makes a pipeline of the network of a ``Model``: a list of layers, or any plain model."""
+"""The network of a ``Model``: makes a pipeline of it, and writes the files of ``Model.save``.
+
+It is a list of layers, or any plain model. ``paddle.Model`` of the single model writes and reads
+the same files: ``.pdparams`` is the state dict of the whole model, ``.pdopt`` the state of its
+optimizer, by names that Paddle counts.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from fleetpipe.aliases import Layer, Nest
+import numpy as np
+
+from fleetpipe import fleet_files
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.atomic_file import replacing
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
+from fleetpipe.checkpoint.contents import parts
+from fleetpipe.checkpoint.contents.model_and_optimizer import NamedTensors, OptimizerState, unwrap
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.checkpoint.files import writer
+from fleetpipe.checkpoint.files.tensors import Inventory, plan_files
+from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.mesh.parts import whole_name
+from fleetpipe.mesh.parts import LocalTensor, joined_on_first, whole_name
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import has_hooks
+from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
 
 def pipeline_of(
@@ -102,3 +124,253 @@ def _count_names(model: Layer) -> dict[str, str]:
     for name, tensor in model.state_dict().items():
         names.setdefault(whole_name(name, tensor), tensor.name)
     return names
+
+
+PARAMETERS, STATE = ".pdparams", ".pdopt"
+_SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"
+_COPIED = re.compile(r"(_deepcopy_\d+)+$")
+
+
+class Paths(NamedTuple):
+    """The two files of ``Model.save``."""
+
+    parameters: Path
+    state: Path
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Paths:
+        """Returns the files of a path, which may have the ending of either."""
+        name = os.fspath(path)
+        for ending in (PARAMETERS, STATE):
+            name = name.removesuffix(ending)
+        return cls(Path(name + PARAMETERS), Path(name + STATE))
+
+
+def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
+    """Writes the whole model and the whole optimizer, on the first rank. Collective over the job.
+
+    Args:
+        job: The job.
+        path: The path of the files without their endings.
+        pipeline: The wrapped model.
+        optimizer: Its wrapped optimizer; None if there is none.
+
+    Raises:
+        CheckpointError: A file cannot be written; every rank raises.
+        PipelineTimeout: A rank did not arrive within the limit.
+    """
+    whole = gather_model(job, pipeline, optimizer)
+
+    def write() -> None:
+        if whole:
+            files = Paths.of(path)
+            # Of a layer that was built before, the single model has a copy.
+            counted = counted_names(pipeline.layers)
+            names = {path: _COPIED.sub("", name) for path, name in counted.items()}
+            parameters = of_group(whole, parts.MODEL)
+            for name, tensor in parameters.items():
+                tensor.name = names[name]
+            order = [slot.name for slot in pipeline.layers.state.whole_slots()]
+            contents: dict[str, Nest] = {
+                files.parameters.name: {name: parameters[name] for name in order}
+            }
+            if state := _state_to_save(whole, names, optimizer):
+                contents[files.state.name] = dict(state)
+            fleet_files.save_all(files.parameters.parent, contents)
+
+    Ranks.of_job().together(f"saving {path}", write)
+
+
+def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: Nest) -> None:
+    """Writes the whole model by ``paddle.jit.save``, as :func:`save` writes its files. Collective.
+
+    Raises:
+        ConfigError: The inputs are not described, each by an ``InputSpec``, or no rank can build
+            the whole model.
+    """
+    if not inputs:
+        raise ConfigError(
+            "a model for inference has inputs of known shapes and dtypes",
+            got="no inputs",
+            fix="Model(network, inputs=[InputSpec([None, 64], 'float32')])",
+        )
+    if pipeline.layers.placement.has_head:
+        raise ConfigError(
+            "a vocabulary head in parts gives no logits, which a model for inference returns",
+            fix="model.save(path), and load it into a model with a Linear or a matmul at its end",
+        )
+    single = single_model_of(pipeline.layers)
+    whole = of_group(gather_model(job, pipeline, None), parts.MODEL)
+
+    def write() -> None:
+        if whole:
+            names = pipeline.layers.state.names_in(single)
+            single.set_state_dict({path: whole[name] for path, name in names.items()})
+            single.eval()
+            target = Path(path)
+            with replacing(target.parent) as draft:
+                paddle.jit.save(single, str(draft / target.name), input_spec=inputs)
+
+    Ranks.of_job().together(f"saving {path}", write)
+
+
+def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> bool:
+    """Loads a model's parameters from a file.
+
+    It is collective over the pipeline if something is left out.
+
+    Args:
+        path: The path of the files without their endings.
+        network: The model.
+        skip_mismatch: Whether parameters that the file lacks, or has in another shape, stay as they
+            are; else the file may have other names, in the order of the model.
+
+    Returns:
+        Whether the file had everything.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or does not fit.
+    """
+    state = fleet_files.load(Paths.of(path).parameters)
+    left_out = []
+    if skip_mismatch:
+        shapes = {slot.name: list(slot.shape) for slot in network.state.whole_slots()}
+        left_out = [n for n in shapes if n not in state or list(state[n].shape) != shapes[n]]
+    if left_out:
+        there = {name: value for name, value in state.items() if name in shapes}
+        here = network.full_state_dict()
+        state = {**there, **{name: here[name] for name in left_out}}
+        warnings.warn(f"not in {path}, or in another shape: {', '.join(left_out)}", stacklevel=3)
+    network.load_from(state)
+    return not left_out
+
+
+def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
+    """Loads an optimizer's state from a file; without the file it stays as it is.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or of another optimizer or model; nothing has
+            changed.
+    """
+    files = Paths.of(path)
+    if not files.state.exists():
+        return
+    contents = fleet_files.arrays(files.state)
+    part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
+    base = unwrap(optimizer)
+    names = _names_in_file(files.parameters, pipeline.layers)
+    values = _by_full_name(contents, names, name_prefix(base))
+    described = {name: LocalTensor(value).described for name, value in values.items()}
+    order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())
+    try:
+        wanted = part.wanted(parts.Saved(described, order, part.kind))
+    except CheckpointError:
+        part.abandon()
+        raise
+    for name, local in wanted.items():
+        _fill(local, values[name])
+    part.settle()
+    scheduler = scheduler_of(base)
+    if scheduler is not None and _SCHEDULE in contents:
+        scheduler.set_state_dict(contents[_SCHEDULE])
+
+
+def _state_to_save(
+    whole: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
+) -> dict[str, Nest]:
+    """Returns the optimizer's state dict with the counted names of :func:`counted_names`."""
+    if optimizer is None:
+        return {}
+    base = unwrap(optimizer)
+    masters = of_group(whole, parts.MASTER_WEIGHTS)
+    contents: dict[str, Nest] = {}
+    for name, tensor in of_group(whole, parts.OPTIMIZER).items():
+        path, _, kind = name.rpartition("/")
+        of = names[path] + (_MASTER if path in masters else "")
+        tensor.name = f"{of}_{name_prefix(base)}{kind}"
+        contents[tensor.name] = tensor
+    if masters:
+        for path, tensor in masters.items():
+            tensor.name = names[path] + _MASTER
+        contents[_MASTERS] = {names[path]: tensor for path, tensor in masters.items()}
+    scheduler = scheduler_of(base)
+    if scheduler is not None:
+        contents[_SCHEDULE] = scheduler.state_dict()
+    return contents
+
+
+def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
+    """Returns a parameter's path in the model for each name that Paddle counted in the file."""
+    names = [slot.name for slot in network.state.whole_slots()]
+    # A weight that the model has under two names counts once.
+    counted = {name: full for full, name in reversed(fleet_files.counted_names(path))}
+    by_order = dict(zip(reversed(counted.values()), names))
+    return {name: n if n in names else by_order[n] for name, n in counted.items()}
+
+
+def _by_full_name(
+    contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
+) -> dict[parts.TensorName, np.ndarray]:
+    """Returns the arrays of an optimizer's file by their names in checkpoints."""
+    values: dict[parts.TensorName, np.ndarray] = {}
+    for counted, array in contents.get(_MASTERS, {}).items():
+        values[parts.TensorName(parts.MASTER_WEIGHTS, names[counted])] = array
+    for key, array in contents.items():
+        if key in (_MASTERS, _SCHEDULE):
+            continue
+        counted = max((n for n in names if key.startswith(f"{n}_")), key=len, default=None)
+        if counted is None:
+            raise CheckpointError(
+                f"the optimizer's file has {key!r}, of a parameter that the model's has not",
+                expected=", ".join(list(names)[:4]) + ", ..",
+                fix=f"save both again, or load with reset_optimizer=True: {STATE} is left out",
+            )
+        kind = key[len(counted) + 1 :].removeprefix(f"{_MASTER[1:]}_").removeprefix(prefix)
+        # Of a second optimizer in a process Paddle counts on: moment1_1.
+        values[
+            parts.TensorName(parts.OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")
+        ] = array
+    return values
+
+
+def _fill(local: LocalTensor, value: np.ndarray) -> None:
+    if local.cut is not None:
+        value = local.cut.taken_from(value)
+    writer.assign(local, paddle.to_tensor(value))
+
+
+_WHAT = "gathering the model"
+
+
+def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
+    """Returns copies of all tensors, whole, on the first rank of the job; none on the others.
+
+    Collective, as :func:`joined_on_first` is.
+
+    Args:
+        job: The job.
+        model: The wrapped model.
+        optimizer: Its optimizer; None if there is none.
+
+    Raises:
+        CheckpointError: The ranks do not have the same model.
+        PipelineTimeout: A rank did not arrive within the limit.
+    """
+    objects = Objects(model, optimizer)
+    part = NamedTensors(model.layers.state.checkpoint_part())
+    states = objects.optimizer_part(part)
+    local = {**part.local_tensors(), **({} if states is None else states.local_tensors())}
+    ranks = Ranks.of_job()
+    texts = ranks.together(_WHAT, lambda: Inventory.of(local).to_json())
+    plan = plan_files([Inventory.from_json(text) for text in texts])
+    parts = (
+        ((*name,), local[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank)
+    )
+    with job.guarded(lambda: _WHAT):
+        whole = joined_on_first(job.everyone(), parts)
+    return {TensorName(*name): tensor for name, tensor in whole.items()}
+
+
+def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
+    """Returns the tensors of one of checkpoints' groups, by name."""
+    return {name.name: tensor for name, tensor in whole.items() if name.group == group}

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fleetpipe import heap, numerics
+from fleetpipe import numerics, systems
 from fleetpipe.fleet import overlay
-from fleetpipe.fleet.mixtures import mend_mixtures
+from fleetpipe.fleet.overlay import mend_mixtures
 from fleetpipe.fleet.static_graph import await_guard
 from fleetpipe.paddle_api import paddle_fleet
-from fleetpipe.paddle_api.topology import choose_backend, hide_own_flags
+from fleetpipe.paddle_api.distributed import choose_backend, hide_own_flags
 
 choose_backend()
 hide_own_flags()
 numerics.prepare()
-heap.prepare()
+systems.keep_freed_memory()
 overlay.install()
 await_guard()
 mend_mixtures()
 
-from fleetpipe.fleet import high_level, meta_parallel, process_end  # noqa: E402
+from fleetpipe.fleet import high_level, lifecycle, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402
     get_hybrid_communicate_group,
     init,
@@ -43,7 +43,7 @@ from fleetpipe.fleet.wrapping import (  # noqa: E402
 )
 
 high_level.install()
-process_end.install()
+lifecycle.end_job_at_exit()
 
 __all__ = [
     "DistributedStrategy",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from fleetpipe.aliases import Layer
-from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.layer_kinds import is_spread
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.axes import SEQUENCE

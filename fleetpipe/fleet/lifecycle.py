@@ -1,7 +1,11 @@
-"""``fleet.init`` and ``fleet.shutdown``: check options, connect the ranks, end the job."""
+"""``fleet.init`` and ``fleet.shutdown``: check options, connect the ranks, end the job.
+
+A job ends with its process, too, and errors of stock Paddle are then explained.
+"""
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import importlib
@@ -16,18 +20,18 @@ from fleetpipe import log
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.random_keys import GeneratorStates
-from fleetpipe.errors import ConfigError, NotInitialized, StateError
+from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, attempt_files, job, meeting
+from fleetpipe.job import attempt_files, job, meeting, watch
+from fleetpipe.job import fleet_view as fleet_topology
 from fleetpipe.job.allow import Allow
-from fleetpipe.job.groups import topology as fleet_topology
-from fleetpipe.job.groups.workers import Workers
+from fleetpipe.job.fleet_view import Workers
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
 from fleetpipe.mesh.degree_checks import sharding_stage
-from fleetpipe.paddle_api import paddle, paddle_fleet, topology
+from fleetpipe.paddle_api import distributed, paddle, paddle_fleet
 from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_types import DistributedStrategy as Strategy
@@ -77,9 +81,9 @@ def init(
     strategy = DistributedStrategy() if strategy is None else strategy
     config = PipelineConfig.from_strategy(strategy)
     if "SLURM_JOB_ID" in os.environ:
-        extra("slurm.tasks").adopt()
+        extra("slurm").adopt()
     world_size = meeting.world_size()
-    topology.choose_backend()
+    distributed.choose_backend()
     _refuse_other_launchers()
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size, attempt_files.whole_size())
     if degrees.pp > 1 and not is_collective:
@@ -159,7 +163,7 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         if running is not None:
             _change_strategy(running, degrees, strategy, config)
             return running
-        topology.forget_topology()
+        distributed.forget_topology()
         role_maker, is_collective, log_level = _static_arguments
         arguments = (role_maker, is_collective, strategy, log_level)
         _begin(degrees, meeting.world_size(), arguments, config)
@@ -188,7 +192,7 @@ def shutdown() -> None:
     try:
         job.end(sys.exc_info()[1])
     finally:
-        topology.forget_topology()
+        distributed.forget_topology()
         if "fleetpipe.static" in sys.modules:
             static_graph().uninstall()
         _static_arguments = None
@@ -235,7 +239,7 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
     _static_arguments = (role_maker, is_collective, log_level)
     running = current_job()
     if running is not None:
-        topology.install_topology(running.hcg, copy.deepcopy(strategy))
+        distributed.install_topology(running.hcg, copy.deepcopy(strategy))
         return _fleet
     return _fleet.init(*arguments)
 
@@ -255,7 +259,7 @@ def _change_strategy(
     running.scatters_gradients = stage == 2
     running.sums_by_tree = config.sums == "tree"
     running.allow = Allow(config.allow)
-    topology.install_topology(running.hcg, copy.deepcopy(strategy))
+    distributed.install_topology(running.hcg, copy.deepcopy(strategy))
     return _fleet
 
 
@@ -277,15 +281,14 @@ def _begin(
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)
     else:
-        from fleetpipe.job import start
-        from fleetpipe.job.groups import neighbours
+        from fleetpipe.job import paddle_groups, start
 
-        transport = config.transport or neighbours.default_transport()
-        neighbours.refuse_without_gloo(transport)
+        transport = config.transport or paddle_groups.default_transport()
+        paddle_groups.refuse_without_gloo(transport)
         facts = {
-            **agreement.facts(degrees, config),
+            **meeting.facts(degrees, config),
             "transport": transport,
-            "groups by the host's memory": str(topology.meets_by_host()),
+            "groups by the host's memory": str(distributed.meets_by_host()),
             "hybrid_configs": repr(strategy.hybrid_configs),
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
             "sharding_configs['stage']": str(stage),
@@ -297,7 +300,7 @@ def _begin(
     begun.sums_by_tree = config.sums == "tree"
     begun.allow = Allow(config.allow)
     job.begin(begun)
-    topology.lend_to_role_maker(Workers())
+    distributed.lend_to_role_maker(Workers())
     _rehearse(config)
     # One process that plays all ranks is watched if somebody may look at it.
     watched = config.serve is not None or attempt_files.folder() is not None or not begun.local
@@ -331,8 +334,8 @@ def _rehearsal() -> Any:
 def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, number: int) -> Job:
     role_maker, is_collective, strategy, log_level = arguments
     _init_alone(role_maker, is_collective, log_level)
-    hcg = topology.LocalTopology(degrees.pp)
-    topology.install_topology(hcg, copy.deepcopy(strategy))
+    hcg = distributed.LocalTopology(degrees.pp)
+    distributed.install_topology(hcg, copy.deepcopy(strategy))
     if degrees.pp > 1:
         _log.info(
             "this one process plays all %d ranks of the pipeline: parameters() has the whole model "
@@ -377,3 +380,38 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
         level = "WARNING" if log_level == "INFO" else log_level
         paddle_fleet.init(role_maker, is_collective, None, level)
         paddle_fleet.utils.log_util.set_log_level(log_level)
+
+
+#: What stock Paddle's ``PipelineLayer`` says where there is no GPU; it names no cause.
+_STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
+_STOCK_HINT = """\
+the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
+  what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
+
+#: What stock Paddle's ``fleet.init`` says in one process.
+_STOCK_ALONE = "nranks: 1, mp_num:"
+_STOCK_ALONE_HINT = """\
+the fleet.init of this script is stock Paddle's, which plays no pipeline in one process
+  what to do: from fleetpipe import fleet, for fleet.init and all else; where a library calls it, \
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
+
+
+def end_with_process() -> None:
+    """Ends the job when the process ends, and sends an uncaught error to the other ranks."""
+    error = watch.error()
+    if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
+        _log.error(_STOCK_HINT)
+    if isinstance(error, AssertionError) and str(error).startswith(_STOCK_ALONE):
+        _log.error(_STOCK_ALONE_HINT)
+    try:
+        job.end(error)
+    except FleetPipeError as failure:
+        # From here Python would print it and end with status 0.
+        watch.end_with(failure)
+
+
+def end_job_at_exit() -> None:
+    """Has the job end with this process."""
+    watch.note_exits()
+    atexit.register(end_with_process)

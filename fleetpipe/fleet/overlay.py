@@ -2,10 +2,13 @@
 
 The names that ``OVERLAYS`` lists for a module are fleetpipe's, all others in it are Paddle's. A
 module that is neither in the table nor a file of this package is Paddle's own, not a second copy.
+
+Paddle's mixtures of experts load fleetpipe's when one of them first computes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 import sys
@@ -13,11 +16,13 @@ from collections.abc import Callable, Mapping
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 from fleetpipe.extras import Finder, spec_of
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.eager_operations import provide
+from fleetpipe.paddle_api.layer import replace_in_moe
 from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS
 
 OURS = "fleetpipe.fleet"
@@ -63,7 +68,7 @@ OVERLAYS: Mapping[str, Mapping[str, str]] = {
     "meta_parallel.parallel_layers.pp_layers": {
         **_of(_DESCRIPTIONS, "LocalSharedLayerDesc"),
         **_of(_DYGRAPH, "PipelineLayer"),
-        **_of("fleetpipe.dygraph.layers.chunk:", "PipelineLayerChunk"),
+        **_of("fleetpipe.dygraph.layers.run_stage:", "PipelineLayerChunk"),
     },
     "meta_parallel.pipeline_parallel": {
         **_of(
@@ -180,3 +185,40 @@ def install() -> None:
         path = name[len(PADDLES) + 1 :]
         if name.startswith(PADDLES + ".") and not _is_file(path):
             sys.modules.setdefault(f"{OURS}.{path}", module)
+
+
+_resolve = functools.cache(pkgutil.resolve_name)
+
+#: Paddle's operations, which machines without a GPU lack.
+_OPERATIONS = (
+    *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
+    *("random_routing", "global_scatter", "global_gather"),
+)
+
+
+def _load_at_call(name: str) -> Callable[..., Any]:
+    """Returns a function that loads one of the exchange of experts at its first call."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        return _resolve(f"fleetpipe.contrib.experts.exchange:{name}")(*args, **named)
+
+    return call
+
+
+def mend_mixtures() -> None:
+    """Changes ``MoELayer``, and replaces Paddle's functions for it if there is no GPU.
+
+    ``paddle.incubate.distributed.models.moe.MoELayer``, its gates, and layers of libraries call
+    them; a script may build one before the pipeline.
+    """
+    replace_in_moe(
+        _local_gather=_load_at_call("local_gather"),
+        MoEScatter=SimpleNamespace(apply=_load_at_call("moe_scatter")),
+        MoEGather=SimpleNamespace(apply=_load_at_call("moe_gather")),
+    )
+    if device_kind() == "cpu":
+        replace_in_moe(
+            _alltoall=_load_at_call("alltoall"),
+            check_nccl_version_for_p2p=_load_at_call("no_check"),
+        )
+        provide({name: _load_at_call(name) for name in _OPERATIONS})

@@ -17,7 +17,7 @@ from fleetpipe.dygraph import (
     tensor_parallel,
     wrap,
 )
-from fleetpipe.dygraph.optimizer.scaler import agreeing
+from fleetpipe.dygraph.optimizer.optimizer import agreeing
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
@@ -25,8 +25,8 @@ from fleetpipe.fleet.static_graph import static_graph
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.distributed import install_topology, user_strategy
 from fleetpipe.paddle_api.layer import without_reentrance, wrapped_layer
-from fleetpipe.paddle_api.topology import install_topology, user_strategy
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
 
 

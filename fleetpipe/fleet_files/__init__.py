@@ -1,8 +1,8 @@
 """Files as Paddle and Fleet write them: state dicts, and folders with a file for each layer.
 
 Start with ``states.py``; ``pickled.py`` reads its pickles and runs none of the functions that they
-name. ``layers.py`` has the names of the files of a folder, and ``manifest.py`` records which save
-they belong to.
+name. ``manifest.py`` has the names of the files of a folder, and records which save they belong
+to.
 """
 
 from fleetpipe.fleet_files.states import (

@@ -1,9 +1,11 @@
-"""The files through which a rank tells its launcher how it fares, if the job may be restarted.
+"""The files through which a rank and its launcher tell each other how an attempt fares.
 
 An *attempt* is one start of a job's processes; attempts count from 1. The launcher (``fleetpipe
 launch``) gives each attempt a number and each host a folder, in which every rank writes a page of
 steps, why it failed, and its exit code. Without such a folder nothing is written, and the number is
-0.
+0. A *generation* is a time in which the same processes are the ranks of an attempt. A launcher that
+heals a job ends one when it starts a process in the place of a rank that ended; the processes that
+stay connect again, with the new one, under the number of the next.
 """
 
 from __future__ import annotations
@@ -16,15 +18,109 @@ import mmap
 import os
 import shutil
 import struct
+import textwrap
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fleetpipe import atomic_file, log, systems
-from fleetpipe.errors import ConfigError
-from fleetpipe.job.watching.failure import Failure
+from fleetpipe.errors import (
+    ConfigError,
+    FleetPipeError,
+    PeerFailed,
+    PipelineTimeout,
+    StateError,
+    TransportError,
+    is_permanent,
+)
+
+#: Longest traceback that is passed on, in characters.
+LONGEST_TEXT = 20000
+#: What a failed rank did, and the error that the others raise for it.
+KINDS: dict[str, type[FleetPipeError]] = {
+    "died": PeerFailed,
+    "left": PeerFailed,
+    "raised": PeerFailed,
+    "timed out": PipelineTimeout,
+    "sent bytes that are no message": TransportError,
+    "makes another call": StateError,
+}
+_LONGEST_LINE = 200
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of the rank that failed first.
+
+    Attributes:
+        rank: Its number in the job.
+        what: The kind of failure, one of ``KINDS``.
+        text: The error in one line.
+        details: Its traceback, or where all ranks were; empty without either.
+        permanent: Whether the job would fail again at each restart.
+    """
+
+    rank: int
+    what: str
+    text: str
+    details: str = ""
+    permanent: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Describes an error with which ``rank`` gives up."""
+        if isinstance(error, PipelineTimeout):
+            text, *more = str(error).splitlines()
+            return cls(rank, "timed out", text, "\n".join(more)[-LONGEST_TEXT:])
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        trace = "".join(lines)[-LONGEST_TEXT:]
+        return cls(rank, "raised", _in_one_line(error), trace, is_permanent(error))
+
+    def error(self, where: str | None = None) -> FleetPipeError:
+        """Returns the error that the other ranks raise; a timeout stays a timeout."""
+        next_step = f"read the log of rank {self.rank}: it failed first"
+        if self.what == "timed out":
+            next_step = (
+                "look for the rank that waits for no other: it is stuck, stopped or too slow"
+            )
+        left = self.what == "left"
+        if left:
+            next_step = (
+                "give all ranks as many batches, of loaders of one length, and end all alike"
+            )
+        cause = "its script was done, without an error: it had fewer batches, or skips a call"
+        if self.what == "makes another call":
+            next_step = "have every rank make the same collective calls, in the same order"
+            cause = (
+                "what one rank does alone, as `if rank == 0:`, an error that one rank caught, or "
+                "another number of batches"
+            )
+        quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
+        error = KINDS[self.what](
+            f"rank {self.rank} {self.what}: {self.text}",
+            where=where,
+            got=f"from rank {self.rank}:\n{quoted}" if self.details else None,
+            cause=cause if left or self.what == "makes another call" else None,
+            fix=next_step,
+        )
+        if self.what == "raised" and isinstance(error, PeerFailed):
+            error.brief = (
+                f"{where or 'this rank'}: ends because rank {self.rank} raised {self.text}"
+            )
+        return error
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Returns the kind of an error and its message, of fleetpipe's errors the first line."""
+    words = str(error).splitlines()[:1] if isinstance(error, FleetPipeError) else str(error).split()
+    text = " ".join(words)
+    if len(text) > _LONGEST_LINE:
+        text = text[:_LONGEST_LINE] + ".."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
 
 #: Names the folder of this attempt on this host.
 FOLDER = "FLEETPIPE_LIFE"
@@ -255,3 +351,83 @@ def _rows(file: Path) -> list[tuple[int, int]]:
         return []
     rows = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return [(int(first), int(second)) for first, second in rows]
+
+
+#: Asks for healing; its value is how many processes may be replaced in an attempt.
+HEAL = "FLEETPIPE_HEAL"
+#: Has the generation in which this process began in the place of another.
+BEGAN = "FLEETPIPE_GENERATION"
+#: The signals that asked this process to stop before its script handled them.
+early_signals: list[int] = []
+_FILE, _ENDED = "generation", "ended_by_supervisor"
+
+
+class Generation(NamedTuple):
+    """The processes of an attempt.
+
+    Attributes:
+        number: How many generations came before.
+        since: The generation in which the process of a rank began, of those that were replaced.
+        refused: Why the launcher replaces no further process; empty while it may.
+    """
+
+    number: int = 0
+    since: dict[int, int] = {}  # noqa: RUF012 - never changed
+    refused: str = ""
+
+
+def write_generation(directory: Path, generation: Generation) -> None:
+    """Writes the generation that begins into the folder of an attempt."""
+    with atomic_file.draft_of(directory / _FILE) as draft:
+        draft.write_text(json.dumps(generation), encoding="utf-8")
+
+
+def note_signal(number: int, _frame: object) -> None:
+    """Handles a signal in a process that replaces a rank, until its script does."""
+    early_signals.append(number)
+
+
+def refuse_healing(directory: Path) -> None:
+    """Notes that the ranks of an attempt are ended, which no launcher is to make good."""
+    (directory / _ENDED).touch()
+
+
+def is_healing_refused(directory: Path) -> bool:
+    """Whether the ranks of an attempt are ended by whoever started it."""
+    return (directory / _ENDED).exists()
+
+
+def current_generation() -> Generation:
+    """Returns the generation of this rank's attempt that has begun last."""
+    directory = folder()
+    file = None if directory is None else directory / _FILE
+    if file is None or not file.exists():
+        return Generation()
+    number, since, refused = json.loads(file.read_text(encoding="utf-8"))
+    return Generation(number, {int(rank): begun for rank, begun in since.items()}, refused)
+
+
+def own_generation() -> int:
+    """Returns the generation in which this process replaced another one; 0 for the first."""
+    return int(os.environ.get(BEGAN, "0"))
+
+
+def heals() -> bool:
+    """Whether the launcher of this process heals the job."""
+    return HEAL in os.environ and folder() is not None
+
+
+def note_place(directory: Path, rank: int, number: int, step: int) -> None:
+    """Writes that a rank waits for a generation, with the number of steps that it has done."""
+    with atomic_file.draft_of(directory / f"place.{rank}") as draft:
+        draft.write_text(json.dumps([number, step]), encoding="ascii")
+
+
+def waiting_places(directory: Path, number: int) -> dict[int, int]:
+    """Returns the steps done of the ranks that wait for a generation, by rank."""
+    rows: Iterator[tuple[int, Any]] = (
+        (int(file.suffix[1:]), json.loads(file.read_text(encoding="ascii")))
+        for file in directory.glob("place.*")
+        if file.suffix[1:].isdecimal()
+    )
+    return {rank: step for rank, (at, step) in rows if at == number}

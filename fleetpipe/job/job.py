@@ -7,6 +7,8 @@ All ranks are connected when the job begins, and every group is a view of these 
 rank of a job of n has 2 (n - 1) sockets, half of them for the watch, which connects all pairs
 anyhow, and a buffer of 16 KiB for each of the others. Separate connections for each group would be
 fewer in a large job, but would take one meeting in the store for each group.
+
+``Recovery`` is what a job asks of the part that makes good the death of another rank.
 """
 
 from __future__ import annotations
@@ -16,34 +18,84 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fleetpipe import log
-from fleetpipe.errors import StateError
+from fleetpipe.errors import PeerFailed, PipelineTimeout, StateError
 from fleetpipe.job import attempt_files
-from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.allow import Allow
+from fleetpipe.job.meeting import require_agreement
 from fleetpipe.job.mesh_groups import MeshGroups
-from fleetpipe.job.records import Heard
-from fleetpipe.job.run_progress import RunProgress
-from fleetpipe.job.watching.watch import Watch
+from fleetpipe.job.records import Heard, RunProgress
+from fleetpipe.job.watch import Watch
 from fleetpipe.mesh.axes import DENSE, REPLICA, Degrees, Mesh
-from fleetpipe.mesh.gloo_group import GlooGroup
-from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
+from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
 from fleetpipe.transport import Store, Transport, View
+
+if TYPE_CHECKING:
+    from fleetpipe.job.attempt_files import Failure
+    from fleetpipe.transport import ProcessGroupTransport, SocketTransport
+    from fleetpipe.transport.lanes import Lane
+    from fleetpipe.transport.peer_connections import Joined
+
+
+class Recovery(Protocol):
+    """What makes good the death of another rank.
+
+    Attributes:
+        counts: Whether the script is within a step: what it does elsewhere belongs to none.
+    """
+
+    counts: bool
+
+    def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
+        """Refuses to heal from now on where a batch has what cannot be done once more.
+
+        Args:
+            model: The model that is trained.
+            scaler: Its ``GradScaler``, or None.
+            guards: How often guards compare the ranks; 0 for never.
+            drawn: Whether the batch comes from a function.
+        """
+
+    def refuse(self, why: str) -> None:
+        """Refuses to heal from now on."""
+
+    def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
+        """Trains ``begin(data)`` and returns it; trains again after the death of another rank."""
+
+    def meet(self) -> object:
+        """Connects all ranks once more. Collective."""
+
+    def hinder(self, why: str, alone: bool = True) -> None:
+        """Refuses to heal where this step would have to begin anew.
+
+        Args:
+            why: What no process can be told.
+            alone: Whether it can be told as a part of something else.
+        """
+
+    def share(
+        self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
+    ) -> Any:
+        """Returns what ``act`` returns; repeats it after the death of another rank."""
+
+    def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
+        """Makes good the death that a rank has noticed after a batch.
+
+        Returns:
+            Whether the process that replaces the dead one did that batch, too.
+
+        Raises:
+            FleetPipeError: ``error``, if that cannot be.
+        """
+
 
 _log = log.logger(__name__)
 
 #: What a process is that replaces a rank, before its first batch.
 ALONE = "this process replaces a rank that died, and meets the others at its first batch"
-
-if TYPE_CHECKING:  # a job of one process loads none of them
-    from fleetpipe.job.recovery import Recovery
-    from fleetpipe.job.watching.failure import Failure
-    from fleetpipe.transport import ProcessGroupTransport, SocketTransport
-    from fleetpipe.transport.joining.connections import Joined
-    from fleetpipe.transport.process_group.lane import Lane
 
 
 class Job(MeshGroups):

@@ -1,20 +1,27 @@
-"""The start of a job: opens its key-value store and waits until every rank is there.
+"""The start of a job: its key-value store, the wait until every rank is there, what all agree on.
 
 Paddle's own start waits without a limit for a rank that never comes, and does not say which one.
-Here the wait has the user's limit, and names the ranks that are missing.
+Here the wait has the user's limit, and names the ranks that are missing. So has every call of the
+store's client; Paddle's waits without one while it holds the interpreter's lock. Its server is used
+unchanged: a request is a command (int32) and its arguments, strings with their length (uint64)
+before them; the protocol is the same in 2.6.2 and 3.3.1. All ranks must have the same versions,
+options and models before they run.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import socket
+import struct
 import time
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any, NoReturn
 
-from fleetpipe import log
+from fleetpipe import log, numerics
 from fleetpipe.errors import (
     ConfigError,
     FleetPipeError,
@@ -24,12 +31,121 @@ from fleetpipe.errors import (
     TransportError,
 )
 from fleetpipe.job import attempt_files
-from fleetpipe.job.store import JobStore
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.gloo.stores import open_tcp_store
-from fleetpipe.paddle_api.topology import began_without_groups
+from fleetpipe.paddle_api.distributed import began_without_groups, open_tcp_store
 from fleetpipe.transport import Store
-from fleetpipe.transport.limit import Limit, await_keys
+from fleetpipe.transport.base import Limit, await_keys
+from fleetpipe.version import __version__
+
+_ADD, _GET, _SET = 0, 1, 3
+_COMMAND = struct.Struct("<i")
+_NUMBER = struct.Struct("<q")
+#: Seconds between two looks at whether a rank has failed.
+_CHECK_SECONDS = 0.2
+_LARGEST_VALUE = 1 << 26
+
+
+def _string(data: bytes) -> bytes:
+    return _NUMBER.pack(len(data)) + data
+
+
+class JobStore:
+    """One rank's connection to the job's store. Used by one thread at a time.
+
+    Attributes:
+        check: Called during waits; raises an error if a rank is known to have failed.
+        timeout: Seconds that the answer to one request may take.
+    """
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        """Connects to the server at a host and port.
+
+        Args:
+            host: The host on which it listens.
+            port: Its port.
+            timeout: Seconds that the answer to one request may take.
+
+        Raises:
+            OSError: Nothing listens there.
+        """
+        self.check: Callable[[], None] = lambda: None
+        self.timeout = timeout
+        self._sock = socket.create_connection((host, port), timeout=timeout)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock.settimeout(_CHECK_SECONDS)
+
+    def set(self, key: str, value: str) -> None:
+        """Stores ``value`` under ``key``."""
+        self._send(_SET, key, _string(value.encode()))
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of ``key``, which must be there."""
+        self._send(_GET, key)
+        (size,) = _NUMBER.unpack(self._receive(_NUMBER.size))
+        if not 0 <= size <= _LARGEST_VALUE:
+            raise TransportError(
+                "the job's store answers with a value of an absurd size",
+                where=f"key {key!r}",
+                expected=f"at most {_LARGEST_VALUE} bytes",
+                got=str(size),
+                cause="another program has the port of rank 0, or wrote into the store",
+                fix="launch again; with another --master HOST:PORT if that happens twice",
+            )
+        return self._receive(size)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter that begins at 0 and returns its new value."""
+        self._send(_ADD, key, _NUMBER.pack(amount))
+        value: int = _NUMBER.unpack(self._receive(_NUMBER.size))[0]
+        if value == 0:
+            self.check()
+        return value
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._sock.close()
+
+    def _send(self, command: int, key: str, arguments: bytes = b"") -> None:
+        try:
+            # Paddle's own clients put a stroke before each key.
+            self._sock.sendall(_COMMAND.pack(command) + _string(b"/" + key.encode()) + arguments)
+        except OSError as error:
+            self._raise_gone(error.strerror or str(error))
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray()
+        limit = Limit(self.timeout)
+        while len(data) < size:
+            try:
+                more = self._sock.recv(size - len(data))
+            except TimeoutError:
+                self._wait_on(limit)
+                continue
+            except OSError as error:
+                self._raise_gone(error.strerror or str(error))
+            if not more:
+                self._raise_gone("it closed the connection")
+            data += more
+        return bytes(data)
+
+    def _wait_on(self, limit: Limit) -> None:
+        self.check()
+        if limit.reached():
+            raise PipelineTimeout(
+                f"the job's store, which rank 0 serves, did not answer for {self.timeout:g} s",
+                cause="rank 0 is stopped, or its host or network is gone; or another program has "
+                "the port of rank 0",
+                fix="read the log of rank 0",
+            )
+
+    def _raise_gone(self, why: str) -> NoReturn:
+        self.check()
+        raise PeerFailed(
+            "rank 0, which serves the job's store, is gone",
+            got=why,
+            fix="read the log of rank 0: it failed first",
+        )
+
 
 _POLL_SECONDS = 0.02
 #: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
@@ -319,4 +435,80 @@ def _not_here(who: str, timeout: float, got: str | None = None, place: str = "")
         if place
         else "not started, ended before, or still loading",
         fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
+    )
+
+
+_PLACE = "the comparison of what each rank runs"
+#: Differences that a message shows; the first ones tell enough.
+_MOST_SHOWN = 4
+
+
+def facts(*options: Any) -> dict[str, str]:
+    """Returns the facts on which all ranks must agree, by subject: versions, options, settings.
+
+    Args:
+        *options: Options, as dataclasses. Ranks need only agree on whether ``trace``, a folder, is
+            set: its name matters to rank 0 alone, as all of ``serve`` does.
+    """
+    settings = {**numerics.settings(), "fleetpipe": __version__}
+    for options_of in options:
+        for name, value in asdict(options_of).items():
+            if name != "serve":
+                settings[name] = str(value is not None) if name == "trace" else repr(value)
+    return settings
+
+
+def require_agreement(
+    store: Store,
+    key: str,
+    facts: Mapping[str, str],
+    timeout: float,
+    gone: Callable[[], Collection[int]] = tuple,
+) -> None:
+    """Compares the facts that each rank of the job has. Collective over the job.
+
+    Args:
+        store: The job's store. Ranks compare digests there, and the facts only if the digests
+            differ.
+        key: The key in the store, new for each comparison.
+        facts: What must be the same on all ranks, by subject.
+        timeout: Seconds that the ranks may take to arrive.
+        gone: Returns the ranks that have ended.
+
+    Raises:
+        ConfigError: Some rank has other facts; the message shows both sides. Every rank raises.
+        PeerFailed: Some rank ended before it arrived.
+        PipelineTimeout: Some rank did not arrive; the message says which.
+    """
+    text = json.dumps(dict(facts), sort_keys=True)
+    store.set(f"{key}/facts/{own_rank()}", text)
+    store.set(f"{key}/digest/{own_rank()}", hashlib.sha256(text.encode()).hexdigest())
+    meet(store, f"{key}/published", timeout, _PLACE, gone)
+    ranks = range(world_size())
+    digests = [store.get(f"{key}/digest/{rank}") for rank in ranks]
+    differing = [rank for rank in ranks if digests[rank] != digests[0]]
+    if differing:
+        first, other = (json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, differing[0]))
+        error = _disagreement(first, other, differing)
+        # Nobody raises, and so ends the store or others' waits, before all have seen both sides.
+        meet(store, f"{key}/compared", timeout, _PLACE, gone)
+        let_others_go(store, f"{key}/seen")
+        raise error
+
+
+def _disagreement(
+    first: Mapping[str, str], other: Mapping[str, str], differing: list[int]
+) -> ConfigError:
+    subjects = [s for s in {**first, **other} if first.get(s) != other.get(s)]
+
+    def join(facts: Mapping[str, str]) -> str:
+        shown = [f"{s} = {facts.get(s, 'nothing')}" for s in subjects[:_MOST_SHOWN]]
+        return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
+
+    also = f" (nor do ranks {differing[1:]})" if len(differing) > 1 else ""
+    return ConfigError(
+        f"ranks 0 and {differing[0]} of the job do not run the same{also}",
+        expected=f"as on rank 0: {join(first)}",
+        got=f"on rank {differing[0]}: {join(other)}",
+        fix="start all ranks with the same script, arguments, environment and versions",
     )

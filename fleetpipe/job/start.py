@@ -13,15 +13,14 @@ from typing import Any
 
 from fleetpipe import systems
 from fleetpipe.extras import extra
-from fleetpipe.job import attempt_files, generation, meeting
-from fleetpipe.job.agreement import require_agreement
-from fleetpipe.job.groups import neighbours, paddle_groups
+from fleetpipe.job import attempt_files, meeting, paddle_groups
 from fleetpipe.job.job import Job
-from fleetpipe.job.watching.watch import Watch
+from fleetpipe.job.meeting import require_agreement
+from fleetpipe.job.watch import Watch
 from fleetpipe.mesh.axes import Mesh
 from fleetpipe.transport import SocketTransport, Store
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
-from fleetpipe.transport.joining.connections import Joined, join
+from fleetpipe.transport.peer_connections import Joined, join
 
 
 def begin_together(
@@ -51,7 +50,7 @@ def begin_together(
         UsageError: This system cannot run several ranks.
     """
     systems.require_ranks()
-    if generation.began():
+    if attempt_files.own_generation():
         begin_alone = extra("healing.replacement").begin_alone
         replacing: Job = begin_alone(mesh, timeout, number, make_groups, transport)
         return replacing
@@ -75,14 +74,14 @@ def begin_together(
             with paddle_groups.made_for(number, store, watch, timeout):
                 hcg, copies = make_groups()
                 by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
-                groups = neighbours.make_groups(mesh) if by_groups else {}
+                groups = paddle_groups.make_groups(mesh) if by_groups else {}
             pipeline = None
             if groups:
                 members = mesh.along(mesh.coordinate(rank), ["pp"])
                 what = "having Paddle's groups connect neighbours"
                 # Sockets say themselves who is missing, before the watch would.
                 with paddle_groups.translating_errors(), watch.limit(2 * timeout, what, members):
-                    pipeline = neighbours.connect(
+                    pipeline = paddle_groups.connect_neighbours(
                         *(connections, members, groups, store, f"{prefix}/neighbours", timeout)
                     )
                 watch.on_failure(pipeline.interrupt)
@@ -98,7 +97,7 @@ def begin_together(
         pipeline=pipeline,
         neighbours=groups,
     )
-    job.compares_calls = not generation.asked_for()
+    job.compares_calls = not attempt_files.heals()
     job.endings += [
         paddle_groups.share_store_again,
         lambda: paddle_groups.trust(watch.failure is None),

@@ -32,7 +32,7 @@ from fleetpipe.launch.script import LAUNCHED, START
 #: Variables that count when Paddle is loaded, as these begin.
 EARLY = ("FLAGS_", "OMP_", "MKL_", "KMP_", "CUDA_", "OPENBLAS_")
 #: What a rank loads before its script begins.
-_NEEDED = ("fleetpipe.fleet", "fleetpipe.launch.run_command", "fleetpipe.launch.substitution")
+_NEEDED = ("fleetpipe.fleet", "fleetpipe.launch.script", "fleetpipe.launch.substitution")
 #: The main thread, and the one that ends the launcher with its command.
 _THREADS = 2
 _WAIT_SECONDS = 0.02

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from fleetpipe.errors import UsageError
 from fleetpipe.extras import extra
-from fleetpipe.job import attempt_files, generation
-from fleetpipe.job.watching.watch import EXIT_CODE
+from fleetpipe.job import attempt_files
+from fleetpipe.job.watch import EXIT_CODE
 from fleetpipe.launch import forked_ranks, streams
-from fleetpipe.launch.command_folder import end_with_command
-from fleetpipe.launch.script import end_sessions, in_a_shell
+from fleetpipe.launch.script import end_sessions, end_with_command, in_a_shell
 from fleetpipe.paddle_api import launcher
 from fleetpipe.transport.base import SOCKETS
 
@@ -38,7 +37,7 @@ def launch() -> None:
             explained=functools.partial(_is_explained, home),
             share=require_sockets,
             popen=forked_ranks.popen,
-            hold=extra("healing.replacing").holder(home) if generation.asked_for() else None,
+            hold=extra("healing.replacing").holder(home) if attempt_files.heals() else None,
         )
     except UsageError as error:
         sys.stderr.write(f"fleetpipe: {error}\n")

@@ -13,7 +13,7 @@ from fleetpipe.launch import script
 
 if TYPE_CHECKING:
     from fleetpipe.dygraph import PipelineParallel
-    from fleetpipe.dygraph.batch.observed import ObservedBatch
+    from fleetpipe.dygraph.batch.micro_batches import ObservedBatch
 
 
 class _Measured(BaseException):

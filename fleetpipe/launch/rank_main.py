@@ -10,15 +10,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from fleetpipe.cli import main  # noqa: E402
 from fleetpipe.errors import PeerFailed  # noqa: E402
-from fleetpipe.job import attempt_files  # noqa: E402
-from fleetpipe.job.watching import process_exit  # noqa: E402
-from fleetpipe.job.watching.failure import Failure  # noqa: E402
-from fleetpipe.job.watching.watch import EXIT_CODE  # noqa: E402
-from fleetpipe.launch.command_folder import end_with_command  # noqa: E402
+from fleetpipe.job import attempt_files, watch  # noqa: E402
+from fleetpipe.job.attempt_files import Failure  # noqa: E402
+from fleetpipe.job.watch import EXIT_CODE  # noqa: E402
+from fleetpipe.launch.script import end_with_command  # noqa: E402
 
 end_with_command()
 code = main(sys.argv[1:])
-error = process_exit.error()
+error = watch.error()
 # The launcher may end this process while it cleans up, and would see that alone.
 attempt_files.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else code)
 if code and error is not None:

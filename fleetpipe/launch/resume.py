@@ -16,7 +16,7 @@ from typing import Any
 
 from fleetpipe import log, systems
 from fleetpipe.checkpoint.contents.attributes import Attributes
-from fleetpipe.checkpoint.contents.layer_and_optimizer import without_wrappers
+from fleetpipe.checkpoint.contents.model_and_optimizer import without_wrappers
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -24,7 +24,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
 from fleetpipe.errors import CheckpointError, PeerFailed, PipelineTimeout
 from fleetpipe.extras import extra
-from fleetpipe.job import attempt_files, generation, job
+from fleetpipe.job import attempt_files, job
 from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.paddle_api.loading import keep_workers_from_signals
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
@@ -175,9 +175,9 @@ class Run:
         keep_workers_from_signals()
         for number, usual in STOP_SIGNALS.items():
             # A handler of the script's own stays, and may call stop().
-            if signal.getsignal(number) in (usual, generation.note_signal):
+            if signal.getsignal(number) in (usual, attempt_files.note_signal):
                 signal.signal(number, self._on_signal)
-        if generation.early_signals:
+        if attempt_files.early_signals:
             self.stop()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
@@ -269,9 +269,9 @@ def resume(
         )
     run = Run(step, of_run, manager, kept)
     run.other_arguments = other_arguments
-    heals = generation.asked_for() and kept is not None
+    heals = attempt_files.heals() and kept is not None
     if heals and current is not None and not current.local:
-        healing = extra("healing.healing").Healing
+        healing = extra("healing.survivor").Healing
         current.healing = healing(current, run, kept, folder, model, manager)
     return run
 

@@ -1,15 +1,23 @@
-"""Runs a training script with its arguments, in this process or on every rank of a job."""
+"""Runs a training script with its arguments, in this process or on every rank of a job.
+
+The command that starts processes has a folder, whose lock shows that it lives: the system frees the
+lock when the command ends, however that happens, and the processes end with it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Container, Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -23,8 +31,84 @@ from fleetpipe import systems
 from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files
-from fleetpipe.launch import log_filter
-from fleetpipe.launch.command_folder import command_folder
+from fleetpipe.launch import streams
+
+#: Names the folder of the command that started this process.
+FOLDER = "FLEETPIPE_COMMAND_FOLDER"
+#: A file system in memory, where the system has one.
+_MEMORY = Path("/dev/shm")
+_PREFIX = "fleetpipe-launch-"
+_LOCK = "lock"
+
+
+@contextmanager
+def command_folder(large: bool = False) -> Iterator[Path]:
+    """Makes the folder, for this user alone, and removes it at the end.
+
+    The environment, which processes that are started meanwhile inherit, has its path.
+
+    Args:
+        large: Whether it may need much room: then it is in ``TMPDIR``, and not in the host's
+            memory.
+    """
+    memory = not large and os.access(_MEMORY, os.W_OK)
+    place = _MEMORY if memory else Path(tempfile.gettempdir())
+    for left in place.glob(f"{_PREFIX}*"):
+        _remove_left_over(left)
+    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
+    folder = place / hidden.name[1:]
+    outer = os.environ.get(FOLDER)
+    try:
+        with (hidden / _LOCK).open("w") as lock:
+            if not systems.lock(lock.fileno()):
+                lock.close()  # Windows renames no folder with an open file
+            # Seen by others only now that it is locked.
+            hidden.rename(folder)
+            os.environ[FOLDER] = str(folder)
+            yield folder
+    finally:
+        os.environ.pop(FOLDER, None)
+        if outer is not None:
+            os.environ[FOLDER] = outer
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_over(folder: Path) -> None:
+    # It may be another user's, or be removed by another command meanwhile.
+    with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
+        if systems.lock(lock.fileno(), wait=False):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_with_command(first: Callable[[], None] = lambda: None) -> None:
+    """Makes this process end with the command that started it, if it was started by one.
+
+    A rank, which has a session of its own, ends with all processes in that.
+
+    Args:
+        first: Called before, and before the folder is removed.
+    """
+    if FOLDER in os.environ:
+        folder = Path(os.environ[FOLDER])
+        # Named, or the first thread of a script would not be the one that Python calls Thread-1.
+        await_end = threading.Thread(
+            target=_await_end, args=[folder, first], name="end with command", daemon=True
+        )
+        await_end.start()
+
+
+def _await_end(folder: Path, first: Callable[[], None]) -> None:
+    with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
+        if not systems.lock(lock.fileno(), shared=True):
+            return
+        if "PADDLE_TRAINER_ID" in os.environ:
+            systems.end_session(os.getpid())
+        else:
+            # By the folder the launcher knows the ranks, of which one may hang and not end itself.
+            first()
+            shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), systems.SIGKILL)
+
 
 #: Chooses how ranks start: ``spawn``, or ``fork`` where that is possible, the default.
 START = "FLEETPIPE_START"
@@ -34,7 +118,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe run`` to its parser."""
-    extra("view.address").configure_serve(parser)
+    extra("view").configure_serve(parser)
     configure_script(parser, "a training script that uses paddle.distributed.fleet")
 
 
@@ -109,8 +193,8 @@ def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
     )
     parser.add_argument(
         *kinds.spellings("log-level"),
-        choices=log_filter.LEVELS,
-        default=log_filter.DEFAULT_LEVEL,
+        choices=streams.LEVELS,
+        default=streams.DEFAULT_LEVEL,
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
         "%(default)s, the default",
     )
@@ -192,7 +276,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         command_folder() as folder,
     ):
         board.begin(folder)
-        environment = {**log_filter.environment(level), attempt_files.FOLDER: str(folder)}
+        environment = {**streams.environment(level), attempt_files.FOLDER: str(folder)}
         process = subprocess.Popen(command, env=environment)
         # The launcher passes these on to the ranks; once they have ended, another changes nothing.
         for number in systems.STOP_SIGNALS:
@@ -353,3 +437,20 @@ def exit_code(status: object) -> int:
         return int(status)  # unittest.main ends with a bool
     sys.stderr.write(f"{status}\n")
     return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the script with fleetpipe's modules in place of Paddle's.
+
+    Returns:
+        The script's exit code; with several ranks that of the first that failed.
+    """
+    if to_be_launched(options):
+        return launch(options, "run")
+    # It loads Paddle, which a process that launches leaves to its launcher.
+    from fleetpipe.launch.substitution import in_place_of_paddles
+
+    if options.serve is not None:
+        os.environ[extra("view").SERVE] = str(options.serve)
+    with in_place_of_paddles():
+        return execute_to_the_end(options.script, options.arguments)

@@ -1,20 +1,23 @@
 """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules for later imports.
 
-Modules that imported Paddle's before keep them: Paddle itself, and fleetpipe, which delegates to
-them. It also provides the names of older Paddle, see :mod:`fleetpipe.contrib.fluid.fluid_names`.
+``fleetpipe run`` does it for a script, and ``fleetpipe.install()`` from within one. Modules that
+imported Paddle's before keep them: Paddle itself, and fleetpipe, which delegates to them.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe.config import PipelineConfig
+from fleetpipe.errors import ConfigError
 from fleetpipe.extras import Finder, extra
 from fleetpipe.fleet import gpu_only
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
@@ -49,7 +52,7 @@ def in_place_of_paddles() -> Iterator[None]:
     sys.modules.update(counterparts)
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
-    fluid, pipelining = extra("fluid.fluid_names"), extra("pipelining.stock_schedules")
+    fluid, pipelining = extra("fluid"), extra("pipelining")
     try:
         with ExitStack() as changes:
             for change in (without_gpu, fluid.provide, pipelining.on_engine, gpu_only.refusals):
@@ -114,3 +117,52 @@ def _skipping(function: Callable[..., Any]) -> Callable[..., None]:
             function(device)
 
     return synchronize
+
+
+_installed = ExitStack()
+
+
+def install() -> None:
+    """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules from here on.
+
+    Under ``fleetpipe run``, and the second time, it does nothing.
+
+    Raises:
+        ConfigError: A module has imported a name from ``paddle.distributed.fleet`` that fleetpipe
+            replaces, and would continue to use Paddle's.
+    """
+    if sys.modules[PADDLES] is our_fleet:
+        return
+    within = f"{PADDLES}."
+    stock = {name: one for name, one in sys.modules.items() if f"{name}.".startswith(within)}
+    _installed.enter_context(in_place_of_paddles())
+    try:
+        _refuse_early_imports(stock)
+    except ConfigError:
+        _installed.close()
+        raise
+    # Taken back in order: at the very end Python would do it with half of its modules gone.
+    atexit.register(_installed.close)
+
+
+def _refuse_early_imports(modules: dict[str, ModuleType]) -> None:
+    """Refuses modules that hold a replaced module, class or function of Paddle's."""
+    replaced = {
+        id(modules[name]): name for name in modules if sys.modules[name] is not modules[name]
+    }
+    for name in list(replaced.values()):
+        for key in getattr(sys.modules[name], "__all__", ()):
+            stock = getattr(modules[name], key, None)
+            if stock is not getattr(sys.modules[name], key) and callable(stock):
+                replaced[id(stock)] = f"{name}.{key}"
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("paddle", "fleetpipe"):
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if id(value) in replaced:
+                raise ConfigError(
+                    "fleetpipe.install() came too late",
+                    got=f"{name} has imported {replaced[id(value)]}, and would go on with Paddle's",
+                    fix="import fleetpipe; fleetpipe.install() at the top of the script, above all "
+                    "other imports; or start the script with fleetpipe run",
+                )

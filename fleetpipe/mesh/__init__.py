@@ -5,8 +5,7 @@ the collective operations, and ``parts.py`` says which part of a parameter a ran
 """
 
 from fleetpipe.mesh.axes import AXES, COPIES, REPLICA, Coordinate, Degrees, Mesh
-from fleetpipe.mesh.gloo_group import GlooGroup
-from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
+from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 
 __all__ = [
     "AXES",

@@ -1,17 +1,106 @@
-"""Collective operations of some ranks, over their own connections."""
+"""Collective operations of some ranks, over their own connections or by a group of Paddle's.
+
+The bytes that they send are counted while a profile asks for it.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fleetpipe.mesh import traffic, turns
+from fleetpipe.errors import FleetPipeError, PeerFailed
+from fleetpipe.mesh import turns
 from fleetpipe.mesh.sums import add, added_up, copies
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
-from fleetpipe.transport.wire.message import MessageKey
+from fleetpipe.transport.message import MessageKey
+
+
+@dataclass
+class Traffic:
+    """Counters of exchanges, tokens and attention.
+
+    Attributes:
+        exchanges: Number of all_to_all and reduce_scatter operations.
+        nbytes: Bytes sent to other members.
+        routed: Bytes of the tokens that go to experts, those of this process included.
+        loads: For each mixture that ran, the tokens that go to each of its experts.
+        expert_seconds: Seconds that the experts of this process computed.
+        queries: Bytes of the queries, for attention over whole sequences.
+        keys: Bytes of the keys and values of that attention.
+        heads: For each attention that ran, the heads of its queries.
+        clock: Returns seconds.
+    """
+
+    exchanges: int = 0
+    nbytes: int = 0
+    routed: int = 0
+    loads: list[list[int]] = field(default_factory=list)
+    expert_seconds: float = 0.0
+    queries: int = 0
+    keys: int = 0
+    heads: list[int] = field(default_factory=list)
+    clock: Callable[[], float] = time.thread_time
+
+    def add(self, parts: Iterable[Any]) -> None:
+        """Counts one exchange, with a tensor for each other member."""
+        # Late: a mesh is looked at where no Paddle is, too.
+        from fleetpipe.paddle_api.tensor import tensor_bytes
+
+        self.exchanges += 1
+        self.nbytes += sum(map(tensor_bytes, parts))
+
+    def attend(self, query: Any, key: Any) -> None:
+        """Counts one attention of queries over keys and as many values."""
+        from fleetpipe.paddle_api.tensor import tensor_bytes
+
+        self.queries += tensor_bytes(query)
+        self.keys += 2 * tensor_bytes(key)
+        self.heads.append(query.shape[2])
+
+
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def counting_traffic(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
+    """While this context is open, counts exchanges, and the seconds of ``clock`` in experts."""
+    traffic = Traffic(clock=clock)
+    _counting.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counting.remove(traffic)
+
+
+def note_exchange(parts: Iterable[Any]) -> None:
+    """Reports an exchange to the open counters; see :meth:`Traffic.add`."""
+    for traffic in _counting:
+        traffic.add(parts)
+
+
+def note_attention(query: Any, key: Any) -> None:
+    """Reports an attention to the open counters; see :meth:`Traffic.attend`."""
+    for traffic in _counting:
+        traffic.attend(query, key)
+
+
+def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
+    """Reports to the open counters that experts start on ``rows`` tokens, ``counts`` for each."""
+    for traffic in _counting:
+        traffic.routed += rows * row_bytes
+        traffic.loads.append(counts.flatten().tolist())
+        traffic.expert_seconds -= traffic.clock()
+
+
+def note_outputs() -> None:
+    """Reports to the open counters that the experts have finished."""
+    for traffic in _counting:
+        traffic.expert_seconds += traffic.clock()
 
 
 class Gathering(Protocol):
@@ -207,7 +296,7 @@ class DirectGroup(Group):
         outgoing = copies(parts, self.rank, self.ranks)
         if self.alone:
             return _Gathered(outgoing[self.rank], self.ranks)
-        traffic.note([outgoing[peer] for peer in self._peers()])
+        note_exchange([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
         return _Exchange(self._begin(self._exchange, outgoing[self.rank]))
@@ -300,3 +389,79 @@ class _Exchange:
         values = self._gathering.values()
         turns.here.waited += time.perf_counter() - since
         return values
+
+
+class GlooGroup(DirectGroup):
+    """Sums large tensors in one of Paddle's own groups: Gloo's on CPU, NCCL's on GPU.
+
+    The members meet over their connections first, under the user's limit: Gloo itself gives up
+    after 30 s, and the group is broken afterwards.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        timeout: float,
+        paddle_group: Any,
+        limit: Callable[[], AbstractContextManager[None]] = nullcontext,
+        name: str = "group",
+    ) -> None:
+        """Uses a group of Paddle's with the same members in the same order.
+
+        Args:
+            transport: This rank's connections to the other members.
+            timeout: Seconds that the wait for a member may last.
+            paddle_group: A group from ``paddle.distributed.new_group``.
+            limit: Returns a context; each operation of that group runs in one.
+            name: Prefix of its messages.
+        """
+        super().__init__(transport, timeout, name)
+        self.paddle_group = paddle_group
+        self._limit = limit
+
+    def all_reduce(self, tensors: Sequence[Any]) -> None:
+        """Replaces each tensor by the sum over all members. Collective."""
+        from paddle.distributed import all_reduce
+
+        if self.alone:
+            return
+        self.all_gather(None)
+        with self.collective():
+            for tensor in tensors:
+                # Gloo's sums of float16 are not numbers.
+                narrow = str(tensor.dtype).endswith("float16") and tensor.place.is_cpu_place()
+                total = tensor.astype("float32") if narrow else tensor
+                all_reduce(total, group=self.paddle_group)
+                if narrow:
+                    tensor.set_value(total.astype(tensor.dtype))
+
+    def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
+        """Replaces each tensor by the one of the member named beside it. Collective."""
+        from paddle.distributed import broadcast
+
+        if self.alone:
+            return
+        members = self.all_gather(self.paddle_group.ranks[self.paddle_group.rank])
+        with self.collective():
+            for tensor, source in tensors:
+                broadcast(tensor, members[source], group=self.paddle_group)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Is open while Paddle's own collectives run; the members must have met before.
+
+        Raises:
+            PeerFailed: The collective broke, because a member died or stopped meanwhile.
+        """
+        try:
+            with self._limit():
+                yield
+        except (RuntimeError, OSError) as error:  # of Gloo, of NCCL
+            if isinstance(error, FleetPipeError):
+                raise
+            raise PeerFailed(
+                "a collective operation of Paddle's broke",
+                got=str(error).strip().splitlines()[0],
+                cause="another member died within it, did not go on for 30 s, or uses the same GPU",
+                fix="read the logs of the other members",
+            ) from error

@@ -28,7 +28,7 @@ MoEGather: Any = _moe_layer.MoEGather
 _paddle_moe = (_moe_layer, _moe_utils)
 
 
-#: A layer without a mode of its own is in evaluation: ``fleetpipe.dygraph.model.modes``.
+#: A layer without a mode of its own is in evaluation: ``fleetpipe.dygraph.model.owned_stages``.
 paddle.nn.Layer.training = False
 
 

@@ -3,19 +3,19 @@
 :func:`begin` is for scripts that call it; ``fleetpipe parity SCRIPT`` (``parity_command``) runs a
 training script unchanged. Both make a ``session``, which compares one step after another:
 
-1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
-2. the ``reference``, the model on one device, takes what the script has changed on layers
-   (``attributes``), and runs forward and backward (``beside``); on a GPU twice, so that
-   ``tolerance`` measures how far two runs of the device differ;
-3. the pipeline trains, while ``outputs`` records the outputs of layers (the reference's too),
-   ``edges`` records the gradients between stages, and ``tolerance`` finds sums in another order;
-4. in place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both sides,
+1. the batch is cut a second time, and the micro-batches of both sides are compared;
+2. the ``reference``, the model on one device, takes what the script has changed on layers, and
+   runs forward and backward (``beside``); on a GPU twice, to measure how far two runs of the
+   device differ;
+3. the pipeline trains, while ``recorded_values`` has the outputs of layers (the reference's too)
+   and the gradients between stages;
+4. in place of the pipeline's optimizer the session compares the gradients, then steps both sides,
    each at its learning rate; if a gradient differs, the reference first runs once more, to compare
    the gradients on the edges;
 5. parameters and buffers are compared after, as is the loss; and once more before the next step,
    since something else may have changed them.
 
-``evaluation`` compares ``eval_batch`` and ``predict_batch`` likewise. The rule of ``compare`` says
+``eval_batch`` and ``predict_batch`` are compared likewise. The rule of ``compare`` says
 how far two values are apart; the session merges the differences of all ranks into one ``report``.
 """
 
@@ -26,8 +26,8 @@ from collections.abc import Callable
 from fleetpipe.aliases import Layer, Nest, Optimizer, Scaler, Scheduler
 from fleetpipe.compare.differences import Difference
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
+from fleetpipe.parity.parity_report import Report
 from fleetpipe.parity.reference import LossOf, Reference, of_model, of_same_layers
-from fleetpipe.parity.report import Report
 from fleetpipe.parity.session import Calls, Session
 
 #: ``train_batch(data, optimizer, lr_scheduler, scaler)`` returns the loss of the batch.

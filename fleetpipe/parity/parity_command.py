@@ -15,14 +15,14 @@ from typing import Any
 from fleetpipe import numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler
 from fleetpipe.arguments import using
-from fleetpipe.compare import recorder, whole
+from fleetpipe.compare import trail, whole_runs
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import replaced
+from fleetpipe.parity.parity_report import Report
 from fleetpipe.parity.reference import of_same_layers
-from fleetpipe.parity.report import Report
 from fleetpipe.parity.session import Calls, Session
 
 #: The options that each rank gets too.
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         UsageError: As for :func:`compare_script`.
     """
     if options.whole:
-        return whole.compare_ways(options)
+        return whole_runs.compare_ways(options)
     if options.also:
         fix = "fleetpipe parity --whole .."
         raise UsageError("--also is one more way of --whole", got=options.also[0], fix=fix)
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         code = script.launch(options, "parity", *chain(*words))
         return code if options.record or code in (0, 2) else 1
     if options.record is not None:
-        return recorder.run(options)
+        return trail.run(options)
     return compare_script(options.script, options.arguments, options.report, options.steps)
 
 

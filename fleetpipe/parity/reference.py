@@ -1,26 +1,152 @@
-"""The single-device model, trained on the same micro-batches as the pipeline in one process."""
+"""The single-device model, trained on the same micro-batches as the pipeline in one process.
+
+It takes plain attributes that a script changes on layers between two batches, as a temperature or a
+flag. Its optimizer steps beside the pipeline's, after a comparison of the gradients, by copies of
+the learning rate schedulers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
 
-from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.aliases import Layer, Nest, Optimizer, Scheduler, Tensor
+from fleetpipe.compare.differences import (
+    Difference,
+    compare,
+    compare_all,
+    compare_numbers,
+    digest_of,
+)
 from fleetpipe.dygraph import (
     PipelineLayer,
     PipelineOptimizer,
     SingleModel,
-    random_places,
+    random_keys,
+    tensor_parallel,
 )
-from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.backward.layer_state import PADDLES_ATTRIBUTES
+from fleetpipe.dygraph.function_code import held_by
 from fleetpipe.dygraph.gradients import dense
+from fleetpipe.dygraph.layer_kinds import is_spread
+from fleetpipe.dygraph.train.training_batch import step_rate
 from fleetpipe.errors import UsageError
+from fleetpipe.job.job import current_job
+from fleetpipe.mesh.axes import SEQUENCE, SHARDS
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at, state_slots
 from fleetpipe.paddle_api.optimizer import copy_optimizer, learning_rate_of
-from fleetpipe.parity.attributes import AttributeCopies
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.representation import shows
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+#: The path of a layer in the whole model, and the name of an attribute.
+Key = tuple[str, str]
+
+
+class AttributeCopies:
+    """Gives a reference the plain attributes that differ in the pipeline's layers.
+
+    What the two sides' own batches change is not copied: each side counts for itself.
+    """
+
+    def __init__(self, model: Layer, pipe: PipelineLayer) -> None:
+        """Takes the reference's model and the pipeline, as they are before the first batch.
+
+        What differs by then the script has set, unless the layers are those of shards: these have
+        attributes of their own, such as the number of their heads, which are not copied.
+        """
+        # A copy of a captured model stands in a layer that calls it.
+        self._model: Layer = getattr(model, "plain", model)
+        job = current_job()
+        shards = job is not None and any(
+            getattr(job.degrees, a) > 1 for a in (*SHARDS, *SEQUENCE, "ep")
+        )
+        self._texts: dict[Key, str] = {}
+        self._note(pipe.with_modes if shards else self._model)
+
+    def take(self, pipe: PipelineLayer) -> None:
+        """Copies what has changed since the last :meth:`note`. Collective over the pipeline.
+
+        Another rank's functions are not copied, for a message carries none.
+        """
+        changed = {
+            key: value
+            for key, value, text in _plain_attributes(pipe.with_modes)
+            if self._texts.get(key) != text and (key[0] or pipe.with_modes is not pipe)
+        }
+        sent = [[*key, value] for key, value in changed.items() if _can_be_sent(value)]
+        for part in pipe.holders().all_gather(sent):
+            for path, name, value in part:
+                changed.setdefault((path, name), value)
+        layers = dict(self._model.named_sublayers(include_self=True))
+        for (path, name), value in changed.items():
+            if path in layers:
+                # Paddle makes a tensor a buffer that no state dict has.
+                setattr(layers[path], name, _copy(value))
+
+    def note(self, pipe: PipelineLayer) -> None:
+        """Notes the attributes that a batch has left in the pipeline's layers."""
+        self._note(pipe.with_modes)
+
+    def _note(self, model: Layer) -> None:
+        self._texts = {key: text for key, _, text in _plain_attributes(model)}
+
+
+def _plain_attributes(model: Layer) -> Iterator[tuple[Key, Any, str]]:
+    """Yields the plain attributes of all layers, each with a text by which it is compared."""
+    for path, layer in model.named_sublayers(include_self=True):
+        attributes = {n: v for n, v in vars(layer).items() if n not in PADDLES_ATTRIBUTES}
+        saved = paddle.nn.Layer.state_dict(layer, include_sublayers=False)
+        attributes.update((n, t) for n, t in buffers_in(layer).items() if n not in saved)
+        for name, value in attributes.items():
+            if (text := _text_of(value)) is not None:
+                yield (path, name), value, text
+
+
+def _text_of(value: Any) -> str | None:
+    """Returns a text that only equal values have; None if a value is not plain."""
+    if type(value) in _SIMPLE:
+        return repr(value)
+    if isinstance(value, paddle.Tensor):
+        plain = value.stop_gradient and not is_parameter(value)
+        return digest_of(value) if plain and has_memory(value) and value.is_dense() else None
+    if isinstance(value, FunctionType):
+        if value.__module__.startswith("fleetpipe."):
+            return None  # in the place of a layer's own
+        return _text_of_parts(f"function {id(value.__code__)}", held_by(value))
+    if type(value) is dict:
+        return _text_of_parts("dict", [*value.keys(), *value.values()])
+    return _text_of_parts(type(value).__name__, value) if type(value) in (list, tuple) else None
+
+
+def _text_of_parts(kind: str, parts: list[Any] | tuple[Any, ...]) -> str | None:
+    texts = [text for part in parts if (text := _text_of(part)) is not None]
+    return f"{kind}({', '.join(texts)})" if len(texts) == len(parts) else None
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Whether a message can carry a plain value to another rank."""
+    if type(value) is dict:
+        return all(type(key) is str and _can_be_sent(part) for key, part in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_can_be_sent, value))
+    return not isinstance(value, FunctionType)
+
+
+def _copy(value: Any) -> Any:
+    """Returns a plain value with tensors, lists and dicts of its own."""
+    if isinstance(value, paddle.Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: _copy(part) for key, part in value.items()}
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+
 
 LossOf = Callable[[Nest, Nest], Tensor]
 LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
@@ -211,7 +337,7 @@ def of_model(
         if loss_of is not None:
             return [loss_of(inputs, label)]
         output = model(inputs)
-        random_places.enter_loss(pipe.loss_functions())
+        random_keys.enter_loss(pipe.loss_functions())
         return [function(output, label) for function in pipe.loss_functions()]
 
     reference = Reference(model, losses_of, optimizer, pipe.state.names_in(model))
@@ -236,3 +362,147 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
     reference.takes_switches = True
     reference.attributes = AttributeCopies(reference.model, pipe)
     return reference
+
+
+class Rates:
+    """The learning rates of the two sides during one step.
+
+    Between two steps the script may change the rate. So the reference starts each step with a copy
+    of the pipeline's scheduler or rate, and steps the copy itself.
+    """
+
+    def __init__(
+        self,
+        optimizer: PipelineOptimizer,
+        reference: Optimizer,
+        lr_scheduler: Scheduler | None,
+        follow: bool,
+    ) -> None:
+        """Copies the pipeline's rate at the begin of a step.
+
+        Args:
+            optimizer: The pipeline's optimizer.
+            reference: The reference's optimizer.
+            lr_scheduler: The scheduler that the pipeline steps after the optimizer, or None.
+            follow: Whether the reference takes the pipeline's rate. A user's own optimizer with a
+                scheduler of its own does not: the user steps that.
+        """
+        self._optimizer, self._of_reference = optimizer.wrapped, reference
+        self._scheduler, self._copied_scheduler = lr_scheduler, lr_scheduler
+        rate = learning_rate_of(self._optimizer)
+        self._follow = follow or learning_rate_of(reference) is rate
+        if not self._follow:
+            return
+        # A scheduler may refer to its optimizer, and one scheduler to another.
+        memo = {id(optimizer): reference, id(self._optimizer): reference}
+        if isinstance(rate, paddle.optimizer.lr.LRScheduler):
+            reference.set_lr_scheduler(copy.deepcopy(rate, memo))
+        else:
+            reference.set_lr(rate)
+        self._copied_scheduler = copy.deepcopy(lr_scheduler, memo)
+
+    def compare(self, step: int) -> list[Difference]:
+        """Compares the current learning rates of the optimizers."""
+        ours, expected = self._optimizer.get_lr(), self._of_reference.get_lr()
+        return compare_numbers("learning rate", "", step, ours, expected)
+
+    def step(self, step: int, loss: Nest) -> list[Difference]:
+        """Steps the reference's scheduler after the pipeline stepped its own, and compares both."""
+        if not self._follow:
+            return []
+        step_rate(self._copied_scheduler, loss)
+        differences = self.compare(step)
+        epoch, copied_epoch = (
+            getattr(one, "last_epoch", 0) for one in (self._scheduler, self._copied_scheduler)
+        )
+        name = type(self._scheduler).__name__
+        return differences + compare_numbers("last_epoch", name, step, epoch, copied_epoch)
+
+
+#: By parameter, the squared norms of its gradient in the pipeline and in the reference.
+Squares = dict[str, tuple[float, float]]
+
+
+class ComparingOptimizer(PipelineOptimizer):
+    """An optimizer that compares complete gradients of both sides, then steps both."""
+
+    def __init__(
+        self,
+        optimizer: PipelineOptimizer,
+        reference: Reference,
+        layers: PipelineLayer,
+        step: int,
+        is_rounding: Callable[[Difference], bool],
+        before: Callable[[list[Difference]], list[Difference]],
+    ) -> None:
+        """Wraps the pipeline's optimizer for one step.
+
+        Args:
+            optimizer: The pipeline's optimizer.
+            reference: The single-device side, with the gradients of the batch.
+            layers: The ``PipelineLayer``.
+            step: The training step.
+            is_rounding: Whether a gradient's difference is rounding; then both step with the
+                pipeline's.
+            before: Gets the gradients' differences, and returns other differences before the step.
+        """
+        super().__init__(optimizer.wrapped)
+        self._pipelines = optimizer
+        self.differences: list[Difference] = []
+        self.squares: Squares = {}
+        self._reference = reference
+        self._parameters = layers.state.own_parameters()
+        self._number = step
+        self._is_rounding = is_rounding
+        self._before = before
+
+    def bind(self, layers: PipelineLayer) -> None:
+        """See :meth:`PipelineOptimizer.bind`."""
+        self._pipelines.bind(layers)
+
+    def step(self) -> None:
+        """Compares the gradients, and steps both optimizers. Collective as both are."""
+        reference = self._reference.tensors()
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad if self.shards is None else self.shards.gradient(parameter)
+            grad, expected = _whole(grad, parameter), reference[name].grad
+            difference = compare("gradient", name, self._number, grad, expected)
+            if difference:
+                self.differences.append(difference)
+                if grad is not None and self._is_rounding(difference):
+                    # Where it is next to nothing, Adam makes as much of the last bits as of a sign:
+                    # the reference takes the step that these gradients ask for.
+                    reference[name].grad = grad.detach().clone()
+            self.squares[name] = (_square(grad), _square(expected))
+        self.differences += self._before(self.differences)
+        self._pipelines.step()
+        self._reference.step()
+
+
+def compare_state(
+    layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
+) -> list[Difference]:
+    """Compares parameters, and all buffers if one replica saw all the data."""
+    tensors = reference.tensors()
+    # Running statistics are parameters in Paddle, which nobody trains.
+    of_stages = layers.state.own_parameters().items()
+    parameters = {n: _whole(p, p) for n, p in of_stages if buffers_too or not p.stop_gradient}
+    differences = compare_all("parameter", step, parameters, {n: tensors[n] for n in parameters})
+    if not buffers_too:
+        return differences
+    places = reference.hidden_places()
+    tensors.update((name, holder[key]) for name, (holder, key) in places.items() if key in holder)
+    buffers = {**layers.state.local_tensors(), **layers.state.hidden_buffers()}
+    buffers = {n: _whole(t, t) for n, t in buffers.items() if n not in parameters and n in tensors}
+    return differences + compare_all("buffer", step, buffers, {n: tensors[n] for n in buffers})
+
+
+def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """Returns a parameter or its gradient whole. Collective if the parameter is a shard."""
+    if value is None or tensor_parallel.shard_in(parameter) is None:
+        return value
+    return tensor_parallel.whole_value(value, parameter)
+
+
+def _square(grad: Tensor | None) -> float:
+    return 0.0 if grad is None else float((grad.astype("float64") ** 2).sum())

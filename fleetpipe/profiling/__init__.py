@@ -1,18 +1,17 @@
 """Plans a pipeline from its layers' costs: cut, placement, schedule, and what is recomputed.
 
 Needs no Paddle. Begin with ``planner.py``. ``profile.py`` and ``plan.py`` are the values,
-``cost_model`` and ``memory`` compute the costs of a choice, ``candidates`` lists the choices,
-``search`` picks the best.
+``cost_model`` and ``memory`` compute the costs of a choice, and ``candidates`` lists the choices,
+of which the planner picks the best.
 """
 
 from __future__ import annotations
 
 from fleetpipe.profiling.cost_model import LayerCost, Link, ProcessMemory, StageCost, Transfer
-from fleetpipe.profiling.explaining import Predicted
-from fleetpipe.profiling.plan import PipelinePlan
+from fleetpipe.profiling.plan import PipelinePlan, Predicted
 from fleetpipe.profiling.planner import fastest_cut, plan, recosted
 from fleetpipe.profiling.profile import Profile
-from fleetpipe.profiling.splits.degrees import LayerDegrees
+from fleetpipe.profiling.splits import LayerDegrees
 
 __all__ = [
     "LayerCost",

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
-from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
+from fleetpipe.profiling.memory import Recompute, choose, peak_bytes, shares_of_cap
 from fleetpipe.profiling.profile import Profile
-from fleetpipe.profiling.recomputing import Recompute, choose
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.families.variants import variants
 from fleetpipe.schedules.placement import HEAD, SHAPES
-from fleetpipe.schedules.simulation.replay import replay
+from fleetpipe.schedules.simulation import replay
 
 #: Most chunks on a rank that are tried.
 MOST_CHUNKS = 4

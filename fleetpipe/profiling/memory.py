@@ -1,15 +1,70 @@
-"""The most bytes that each rank uses, and what it holds at that moment."""
+"""The bytes that each rank uses, and the layers to recompute so that they fit.
+
+What a rank holds at its fullest moment; the cheapest bytes to recompute, first; and numbers of
+bytes as people write them: ``2GiB``, ``500 MB``, 1048576.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe.profiling.cost_model import StageCost
+from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.cost_model import LayerCost, StageCost, Stages
 from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.action import flatten
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{name: 1000**power for power, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
+    **{name: 1024**power for power, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
+}
+
+
+def read_bytes(value: object) -> float:
+    """Reads a number of bytes from a number or from a text such as ``"2GiB"`` or ``"500MB"``.
+
+    Raises:
+        ConfigError: It is neither of them, or not above 0.
+    """
+    number = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = float(value)
+    elif isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is not None and match[2] in _UNITS:
+            number = float(match[1]) * _UNITS[match[2]]
+    if not number > 0:
+        raise ConfigError(
+            "a cap of memory is a number of bytes above 0",
+            got=repr(value),
+            fix='write "2GiB", "500MB" or 2147483648',
+        )
+    return number
+
+
+def show_bytes(size: float) -> str:
+    """Writes bytes as ``1.25 GiB``, in the largest unit that gives at least one."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        factor = _UNITS[unit.lower()]
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Writes seconds as ``1.25 s`` or ``3.42 ms``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
 
 #: The costs of stages, by stage.
 Costed = Mapping[int, StageCost] | Sequence[StageCost]
@@ -163,3 +218,52 @@ def _moments(schedule: Schedule, rank: int) -> _Moments:
         counts[2 * width + index] += (kind == "I") - (kind == "W")
     table = np.array(list(seen), dtype=np.int64)
     return _Moments(table[:, :-1], table[:, -1])
+
+
+#: For each stage the layers that are recomputed.
+Recompute = tuple[tuple[int, ...], ...]
+
+
+def choose(
+    schedule: Schedule,
+    layers: Sequence[LayerCost],
+    stages: Stages,
+    boundaries: Sequence[int],
+    free: float,
+    optimizer_copies: float,
+) -> Recompute:
+    """Returns for each stage the layers to recompute; all of a rank that does not fit even so.
+
+    Args:
+        schedule: The schedule that runs.
+        layers: The layers of the model.
+        stages: The costs of stages of these layers.
+        boundaries: The cut.
+        free: Bytes that a rank may use.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
+    """
+    plain, ranges = stages.cut(boundaries), list(itertools.pairwise(boundaries))
+    chosen: list[tuple[int, ...]] = [()] * len(plain)
+    for rank in range(schedule.placement.ranks):
+        costs = {stage: plain[stage] for stage in schedule.placement.stages_of(rank)}
+        left = free - static_bytes([*costs.values()], optimizer_copies)
+        peak = activation_peak(schedule, rank, costs)
+        numbered = [(s, n) for s in costs for n in range(*ranges[s]) if layers[n].saved]
+        prices = {(s, n): _price(layers[n], s, peak) for s, n in numbered}
+        for stage, number in sorted(prices, key=prices.__getitem__):
+            if peak.bytes <= left:
+                break
+            chosen[stage] = tuple(sorted((*chosen[stage], number)))
+            costs[stage] = stages.stage(*ranges[stage], chosen[stage])
+            peak = activation_peak(schedule, rank, costs)
+    return tuple(chosen)
+
+
+def _price(layer: LayerCost, stage: int, peak: Peak) -> float:
+    """Returns the seconds that recompute of a layer takes for each byte it saves at the peak."""
+    gain = (
+        peak.whole[stage] * layer.saved
+        + peak.split[stage] * layer.saved_split
+        + peak.waiting[stage] * layer.waiting
+    )
+    return layer.forward / gain if gain > 0 else math.inf

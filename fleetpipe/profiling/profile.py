@@ -23,8 +23,7 @@ from fleetpipe.profiling.cost_model import (
     check_figure,
     check_layer,
 )
-from fleetpipe.profiling.splits.degrees import LayerDegrees, costs_at
-from fleetpipe.profiling.splits.slice_lengths import balanced
+from fleetpipe.profiling.splits import LayerDegrees, balanced, costs_at
 from fleetpipe.representation import shows, table
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.
@@ -340,7 +339,7 @@ class Profile:
             PackageNotFound: matplotlib is not installed.
         """
         layers = [*self.layers, *filter(None, [self.loss])]
-        extra("pictures.profile_picture").draw_layers(layers, path)
+        extra("pictures.picture").draw_layers(layers, path)
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:

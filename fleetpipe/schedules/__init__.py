@@ -1,7 +1,7 @@
 """Schedules as values: build, verify, simulate, draw and lower them. Imports no Paddle.
 
 Here is what users import; drawings and traces are in ``forms``. To read the package, begin at
-the bottom with ``action.py``, ``placement.py``, ``edges.py`` and ``rows.py``. A file imports
+the bottom with ``action.py``, ``placement.py`` and ``rows.py``. A file imports
 lower layers only (``tests/test_house.py``)::
 
     commands
@@ -10,7 +10,7 @@ lower layers only (``tests/test_house.py``)::
     check     forms     search
     simulation
     families  explain
-    action placement edges operations costs rows
+    action placement costs rows
 """
 
 from __future__ import annotations
@@ -18,22 +18,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fleetpipe.extras import late
-from fleetpipe.schedules.action import Action, Fused, Item, SliceNumber
+from fleetpipe.schedules.action import (
+    Action,
+    Free,
+    Fused,
+    Item,
+    Op,
+    Recv,
+    Reduce,
+    Send,
+    SliceNumber,
+    Step,
+)
 from fleetpipe.schedules.api import Plan, Schedule, forward_only
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.edges import Dependencies, Edge, chain
-from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.plan_ops import Free, Op, Recv, Reduce, Send, Step
+from fleetpipe.schedules.placement import Dependencies, Edge, Placement, chain
 from fleetpipe.schedules.registry import (
     build,
+    build_verified,
     canonical_name,
     names,
     option_names,
     rebuild,
     register,
 )
-from fleetpipe.schedules.simulation.timeline import Timeline
-from fleetpipe.schedules.verified import build_verified
+from fleetpipe.schedules.simulation import Timeline
 
 if TYPE_CHECKING:
     from fleetpipe.schedules.forms.terminal import render as render

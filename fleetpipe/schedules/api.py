@@ -7,16 +7,12 @@ from dataclasses import fields
 from functools import cached_property
 
 from fleetpipe.errors import require_whole
-from fleetpipe.schedules.check.deadlock import linear_order
-from fleetpipe.schedules.check.plan import verify_plan
-from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.check import linear_order, verify, verify_plan
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.forms.text import read_plan, read_schedule, write_plan, write_schedule
-from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.placement import Edge, Placement
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
-from fleetpipe.schedules.simulation.lower import lower
-from fleetpipe.schedules.simulation.timeline import Timeline, simulate
+from fleetpipe.schedules.simulation import Timeline, lower, simulate
 
 
 class Schedule(ScheduleRows):
@@ -166,7 +162,7 @@ def forward_only(placement: Placement, micro_batches: int) -> Schedule:
     Raises:
         ConfigError: Fewer than one micro-batch.
     """
-    from fleetpipe.schedules.families.forward_only import forward_rows  # when a model evaluates
+    from fleetpipe.schedules.families.one_f_one_b import forward_rows  # when a model evaluates
 
     micro_batches = require_whole("micro_batches", micro_batches)
     rows = tuple(map(tuple, forward_rows(placement, micro_batches)))

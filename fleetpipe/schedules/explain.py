@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 from fleetpipe.errors import FleetPipeError, ScheduleError
 from fleetpipe.schedules.action import KINDS, Action, numbers, parts
-from fleetpipe.schedules.edges import Dependencies, slice_before
+from fleetpipe.schedules.placement import Dependencies, slice_before
 from fleetpipe.schedules.rows import ScheduleRows
 
 

@@ -1,23 +1,22 @@
-"""Schedules by name: the families, the search, and users' own."""
+"""Schedules by name: the families, the search, and users' own; built, and verified at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetpipe.errors import ConfigError, ScheduleError, nearest, require_whole
 from fleetpipe.extras import extra
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
-from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.check import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
-from fleetpipe.schedules.options import names_of, non_defaults
-from fleetpipe.schedules.placement import SHAPES, Placement
-from fleetpipe.schedules.rows import ScheduleRows
+from fleetpipe.schedules.placement import SHAPES, Edge, Placement
+from fleetpipe.schedules.rows import ScheduleRows, names_of, non_defaults
 
 #: The name of the search, which has no rows of its own.
 AUTO = "auto"
@@ -247,7 +246,7 @@ def auto(
     slices: int | None = None,
 ) -> ScheduleRows:
     """Searches a schedule by loading ``fleetpipe.contrib.search``."""
-    search = extra("search.auto")
+    search = extra("search")
     rows: ScheduleRows = search.auto(placement, micro_batches, memory_cap, costs, placed, slices)
     return rows
 
@@ -288,7 +287,7 @@ def refuse_groups(schedule: ScheduleRows, groups: Iterable[object]) -> None:
     try:
         verify(schedule)
     except ScheduleError as error:
-        from fleetpipe.schedules.families.interleaved import balanced_groups
+        from fleetpipe.schedules.families.one_f_one_b import balanced_groups
 
         ranks = schedule.placement.ranks
         raise ConfigError(
@@ -298,3 +297,50 @@ def refuse_groups(schedule: ScheduleRows, groups: Iterable[object]) -> None:
             f" fewer than {ranks} micro-batches can leave the ranks without work",
             fix=f"groups={balanced_groups(ranks, schedule.micro_batches)}",
         ) from error
+
+
+def build_verified(
+    name: str,
+    *,
+    ranks: int,
+    micro_batches: int,
+    chunks: int | None = None,
+    options: Mapping[str, object] | None = None,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    edges: Iterable[Edge] | None = None,
+    placed: str | None = None,
+    head: bool = False,
+) -> Schedule:
+    """Builds and verifies a schedule from options, each of which may be left out.
+
+    Args:
+        name: As for :func:`build`.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, m.
+        chunks: Model parts of each rank, v; None for the schedule's own default.
+        options: Options of the schedule, as ``groups``, ``warmup_slack``, ``slices``; one that is
+            None is left out.
+        memory_cap: Most that a rank may hold: forwards of one stage and a whole micro-batch, or
+            bytes where ``costs`` has bytes. A search keeps within it; any other schedule that
+            exceeds it is refused.
+        costs: The costs of actions, for a search, and the memory of the stages.
+        edges: The edges of the model; None for a chain of stages.
+        placed: The placement of an existing model, which a search keeps.
+        head: Whether the model has a vocabulary head.
+
+    Raises:
+        ConfigError: An unknown name or option, or numbers that the schedule does not take.
+        ScheduleError: The schedule exceeds the cap, or cannot run on these edges.
+    """
+    wanted = dict(options or {})
+    if canonical_name(name) == AUTO:
+        wanted.update(memory_cap=memory_cap, costs=costs, placed=placed)
+    wanted = {option: value for option, value in wanted.items() if value is not None}
+    schedule = build(
+        name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, head=head, **wanted
+    )
+    if canonical_name(name) == AUTO:
+        costs = searched_costs(schedule, costs)
+    schedule.verify(edges, memory_cap=memory_cap, costs=costs)
+    return schedule

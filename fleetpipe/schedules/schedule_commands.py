@@ -16,13 +16,12 @@ from fleetpipe.json_value import Source, parse
 from fleetpipe.schedules import registry
 from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.forms.chrome import write_trace
-from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.terminal import render, summary
+from fleetpipe.schedules.forms.trace import events_of, write_trace
 from fleetpipe.schedules.placement import SHAPES
+from fleetpipe.schedules.registry import build_verified
 from fleetpipe.schedules.rows import in_slices
-from fleetpipe.schedules.simulation.timeline import Timeline
-from fleetpipe.schedules.verified import build_verified
+from fleetpipe.schedules.simulation import Timeline
 
 #: More digits than any number of a schedule has.
 _NO_COUNT = re.compile(r"\d{19,}")
@@ -173,7 +172,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
-            extra("pictures.schedule_picture").plot(
+            extra("pictures.picture").plot(
                 timeline, arguments.plot, window=arguments.plot_window, memory=arguments.plot_memory
             )
     if arguments.trace is not None:

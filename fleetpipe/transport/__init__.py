@@ -9,19 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.transport.base import Store, Transport, Value, View
-from fleetpipe.transport.wire.message import MessageKey, describe
+from fleetpipe.transport.message import MessageKey, describe
 
 if TYPE_CHECKING:
     from fleetpipe.transport.memory import MemoryHub, MemoryTransport
-    from fleetpipe.transport.process_group.transport import ProcessGroupTransport
-    from fleetpipe.transport.sockets.transport import SocketTransport, connect
+    from fleetpipe.transport.process_group import ProcessGroupTransport
+    from fleetpipe.transport.sockets import SocketTransport, connect
 
 _HOMES = {
     "MemoryHub": "memory",
     "MemoryTransport": "memory",
-    "ProcessGroupTransport": "process_group.transport",
-    "SocketTransport": "sockets.transport",
-    "connect": "sockets.transport",
+    "ProcessGroupTransport": "process_group",
+    "SocketTransport": "sockets",
+    "connect": "sockets",
 }
 
 

@@ -1,18 +1,35 @@
-"""Builds the backward of a stage, in either representation.
+"""Builds the backward of a stage, in either representation, and finds its optimizer's variables.
 
 It goes from the values that leave the stage, or the loss, to its parameters and incoming values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from fleetpipe.aliases import DType, Variable
+from fleetpipe.aliases import DType, Optimizer, Variable
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import master_weight_of, state_of
 from fleetpipe.paddle_api.static import dtype_name, static
-from fleetpipe.static.cut.split import Split
+from fleetpipe.static.cut import Kept, Split
+
+
+def kept_of(optimizer: Optimizer, parameter: str, name_of: Callable[[Variable], str]) -> Kept:
+    """Returns the variables of a parameter's state by kind, and that of its float32 copy.
+
+    Args:
+        optimizer: The optimizer, applied to a program.
+        parameter: The name of the parameter.
+        name_of: Returns the name of a variable of the program.
+    """
+    master = master_weight_of(optimizer, parameter)
+    state = state_of(optimizer, parameter, name_of)
+    return Kept(
+        {kind: name_of(variable) for kind, variable in state.items()},
+        None if master is None else name_of(master),
+    )
 
 
 class Gradients(NamedTuple):

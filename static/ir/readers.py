@@ -5,13 +5,13 @@ from __future__ import annotations
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.extras import extra
 from fleetpipe.paddle_api.static import is_pir
-from fleetpipe.static.cut.contract import GraphReader
+from fleetpipe.static.cut import GraphReader
 
 
 def read(program: Program) -> GraphReader:
     """Returns the reader of a forward program, of PIR or of the older kind."""
     if is_pir(program):
-        from fleetpipe.static.ir.pir.pir_reader import PirReader
+        from fleetpipe.static.ir.pir_reader import PirReader
 
         return PirReader(program)
     reader: GraphReader = extra("program_ir.program_reader").ProgramReader(program)
@@ -28,7 +28,7 @@ def name_of(value: Variable) -> str:
         value: A value of a static program, before ``minimize``.
     """
     if hasattr(value, "get_defining_op"):
-        from fleetpipe.static.ir.pir.pir_reader import give_name
+        from fleetpipe.static.ir.pir_reader import give_name
 
         return give_name(value)
     return str(value.name)

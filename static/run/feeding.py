@@ -16,8 +16,7 @@ from fleetpipe.aliases import Optimizer, Place, ScopeTensor, Variable
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import DenseTensor, lengths_of
-from fleetpipe.static.cut.contract import GraphReader
-from fleetpipe.static.cut.split import Split
+from fleetpipe.static.cut import GraphReader, Split
 from fleetpipe.static.graph import Declared, Item
 
 #: Numbers of a part of a feed that its digest has, or twice as many.

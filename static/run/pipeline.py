@@ -15,7 +15,7 @@ from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
 from fleetpipe.engine.trace import JobTrace, Trace
 from fleetpipe.errors import StateError
-from fleetpipe.job import agreement
+from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -23,12 +23,11 @@ from fleetpipe.paddle_api.optimizer import current_rate
 from fleetpipe.paddle_api.static import EOFException, dynamic, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
-from fleetpipe.static.cut.contract import GraphReader, Kept
-from fleetpipe.static.cut.split import Split
-from fleetpipe.static.run import reductions
-from fleetpipe.static.run.compiled import Compiled, Recipe
+from fleetpipe.static.cut import GraphReader, Kept, Split
+from fleetpipe.static.run import compiled_pipeline
+from fleetpipe.static.run.compiled_pipeline import Compiled, Recipe
 from fleetpipe.static.run.feeding import FedBatch, Fetch, ProgramBatch, combine, draw
-from fleetpipe.static.run.random_streams import Streams
+from fleetpipe.static.run.static_stage import Streams
 
 
 @shows("schedule")
@@ -346,7 +345,7 @@ class StaticPipeline:
             for name in sorted({name for names in everyone for name in names})
         }
         clipped = [name for name in parameters if name not in self._reader.unclipped]
-        limit = reductions.global_norm(optimizer, self._job) if group.ranks > 1 else None
+        limit = compiled_pipeline.global_norm(optimizer, self._job) if group.ranks > 1 else None
         if self._reader.unclipped.issuperset(users):
             limit = None
         update = None
@@ -394,7 +393,7 @@ class StaticPipeline:
 
     def _facts(self, loss: int, weight: float) -> dict[str, str]:
         """Returns the facts that must be the same on all ranks."""
-        facts = agreement.facts(self._config)
+        facts = meeting.facts(self._config)
         outline = self.split.graph.outline()
         facts["program"] = hashlib.sha256(outline.encode()).hexdigest()
         facts["cut"] = f"{self.split.stages} stages, edges {list(map(str, self.split.edges))}"

@@ -1,6 +1,5 @@
 """Saves and loads the state of a pipeline's stages.
 
-Start with ``state.py``, arrays by name; ``files.py`` writes them to disk, and exports the whole
-network; ``checkpoint.py`` serves checkpoints. The replacements of Paddle's functions, in ``entry``,
-call it.
+``files.py`` writes arrays by name to disk, and exports the whole network. The replacements of
+Paddle's functions, in ``entry``, call it.
 """

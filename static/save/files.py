@@ -1,27 +1,160 @@
-"""Files of a process's part of a pipeline: parameters, statistics and optimizer state.
+"""Saves and loads the state of a pipeline's stages: arrays by name, files, and checkpoints.
 
-They have the form of ``paddle.static.save``, ``.pdparams`` and ``.pdopt``; each of several ranks
-writes its own. The network can be exported as one program, with the parameters of all stages.
+The names are those of the unsplit program. Files have the form of ``paddle.static.save``,
+``.pdparams`` and ``.pdopt``; each of several ranks writes its own. The whole network can be
+exported.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fleetpipe import fleet_files
-from fleetpipe.aliases import Program, Variable
+from fleetpipe.aliases import Optimizer, Program, Scope, ScopeTensor, Tensor, Variable
 from fleetpipe.atomic_file import replacing
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, ConfigError, nearest
+from fleetpipe.mesh.parts import LocalTensor, ModelParts
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import found_tensor, static
+from fleetpipe.paddle_api.device import dynamic_mode
+from fleetpipe.paddle_api.static import dynamic, found_tensor, overwrite, static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save.state import assign, fitting, full_state_dict, parameters, state_dict
+
+_STATE = "the state"
+
+
+def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
+    """Returns the parameters and statistics of this process's stages.
+
+    Args:
+        program: The program of the pipeline; None for the default main program.
+        scope: The scope of its variables; None for the global scope.
+
+    Raises:
+        CheckpointError: The startup program has not run.
+    """
+    pipeline = pipeline_of(program)
+    scope = paddle.static.global_scope() if scope is None else scope
+    return {name: np.array(tensor_in(scope, name)) for name in pipeline.persistable}
+
+
+def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
+    """Returns the parameters and statistics of all stages, on every rank. Collective.
+
+    Args:
+        program: As for :func:`state_dict`.
+        scope: As for :func:`state_dict`.
+    """
+    arrays = state_dict(program, scope)
+    pipeline = pipeline_of(program)
+    pipeline.job.require_others()
+    if pipeline.job.healing is not None:
+        pipeline.job.healing.hinder("the script gathers the state of all stages within its step")
+    with dynamic_mode(), pipeline.job.calling("gathers the state of all stages", replicas=False):
+        tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
+        everyone = pipeline.job.group().all_gather(tensors)
+        whole = {name: np.array(value) for by_name in everyone for name, value in by_name.items()}
+    return dict(sorted(whole.items()))
+
+
+def load_state_dict(
+    state: Mapping[str, np.ndarray | Tensor], program: Program = None, scope: Scope = None
+) -> None:
+    """Sets parameters and statistics of this process's stages; ignores other names in ``state``.
+
+    Args:
+        state: Arrays or tensors by name.
+        program: As for :func:`state_dict`.
+        scope: As for :func:`state_dict`.
+
+    Raises:
+        CheckpointError: A name is missing, or a value has another shape or dtype; nothing was
+            changed.
+    """
+    assign(parameters(state, program, scope))
+
+
+def parameters(
+    state: Mapping[str, np.ndarray | Tensor],
+    program: Program = None,
+    scope: Scope = None,
+    source: str = _STATE,
+) -> list[tuple[ScopeTensor, np.ndarray]]:
+    """Returns the checked assignments of :func:`load_state_dict`; ``source`` is for messages."""
+    names = pipeline_of(program).persistable
+    scope = paddle.static.global_scope() if scope is None else scope
+    return fitting(state, names, scope, source)
+
+
+def fitting(
+    state: Mapping[str, np.ndarray | Tensor],
+    names: Sequence[str],
+    scope: Scope,
+    source: str = _STATE,
+    fix: str = "name the values as the program does: {p.name: p for p in model.parameters()}",
+) -> list[tuple[ScopeTensor, np.ndarray]]:
+    """Pairs the tensor of each variable with its value in ``state``, after checking them.
+
+    Args:
+        state: Arrays or tensors by name.
+        names: The variables.
+        scope: The scope of the variables.
+        source: The origin of the state, for messages.
+        fix: What to do where a name is missing.
+
+    Raises:
+        CheckpointError: A name is missing, a value has another shape or dtype, or a variable has no
+            value yet.
+    """
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"{source} has no {missing[0]!r}",
+            expected=f"{len(names)} names, of which {len(missing)} are missing",
+            got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3])) or 'none'}",
+            fix=fix,
+        )
+    return [_fitting(name, state[name], tensor_in(scope, name), source) for name in names]
+
+
+def _fitting(
+    name: str, value: np.ndarray | Tensor, tensor: ScopeTensor, source: str
+) -> tuple[ScopeTensor, np.ndarray]:
+    value, arrays = np.array(value), np.array(tensor)
+    if (value.shape, value.dtype) != (arrays.shape, arrays.dtype):
+        raise CheckpointError(
+            f"{name!r} does not fit",
+            where=source,
+            expected=f"{arrays.dtype} of shape {list(arrays.shape)}",
+            got=f"{value.dtype} of shape {list(value.shape)}",
+            fix="build the program with the layers and the dtype that the state is from",
+        )
+    return tensor, value
+
+
+def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
+    """Assigns the values that :func:`fitting` has paired with tensors."""
+    for tensor, value in pairs:
+        overwrite(tensor, value)
+
+
+def tensor_in(scope: Scope, name: str) -> ScopeTensor:
+    """Returns the tensor of a scope's variable."""
+    tensor = found_tensor(scope, name)
+    if tensor is None:
+        raise CheckpointError(
+            f"{name!r} has no value yet",
+            fix="exe.run(paddle.static.default_startup_program()) first, in the scope of now",
+        )
+    return tensor
+
 
 _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
@@ -148,3 +281,116 @@ def save_inference_model(
     with static.scope_guard(scope), replacing(target.parent) as draft:
         network = (list(feed_vars), list(fetch_vars), executor)
         stock(str(draft / target.name), *network, program=program)
+
+
+#: See :class:`fleetpipe.CheckpointManager`.
+_Names = Mapping[str, str] | str | None
+_BY_ORDER = "order"
+
+
+def offer(program: Program, pipeline: StaticPipeline) -> None:
+    """Attaches to a program a method by which checkpoints get its parts."""
+    program.checkpoint_part_of_program = functools.partial(ProgramParts, pipeline)
+
+
+class ProgramParts:
+    """The parameters and running statistics of this process's stages; needs dynamic mode.
+
+    Attributes:
+        parts: The parameters and statistics, by fully qualified name.
+        by_order: Whether names of a checkpoint are matched by their order.
+        minimized_by: The optimizer of the program's ``minimize``.
+    """
+
+    def __init__(self, pipeline: StaticPipeline, names: _Names) -> None:
+        """Finds the variables in the global scope.
+
+        Raises:
+            ConfigError: ``names`` does not fit the program.
+            CheckpointError: The startup program has not run.
+            StateError: The job of the pipeline has ended.
+        """
+        pipeline.require_current()
+        self._pipeline, self._scope = pipeline, static.global_scope()
+        self._names = _full_names(pipeline.declared, names)
+        trained = set(pipeline.parameters)
+        tensors = {
+            self._names[name]: LocalTensor(self._share(name), differs=name not in trained)
+            for name in pipeline.declared
+            if name in pipeline.persistable
+        }
+        shapes = {self._names[name]: tuple(shape) for name, shape in pipeline.declared.items()}
+        self.parts = ModelParts(tensors, shapes)
+        self.by_order = names == _BY_ORDER
+        self.minimized_by: Optimizer = pipeline.optimizer
+
+    def optimizer_state(self) -> dict[str, tuple[dict[str, LocalTensor], LocalTensor | None]]:
+        """Returns the optimizer's variables by kind, and the master weight, of each parameter.
+
+        Raises:
+            ConfigError: The optimizer has state that belongs to no parameter.
+        """
+        _require_expected(self._pipeline)
+        return {
+            self._names[name]: (
+                {kind: LocalTensor(self._share(variable)) for kind, variable in kept.kinds.items()},
+                None if kept.master is None else LocalTensor(self._share(kept.master)),
+            )
+            for name, kept in self._pipeline.kept.items()
+        }
+
+    def streams(self) -> tuple[int, bool, Mapping[int, Any]]:
+        """Returns the number of stages, and the random streams of this process's stages.
+
+        Between the two: whether the default generator is the stream of the first that draws.
+        """
+        pipeline = self._pipeline
+        return pipeline.split.stages, pipeline.leads_random, pipeline.streams
+
+    def set_streams(self, streams: Mapping[int, Any]) -> None:
+        """Restores the last item of :meth:`streams`; the other stages start again."""
+        self._pipeline.begin_streams(streams)
+
+    def _share(self, name: str) -> Any:
+        """Returns a dynamic tensor that shares the memory of a variable."""
+        return dynamic(tensor_in(self._scope, name))
+
+
+def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, str]:
+    """Returns the fully qualified name of each parameter and statistic."""
+    wanted = {} if names is None or names == _BY_ORDER else names
+    if isinstance(wanted, str):
+        raise ConfigError(
+            f'names= is a dict, or "{_BY_ORDER}" (={wanted!r})',
+            fix=f'names={{"linear_0.w_0": "0.weight"}}, or names="{_BY_ORDER}"',
+        )
+    for name in wanted:
+        if name not in declared:
+            raise ConfigError(
+                f"names= has {name!r}, which the program has not",
+                got=nearest(name, [*declared]),
+                fix="name its parameters and running statistics, as "
+                "fleetpipe.static.state_dict() does",
+            )
+    x = {name: wanted.get(name, name) for name in declared}
+    users: dict[str, str] = {}
+    for name, full in x.items():
+        if users.setdefault(full, name) != name:
+            raise ConfigError(
+                f"names= calls both {users[full]!r} and {name!r} {full!r}",
+                fix="give each a name of its own",
+            )
+    return x
+
+
+def _require_expected(pipeline: StaticPipeline) -> None:
+    expected = {pipeline.rate_name}
+    for kept in pipeline.kept.values():
+        expected.update(kept.kinds.values(), (kept.master,))
+    unexpected = sorted(set(pipeline.optimizer_variables) - expected)
+    if unexpected:
+        raise ConfigError(
+            f"the optimizer keeps {unexpected[0]!r}, which belongs to no parameter",
+            cause="a checkpoint holds an optimizer's state by the names of the parameters",
+            fix="save the model alone, and the rest by paddle.static.save",
+        )

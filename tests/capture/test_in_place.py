@@ -13,8 +13,8 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CaptureError
-from tests.capture.beside import require_bits
-from tests.jobs import job
+from tests.capture.models import require_bits
+from tests.pipelines import job
 
 pytestmark = pytest.mark.every_row
 

@@ -11,9 +11,9 @@ import pytest
 
 import fleetpipe
 from fleetpipe.dygraph.nest import differentiable
-from tests.capture.beside import trained
+from tests.capture.models import trained
 from tests.capture.random_models import ROWS, WIDTH, RandomModel
-from tests.jobs import job
+from tests.pipelines import job
 
 #: ``python -m tests.capture.test_random_models FIRST LAST`` tries others.
 NUMBERS = range(12)

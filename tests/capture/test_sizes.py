@@ -1,8 +1,10 @@
-"""Sizes that follow from the look of a batch may be read; those that depend on numbers may not."""
+"""Batches of several sizes: what may be read of them; and a tower for images before a decoder."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +13,15 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from examples.qwen_vl import IMAGE, PAD, QwenVL, Sizes, collate
+from fleetpipe import fleet
+from fleetpipe.capture.cutting.auto import choose, measure_nodes, places
+from fleetpipe.capture.running import variants
 from fleetpipe.capture.tracing import capturing
-from fleetpipe.errors import CaptureError
-from tests.capture.beside import images, require_bits, trained
-from tests.jobs import job
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.errors import CaptureError, ConfigError, PartitionError
+from tests.capture.models import images, require_bits, trained
+from tests.pipelines import accumulate, begin, job
 
 functional = nn.functional
 X = paddle.to_tensor(np.arange(48, dtype="float32").reshape([8, 6]) % 7 - 3)
@@ -24,7 +31,7 @@ LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)
 Code = Callable[[Any, Any], Any]
 
 
-class Images(nn.Layer):  # type: ignore[misc]
+class Pictures(nn.Layer):  # type: ignore[misc]
     """Three convolutions; the size of the images is asked for first, and used in each stage."""
 
     def __init__(self, code: Code) -> None:
@@ -73,7 +80,7 @@ def sliced(h: Any, size: Any) -> Any:
 def test_sizes_of_a_look_are_read_and_cross_to_other_stages(code: Code) -> None:
     with job(3):
         done = trained(
-            lambda: Images(code),
+            lambda: Pictures(code),
             [images(8, 8)[0], paddle.ones([8])],
             loss_fn=lambda output, label: (output.mean([1, 2, 3]) - label).square().mean(),
             split_spec=["second", "last"],
@@ -242,3 +249,230 @@ def test_a_forward_runs_twice_in_each_mode_whatever_cannot_be_opened(
     fleetpipe.explain(model, X[:2])
     # The first run finds all five, and is made again.
     assert (len(runs), len(calls)) == (4, 5 * 5)
+
+
+SIZES = Sizes(32, width=16, layers=2, heads=2, vision_width=8, vision_layers=3, full=(1,))
+LENGTH, MICRO_BATCHES = 20, 4
+
+#: The images of a micro-batch: for each of its two texts, their heights and widths in tokens.
+Images = tuple[tuple[tuple[int, int], ...], ...]
+TEXT: Images = ((), ())
+IMAGES: Images = (((2, 2),), ((2, 3), (1, 2)))
+ONE: Images = ((), ((3, 3),))
+
+#: The micro-batches of each step: with images, then text first, then text alone, then others.
+STEPS: list[list[Images]] = [
+    [IMAGES, TEXT, ONE, IMAGES],
+    [TEXT, IMAGES, (((2, 2),), ()), TEXT],
+    [TEXT] * 4,
+    [(((1, 1),), ((2, 2), (2, 2))), ONE, TEXT, IMAGES],
+]
+
+
+def micro_batch(images: Images, seed: int = 0) -> tuple[dict[str, Any], Any]:
+    """Returns inputs of texts around images, and labels; ``ONE`` has an image alone in a text."""
+    numbers = np.random.default_rng(seed)
+
+    def some(count: int) -> list[int]:
+        count = 1 if images is ONE else count
+        return [int(token) for token in numbers.integers(2, SIZES.vocabulary, count)]
+
+    side = SIZES.patch * SIZES.merge
+    texts = [
+        some(3)
+        + [
+            part
+            for high, wide in row
+            for part in (
+                numbers.standard_normal((high * side, wide * side)).astype("float32"),
+                *some(2),
+            )
+        ]
+        for row in images
+    ]
+    inputs = collate(texts, SIZES, LENGTH)
+    tokens = inputs["tokens"]
+    labels = paddle.concat([tokens[:, 1:], paddle.full([len(texts), 1], PAD, "int64")], 1)
+    return inputs, labels
+
+
+def loss_fn(logits: Any, labels: Any) -> Any:
+    """Returns the cross entropy of the words."""
+    labels = paddle.where(labels == IMAGE, paddle.full_like(labels, PAD), labels)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+
+
+def train_plainly(plain: Any, data: list[Any], optimizer: Any) -> Any:
+    """Trains on micro-batches one after another, and returns the loss; a step is left out."""
+    return accumulate(loss_fn(plain(**inputs), labels) / MICRO_BATCHES for inputs, labels in data)
+
+
+def different(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """Returns the names of tensors that differ in bits, or are there in one alone."""
+
+    def bits(tensor: Any) -> Any:
+        return None if tensor is None else tensor.numpy().tobytes()
+
+    return [n for n in {**ours, **plain} if bits(ours.get(n)) != bits(plain.get(n))]
+
+
+def captured(model: Any, split_spec: Any, **options: Any) -> Any:
+    """Returns a model as a pipeline, wrapped."""
+    example = micro_batch(IMAGES)[0]
+    options = {"verify": False, "shape_inputs": ("grids",), **options}
+    pipe = fleetpipe.pipeline(model, example, loss_fn, split_spec, **options)
+    return fleet.distributed_model(pipe)
+
+
+def beside(*args: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the example's model as by `captured`, a plain copy of it, and an AdamW of each."""
+    paddle.seed(0)
+    model = QwenVL(SIZES)
+    plain = copy.deepcopy(model)
+    wrapped = captured(model, *args, **options)
+    optimizers = (paddle.optimizer.AdamW(0.01, parameters=m.parameters()) for m in (wrapped, plain))
+    return wrapped, plain, *optimizers
+
+
+BEFORE = ["visual.blocks.1", "visual.merger", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("split_spec", "schedule", "options"),
+    [
+        (["visual.blocks.2"], "1F1B", {"verify": "first"}),
+        (BEFORE, "1F1B", {}),
+        (BEFORE, "ZBV", {"num_chunks": 2}),
+        (BEFORE, "Interleaved1F1B", {"num_chunks": 2, "recompute_interval": 5}),
+    ],
+)
+def test_texts_and_images_in_any_mixture_have_the_plain_bits(
+    split_spec: list[str], schedule: str, options: dict[str, Any]
+) -> None:
+    with job((len(split_spec) + 1) // options.get("num_chunks", 1), MICRO_BATCHES, schedule):
+        wrapped, plain, ours, theirs = beside(split_spec, **options)
+        pipe = wrapped.layers
+        for step, mixture in enumerate(STEPS):
+            data = [micro_batch(images, 10 * step + i) for i, images in enumerate(mixture)]
+            loss = wrapped.forward_backward_pipeline(iter(data))
+            assert float(loss) == float(train_plainly(plain, data, theirs))
+            gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (pipe, plain)]
+            assert different(*gradients) == []
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.clear_grad()
+            assert different(pipe.state_dict(), plain.state_dict()) == []
+            loss = wrapped.eval_batch(iter(data[::-1]), compute_loss=True)
+            plain.eval()
+            with paddle.no_grad():
+                shares = [loss_fn(plain(**i), label) / MICRO_BATCHES for i, label in data[::-1]]
+            plain.train()
+            assert float(loss) == float(sum(shares[1:], shares[0]))
+
+
+def on_each_rank() -> list[Any]:
+    """Trains without and with images; returns what differs from a plain model, which has it all."""
+    begin(2, MICRO_BATCHES)
+    wrapped, plain, ours, theirs = beside(["visual.blocks.1"])
+    ours = fleet.distributed_optimizer(ours)
+    losses = []
+    for step, mixture in enumerate((STEPS[2], STEPS[3])):
+        data = [micro_batch(images, 10 * step + i) for i, images in enumerate(mixture)]
+        loss = wrapped.train_batch(iter(data), ours)
+        losses.append(float(loss) == float(train_plainly(plain, data, theirs)))
+        theirs.step()
+        theirs.clear_grad()
+    return [losses, different(wrapped.layers.full_state_dict(), plain.state_dict())]
+
+
+def test_ranks_without_the_images_capture_what_another_has(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    assert on_ranks(on_each_rank, 2) == [[[True, True], []]] * 2
+
+
+def test_the_automatic_cut_goes_through_the_tower_where_it_is_fastest() -> None:
+    model = QwenVL(SIZES)
+    capturing = Capturing(model, micro_batch(IMAGES)[0], shape_inputs=("grids",))
+    training = capturing(capturing.look, True)
+    named, _ = places(training, capturing(capturing.look, False))
+    assert not training.unopened
+    profile = measure_nodes(capturing, training, named)
+    count = len(profile.layers)
+    for stages in (2, 3):
+        cuts = [(0, *cut, count) for cut in combinations(profile.cuts, stages - 1)]
+        best = min(max(map(profile.stages.seconds, cut, cut[1:])) for cut in cuts)
+        choice = choose(profile, named, stages)
+        bounds = [0, *(border.start(training) + 1 for border in choice.borders), count]
+        slowest = max(map(profile.stages.seconds, bounds, bounds[1:]))
+        assert best <= slowest <= 1.15 * best
+    with pytest.raises(PartitionError):
+        choose(profile, named, 2, memory_cap="1KiB")
+
+
+class Alone(QwenVL):
+    """A layer that texts alone have behind the decoder."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.alone = nn.Linear(sizes.vocabulary, sizes.vocabulary)
+
+    def forward(self, tokens: Any, places: Any, patches: Any = None, grids: Any = None) -> Any:
+        logits = super().forward(tokens, places, patches, grids)
+        return logits if patches is not None else self.alone(logits)
+
+
+def test_what_the_example_does_not_use_is_refused_where_another_stage_needs_it() -> None:
+    with job(2, MICRO_BATCHES):
+        wrapped = captured(Alone(SIZES), ["layers.1"])
+        data = [micro_batch(images) for images in STEPS[0]]
+        with pytest.raises(CaptureError, match=r"stage 1 uses 'alone.*(.|\n)*comes to stage 0"):
+            wrapped.forward_backward_pipeline(iter(data))
+
+
+class Sum(nn.Layer):  # type: ignore[misc]
+    """Adds what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any, more: Any = None) -> Any:
+        x = self.first(x)
+        return self.last(x if more is None else x + more)
+
+
+def test_what_the_example_has_not_is_not_measured() -> None:
+    x = paddle.ones([2, 3])
+    with job(2, 2):
+        pipe = fleetpipe.pipeline(Sum(), (x, x), nn.MSELoss(), split_spec=["last"], verify=False)
+        with pytest.raises(ConfigError, match="micro-batches like the example"):
+            fleet.distributed_model(pipe).profile([[(x, x), (x, None)], [x, x]])
+
+
+@pytest.mark.parametrize(
+    ("shape_inputs", "error", "text"),
+    [
+        ("grids", ConfigError, "got: 'grids'"),
+        (("patches",), ConfigError, "got: 'patches'"),
+        ((), ConfigError, "visual is not opened(.|\n)*reads the numbers in a tensor"),
+    ],
+)
+def test_sizes_are_read_from_named_inputs_alone(shape_inputs: Any, error: Any, text: str) -> None:
+    example = micro_batch(IMAGES)[0]
+    with pytest.raises(error, match=text):
+        fleetpipe.pipeline(
+            QwenVL(SIZES), example, split_spec=["visual.merger"], shape_inputs=shape_inputs
+        )
+
+
+def test_there_are_only_so_many_captured_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "_MOST_FORMS", 3)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with job(2):
+        pipe = fleetpipe.pipeline(layers, paddle.ones([2, 3]), split_spec=["1"], verify=False)
+        wrapped = fleet.distributed_model(pipe)
+        for rows in (1, 3, 4, 5, 1, 2):
+            x = paddle.rand([rows, 3])
+            assert np.array_equal(wrapped.predict_batch([x]), layers(x))
+    assert (len(pipe.forms._forms), len(pipe.forms.capturing.samples)) == (3, 2)

@@ -18,8 +18,8 @@ import paddle
 from paddle import nn
 from paddle.vision import models
 
-from tests.capture.beside import CLASSES, Result, trained
-from tests.jobs import job
+from tests.capture.models import IMAGE_CLASSES, Result, trained
+from tests.pipelines import job
 
 #: Channels and size of the images, where 32 x 32 in three colours is too small.
 IMAGES = {
@@ -56,11 +56,11 @@ def compared(name: str, stages: int, steps: int = 3, **options: Any) -> Result:
     numbers = np.random.default_rng(0)
     data = [
         paddle.to_tensor(numbers.standard_normal((4, channels, size, size)).astype("float32")),
-        paddle.to_tensor(numbers.integers(0, CLASSES, (4, 1))),
+        paddle.to_tensor(numbers.integers(0, IMAGE_CLASSES, (4, 1))),
     ]
     with job(stages, 2):
         return trained(
-            lambda: constructors()[name](num_classes=CLASSES),
+            lambda: constructors()[name](num_classes=IMAGE_CLASSES),
             data,
             micro_batches=2,
             steps=steps,

@@ -15,9 +15,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api.optimizer import create_state, state_of
-from tests.jobs import job
-from tests.pipelines import mlp_and_sgd
-from tests.scalers import enabled_scaler
+from tests.pipelines import enabled_scaler, job, mlp_and_sgd
 
 
 def model(dtype: str = "float32") -> Any:

@@ -14,8 +14,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.checkpoint.contents.attributes import Attributes
-from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.script_state import of_place
+from fleetpipe.checkpoint.contents.objects import Objects, of_place
 from fleetpipe.checkpoint.ranks import Part, Place
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc

@@ -22,12 +22,12 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.arguments import new_file
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
-from fleetpipe.checkpoint.files import host_memory, tensors, writer
-from fleetpipe.checkpoint.files.host_memory import Snapshot
+from fleetpipe.checkpoint.files import tensors, writer
+from fleetpipe.checkpoint.files.writer import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.mesh.parts import LocalTensor
-from fleetpipe.transport.wire import bridge
+from fleetpipe.transport import bridge
 from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished
 from tests.pipelines import CLASSES, batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd
@@ -221,7 +221,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
 def test_bytes_of_a_copy_live_as_long_as_they_are_used(monkeypatch: Patch) -> None:
     # As a tensor on a GPU has it: its bytes on the host are those of a copy.
     monkeypatch.setattr(bridge, "plain", lambda tensors: [one.clone() for one in tensors])
-    memory = host_memory.bytes_of(LocalTensor(paddle.full([12], 3.0)))
+    memory = writer.bytes_of_tensor(LocalTensor(paddle.full([12], 3.0)))
     taken = [paddle.full([12], 7.0) for _ in range(50)]
     assert np.frombuffer(memory, "float32").tolist() == [3.0] * 12, taken
 

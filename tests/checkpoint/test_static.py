@@ -17,8 +17,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError, ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.static import pipeline_of, state_dict
-from tests.jobs import job
-from tests.pipelines import bits, pipeline
+from tests.pipelines import bits, job, pipeline
 from tests.static.networks import (
     CLASSES,
     FEATURES,

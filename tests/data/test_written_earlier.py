@@ -15,13 +15,12 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet, fleet_files
 from fleetpipe.checkpoint.files import manifest
-from fleetpipe.checkpoint.files.digests import hash_of
+from fleetpipe.checkpoint.files.manifest import hash_of
 from fleetpipe.checkpoint.hash_command import digests_in
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import Costs
-from tests.jobs import job
-from tests.pipelines import bits, pipeline
+from tests.pipelines import bits, job, pipeline
 
 FOLDER = Path(__file__).parent
 
@@ -65,7 +64,7 @@ def test_a_checkpoint_and_files_of_fleets_form_have_the_same_values() -> None:
     # Whose manifest has no hash yet.
     hashes = [hash_of(digests_in(FOLDER / name)) for name in ("checkpoint", "layers")]
     assert hashes == [fleetpipe.model_hash(model.layers)] * 2
-    assert manifest.read(FOLDER / "checkpoint/step-00000002").model_hash == ""
+    assert manifest.read_manifest(FOLDER / "checkpoint/step-00000002").model_hash == ""
     kept = fleet_files.load(FOLDER / "model.pdopt")
     velocities = [value for name, value in kept.items() if "velocity" in name]
     assert [tuple(value.shape) for value in velocities] == [(2, 3), (3,), (3, 2), (2,)]

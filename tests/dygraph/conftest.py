@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fleetpipe.dygraph.tensor_parallel import groups
-from tests.dygraph.members import MEMBERS, Twins
+from tests.groups import MEMBERS, Twins
 
 
 @pytest.fixture

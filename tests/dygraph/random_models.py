@@ -1,8 +1,4 @@
-"""Models by number, of all that a Linear may meet: shapes, sharing, hooks, gradients of gradients.
-
-Each kind of block takes and returns ``[rows, length, width]``. Beside ``random_lists`` they vary
-in sizes, dtypes and numbers, and some are among the graphs whose sums may have another order.
-"""
+"""Models and lists of layers by number, for training beside the same in plain Paddle."""
 
 from __future__ import annotations
 
@@ -16,6 +12,243 @@ from paddle import nn
 from paddle.nn.functional import linear
 
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.dygraph.models import LENGTH, WIDTH, Attention, Called, FeedForward
+from tests.pipelines import CLASSES, ROWS
+
+#: Rows of the embedding.
+_ROWS = 6
+
+
+def _called(call: Callable[..., Any], *kinds: Callable[[], Any]) -> Called:
+    return Called(call, *(kind() for kind in kinds))
+
+
+def _linear_entry(**options: Any) -> Callable[[], Any]:
+    return lambda: nn.Linear(WIDTH, WIDTH, **options)
+
+
+def _frozen(name: str) -> Callable[[], Any]:
+    def make() -> Any:
+        layer = nn.Linear(WIDTH, WIDTH)
+        getattr(layer, name).stop_gradient = True
+        return layer
+
+    return make
+
+
+def _hooked_entry() -> Any:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.register_hook(lambda grad: grad * 0.5)
+    layer.bias.register_hook(lambda grad: None)
+    return layer
+
+
+class OwnProduct(nn.Layer):  # type: ignore[misc]
+    """A product and a sum of its own, and a running mean that it assigns anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = self.create_parameter([WIDTH, WIDTH])
+        self.shift = self.create_parameter([WIDTH], is_bias=True)
+        self.register_buffer("mean", paddle.zeros([WIDTH]))
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean([0, 1])
+        return paddle.tanh((x - self.mean) @ self.matrix + self.shift)
+
+
+def _by_values(x: Any, embedding: Any) -> Any:
+    ids = (x.detach().abs().mean(-1) * 7).astype("int64") % _ROWS
+    return x + embedding(ids)
+
+
+def _entry_without_gradient(x: Any, layer: Any) -> Any:
+    with paddle.no_grad():
+        gate = nn.functional.sigmoid(layer(x))
+    return x * gate + layer(x)
+
+
+def _convolved(x: Any, convolution: Any) -> Any:
+    return x + nn.functional.relu(convolution(x.transpose([0, 2, 1]))).transpose([0, 2, 1])
+
+
+def _either(x: Any, one: Any, other: Any) -> Any:
+    return one(x) if float(x.mean()) > 0 else other(x)
+
+
+_KINDS: dict[str, Callable[[], Any]] = {
+    "linear": _linear_entry(),
+    "without bias": _linear_entry(bias_attr=False),
+    "attention": Attention,
+    "feed forward": FeedForward,
+    "own product": OwnProduct,
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "batch norm": lambda: nn.BatchNorm1D(WIDTH, data_format="NLC"),
+    "twice": lambda: _called(lambda x, fc: fc(paddle.tanh(fc(x))), _linear_entry()),
+    "frozen weight": lambda: _called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("weight")),
+    "frozen bias": lambda: _called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("bias")),
+    "hooks": lambda: _called(lambda x, fc: x + fc(x), _hooked_entry),
+    "embedding": lambda: _called(_by_values, lambda: nn.Embedding(_ROWS, WIDTH)),
+    "convolution": lambda: _called(_convolved, lambda: nn.Conv1D(WIDTH, WIDTH, 3, padding=1)),
+    "detached": lambda: _called(
+        lambda x, a, b: x + a(b(x).detach()), _linear_entry(), _linear_entry()
+    ),
+    "without gradient": lambda: _called(_entry_without_gradient, _linear_entry()),
+    "norm without gradient": lambda: _called(_entry_without_gradient, lambda: nn.LayerNorm(WIDTH)),
+    "either": lambda: _called(_either, _linear_entry(), _linear_entry()),
+    "unused": lambda: _called(lambda x, fc, _: fc(x), _linear_entry(), _linear_entry()),
+    "in place": lambda: _called(lambda x, fc: nn.functional.relu_(fc(x)) * 2, _linear_entry()),
+    "weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "as it is": lambda: _called(lambda x: x),
+}
+
+#: Entries that hand a pair or a dict on, perhaps over a border.
+_RUNS: tuple[tuple[Callable[[], Any], ...], ...] = (
+    (
+        lambda: _called(lambda x, fc: (fc(x), paddle.tanh(x)), _linear_entry()),
+        lambda: _called(
+            lambda pair, fc: (nn.functional.relu(fc(pair[0])), pair[1]), _linear_entry()
+        ),
+        lambda: _called(lambda pair, fc: fc(pair[0]) * pair[1], _linear_entry()),
+    ),
+    (
+        lambda: _called(
+            lambda x, fc: {"x": fc(x), "mask": x.detach() > 0, "by": 3}, _linear_entry()
+        ),
+        lambda: _called(
+            lambda v, fc: fc(v["x"]) * v["mask"].astype("float32") * v["by"], _linear_entry()
+        ),
+    ),
+)
+
+
+def random_list(number: int) -> list[Any]:
+    """Returns the descriptions of the layers; the last gives logits [rows, CLASSES]."""
+    draw = random.Random(number)
+    entries: list[Callable[[], Any]] = []
+    while len(entries) < 10:
+        if draw.random() < 0.2:
+            entries += draw.choice(_RUNS)
+        else:
+            entries.append(_KINDS[draw.choice(list(_KINDS))])
+    entries.append(lambda: _called(lambda x, fc: fc(x.mean(1)), lambda: nn.Linear(WIDTH, CLASSES)))
+    return [LayerDesc(_Made, entry) for entry in entries]
+
+
+class _Made(nn.Layer):  # type: ignore[misc]
+    """The layer that a function makes."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.made = make()
+
+    def forward(self, value: Any) -> Any:
+        return self.made(value)
+
+
+def random_batch(number: int, rows: int) -> list[Any]:
+    """Returns ``[inputs, labels]``."""
+    paddle.seed(number)
+    return [paddle.randn([rows, LENGTH, WIDTH]), paddle.randint(0, CLASSES, [rows, 1])]
+
+
+#: Views of ``[rows, LENGTH, WIDTH]``; the last axis stays one of WIDTH.
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "first": lambda x: x[:, 0],
+    "last": lambda x: x[:, -1],
+    "slice": lambda x: x[:, 1:3],
+    "rows": lambda x: x[1:],
+    "steps": lambda x: x[:, ::2],
+    "backwards": lambda x: x[:, ::-1],
+    "transposed": lambda x: x.transpose([1, 0, 2]),
+    "turned": lambda x: paddle.concat([x, x], 1)[:, :WIDTH].transpose([0, 2, 1]),
+    "expanded": lambda x: x[:, :1].expand([-1, 3, -1]),
+    "as strided": lambda x: paddle.as_strided(x * 1.0, [2, 3, WIDTH], [WIDTH, 0, 1], 4 * WIDTH),
+    "unbound": lambda x: x.unbind(1)[1],
+    "split": lambda x: x.split([1, LENGTH - 1], 1)[1],
+    "reshaped": lambda x: x[:, 1:].reshape([-1, WIDTH]),
+    "of a view": lambda x: x[1:].transpose([1, 0, 2])[1:, -1],
+    "itself": lambda x: x,
+}
+
+
+class Takes(nn.Layer):  # type: ignore[misc]
+    """Calls ``call(view, *layers)``."""
+
+    def __init__(self, call: Callable[..., Any], *kinds: Callable[[], Any]) -> None:
+        super().__init__()
+        self.call, self.inner = call, nn.LayerList([kind() for kind in kinds])
+        self.register_buffer("table", paddle.randn([WIDTH, WIDTH]).transpose([1, 0])[1:])
+
+    def forward(self, x: Any) -> Any:
+        return self.call(x if x.ndim == 3 else x.unsqueeze(1), self, *self.inner)
+
+
+def _embedded(x: Any, _: Takes, table: Any) -> Any:
+    numbers = (x.detach() * 4).astype("int64").abs() % 5
+    return x + table(numbers.transpose([2, 0, 1])[0])
+
+
+#: What is called with a view, by the kinds of layers that it needs.
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "Linear": (lambda x, _, layer: layer(x), lambda: nn.Linear(WIDTH, WIDTH)),
+    "two": (lambda x, _, a, b: a(x) * b(x[:1]), *[lambda: nn.Linear(WIDTH, WIDTH)] * 2),
+    "LayerNorm": (lambda x, _, layer: layer(x), lambda: nn.LayerNorm(WIDTH)),
+    "GRU": (lambda x, _, layer: layer(x)[0], lambda: nn.GRU(WIDTH, WIDTH)),
+    "LSTM": (lambda x, _, layer: layer(x)[0], lambda: nn.LSTM(WIDTH, WIDTH)),
+    "cell": (lambda x, _, layer: layer(x[:, 0])[0], lambda: nn.GRUCell(WIDTH, WIDTH)),
+    "Conv1D": (
+        lambda x, _, layer: layer(x.transpose([0, 2, 1])).transpose([0, 2, 1]),
+        lambda: nn.Conv1D(WIDTH, WIDTH, 1),
+    ),
+    "Conv2D": (lambda x, _, layer: layer(x.unsqueeze(1))[:, 0], lambda: nn.Conv2D(1, 2, 3, 1, 1)),
+    "BatchNorm": (
+        lambda x, _, layer: layer(x.transpose([0, 2, 1])).transpose([0, 2, 1]),
+        lambda: nn.BatchNorm1D(WIDTH),
+    ),
+    "PReLU": (lambda x, _, layer: layer(x) * x, nn.PReLU),
+    "Embedding": (_embedded, lambda: nn.Embedding(5, 1)),
+    "attention": (
+        lambda x, _, layer: layer(x, x[:, :1], x[:, :1]),
+        lambda: nn.MultiHeadAttention(WIDTH, 2),
+    ),
+    "buffer": (
+        lambda x, own, layer: layer(x) @ own.table.transpose([1, 0]) @ own.table,
+        lambda: nn.Linear(WIDTH, WIDTH),
+    ),
+}
+
+
+def restored(rows: int) -> Callable[[Any], Any]:
+    """Returns a function from what a layer makes of a view to ``[rows, LENGTH, WIDTH]``."""
+
+    def restore(x: Any) -> Any:
+        lines = x.reshape([-1, WIDTH])
+        line = (lines * paddle.arange(1.0, len(lines) + 1).unsqueeze(1).cos()).mean(0)
+        return paddle.arange(1.0, rows * LENGTH + 1).reshape([rows, LENGTH, 1]).sin() * line
+
+    return restore
+
+
+def viewing_list(number: int) -> list[Any]:
+    """Returns the list of a number, for micro-batches of ROWS rows."""
+    draw = random.Random(number)
+    entries: list[Any] = [LayerDesc(nn.Linear, WIDTH, WIDTH)]
+    for _ in range(3):
+        view, takes = VIEWS[draw.choice([*VIEWS])], LAYERS[draw.choice([*LAYERS])]
+        entries += [view, LayerDesc(Takes, *takes), restored(ROWS)]
+    return [*entries, lambda x: x[:, 1:].mean(1), LayerDesc(nn.Linear, WIDTH, CLASSES)]
+
+
+def viewing_batch(number: int, micro_batches: int) -> list[Any]:
+    """Returns inputs and labels of a batch."""
+    numbers, rows = np.random.default_rng(number), micro_batches * ROWS
+    return [
+        paddle.to_tensor(numbers.standard_normal((rows, LENGTH, WIDTH)).astype("float32")),
+        paddle.to_tensor(numbers.integers(0, CLASSES, (rows, 1))),
+    ]
+
 
 TOKENS, OUTPUTS, MICRO_BATCHES = 17, 4, 3
 tanh = paddle.tanh

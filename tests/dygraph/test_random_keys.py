@@ -19,7 +19,7 @@ from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, under_keys
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
 from fleetpipe.mesh.groups import SoleGroup
-from tests import jobs
+from tests import pipelines
 from tests.pipelines import (
     CLASSES,
     FEATURES,
@@ -349,7 +349,7 @@ def test_running_statistics_see_each_micro_batch_once_and_in_order(
 
 def compared(dp: int) -> tuple[bool, bool, list[float], str]:
     """Compares replicas of two stages with the single model; the verdict and the losses."""
-    jobs.begin(dp=dp, pp=2, micro_batches=2)
+    pipelines.begin(dp=dp, pp=2, micro_batches=2)
     replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
     # Statistics are of each micro-batch and each replica: not to be compared here.
     layers = [entry for entry in noisy_layers() if "BatchNorm" not in repr(entry)]

@@ -15,15 +15,14 @@ import pytest
 
 from fleetpipe.engine import ready
 from fleetpipe.engine.engine import Engine, Walker
-from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.observer import Instruction, Played, Stopwatch
 from fleetpipe.engine.ready import ReadyWalker
 from fleetpipe.engine.stage import Values
 from fleetpipe.engine.step_meter import StepMeter
-from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PeerFailed, PipelineTimeout
-from fleetpipe.job.run_progress import RunProgress
+from fleetpipe.job.records import RunProgress
 from fleetpipe.schedules import Action, Edge, Op, Recv, Schedule, build, names
-from fleetpipe.schedules.check.envelope import Envelope, without_fusion
+from fleetpipe.schedules.envelope import Envelope, without_fusion
 from fleetpipe.transport import MessageKey
 from tests.engine.test_engine import Diary
 from tests.fixtures import Clock, Patch

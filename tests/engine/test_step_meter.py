@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from fleetpipe.engine import step_meter
-from fleetpipe.engine.observer import Blocked
+from fleetpipe.engine.observer import Blocked, Stopwatch
 from fleetpipe.engine.step_meter import StepMeter
-from fleetpipe.engine.stopwatch import Stopwatch
-from fleetpipe.job.run_progress import RunProgress
+from fleetpipe.job.records import RunProgress
 from fleetpipe.schedules import Action, Recv, Send, build
-from fleetpipe.schedules.plan_ops import ranks_of
+from fleetpipe.schedules.action import ranks_of
 from fleetpipe.transport import MessageKey
 from tests.fixtures import Clock, Patch
 

@@ -14,7 +14,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
@@ -37,7 +37,7 @@ class LogWriter:
 
 def main(folder: Path, dp: int, pp: int) -> None:
     # A batch of all replicas has the rows of one without any.
-    jobs.begin(pp, STEPS // dp, rows=ROWS, dp=dp)
+    pipelines.begin(pp, STEPS // dp, rows=ROWS, dp=dp)
     model = fleetpipe.Model(layers())
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
     model.prepare(optimizer, nn.CrossEntropyLoss(), paddle.metric.Accuracy(topk=(1, 2)))

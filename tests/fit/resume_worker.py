@@ -19,7 +19,7 @@ from fleetpipe import fleet
 from fleetpipe.callbacks import LogMetricByEpoch, PipelineCheckpoint
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.job import attempt_files
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers
 
 RANK, RANKS = (int(os.environ.get(f"PADDLE_TRAINER{name}", "0")) for name in ("_ID", "S_NUM"))
@@ -44,7 +44,7 @@ class Kill(paddle.callbacks.Callback):
 
 def main(place: str = "", number: str = "0", bare: str = "") -> None:
     paddle.seed(7)
-    jobs.begin(2, STEPS, rows=ROWS)
+    pipelines.begin(2, STEPS, rows=ROWS)
     descriptions = [*layers()[:2], LayerDesc(nn.Dropout, 0.1), *layers()[2:]]
     model = fleetpipe.Model(descriptions)
     rate = paddle.optimizer.lr.StepDecay(0.02, step_size=5)

@@ -12,9 +12,9 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
-from fleetpipe.fit.feeding import rows_of
+from fleetpipe.fit.micro_batches import rows_of
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
 
 Model = Any
@@ -22,7 +22,7 @@ Model = Any
 
 @pytest.fixture
 def model() -> Iterator[Model]:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield prepared(fleetpipe.Model(layers()))
 
 
@@ -98,7 +98,7 @@ class NamedAccuracy(paddle.metric.Accuracy):
 
 
 def test_outputs_may_be_named() -> None:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         model = fleetpipe.Model([LayerDesc(nn.Linear, 64, 48), LayerDesc(Named)])
         sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
         loss = nn.CrossEntropyLoss()
@@ -118,7 +118,7 @@ def test_batches_of_one_step_are_told_as_paddle_tells_them(group: int) -> None:
         rate = paddle.optimizer.lr.StepDecay(0.1, step_size=2)
         return paddle.optimizer.Momentum(rate, parameters=parameters)
 
-    with jobs.job(pp=2, micro_batches=1, rows=BATCH):
+    with pipelines.job(pp=2, micro_batches=1, rows=BATCH):
         model = fleetpipe.Model(layers())
         given = nn.CrossEntropyLoss(), paddle.metric.Accuracy()
         model.prepare(momentum(model.parameters()), *given)

@@ -17,23 +17,18 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.callbacks import (
-    LossMonitor,
-    MetricsLogger,
-    ThroughputMonitor,
-    TraceSteps,
-)
+from fleetpipe.callbacks import LossMonitor, MetricsLogger, ThroughputMonitor, TraceSteps
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import BETWEEN, PARTS
 from fleetpipe.mesh import AXES
 from fleetpipe.schedules import Schedule
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
 
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield prepared(fleetpipe.Model(layers()))
 
 
@@ -308,7 +303,7 @@ def test_a_line_does_not_stand_in_the_bar(model: Any, monkeypatch: Any, capsys: 
 def test_rows_have_the_norm_of_the_gradients_where_the_optimizer_clips_by_it(
     tmp_path: Path,
 ) -> None:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         model = fleetpipe.Model(layers())
         clip = paddle.nn.ClipGradByGlobalNorm(1e-3)
         sgd = paddle.optimizer.SGD(0.01, parameters=model.parameters(), grad_clip=clip)

@@ -15,7 +15,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from tests import jobs
+from tests import pipelines
 
 STEPS, ROWS = 4, 8
 BATCH = STEPS * ROWS
@@ -45,7 +45,7 @@ def layers() -> list[Any]:
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield fleetpipe.Model(layers())
 
 
@@ -113,7 +113,7 @@ def test_fit_has_the_bits_of_paddles_fit(model: Any) -> None:
 def test_a_sum_over_micro_batches_is_that_many_times_their_mean() -> None:
     found = []
     for reduction in ("mean", "sum"):
-        with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction=reduction):
+        with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction=reduction):
             model = fleetpipe.Model(layers())
             sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
             model.prepare(sgd, nn.CrossEntropyLoss())
@@ -130,7 +130,7 @@ def test_a_sum_over_micro_batches_is_that_many_times_their_mean() -> None:
 
 
 def test_a_loss_that_adds_up_rows_fits_as_paddles() -> None:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="sum"):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="sum"):
         model = fleetpipe.Model(layers())
         network = single(model)
         reference = paddle.Model(network)
@@ -147,7 +147,7 @@ def test_a_loss_that_adds_up_rows_fits_as_paddles() -> None:
 @pytest.mark.parametrize("rows", [ROWS, 1])
 def test_a_loss_that_is_divided_in_the_end_fits_alike(rows: int) -> None:
     def fitted(delayed: bool) -> tuple[list[float], list[float], list[Any]]:
-        strategy = jobs.strategy(STEPS, rows=rows, pp=2)
+        strategy = pipelines.strategy(STEPS, rows=rows, pp=2)
         switches = strategy.hybrid_configs["pp_configs"]
         if not hasattr(switches, "delay_scale_loss"):
             pytest.skip("Paddle 2.6.2 has no pp_configs.delay_scale_loss")
@@ -250,7 +250,7 @@ def test_num_iters_ends_where_paddles_model_does(
             made.fit(*data, ROWS, 2, shuffle=False, verbose=0, callbacks=[told], **options)
         return [[logs["step"] for logs in told.train], told.train[-1]["loss"], len(told.eval)]
 
-    with jobs.job(pp=2, micro_batches=1, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=1, rows=ROWS):
         model = fleetpipe.Model(layers())
         network = single(model)
         assert fitted(model, model) == fitted(paddle.Model(network), network)
@@ -287,7 +287,7 @@ def test_outputs_that_do_not_begin_with_rows_are_whole_or_refused() -> None:
             return paddle.to_tensor(output.shape[label.shape[1]])
 
     inputs = paddle.randn([3, 5, 4])
-    with jobs.job(pp=2, micro_batches=2, rows=3):
+    with pipelines.job(pp=2, micro_batches=2, rows=3):
         model, rows = fleetpipe.Model([nn.Linear(4, 2), TimeFirst()]), Rows()
         model.prepare(None, lambda output, label: (output**2).mean().reshape([1]), rows)
         network = single(model)
@@ -344,7 +344,7 @@ def test_a_loss_that_leaves_places_out_weighs_by_tokens(rows: int) -> None:
     sizes = [ROWS, *[(rows - ROWS) // 3] * 3]
     losses: list[list[float]] = []
     for fitted in (True, False):
-        with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="tokens"):
+        with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="tokens"):
             paddle.seed(0)
             loss_fn = nn.CrossEntropyLoss(ignore_index=0)
             pipe = PipelineLayer(layers(), num_stages=2, loss_fn=loss_fn)

@@ -15,7 +15,7 @@ from paddle.vision.models import LeNet
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, micro_batches
 
 IMAGE = InputSpec([None, 1, 28, 28], "float32")
@@ -32,7 +32,7 @@ class Images(Digits):
 
 @pytest.fixture(autouse=True)
 def job() -> Iterator[None]:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield
 
 

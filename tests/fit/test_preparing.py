@@ -1,8 +1,14 @@
-"""What ``Model`` is given: precision, data of every kind; and what it tells of itself."""
+"""What ``Model`` is given: precision, data of every kind; and what several ranks read of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +18,19 @@ from paddle import nn
 
 import fleetpipe
 import fleetpipe.io
-from fleetpipe import log
-from fleetpipe.errors import ConfigError
-from tests import jobs
+from fleetpipe import fleet, log
+from fleetpipe.errors import ConfigError, FleetPipeError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+from tests.fixtures import Call, Launch
+from tests.launching import ROOT
+from tests.pipelines import bits
 
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield fleetpipe.Model(layers())
 
 
@@ -92,7 +102,7 @@ def test_data_of_every_kind_train_alike(model: Any) -> None:
 
 
 def test_longer_steps_and_a_trace_do_not_go_together(tmp_path: Any) -> None:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, trace=str(tmp_path)):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS, trace=str(tmp_path)):
         model = prepared(fleetpipe.Model(layers()))
         with pytest.raises(ConfigError, match="trace"):
             losses(model, Digits(0, BATCH), batch_size=BATCH, accumulate_grad_batches=2)
@@ -113,3 +123,220 @@ def test_a_schedule_of_the_learning_rate_steps_with_batches(model: Any) -> None:
             model.fit(Digits(0, BATCH), batch_size=BATCH, verbose=0, callbacks=callbacks)
     by_hand = paddle.callbacks.LRScheduler(by_step=False)
     model.fit(Digits(0, BATCH), batch_size=BATCH, verbose=0, callbacks=by_hand)
+
+
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+RANK_ROWS = 8
+
+
+def model_in(**degrees: int) -> Any:
+    pipelines.begin(micro_batches=2, rows=RANK_ROWS // 2, **degrees)
+    model = fleetpipe.Model([LayerDesc(nn.Linear, 64, 8), LayerDesc(nn.Linear, 8, 10)])
+    sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    model.prepare(sgd, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+    return model
+
+
+def shuffled(workers: int) -> tuple[Any, ...]:
+    """Fits data that a loader and a generator shuffle, on ranks that nobody seeded alike."""
+    np.random.seed(RANK)
+    random.seed(RANK)
+    model, data = model_in(pp=2), Digits(0, 4 * RANK_ROWS)
+
+    class Shuffled(paddle.io.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            yield from random.sample([*data], len(data))
+
+    loader = paddle.io.DataLoader(data, batch_size=RANK_ROWS, shuffle=True, num_workers=workers)
+    history = model.fit(loader, epochs=2, verbose=0)
+    history |= {"stream": model.fit(Shuffled(), batch_size=RANK_ROWS, verbose=0)["loss"]}
+    state = bits(model.network.full_state_dict())
+    fleet.shutdown()
+    return history, state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_shuffles_gives_all_ranks_one_order(
+    on_ranks: Callable[..., Any], workers: int
+) -> None:
+    alone = on_ranks(shuffled, None, workers)
+    assert on_ranks(shuffled, 2, workers) == alone * 2
+
+
+class RankStream(paddle.io.IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Digits(0, self.rows)[row] for row in range(self.rows)])
+
+
+def unequal(method: str, kind: str) -> str:
+    """Two replicas, of which the second has a batch more; what this rank is told."""
+    model, rows = model_in(pp=1, dp=2), RANK_ROWS * (2 + RANK)
+    data: Any = RankStream(rows)
+    if kind == "list":
+        data = [[part[:RANK_ROWS] for part in (np.ones([9, 64], "float32"), np.ones([9, 1], int))]]
+        data *= 2 + RANK
+    options = {"verbose": 0, **({} if kind == "list" else {"batch_size": RANK_ROWS})}
+    try:
+        getattr(model, method)(data, **options)
+    except FleetPipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["list", "stream"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_replicas_with_more_batches_than_others_are_refused(
+    on_ranks: Callable[..., Any], method: str, kind: str
+) -> None:
+    for text in on_ranks(unequal, 2, method, kind):
+        assert "have more batches than those of others" in text
+        assert ("rank: 2, 3" if kind == "list" else "of rank 0 ended after 2") in text
+
+
+def evaluated(lacking: int) -> tuple[Any, ...]:
+    """Evaluates a last batch that is shorter on the second replica; the mean of all rows beside."""
+    model, digits = model_in(pp=1, dp=2), Digits(0, 2 * RANK_ROWS)
+    logs = model.evaluate(
+        RankStream(2 * RANK_ROWS - lacking * RANK), batch_size=RANK_ROWS, verbose=0
+    )
+    network = model.network.single_model()
+    model.network.copy_to(network)
+    outputs = network(paddle.to_tensor(digits.images))
+    losses = nn.functional.cross_entropy(
+        outputs, paddle.to_tensor(digits.labels), reduction="none"
+    ).flatten()
+    fleet.shutdown()
+    every = paddle.concat([losses, losses[: 2 * RANK_ROWS - lacking]])
+    return logs["loss"][0], float(every.mean())
+
+
+def test_an_evaluation_counts_the_rows_that_replicas_have(on_ranks: Callable[..., Any]) -> None:
+    (first, mean), (second, _) = on_ranks(evaluated, 2, 3)
+    assert first == second == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_data_may_fill_the_same_tensors_for_each_batch(accumulate: int) -> None:
+    digits = Digits(0, 4 * RANK_ROWS)
+    parts = [
+        [column[start : start + RANK_ROWS] for column in (digits.images, digits.labels)]
+        for start in range(0, 4 * RANK_ROWS, RANK_ROWS)
+    ]
+
+    def refilled() -> Iterator[Any]:
+        tensors = [paddle.to_tensor(column) for column in parts[0]]
+        for part in parts:
+            for tensor, column in zip(tensors, part):
+                tensor.set_value(column)
+            yield tensors
+
+    states = []
+    for data in (parts, refilled()):
+        model = model_in(pp=2)
+        model.fit(data, verbose=0, accumulate_grad_batches=accumulate)
+        states.append(bits(model.network.full_state_dict()))
+        fleet.shutdown()
+    assert states[0] == states[1]
+
+
+WORKER = ROOT / "tests" / "fit" / "fit_worker.py"
+
+
+def reports(launch: Launch, folder: Path, nproc: int | None, dp: int) -> list[Any]:
+    home = folder / f"{nproc}-{dp}"
+    home.mkdir()
+    logs = launch(WORKER, nproc, args=[str(home), str(dp), "2"]).logs
+    # Paddle's ProgBarLogger tells on the first rank alone.
+    assert [log.count("step 6/6 - loss: ") for log in logs] == [3, *[0] * (len(logs) - 1)]
+    # Of ModelCheckpoint epochs 0 and 2 and the end, of EarlyStopping the best: whole models.
+    kept = {file.name for file in (home / "kept").glob("*.pdparams")}
+    assert kept == {f"{name}.pdparams" for name in ("0", "2", "final", "best_model")}
+    return [json.loads(file.read_text()) for file in sorted(home.glob("rank*.json"))]
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """What ``Model.save`` wrote, parameters and state of the optimizer in one."""
+    state: dict[str, Any] = {}
+    for ending in ("pdparams", "pdopt"):
+        state.update(pickle.loads((folder / f"saved.{ending}").read_bytes()))
+    return state
+
+
+def test_every_rank_sees_what_one_process_sees(launch: Launch, tmp_path: Path) -> None:
+    (alone,) = reports(launch, tmp_path, None, 1)
+    assert len(alone["train"]) == 18
+    assert alone["rate"] == 0.1 * 0.5**2
+    assert len(alone["outputs"]) == 45
+    assert reports(launch, tmp_path, 2, 1) == [alone] * 2
+    alone_visual, visual = (
+        json.loads((tmp_path / name / "visual.json").read_text()) for name in ("None-1", "2-1")
+    )
+    assert visual == alone_visual
+    assert [row for row in visual if row[0] == "train/loss"] == [
+        ["train/loss", step, logs["loss"][0]] for step, logs in enumerate(alone["train"], 1)
+    ]
+    files = saved(tmp_path / "None-1")
+    assert str(files) == str(saved(tmp_path / "2-1"))
+    first, *others = reports(launch, tmp_path, 4, 2)
+    assert others == [first] * 3
+    for mine, other in zip(first["train"] + first["eval"], alone["train"] + alone["eval"]):
+        assert np.allclose(mine.pop("loss"), other.pop("loss"), atol=1e-5)
+        assert mine == other
+    assert np.allclose(first["outputs"], alone["outputs"], atol=1e-4)
+    of_replicas = saved(tmp_path / "4-2")
+    assert list(of_replicas) == list(files)
+    arrays = [name for name, value in files.items() if isinstance(value, np.ndarray)]
+    assert len(arrays) == 12
+    assert all(np.allclose(of_replicas[name], files[name], atol=1e-4) for name in arrays)
+
+
+class Counted(Digits):
+    """Counts the samples that are read."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        Counted.read += 1
+        return super().__getitem__(index)
+
+
+def fitted() -> tuple[list[Any], int, int]:
+    """What a fit and a prediction tell, and how many samples each reads."""
+    Counted.read = 0
+    pipelines.begin(3, STEPS, rows=ROWS)
+    model = fleetpipe.Model(layers())
+    sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    model.prepare(sgd, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+    losses = Losses()
+    options: dict[str, Any] = {"batch_size": BATCH, "verbose": 0}
+    data = Counted(0, 2 * BATCH + 5), Counted(1000, 1041)
+    model.fit(*data, epochs=2, callbacks=losses, **options)
+    trained = Counted.read
+    (outputs,) = model.predict(data[1], stack_outputs=True, **options)
+    fleet.shutdown()
+    return [losses.train, losses.eval, outputs.tolist()], trained, Counted.read - trained
+
+
+def test_a_rank_between_the_first_and_the_last_reads_no_sample(on_ranks: Call) -> None:
+    alone = fitted()
+    first, between, last = on_ranks(fitted, 3)
+    assert alone[1:] == (2 * (2 * 32 + 5) + 2 * 41, 41)
+    assert first == last == alone
+    assert between == (alone[0], 0, 0)
+
+
+def warned() -> list[str]:
+    with pipelines.job(pp=2), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        paddle.Model(nn.Linear(2, 2))
+        fleetpipe.Model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    return [str(one.message) for one in seen if "fleetpipe.Model" in str(one.message)]
+
+
+def test_paddles_model_says_on_ranks_that_it_cuts_nothing(on_ranks: Call) -> None:
+    for messages in on_ranks(warned, 2):
+        (message,) = messages
+        assert message.startswith("paddle.Model runs the whole network on each rank: pp_degree=2")

@@ -19,7 +19,7 @@ from fleetpipe.callbacks import PipelineCheckpoint
 from fleetpipe.checkpoint.files import writer
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.job import attempt_files
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
 from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
@@ -76,7 +76,7 @@ def test_a_training_that_ends_early_goes_on_to_the_same_bits(
 
 @pytest.fixture
 def model() -> Any:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield prepared(fleetpipe.Model(layers()))
 
 

@@ -14,10 +14,10 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.dygraph.state.whole_state import ModelState
+from fleetpipe.dygraph.state.names import ModelState
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers
 
 OPTIONS: Any = {"shuffle": False, "verbose": 0}
@@ -31,7 +31,7 @@ def adam(parameters: Any) -> Any:
 def pipeline(pp: int = 2, made: Callable[[], Any] = layers, inputs: Any = None) -> Any:
     """A prepared pipeline in a job of its own, which the next one ends."""
     fleet.shutdown()
-    jobs.begin(pp, STEPS, rows=ROWS)
+    pipelines.begin(pp, STEPS, rows=ROWS)
     model = fleetpipe.Model(made(), inputs)
     model.prepare(adam(model.parameters()), nn.CrossEntropyLoss())
     return model

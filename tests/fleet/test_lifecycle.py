@@ -16,17 +16,15 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PeerFailed, StateError
-from fleetpipe.fleet import lifecycle, process_end
+from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from fleetpipe.job.groups import paddle_groups
+from fleetpipe.job import paddle_groups, watch
 from fleetpipe.job.job import current_job
-from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.amp import rehearsal_dtype
-from tests.jobs import begun
 from tests.launching import command
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, begun, job, mlp_layers, pipeline, sgd
 
 collective: Any = _collective
 
@@ -141,14 +139,14 @@ def test_a_process_whose_job_ends_in_an_error_ends_in_one_too(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(process_exit.os, "_exit", codes.append)
+    monkeypatch.setattr(watch.os, "_exit", codes.append)
 
     def end(error: BaseException | None) -> None:
         raise PeerFailed("rank 1 died")
 
-    monkeypatch.setattr(process_end.job, "end", end)
-    process_end.end_with_process()
-    assert codes == [process_exit.EXIT_CODE]
+    monkeypatch.setattr(lifecycle.job, "end", end)
+    lifecycle.end_with_process()
+    assert codes == [watch.EXIT_CODE]
     assert capfd.readouterr().err == "PeerFailed: rank 1 died\n"
 
 

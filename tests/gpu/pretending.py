@@ -28,14 +28,14 @@ LEFT_OUT = {
     "is of mixed precision, in which CPUs compute in float32": (
         *("dygraph/train/test_rehearsal.py", "fit/test_preparing.py::test_on_a_cpu_mixed"),
         "dygraph/optimizer/test_optimizer.py::test_mixed_precision_by_strategy_is_float32",
-        "dygraph/optimizer/test_scaler.py::test_a_scaler_on_cpu_trains_as_none",
+        "dygraph/optimizer/test_clip_and_scaler.py::test_a_scaler_on_cpu_trains_as_none",
     ),
     "measures the host's memory or time": (
         "contrib/shadow/test_shadow.py::test_a_model_that_finds_no_room",
         *("fit/test_callbacks.py", "engine/test_step_meter.py"),
-        "engine/test_calls.py::test_a_small_message_is_one_send",
+        "engine/test_observer.py::test_a_small_message_is_one_send",
         "dygraph/observe/test_profile.py::test_a_process_takes_more_than_its_tensors",
-        "dygraph/observe/test_measuring.py::test_ranks_that_share_processors",
+        "dygraph/observe/test_profile.py::test_ranks_that_share_processors",
     ),
     "has Paddle's own code ask for a card": ("fit/test_model.py", "fit/test_plain_model.py"),
 }

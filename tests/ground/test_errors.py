@@ -1,4 +1,4 @@
-"""What is a whole number of at least so much."""
+"""What is refused: numbers, sizes and names that cannot be, and calls too early or too late."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paddle import nn
 
-from fleetpipe.errors import ConfigError, is_file_name, is_shape, reason, require_whole
+from fleetpipe.dygraph.observe.hooks import Timer
+from fleetpipe.errors import ConfigError, StateError, is_file_name, is_shape, reason, require_whole
+from fleetpipe.fleet.meta_parallel import TensorParallel
+from fleetpipe.paddle_api.device import device_kind
 
 
 @pytest.mark.parametrize("value", [1, 4, np.int64(4)])
@@ -53,3 +57,18 @@ def test_the_reason_of_a_missing_kernel_is_not_the_condition_that_does_not_hold(
     kernel = "(NotFound) The kernel with key (CPU, NCHW, float16) of `conv2d` is not registered."
     rest = "  [Hint: Expected one != two.] (at a.cc:1)\n  [operator < conv2d > error]"
     assert reason(RuntimeError(f"{kernel}\n{rest}")) == f"RuntimeError: {kernel}"
+
+
+def test_what_needs_a_job_comes_after_fleet_init() -> None:
+    if device_kind() == "cpu":
+        with pytest.raises(StateError, match=r"fleet\.init"):
+            TensorParallel(nn.Linear(2, 2))
+
+
+def test_a_timer_starts_and_stops_by_turns() -> None:
+    timer = Timer("forward")
+    with pytest.raises(StateError, match="start it first"):
+        timer.stop()
+    timer.start()
+    with pytest.raises(StateError, match="stop it first"):
+        timer.start()

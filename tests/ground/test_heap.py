@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fleetpipe import heap
+from fleetpipe import systems
 
 pytestmark = pytest.mark.no_paddle
 
@@ -58,10 +58,10 @@ def test_the_users_own_setting_and_the_switch_are_respected(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert not heap.prepare()
+    assert not systems.keep_freed_memory()
 
 
 @pytest.mark.skipif(not GLIBC, reason="the C library is not glibc, which alone is told")
 def test_other_tunables_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
-    assert heap.prepare()
+    assert systems.keep_freed_memory()

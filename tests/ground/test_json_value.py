@@ -63,7 +63,7 @@ def read_manifest(path: Path) -> object:
     contents = json.loads(path.read_text())
     if isinstance(contents, dict):
         path.write_text(manifest.seal({k: v for k, v in contents.items() if k != "crc32"}))
-    return manifest.read(path.parent)
+    return manifest.read_manifest(path.parent)
 
 
 #: The options of a schedule stand in the header of its text form.

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from fleetpipe import log
-from fleetpipe.launch.log_filter import quiet
+from fleetpipe.launch.streams import quiet
 from tests.check_types import tree
 from tests.fixtures import Capture, LogCapture, Patch
 from tests.launching import ROOT
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.no_paddle
 #: What is written without logging: the error that ends a process, as Python prints one; what a
 #: callback puts out when ``verbose`` asks for it; the output of commands.
 WRITES = (
-    *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
+    *("log", "job/watch", "fit/callbacks/rank_policy", "cli"),
     *("checkpoint/checkpoint_commands", "contrib/doctor/doctor_command"),
     "contrib/healing/replacing",
     *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
     *("launch/script", "contrib/view/serving", "launch/supervisor/", "parity/parity_command"),
-    "compare/whole",
+    "compare/whole_runs",
     *("profiling/plan_commands", "contrib/view/report_command"),
-    *("schedules/schedule_commands", "contrib/starter/new_command"),
+    *("schedules/schedule_commands", "contrib/starter/__init__"),
     *("contrib/view/watch_command", "contrib/view/why_command", "launch/streams"),
 )
 

@@ -16,7 +16,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import callbacks, fleet, io, partition, schedules, transport
 from fleetpipe.mesh import groups
-from fleetpipe.parity.report import Report
+from fleetpipe.parity.parity_report import Report
 from fleetpipe.representation import shows
 from tests.pipelines import batch, mlp_and_sgd
 from tests.test_docs import PUBLIC

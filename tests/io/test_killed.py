@@ -18,7 +18,7 @@ import json, os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from fleetpipe.io import DataLoader
-from tests.io.numbers import Numbers
+from tests.io.test_loader import Numbers
 
 folder, last = Path(sys.argv[1]), int(sys.argv[2])
 loader = DataLoader(Numbers(30, True), batch_size=3, shuffle=True, num_workers=2, seed=1)

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +21,24 @@ from hypothesis import strategies as st
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.errors import CheckpointError, ConfigError, PipelineTimeout, StateError, UsageError
 from fleetpipe.io import DataLoader, DistributedBatchSampler, sample_generator
-from tests import jobs
-from tests.io.numbers import Numbers
+from tests import pipelines
+
+
+class Numbers(paddle.io.Dataset):  # type: ignore[type-arg]
+    """Its samples are their numbers, each with what it draws, from whom."""
+
+    def __init__(self, samples: int = 20, worker_streams: bool = False) -> None:
+        self.samples = samples
+        self.worker_streams = worker_streams
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = [sample_generator().random()]
+        if self.worker_streams:
+            drawn += [random.random(), np.random.random(), paddle.rand([1]).item()]
+        return np.int64(index), np.array(drawn)
 
 
 def read(loader: DataLoader, batches: int | None = None) -> list[Any]:
@@ -159,7 +176,7 @@ class Stuck(Numbers):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_wait_for_a_batch_has_the_limit_of_the_job(workers: int) -> None:
-    with jobs.job(timeout=1):
+    with pipelines.job(timeout=1):
         batches = iter(DataLoader(Stuck(), batch_size=2, num_workers=workers))
         assert [next(batches) is not None for _ in range(2)] == [True, True]
         with pytest.raises(PipelineTimeout, match=r"over a \w+ brought no batch") as caught:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fleetpipe.errors import CheckpointError, ConfigError, StateError
 from fleetpipe.io import DistributedBatchSampler
-from tests import jobs
+from tests import pipelines
 
 
 def replicas(samples: int, count: int, batch: int, **options: Any) -> list[DistributedBatchSampler]:
@@ -145,7 +145,7 @@ def test_an_iteration_that_was_left_does_not_move_the_next_one() -> None:
 
 
 def test_it_knows_its_job() -> None:
-    with jobs.job(pp=2):
+    with pipelines.job(pp=2):
         sampler = DistributedBatchSampler(range(6), 2)
         assert list(sampler) == [[0, 1], [2, 3], [4, 5]]
 

@@ -16,8 +16,7 @@ import fleetpipe
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.job.optimizer_table import require_clip, require_optimizer
-from tests.jobs import job
-from tests.pipelines import pipeline
+from tests.pipelines import job, pipeline
 
 pytestmark = pytest.mark.every_row
 

@@ -1,16 +1,96 @@
-"""A rank's account of its steps, which another thread reads while they go on."""
+"""What ranks tell while they run: files of their attempt, their steps, and the time of each."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fleetpipe.job import run_progress
-from fleetpipe.job.run_progress import RunProgress
-from tests.fixtures import Patch
+from fleetpipe.job import attempt_files, records
+from fleetpipe.job.attempt_files import Failure
+from fleetpipe.job.records import BETWEEN, PARTS, RunProgress, WallTime
+from tests.fixtures import Clock, Patch
 
 pytestmark = pytest.mark.no_paddle
+
+
+def as_rank(monkeypatch: Patch, rank: int) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+
+
+def test_without_a_folder_nothing_is_told(monkeypatch: Patch) -> None:
+    monkeypatch.delenv(attempt_files.FOLDER, raising=False)
+    monkeypatch.delenv(attempt_files.NUMBER, raising=False)
+    attempt_files.tell_failure(Failure(0, "raised", "boom"))
+    attempt_files.tell_code(1)
+    attempt_files.tell_preempted(3)
+    attempt_files.page()(8)
+    assert attempt_files.folder() is None
+    assert attempt_files.number() == 0
+
+
+def test_what_ranks_tell_is_read_in_its_order(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
+    first, second = Failure(2, "died", "it ended"), Failure(1, "raised", "boom", "Traceback")
+    as_rank(monkeypatch, 1)
+    attempt_files.tell_failure(first)
+    attempt_files.tell_code(70)
+    as_rank(monkeypatch, 0)
+    attempt_files.tell_failure(second)
+    attempt_files.tell_failure(first)  # what a rank learns later is not what failed first
+    assert [told.failure for told in attempt_files.failures(tmp_path)] == [first, second]
+    assert [attempt_files.code_of(tmp_path, rank) for rank in (0, 1)] == [None, 70]
+    assert attempt_files.preempted_at(tmp_path) is None
+    attempt_files.tell_preempted(12)
+    assert attempt_files.preempted_at(tmp_path) == 12
+
+
+def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    as_rank(monkeypatch, 1)
+    failures = [Failure(2, "died", "it ended"), Failure(1, "raised", "boom", "Traceback" * 500)]
+    together = threading.Barrier(2)
+
+    def tell(failure: Failure) -> None:
+        together.wait()
+        attempt_files.tell_failure(failure)
+
+    for number in range(100):
+        home = tmp_path / str(number)
+        home.mkdir()
+        monkeypatch.setenv(attempt_files.FOLDER, str(home))
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(tell, failures))
+        (told,) = attempt_files.failures(home)
+        assert told.failure in failures
+        assert [file.name for file in home.iterdir()] == ["failure.1"]
+
+
+def test_a_page_says_which_step_a_rank_row_of(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
+    as_rank(monkeypatch, 1)
+    write = attempt_files.page()
+    assert attempt_files.steps_begun(tmp_path) == {}
+    write(1)
+    assert attempt_files.steps_begun(tmp_path) == {1: 0}
+    attempt_files.page()(42)
+    write(43)
+    assert attempt_files.steps_begun(tmp_path) == {1: 42}
+
+
+def test_the_launcher_tells_which_processes_began_and_ended(tmp_path: Path) -> None:
+    assert attempt_files.started_ranks(tmp_path) == attempt_files.ended_ranks(tmp_path) == []
+    for rank in (0, 1):
+        attempt_files.note_start(tmp_path, rank, 100 + rank)
+    attempt_files.note_end(tmp_path, 1, -9)
+    attempt_files.note_end(tmp_path, 0, 1)
+    assert attempt_files.started_ranks(tmp_path) == [(0, 100), (1, 101)]
+    assert attempt_files.ended_ranks(tmp_path) == [(1, -9), (0, 1)]
 
 
 def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(
@@ -19,7 +99,7 @@ def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(
     """The other ranks refuse such a record, and the job ended with it."""
     progress = RunProgress()
     clock = iter(range(100, 200))
-    monkeypatch.setattr(run_progress.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(records.time, "monotonic", lambda: float(next(clock)))
     with progress.saving(1):
         pass
 
@@ -43,7 +123,7 @@ def test_a_norm_on_a_card_is_read_now_and_then_and_never_by_who_asks(monkeypatch
             read.append(now)
             return now
 
-        monkeypatch.setattr(run_progress.time, "monotonic", lambda: now)
+        monkeypatch.setattr(records.time, "monotonic", lambda: now)
         progress.tell_norm(norm, waits)
         before = len(read)
         shown = progress.record(0, "", with_rows=False).gradient_norm
@@ -64,7 +144,7 @@ class Loss:
 
 def test_the_losses_of_a_step_are_kept_where_somebody_takes_them(monkeypatch: Patch) -> None:
     progress, times = RunProgress(), (0.0, 0.0, 0.0, 0.0, {}, 0.0)
-    monkeypatch.setattr(run_progress.time, "monotonic", lambda: 5.0)
+    monkeypatch.setattr(records.time, "monotonic", lambda: 5.0)
     progress.end_step(times)
     progress.figures = deque()
     for loss, waits in [
@@ -78,3 +158,100 @@ def test_the_losses_of_a_step_are_kept_where_somebody_takes_them(monkeypatch: Pa
     losses = [{"loss": 0.5}, {"loss 0": 1.0, "loss 1": 2.0}, {}, {}]
     rows = [(step, {**row, "step time": 0.0}) for step, row in enumerate(losses, 2)]
     assert list(progress.figures) == rows
+
+
+class Process:
+    """A process whose clock and waits a test sets."""
+
+    def __init__(self, monkeypatch: Patch) -> None:
+        self.clock = Clock(monkeypatch)
+        self.waited = 0.0
+        self.wall_time = WallTime(lambda: self.waited)
+
+    def work(self, seconds: float, waits: bool = False) -> None:
+        self.clock.sleep(seconds)
+        self.waited += seconds * waits
+
+    def step(self, compute: float, waiting: float = 0.0, measured: bool = True) -> None:
+        self.wall_time.begin_step()
+        self.work(compute)
+        self.work(waiting, waits=True)
+        self.wall_time.end_step(measured)
+
+    def spent(self) -> dict[str, Any]:
+        assert len(self.wall_time.seconds) == len(PARTS)
+        return {
+            part: pytest.approx(seconds, abs=1e-9)
+            for part, seconds in zip(PARTS, self.wall_time.seconds)
+            if seconds > 1e-9
+        }
+
+
+def test_all_wall_time_after_the_first_step_is_some_part(monkeypatch: Patch) -> None:
+    process = Process(monkeypatch)
+    process.work(7.0)
+    process.step(5.0)
+    assert process.spent() == {}
+    spending = process.wall_time.spending
+    with spending("data"):
+        process.work(1.0)
+    with spending("callbacks"):
+        process.work(2.0)
+        with spending("saves"):
+            process.work(4.0)
+            process.work(1.0, waits=True)
+    process.work(0.5)
+    process.work(0.25, waits=True)
+    with spending("evaluation"):
+        with spending("data"):
+            process.work(8.0)
+        process.work(3.0, waits=True)
+    process.step(2.0, waiting=1.0)
+    expected = {
+        "compute": 2.0,
+        "waiting": 1.25,
+        "data": 1.0,
+        "callbacks": 2.0,
+        "evaluation": 11.0,
+        "saves": 5.0,
+        "other": 0.5,
+    }
+    assert process.spent() == expected
+    assert sum(process.wall_time.seconds) == pytest.approx(22.75)
+    assert dict(process.wall_time.between) == {part: expected[part] for part in BETWEEN}
+    process.step(1.0)
+    assert process.spent() == {**expected, "compute": 3.0}
+    assert dict(process.wall_time.between) == dict.fromkeys(BETWEEN, 0.0)
+
+
+def test_an_error_within_a_part_ends_it(monkeypatch: Patch) -> None:
+    process = Process(monkeypatch)
+    process.step(1.0)
+
+    def load() -> None:
+        with process.wall_time.spending("data"):
+            process.work(1.0)
+            assert process.wall_time.part == "data"
+            raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        load()
+    assert process.wall_time.part == ""
+    process.step(1.0)
+    assert process.spent() == {"compute": 1.0, "data": 1.0}
+
+
+def test_steps_whose_card_is_not_waited_for_are_shared_out_as_the_measured_ones(
+    monkeypatch: Patch,
+) -> None:
+    """The host queues the work in 0.1 s, and waits for it in the script, which reads the loss."""
+    process = Process(monkeypatch)
+    process.step(0.9, waiting=0.1)
+    process.work(0.25)
+    process.step(0.1, measured=False)
+    process.work(1.15)
+    with process.wall_time.spending("saves"):
+        process.work(5.0)
+    process.step(0.1, measured=False)
+    expected = {"compute": 1.6 * 0.72, "waiting": 1.6 * 0.08, "other": 1.6 * 0.2, "saves": 5.0}
+    assert process.spent() == {part: pytest.approx(each) for part, each in expected.items()}

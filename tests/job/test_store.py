@@ -13,8 +13,8 @@ from itertools import pairwise
 import pytest
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
-from fleetpipe.job.store import JobStore
-from fleetpipe.paddle_api.gloo.stores import open_tcp_store
+from fleetpipe.job.meeting import JobStore
+from fleetpipe.paddle_api.distributed import open_tcp_store
 
 
 def free_port() -> int:
@@ -57,7 +57,7 @@ SERVES_TO_THE_END = """
 import ctypes, sys
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)
-from fleetpipe.paddle_api.gloo import stores
+from fleetpipe.paddle_api.distributed import stores
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(stores.open_tcp_store("127.0.0.1", {port}, True, 5)))
 print("serving", flush=True)
 sys.stdin.readline()

@@ -17,7 +17,7 @@ import paddle
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from tests import jobs
+from tests import pipelines
 from tests.byhand import kill_now
 from tests.pipelines import CLASSES, FEATURES, adam, batch
 
@@ -29,7 +29,7 @@ def main() -> None:
     replicas = 1 if pp > 2 else max(1, ranks // pp)
     degrees = {"pp": pp} if pp > 2 else {"pp": pp, "dp": -1}
     options = {} if pp > 2 else {"sums": "tree"}
-    strategy = jobs.strategy(4 // replicas, own={**options, "timeout": 30}, **degrees)
+    strategy = pipelines.strategy(4 // replicas, own={**options, "timeout": 30}, **degrees)
     fleet.init(is_collective=True, strategy=strategy)
     paddle.seed(7)
     middle = [LayerDesc(paddle.nn.Linear, 8, 8), LayerDesc(paddle.nn.Dropout, 0.5)]

@@ -17,7 +17,7 @@ import paddle
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.io import DistributedBatchSampler
-from tests import jobs
+from tests import pipelines
 from tests.pipelines import CLASSES, FEATURES, pipeline, sgd
 
 #: Samples of an epoch, and of a step of all replicas.
@@ -39,7 +39,7 @@ def main() -> None:
     steps, folder = int(sys.argv[1]), Path(sys.argv[2])
     replicas = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     rows = TOGETHER // replicas
-    jobs.begin(dp=replicas, micro_batches=rows // jobs.ROWS, timeout=30)
+    pipelines.begin(dp=replicas, micro_batches=rows // pipelines.ROWS, timeout=30)
     paddle.seed(7)
     model = pipeline()
     optimizer = sgd(model)

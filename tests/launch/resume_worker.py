@@ -22,7 +22,7 @@ import paddle
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.job import attempt_files
-from tests import jobs, launching
+from tests import launching, pipelines
 from tests.chaos import Struck
 from tests.pipelines import CLASSES, FEATURES, batch, pipeline
 
@@ -56,7 +56,7 @@ def layers() -> list[object]:
 
 def main() -> None:
     steps, *happens = sys.argv[1:]
-    jobs.begin(pp=2, micro_batches=2, timeout=30)
+    pipelines.begin(pp=2, micro_batches=2, timeout=30)
     paddle.seed(7)
     model = pipeline(layers())
     rate = paddle.optimizer.lr.ExponentialDecay(0.01, 0.9)

@@ -1,23 +1,30 @@
-"""Ranks that are forks of their launcher: a script sees and ends what it would in a new process."""
+"""How a command runs its ranks: as forks, with a folder that ends with them, with fewer of them."""
 
 from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fleetpipe import cli
+from fleetpipe.launch import script as folders
 from fleetpipe.launch.forked_ranks import START, ForkedProcess
-from fleetpipe.launch.script import LAUNCHED
+from fleetpipe.launch.script import LAUNCHED, command_folder
+from tests.fixtures import Capture, Launch, Patch
 from tests.launch import facts as kit
+from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT
 
 FACTS = Path(kit.__file__)
@@ -256,3 +263,125 @@ def test_what_launches_loads_no_paddle(command: str, tmp_path: Path) -> None:
     )
     words = ["-c", code, command, "--nproc", "2", "train.py"]
     assert begin(words, tmp_path, "fork", threads=1).returncode == 0
+
+
+def hold(place: Path, told: Connection) -> None:
+    folders._MEMORY = place
+    with command_folder() as folder:
+        told.send(folder)
+        signal.pause()
+
+
+def test_what_a_killed_command_left_is_removed_and_what_a_living_one_has_is_not(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(folders, "_MEMORY", tmp_path)
+    fork = multiprocessing.get_context("fork")
+    told, tells = fork.Pipe(duplex=False)
+    other = fork.Process(target=hold, args=(tmp_path, tells), daemon=True)
+    other.start()
+    theirs = told.recv()
+    with command_folder() as own:
+        assert own.stat().st_mode & 0o777 == 0o700
+        assert {own, theirs} == set(tmp_path.iterdir())
+    assert [*tmp_path.iterdir()] == [theirs]
+    os.kill(other.pid or 0, signal.SIGKILL)
+    other.join()
+    with command_folder() as own:
+        assert [*tmp_path.iterdir()] == [own]
+    assert [*tmp_path.iterdir()] == []
+
+
+#: A rank, with a process of its own in its session.
+TRAIN = """
+import os, pathlib, time
+os.fork()
+pathlib.Path("folder").write_text(os.environ.get("FLEETPIPE_COMMAND_FOLDER", "."))
+pathlib.Path("rank." + os.environ["PADDLE_TRAINER_ID"]).touch()
+time.sleep(100)
+"""
+#: Sends a signal to those processes of a command of which the words are.
+KILL = """
+    import os, pathlib, subprocess, sys, time
+    from tests.launching import MARK, processes
+    number, words, *command = sys.argv[1:]
+    started = subprocess.Popen([sys.executable, "-m", "fleetpipe", *command])
+    while len([*pathlib.Path().glob("rank.*")]) < 2:
+        assert started.poll() is None
+        time.sleep(0.05)
+    for process, line in processes(os.environ[MARK]).items():
+        if any(word in line for word in words.split(",")):
+            os.kill(process, int(number))
+    started.wait()
+    """
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "number", "words"),
+    [
+        ("run", signal.SIGHUP, "-m fleetpipe"),
+        ("locate", signal.SIGTERM, "-m fleetpipe"),
+        ("launch", signal.SIGKILL, "-m fleetpipe"),
+        # All but the ranks.
+        ("launch", signal.SIGKILL, "-m fleetpipe,pod_server.py"),
+    ],
+)
+def test_no_process_outlives_the_command_that_started_it(
+    launch: Launch, tmp_path: Path, command: str, number: signal.Signals, words: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "temporary").mkdir()
+    job = [command, "--nproc", "2", "train.py"]
+    env = {"TMPDIR": str(tmp_path / "temporary")}
+    # It raises an error if a process is left.
+    ended = launch(KILL, None, args=[str(int(number)), words, *job], env=env, cwd=tmp_path)
+    assert '  File "' not in ended.logs[0]
+    assert [*(tmp_path / "temporary").iterdir()] == []
+    left = Path((tmp_path / "folder").read_text())
+    with command_folder():  # which removes what ranks that were left alone did not
+        assert not left.exists()
+
+
+WORKER = Path(__file__).with_name("fewer_worker.py")
+
+
+@pytest.mark.once
+@pytest.mark.processes
+@pytest.mark.parametrize(("ranks", "pp"), [(3, 3), (4, 2)], ids=["stages", "replicas"])
+def test_a_job_goes_on_with_fewer_ranks_and_with_all_again(
+    launcher: Launch, launch: Launch, tmp_path: Path, ranks: int, pp: int
+) -> None:
+    file = tmp_path / "broken"
+    alone = launch(WORKER, None, args=["10", str(pp), str(file)]).logs[0]
+    file.touch()
+    fewer = ["--nproc", str(ranks), "--least", "2", "--wider-after", "0.1", "--max-restart", "0"]
+    arguments = ["10", str(pp), str(file)]
+    told = launched(launcher, WORKER, "launch", *fewer, arguments=arguments, folder=tmp_path)
+    assert told.code == 0, told.said
+    given_up = [line for line in told.said if "is given up" in line]
+    # A step is kept on all ranks or on none: the third may be lost with the rank.
+    assert re.search(
+        f"rank {ranks - 1} is given up, and tried again after 0.1 s: the job goes on after [23] "
+        f"steps, from memory, with 2 ranks of {ranks}",
+        given_up[0],
+    )
+    assert f"the job goes on with all {ranks} ranks again" in told.said[-1], told.said
+    log = (tmp_path / "log" / "workerlog.0").read_text()
+    did = re.findall(r"step (\d+) (\d+) (.*)", log)
+    assert [*dict.fromkeys((step, loss) for step, _, loss in did)] == [
+        (step, loss) for step, _, loss in re.findall(r"step (\d+) (\d+) (.*)", alone)
+    ]
+    with_ranks = [int(count) for *_, count in re.findall(r"step (\d+) (\d+)", log)]
+    assert with_ranks[:3] == [ranks] * 3
+    assert with_ranks[-1] == ranks
+    assert {2, ranks} == {*with_ranks}
+    assert alone.splitlines()[-1] in log
+
+
+def test_a_job_that_may_not_have_fewer_ranks_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "train.py").touch()
+    words = ["launch", "--nproc", "2", "--least", "2", str(tmp_path / "train.py")]
+    assert cli.main(words) == 2
+    assert "--least is a smaller number of ranks" in (told := capsys.readouterr().err)
+    assert "what to do: --least 1" in told

@@ -25,7 +25,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe.checkpoint.files import tensors, writer
 from fleetpipe.errors import CheckpointError
-from fleetpipe.job import generation
+from fleetpipe.job import attempt_files
 from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
 from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
@@ -194,8 +194,8 @@ def test_behind_its_steps_a_process_ends_by_a_signal_as_before(
     assert train_and_save(tmp_path, 2) == [0, 1]
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     # What came before the script of a process that replaces a rank went by resume counts.
-    signal.signal(signal.SIGTERM, generation.note_signal)
-    monkeypatch.setattr(generation, "early_signals", [])
+    signal.signal(signal.SIGTERM, attempt_files.note_signal)
+    monkeypatch.setattr(attempt_files, "early_signals", [])
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
         train_and_save(tmp_path / "replaced", 9)

@@ -1,4 +1,7 @@
-"""``fleetpipe run``: what a script finds in the place of Paddle, and how it sees and ends."""
+"""``fleetpipe run`` and ``fleetpipe.install()``: what a script finds in the place of Paddle.
+
+Libraries find every name of the table on the page about them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import argparse
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -17,17 +22,19 @@ import paddle
 import pytest
 from paddle.distributed import fleet as theirs
 
+import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.arguments import Module
 from fleetpipe.cli import main
-from fleetpipe.errors import PeerFailed
+from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.fleet.overlay import OVERLAYS
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources, tree
 from tests.fixtures import Capture, Launch, Patch
-from tests.launching import ROOT
+from tests.launching import ROOT, Finished, command
+from tests.pipelines import job, pipeline
 
 PADDLES = "paddle.distributed.fleet"
 LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"
@@ -295,3 +302,107 @@ def test_logs_of_ranks_that_are_gone_are_removed(tmp_path: Path) -> None:
     script.remove_logs_beyond(tmp_path, 2)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"workerlog.0", "workerlog.1", "workerlog.old", "default.log"}
+
+
+SCRIPT = """
+import sys
+import fleetpipe
+assert "paddle" not in sys.modules
+fleetpipe.install()
+fleetpipe.install()
+import paddle
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import parallel_layers, PipelineLayer
+from fleetpipe import fleet as ours
+assert fleet is paddle.distributed.fleet is ours
+assert PipelineLayer is parallel_layers.PipelineLayer is ours.meta_parallel.PipelineLayer
+"""
+
+
+def test_a_script_that_installs_first_finds_fleetpipe() -> None:
+    done = command(sys.executable, "-c", SCRIPT)
+    assert done.returncode == 0, done.stderr
+    # Nor does taking it back fail when Python ends.
+    assert "Exception ignored" not in done.stderr
+
+
+def test_too_late_is_said_and_changes_nothing() -> None:
+    # This very module has imported Paddle's, and others of these tests may have.
+    with pytest.raises(ConfigError, match=r"came too late\n.*has imported paddle.distributed.fl"):
+        fleetpipe.install()
+    assert sys.modules["paddle.distributed.fleet"] is theirs
+
+
+STOCK = """
+import paddle
+{imports}
+strategy = fleet.DistributedStrategy()
+strategy.hybrid_configs = {{"pp_degree": 2}}
+fleet.init(is_collective=True, strategy=strategy)
+layers = [LayerDesc(paddle.nn.Linear, 4, 4)] * 2
+PipelineLayer(layers, topology=fleet.get_hybrid_communicate_group().topology())
+"""
+
+
+def test_warnings_may_be_errors() -> None:
+    imports = "from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer"
+    script = "from fleetpipe import fleet\n" + STOCK.format(imports=imports)
+    done = command(sys.executable, "-W", "error", "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(paddle.__version__ < "3", reason="fleet.init of 2.6.2 fails by itself")
+@pytest.mark.parametrize(
+    ("ranks", "told"), [(None, "from fleetpipe import fleet, for"), (2, "that of paddle.distrib")]
+)
+def test_a_stock_init_with_a_pipeline_layer_of_fleetpipes_is_named(
+    launch: Callable[..., Finished], ranks: int | None, told: str
+) -> None:
+    imports = [
+        "from paddle.distributed import fleet",
+        "from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer",
+    ]
+    done = launch(STOCK.format(imports="\n".join(imports)), ranks, check=False)
+    assert done.returncode == 1
+    assert told in done.logs[0]
+
+
+@pytest.mark.skipif(
+    paddle.device.is_compiled_with_cuda(), reason="the package for GPUs builds Paddle's own"
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["fleetpipe first", "Paddle first"])
+def test_a_stock_pipeline_layer_in_a_job_of_fleetpipes_is_named(
+    launch: Callable[..., Finished], order: int
+) -> None:
+    imports = [
+        "from fleetpipe import fleet",
+        "from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer",
+    ]
+    done = launch(STOCK.format(imports="\n".join(imports[::order])), None, check=False)
+    assert done.returncode == 1
+    told = "has no attribute '_device_id'.*\nfleetpipe: the PipelineLayer of this script is stock"
+    assert re.search(told, done.logs[0])
+
+
+PAGE = (ROOT / "docs" / "libraries.md").read_text(encoding="utf-8")
+#: Names that a library needs, and what has them.
+ROWS = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `(\w+)` \| Paddle\w+ [^|]+ \|", PAGE, re.MULTILINE)
+
+
+def test_the_table_is_read() -> None:
+    assert sum(len(names.split(", ")) for names, _ in ROWS) == 23
+
+
+@pytest.mark.parametrize(("names", "owner"), ROWS)
+def test_a_name_that_a_library_needs_is_fleetpipes(names: str, owner: str) -> None:
+    with job(2):
+        model: Any = pipeline()
+        clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+        optimizer = fleet.distributed_optimizer(
+            paddle.optimizer.SGD(parameters=model.parameters(), grad_clip=clip)
+        )
+        here = (model, model.layers, optimizer, optimizer._inner_opt._grad_clip)
+        owners = {type(one).__name__: one for one in here}
+        owners["meta_parallel"] = fleet.meta_parallel
+        for name in re.findall(r"\w+", names):
+            assert hasattr(owners[owner], name), name

@@ -1,14 +1,30 @@
-"""Tiny configurations of PaddleNLP's language models, and the batches that they train on."""
+"""Tiny configurations of PaddleNLP's language models, their batches, and which families are run."""
 
 from __future__ import annotations
 
 import functools
+import os
 from importlib.metadata import distributions
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from tests.libraries import families
+#: Names families with a comma between them, as ``llama,gpt``; `make test-libraries-short` sets it.
+VARIABLE = "FLEETPIPE_TEST_FAMILIES"
+
+Kind = TypeVar("Kind")
+
+
+def chosen(models: dict[str, Kind]) -> dict[str, Kind]:
+    """Returns those of a library's models that are to be run, by name.
+
+    The environment may name others: those of another library.
+    """
+    names = os.environ.get(VARIABLE)
+    if not names:
+        return models
+    return {name: models[name] for name in names.split(",") if name in models}
+
 
 VOCABULARY, LENGTH = 96, 16
 MICRO_BATCHES, ROWS, STEPS = 4, 2, 4
@@ -100,7 +116,7 @@ _MIXTURES = {
 MODELS.update(_MIXTURES)
 if OLD:
     MODELS = {name: MODELS[name] for name in ("llama", "gpt")}
-MODELS = families.chosen(MODELS)
+MODELS = chosen(MODELS)
 
 
 class Form(NamedTuple):

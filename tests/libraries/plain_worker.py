@@ -14,7 +14,7 @@ from paddlenlp import transformers
 
 import fleetpipe
 from fleetpipe import fleet
-from tests import jobs
+from tests import pipelines
 
 VOCABULARY, LENGTH = 96, 12
 MICRO_BATCHES, ROWS, STEPS = 2, 2, 3
@@ -56,7 +56,7 @@ def loss(output: Any, label: Any) -> Any:
 
 
 def main(name: str, file: str) -> None:
-    jobs.begin(2, MICRO_BATCHES, rows=ROWS)
+    pipelines.begin(2, MICRO_BATCHES, rows=ROWS)
     model, batch = model_of(name), batch_of(name)
     example = paddle.utils.map_structure(lambda tensor: tensor[:ROWS], batch[0])
     pipe = fleetpipe.pipeline(model, example, loss_fn=loss)

@@ -1,19 +1,28 @@
-"""Collective operations of ranks that are threads, over real sockets, and of one process."""
+"""Ranks that are threads: collective operations, sums by a tree, computations in turns."""
 
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import paddle
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError, UsageError
-from fleetpipe.mesh.gloo_group import GlooGroup
-from fleetpipe.mesh.groups import DirectGroup, SoleGroup
+from fleetpipe.engine.observer import Stopwatch
+from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError, UsageError
+from fleetpipe.mesh import turns
+from fleetpipe.mesh.axes import Degrees
+from fleetpipe.mesh.groups import DirectGroup, GlooGroup, SoleGroup
+from fleetpipe.mesh.sums import TreeSum, count_blocks, tree
 from fleetpipe.transport import MemoryHub, MessageKey, View
+from tests.fixtures import Clock, Patch
 from tests.transport.helpers import DTYPES, LIMIT, join_all
 
 RANKS = 3
@@ -282,3 +291,179 @@ def test_what_breaks_paddles_collectives_is_a_peer(raised: Exception, kind: type
     with pytest.raises(kind) as told, group.collective():
         raise raised
     assert str(raised) in str(told.value)
+
+
+def bracketed(values: list[str]) -> str:
+    return tree(values, lambda left, right: f"({left}+{right})")
+
+
+@pytest.mark.parametrize(
+    ("count", "total"),
+    [
+        (1, "0"),
+        (2, "(0+1)"),
+        (3, "((0+1)+2)"),
+        (4, "((0+1)+(2+3))"),
+        (6, "(((0+1)+2)+((3+4)+5))"),
+        (8, "(((0+1)+(2+3))+((4+5)+(6+7)))"),
+    ],
+)
+def test_a_tree_adds_blocks_and_then_pairs_of_them(count: int, total: str) -> None:
+    assert bracketed([*map(str, range(count))]) == total
+
+
+@given(odd=st.integers(0, 5), levels=st.integers(0, 5), data=st.data())
+def test_ranks_with_equal_parts_come_to_the_sum_of_one(
+    odd: int, levels: int, data: st.DataObject
+) -> None:
+    count = (2 * odd + 1) << levels
+    assert count_blocks(count) == 1 << levels
+    ranks = 1 << data.draw(st.integers(0, levels))
+    values, share = [*map(str, range(count))], count // ranks
+    parts = [bracketed(values[rank * share : (rank + 1) * share]) for rank in range(ranks)]
+    assert bracketed(parts) == bracketed(values)
+
+
+@given(count=st.integers(1, 200))
+def test_a_tree_holds_a_branch_for_each_of_its_levels_at_most(count: int) -> None:
+    total = TreeSum[int](count, int.__add__)
+    for value in range(count):
+        total.add(value)
+        assert len(total._branches) <= count_blocks(count).bit_length()
+    assert total.total() == sum(range(count))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ({"dp": 3}, r"dp_degree \(=3\) must be a power of two.*dp_degree=2"),
+        ({"sharding": 6}, "sharding_degree=4"),
+        ({"mp": 5}, "mp_degree=4"),
+        ({"sep": 2}, "sep_degree=1"),
+        ({"cp": 2}, "parts of attention"),
+        ({"ep": 2, "dp": 2}, "experts"),
+    ],
+)
+def test_degrees_without_whole_branches_are_refused(degrees: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + words):
+        Degrees(**degrees).require_tree(dynamic=True, device="cpu")
+
+
+def test_a_static_program_and_layers_cut_on_a_gpu_have_no_tree() -> None:
+    with pytest.raises(ConfigError, match="dynamic graph"):
+        Degrees().require_tree(dynamic=False, device="cpu")
+    Degrees(dp=2).require_tree(dynamic=True, device="gpu")
+    with pytest.raises(ConfigError, match=r"(?s)mp_degree \(=2\) on a gpu.*mp_degree=1"):
+        Degrees(mp=2).require_tree(dynamic=True, device="gpu")
+
+
+class Register:
+    """A process that has one register, which each computation has for itself."""
+
+    def __init__(self) -> None:
+        self.value = "begin"
+        self.threads: list[int] = []
+
+    def suspend(self) -> Callable[[], None]:
+        value = self.value
+        return lambda: setattr(self, "value", value)
+
+    def inherited(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def writer(register: Register, lines: list[str], name: str, exchanges: int) -> Callable[[], None]:
+    """Notes what it reads, writes its own, and hands over, several times."""
+
+    def run() -> None:
+        register.threads.append(threading.get_ident())
+        for number in range(exchanges + 1):
+            lines.append(f"{name}{number} {register.value}")
+            register.value = f"{name}{number}"
+            if number < exchanges:
+                turns.hand_over()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected", "last"),
+    [
+        (2, 1, ["f0 begin", "s0 begin", "f1 f0", "s1 s0", "f2 f1"], "f2"),
+        (0, 2, ["f0 begin", "s0 begin", "s1 s0", "s2 s1"], "f0"),
+        (1, 0, ["f0 begin", "s0 begin", "f1 f0"], "f1"),
+    ],
+)
+def test_the_order_and_the_state_of_each(
+    first: int, second: int, expected: list[str], last: str
+) -> None:
+    register, lines = Register(), list[str]()
+    pairs = turns.Turns(register, 5)
+    for _ in range(2):
+        register.value = "begin"
+        lines.clear()
+        pairs.run(*(writer(register, lines, n, k) for n, k in (("f", first), ("s", second))))
+        assert lines == expected
+        assert register.value == last
+    assert len(set(register.threads)) == 2
+    turns.hand_over()  # nobody else has a turn
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_an_error_of_one_ends_the_other(failing: int, exchanges: int) -> None:
+    ends: list[str] = []
+
+    def fails() -> None:
+        for _ in range(exchanges):
+            turns.hand_over()
+        raise KeyError("mine")
+
+    def goes_on() -> None:
+        try:
+            for _ in range(9):
+                turns.hand_over()
+            ends.append("unharmed")
+        except Exception as error:
+            # As autograd does with what a layer raises in backward.
+            raise OSError from error
+        finally:
+            ends.append("end")
+
+    pair = [fails, goes_on] if failing == 0 else [goes_on, fails]
+    pairs = turns.Turns(Register(), 5)
+    with pytest.raises(KeyError, match="mine"):
+        pairs.run(*pair)
+    # One that has not begun does not begin.
+    assert ends == ([] if (failing, exchanges) == (0, 0) else ["end"])
+    pairs.run(lambda: None, lambda: None)
+
+
+def test_who_never_hands_over_is_no_hang() -> None:
+    held = threading.Event()
+    with pytest.raises(PipelineTimeout, match=r"within 0.2 s(?s:.*)\"overlap\"\] = False"):
+        turns.Turns(Register(), 0.1).run(held.wait, lambda: None)
+    held.set()
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 1), (1, 3)])
+def test_times_are_those_of_the_turns(monkeypatch: Patch, first: int, second: int) -> None:
+    """Each sleeps once more than it hands over; drawn side by side they fill the whole time."""
+    clock = Clock(monkeypatch)
+    spans: dict[str, tuple[float, float]] = {}
+
+    def sleeper(name: str, exchanges: int) -> Any:
+        def run() -> None:
+            for _ in range(exchanges):
+                clock.sleep(1)
+                turns.hand_over()
+            clock.sleep(1)
+
+        record = lambda begin, end: spans.update({name: (begin, end)})  # noqa: E731
+        return Stopwatch(run, record, time.perf_counter)
+
+    turns.Turns(Register(), 5).run(sleeper("first", first), sleeper("second", second))
+    lengths = {name: end - start for name, (start, end) in spans.items()}
+    assert lengths == {"first": first + 1, "second": second + 1}
+    (_, end), (start, _) = sorted(spans.values())
+    assert end == start

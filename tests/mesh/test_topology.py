@@ -12,7 +12,7 @@ import paddle
 import pytest
 from paddle.distributed.fleet.base import topology as stock
 
-from fleetpipe.job.groups.topology import mesh_topology
+from fleetpipe.job.fleet_view import mesh_topology
 from fleetpipe.mesh.axes import COPIES, DENSE, Degrees, Mesh, complete_order
 from tests.mesh.test_axes import NAMES as DENSE_NAMES
 

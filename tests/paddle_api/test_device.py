@@ -1,16 +1,19 @@
-"""What is asked of a card is asked of this process's own."""
+"""What is asked of Paddle: of this process's own card, of its casts, and of its launcher."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import paddle
 import pytest
 
-from fleetpipe.paddle_api import tensor, topology
+from fleetpipe.paddle_api import distributed, tensor
+from fleetpipe.paddle_api.amp import casts_automatically, casts_of_now, casts_visible
 from fleetpipe.paddle_api.device import process_bytes
 from fleetpipe.paddle_api.tensor import to_device, to_host
+from tests.fixtures import Launch
 
 
 def test_any_thread_is_told_of_the_memory_of_this_processs_card(
@@ -49,8 +52,47 @@ def test_the_card_that_paddles_start_chooses_stays(
     monkeypatch: pytest.MonkeyPatch, by_host: bool
 ) -> None:
     returned: list[bool] = []
-    monkeypatch.setattr(topology, "used_here", lambda: lambda: returned.append(True))
-    monkeypatch.setattr(topology, "meets_by_host", lambda: by_host)
-    with topology.beginning(lambda: None, lambda make: None):
+    monkeypatch.setattr(distributed, "used_here", lambda: lambda: returned.append(True))
+    monkeypatch.setattr(distributed, "meets_by_host", lambda: by_host)
+    with distributed.beginning(lambda: None, lambda make: None):
         pass
     assert returned == [True] * by_host
+
+
+def test_casts_that_are_only_visible_cast_nothing() -> None:
+    assert casts_of_now() is None
+    with casts_visible("float16") as shown:
+        assert shown is not None
+        assert casts_of_now() == shown
+        assert not casts_automatically()
+        with paddle.amp.auto_cast(enable=False):
+            assert casts_of_now() is None
+        assert casts_of_now() == shown
+    assert casts_of_now() is None
+
+
+#: Paddle learns of a process only when it has begun.
+AMID = """
+    import os, signal, subprocess, sys
+    from fleetpipe.paddle_api import launcher
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            print("started")
+            os.kill(os.getpid(), signal.SIGABRT)
+
+    sys.argv[1:] = ["--nproc_per_node", "2", "train.py"]
+    nothing = dict.fromkeys(["started", "ended", "exit_code", "explained", "share"], print)
+    launcher.launch(**nothing, popen=Popen)
+    """
+
+
+@pytest.mark.processes
+def test_a_signal_amid_the_start_of_ranks_waits_and_leaves_none(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(100)")
+    # It raises an error if a process is left.
+    job = launch(AMID, None, cwd=tmp_path, check=False)
+    assert (job.returncode, job.logs[0].count("started")) == (6, 2)

@@ -29,7 +29,7 @@ OWN = {
     *("_replay", "_fleetpipe_items", "_fleetpipe_started"),
 }
 #: Files that say which of Paddle's names scripts of older versions, or libraries, use.
-TABLES = ("fleetpipe.contrib.fluid.fluid_names",)
+TABLES = ("fleetpipe.contrib.fluid",)
 #: Functions that take names of attributes as text; ``shows`` takes paths of them.
 ACCESS = {"getattr", "setattr", "hasattr", "delattr", "shows"}
 

@@ -15,13 +15,9 @@ from paddle.amp import amp_lists
 
 from fleetpipe import log
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import rehearsal
 from fleetpipe.paddle_api.amp import rehearsal_dtype
-from fleetpipe.paddle_api.rehearsal import (
-    end_rehearsal,
-    rehearse,
-    replacing,
-    require_rounding,
-)
+from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse, require_rounding
 
 pytestmark = pytest.mark.once
 
@@ -182,7 +178,7 @@ def test_another_dtype_than_the_rehearsed_one_is_refused_and_all_is_put_back() -
 def test_casts_that_cut_off_digits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     require_rounding("bfloat16")
     monkeypatch.setattr(
-        replacing.rounding, "cast", lambda tensor, dtype: paddle.ones([]).astype(dtype)
+        rehearsal.rounding, "cast", lambda tensor, dtype: paddle.ones([]).astype(dtype)
     )
     with pytest.raises(ConfigError, match="cuts off what a GPU rounds"):
         require_rounding("float16")

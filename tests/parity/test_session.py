@@ -1,7 +1,8 @@
-"""Parity holds for a right pipeline, and fails for a wrong one with the name of the layer."""
+"""Parity holds for a right pipeline, whatever a script sets, and names a wrong one's layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -10,9 +11,14 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from fleetpipe import fleet, parity
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.dygraph.batch import dygraph_stage, micro_batches
+from fleetpipe.dygraph.train import pipeline_parallel, training_batch
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import ScaledLoss
+from tests.fixtures import Patch
+from tests.parity.test_defects import FORMS, differences
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd, switch
 
 
@@ -284,3 +290,160 @@ def test_a_model_of_another_shape_is_refused() -> None:
     for layers, message in ((other_width, r"head\.weight"), (mlp_layers(blocks=2), "same number")):
         with model_in_job(2, layers=layers) as model, pytest.raises(CheckpointError, match=message):
             parity.begin(model, sgd(model), PlainMLP(), None)
+
+
+class Scale(nn.Layer):  # type: ignore[misc]
+    """Scales by its attributes, and counts its calls in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.temperature: Any = 1.0
+        self.weights = {"first": [1.0, 1.0]}
+        self.activation: Callable[[Any], Any] = nn.functional.tanh
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        x = self.activation(self.linear(x)) / self.temperature
+        return x * self.weights["first"][1] * (1 + self.calls)
+
+
+def set_weight(layer: Scale) -> None:
+    layer.weights["first"][1] = 0.5
+
+
+CHANGES: dict[str, Callable[[Scale], None]] = {
+    "number": lambda layer: setattr(layer, "temperature", 0.25),
+    "tensor": lambda layer: setattr(layer, "temperature", paddle.to_tensor([0.5] * 8)),
+    "list in a dict": set_weight,
+    "function": lambda layer: setattr(layer, "activation", lambda x: x * 0.5),
+}
+
+
+def scales() -> list[Any]:
+    ends = LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Linear, 8, 4)
+    return [ends[0], LayerDesc(Scale), LayerDesc(Scale), ends[1]]
+
+
+def scale_of(model: Any) -> Scale:
+    return next(one for one in model.layers.sublayers() if isinstance(one, Scale))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("step_of_change", [0, 2])
+def test_a_changed_attribute_is_changed_in_the_reference(change: str, step_of_change: int) -> None:
+    with model_in_job(2, layers=scales()) as model:
+        session = parity.begin(model, sgd(model))
+        for step in range(4):
+            if step == step_of_change:
+                CHANGES[change](scale_of(model))
+            session.step(batch(seed=step))
+            session.eval_batch(batch(seed=step), compute_loss=True)
+    assert session.report.differences == [], session.report.verdict()
+
+
+def test_an_attribute_that_changes_before_an_evaluation_is_changed_in_the_reference() -> None:
+    with model_in_job(2, layers=scales()) as model:
+        session = parity.begin(model, sgd(model))
+        session.step(batch())
+        scale_of(model).temperature = 0.25
+        session.eval_batch(batch(), compute_loss=True)
+        session.predict_batch(batch()[0])
+    assert session.report.differences == [], session.report.verdict()
+
+
+def changed_on_a_rank() -> tuple[bool, int]:
+    """Changes the layers that this rank has; each rank compares with the whole model."""
+    with model_in_job(2, layers=scales()) as model:
+        session = parity.begin(model, sgd(model))
+        for step in range(3):
+            for layer in (one for one in model.layers.sublayers() if isinstance(one, Scale)):
+                layer.temperature = 1 + step
+            session.step(batch(seed=step))
+    return session.report.bit_exact, session.report.steps
+
+
+def test_ranks_get_the_attributes_of_other_ranks_layers(on_ranks: Callable[..., Any]) -> None:
+    assert on_ranks(changed_on_a_rank, 2) == [(True, 3)] * 2
+
+
+def test_what_a_batch_changes_in_an_attribute_is_not_copied() -> None:
+    def train_batch(data: Any, optimizer: Any, *_: Any) -> Any:
+        loss = model.train_batch(data, optimizer)
+        scale_of(model).calls += 1
+        return loss
+
+    with model_in_job(2, layers=scales()) as model:
+        session = parity.begin(model, sgd(model), train_batch=train_batch)
+        for step in range(2):
+            session.step(batch(seed=step))
+    assert session.report.failures[0].step == 1
+    assert (session.report.failures[0].quantity, session.report.passed) == ("output", False)
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "loss": lambda session, rows: session.eval_batch([x[:rows] for x in batch()], True),
+    "outputs": lambda session, rows: session.eval_batch([x[:rows] for x in batch()]),
+    "prediction": lambda session, rows: session.predict_batch(batch()[0][:rows]),
+}
+
+
+def evaluated(call: Any, rows: int = 7, **options: Any) -> parity.Report:
+    with model_in_job(2, **options, layers=[*mlp_layers(), LayerDesc(nn.Dropout, 0.5)]) as model:
+        session = parity.begin(model, sgd(model))
+        session.step(batch())
+        call(session, rows)
+        session.step(batch())
+        assert (session.report.steps, session.report.evaluations) == (2, 1)
+        return session.report
+
+
+@pytest.mark.parametrize("rows", [8, 7, 1])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_right_evaluations_pass_whatever_their_rows(call: Any, rows: int) -> None:
+    report = evaluated(call, rows)
+    assert report.passed, report.verdict()
+    assert "compared 2 steps and 1 evaluations" in report.verdict()
+    assert evaluated(call, rows, loss_reduction="sum").passed
+
+
+def test_a_wrong_mean_of_the_evaluation_is_found(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(training_batch, "ragged_weights", lambda *_: None)
+    report = evaluated(CALLS["loss"])
+    assert differences(report) == [("loss", "eval_batch", 1)]
+    assert "step 1: loss of eval_batch differs" in report.verdict()
+
+
+def test_outputs_in_another_order_are_found(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(dygraph_stage, "sorted", lambda x: sorted(x)[::-1], raising=False)
+    name = "eval_batch, micro-batch [0]"
+    assert ("output", name, 1) in differences(evaluated(CALLS["outputs"]))
+    assert ("output", "predict_batch", 1) in differences(evaluated(CALLS["prediction"]))
+
+
+def test_outputs_that_are_joined_wrongly_are_found(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(
+        pipeline_parallel, "join_outputs", lambda values: micro_batches.join_outputs(values[:-1])
+    )
+    assert differences(evaluated(CALLS["prediction"])) == [("output", "predict_batch", 1)]
+
+
+def test_an_evaluation_in_training_mode_names_the_first_layer(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(PipelineLayer, "eval", lambda self: None)
+    with job(2):
+        model = pipeline(
+            [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]
+        )
+        session = parity.begin(model, sgd(model))
+        session.eval_batch(batch(), True)
+    assert differences(session.report)[0] == ("output", "1, call 0 of eval_batch", 0)
+    assert ("loss", "eval_batch", 0) in differences(session.report)
+
+
+@pytest.mark.parametrize("form", ["lists", "an iterator", "a preprocessor of an iterator"])
+def test_an_evaluation_takes_every_form(form: str) -> None:
+    with model_in_job(2) as model:
+        session = parity.begin(model, sgd(model))
+        session.eval_batch(FORMS[form](*batch()), True)
+    assert session.report.passed, session.report.verdict()

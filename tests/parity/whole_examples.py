@@ -2,7 +2,7 @@
 
     python -m tests.parity.whole_examples [NAME ..]
 
-``test_whole.py`` has those that CI runs; ``make test-whole`` runs all, for about ten minutes.
+``test_command.py`` has those that CI runs; ``make test-whole`` runs all, for about ten minutes.
 """
 
 from __future__ import annotations

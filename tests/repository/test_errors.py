@@ -55,14 +55,14 @@ ROOMS = (
 #: Where an error has no ``fix``, by file and function, and why.
 REASONS = {
     "fleetpipe/engine/engine.py _wait": "an order that was made wrong: nothing users can change",
-    "fleetpipe/job/watching/watch.py _instead_of": "it repeats an error that says what to do",
-    "fleetpipe/job/watching/watch.py _give_up_if_late": "a Failure carries it to its error",
-    "fleetpipe/schedules/check/plan.py verify_plan": "it repeats an error that says what to do",
+    "fleetpipe/job/watch.py _instead_of": "it repeats an error that says what to do",
+    "fleetpipe/job/watch.py _give_up_if_late": "a Failure carries it to its error",
+    "fleetpipe/schedules/check.py verify_plan": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_header": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_edges": "it repeats an error that says what to do",
     "fleetpipe/schedules/registry.py verify_rows": "it repeats an error that says what to do",
-    "fleetpipe/transport/wire/message.py _unpack": "the inbox raises another that says it",
-    "fleetpipe/transport/wire/seal.py check": "the inbox raises another that says it",
+    "fleetpipe/transport/message.py _unpack": "the inbox raises another that says it",
+    "fleetpipe/transport/message.py check": "the inbox raises another that says it",
     "static/run/static_stage.py _nothing_fed": "each batch sets its feed: nothing users can change",
 }
 

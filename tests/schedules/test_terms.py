@@ -5,7 +5,7 @@ import pytest
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Action, Dependencies, Edge, Fused, Placement, chain
 from fleetpipe.schedules.action import flatten, parse_item
-from fleetpipe.schedules.edges import checked_edges, parse_edge
+from fleetpipe.schedules.placement import checked_edges, parse_edge
 
 pytestmark = pytest.mark.no_paddle
 

@@ -13,9 +13,9 @@ from paddle.static import device_guard
 
 from fleetpipe import fleet
 from fleetpipe.static import SingleProgram, install, state_dict
-from tests import jobs
-from tests.jobs import ROWS as ROWS
-from tests.jobs import begun
+from tests import pipelines
+from tests.pipelines import ROWS as ROWS
+from tests.pipelines import begun
 
 FEATURES, CLASSES, MICRO_BATCHES = 6, 4, 4
 
@@ -44,7 +44,7 @@ def static_mode() -> Iterator[None]:
 
 def strategy_of(schedule: str = "1F1B", micro_batches: int = MICRO_BATCHES, **own: Any) -> Any:
     """A strategy for a static pipeline."""
-    strategy = jobs.strategy(micro_batches, schedule, own=own)
+    strategy = pipelines.strategy(micro_batches, schedule, own=own)
     strategy.pipeline = True
     return strategy
 

@@ -23,7 +23,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[SocketTransport]]]:
     """Joins ranks that are threads: ``sockets(3, force_tcp=True)``."""
-    monkeypatch.setattr("fleetpipe.transport.sockets.transport.CLOSING_SECONDS", 1.0)
+    monkeypatch.setattr("fleetpipe.transport.sockets.CLOSING_SECONDS", 1.0)
     made: list[SocketTransport] = []
 
     def join(ranks: int, **options: Any) -> list[SocketTransport]:

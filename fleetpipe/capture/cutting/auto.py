@@ -1,20 +1,231 @@
-"""``split_spec="auto"``: the cut whose slowest stage is fastest, from measured nodes.
+"""Chooses the cut of a captured model: as the user gave it, or by the measured costs of its nodes.
 
-The time of a stage is computed as by :func:`fleetpipe.plan`: its nodes forward and backward, and
-its transfers in both directions.
+``split_spec="auto"`` is the cut whose slowest stage is fastest. The time of a stage is computed as
+by :func:`fleetpipe.plan`: its nodes forward and backward, and its transfers in both directions.
+All uses of state that a forward writes into stay in one stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
-from fleetpipe.capture.cutting.in_place import spans, split_state
-from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import Job
-from fleetpipe.profiling import Profile, fastest_cut
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.cutting.split_spec import (
+    AUTO,
+    AtCall,
+    Border,
+    SplitPoint,
+    SplitSpec,
+    borders_of,
+)
+from fleetpipe.capture.running.captured_state import lent
+from fleetpipe.capture.running.replay import entries
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.tracing.model_snapshot import state_kept
+from fleetpipe.capture.tracing.signature import PLAIN
+from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, arguments, like
+from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
+from fleetpipe.dygraph.observe import layer_meter
+from fleetpipe.dygraph.observe.profile import TYPICAL
+from fleetpipe.errors import CaptureError, ConfigError, PartitionError
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import FULL_NAME
+from fleetpipe.paddle_api.tensor import has_memory, tensor_bytes
+from fleetpipe.profiling import PipelinePlan, Profile, fastest_cut
+
+
+class Span(NamedTuple):
+    """The first and the last node of a run that use a parameter or buffer."""
+
+    first: int
+    last: int
+
+
+#: By the name of what any of several runs writes into, its span in each; None where none uses it.
+Spans = dict[str, list[Span | None]]
+
+
+def spans(traces: Sequence[Capture]) -> Spans:
+    """Returns the span in each run of the state that any of them writes into."""
+    names = dict.fromkeys(name for trace in traces for name in trace.changed)
+    return {name: [_span(name, trace.nodes) for trace in traces] for name in names}
+
+
+def _span(name: str, nodes: Sequence[Node]) -> Span | None:
+    users = [number for number, node in enumerate(nodes) if name in node.state]
+    return Span(users[0], users[-1]) if users else None
+
+
+def split_state(written: Spans, starts: Sequence[int]) -> str | None:
+    """Names a state that is used on both sides of a border; None if there is none.
+
+    Args:
+        written: The spans of written state in the runs.
+        starts: The first node after the border, in each run.
+    """
+    for name, nodes in written.items():
+        pairs = [(span, start) for span, start in zip(nodes, starts) if span is not None]
+        if any(span.first < start for span, start in pairs) and any(
+            span.last >= start for span, start in pairs
+        ):
+            return name
+    return None
+
+
+def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
+    """Refuses a cut between the uses of state that a forward writes into.
+
+    Args:
+        runs: The runs in training and in evaluation, each with the first node of each stage after
+            stage 0.
+    """
+    traces, cuts = zip(*runs)
+    for starts in zip(*cuts):
+        written = spans(traces)
+        name = split_state(written, starts)
+        if name is not None:
+            before, after = _sides(name, runs)
+            raise CaptureError(
+                f"two stages share {name!r}, into which the forward writes",
+                where=f"{before}; {after}",
+                cause="micro-batches come to the stages at different times: one stage would see "
+                "what others wrote for another micro-batch",
+                fix="cut so that all of its uses are in one stage: fleetpipe.explain(model, "
+                "example) shows where",
+            )
+
+
+def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
+    """Names a node in each of two stages that use a parameter or buffer."""
+    users: dict[int, str] = {}
+    for trace, starts in runs:
+        for number, node in enumerate(trace.nodes):
+            if name in node.state:
+                stage = sum(start <= number for start in starts)
+                users.setdefault(stage, f"{node.name} in stage {stage}, {node.place}")
+    first, second, *_ = (users[stage] for stage in sorted(users))
+    return first, second
+
+
+#: Least and most runs of a node, of which the fastest counts.
+LEAST_RUNS, MOST_RUNS = 5, 20
+
+#: Most nodes that are run so often of those that do the same; of these the median counts.
+MOST_ALIKE = 5
+
+#: Seconds of a processor after which no more runs begin than the least.
+SECONDS = 1.0
+
+
+def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:
+    """Measures each node by itself on the example, and restores the model.
+
+    Gradients are cleared.
+
+    Args:
+        capturing: The model.
+        trace: The run of its forward in training.
+        places: The nodes with which a stage may begin, without the first.
+
+    Returns:
+        The costs of inputs, nodes and outputs. Equal nodes have equal times.
+    """
+    model, functions = capturing.model, entries(trace, capturing.look)
+    names = ["inputs", *(node.name for node in trace.nodes), "outputs"]
+    uses = [[], *map(state_of, trace.nodes), []]
+    alike: defaultdict[str, list[int]] = defaultdict(list)
+    for number, kind in enumerate(("inputs", *(_kind(trace, n) for n in trace.nodes), "outputs")):
+        alike[kind].append(number)
+    meter = layer_meter.LayerMeter(
+        len(functions),
+        lambda number, value: ({number: functions[number]}, value),
+        lambda _: {},
+        splits=False,
+    )
+
+    def run(number: int, value: Nest) -> Nest:
+        borrowed = [tensor for tensor in uses[number] if not has_memory(tensor)]
+        with lent(borrowed):
+            try:
+                output = meter.run_of(number)(value, None)
+            except Exception as error:
+                raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
+            drop_gradients(borrowed)
+        return output
+
+    often = {number for numbers in alike.values() for number in numbers[:MOST_ALIKE]}
+    inputs: dict[int, Nest] = {}
+    with state_kept(model), in_mode(model, training=True), paddle.set_grad_enabled(True):
+        begun, value = time.thread_time(), capturing.example
+        for number in range(len(functions)):
+            if number in often:
+                inputs[number] = value
+            value = run(number, value)
+        # One run after another: what slows a node seldom does so in each.
+        for count in range(1, MOST_RUNS):
+            if count >= LEAST_RUNS and time.thread_time() - begun > SECONDS:
+                break
+            for number, value in inputs.items():
+                run(number, value)
+    drop_gradients(model.parameters())
+    samples = [layer_meter.fastest(meter.samples[0, number]) for number in range(len(functions))]
+    for numbers in alike.values():
+        _share(samples, numbers)
+    costs = layer_meter.layer_costs(
+        names, samples, layer_meter.state_bytes(uses, dict(model.named_parameters()))
+    )
+    return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
+
+
+def _share(samples: list[layer_meter.Sample], numbers: Sequence[int]) -> None:
+    """Gives each of some equal nodes the median times of the first ones, which ran most often."""
+    part = [samples[number] for number in numbers[:MOST_ALIKE]]
+    forward = statistics.median(one.forward for one in part)
+    backward = statistics.median(one.backward for one in part)
+    for number in numbers:
+        samples[number] = samples[number]._replace(forward=forward, backward=backward)
+
+
+def _kind(trace: Capture, node: Node) -> str:
+    """Returns a text that is the same for nodes that compute the same with equal shapes."""
+
+    def look(leaf: object) -> object:
+        if isinstance(leaf, Ref):
+            return trace.likes[leaf.value]
+        if isinstance(leaf, Owned):
+            return like(getattr(leaf.layer, leaf.name))
+        return like(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+
+    layer: Layer = node.function
+    plain = [
+        (type(part), name, value)
+        for part in (layer.sublayers(include_self=True) if node.is_layer else ())
+        for name, value in vars(part).items()
+        if isinstance(value, (*PLAIN, list, tuple)) and name != FULL_NAME
+    ]
+    called = "" if node.is_layer else getattr(node.function, "__name__", node.function)
+    takes = [look(leaf) for leaf in arguments(node)]
+    makes = [trace.likes[value] for value in node.outputs]
+    return repr((called, plain, takes, makes, [like(tensor) for tensor in state_of(node)]))
+
+
+def state_of(node: Node) -> list[Tensor]:
+    """Returns the parameters and buffers that a node has or takes."""
+    layer: Layer = node.function
+    tensors = [*layer.parameters(), *layer.buffers()] if node.is_layer else []
+    return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
+
+
+def parameter_bytes(trace: Capture) -> list[int]:
+    """Returns for each node the bytes of the state that no earlier node uses."""
+    return [
+        sum(map(tensor_bytes, new)) for new in layer_meter.first_uses(map(state_of, trace.nodes))
+    ]
 
 
 class Choice(NamedTuple):
@@ -120,3 +331,82 @@ def measure_once(job: Job | None, measure: Callable[[], Profile]) -> Profile:
         # Those that compute a layer together measure together, each by its own clock.
         text = measure().dumps() if job.leads(*job.degrees.layer_axes) else None
         return Profile.loads(job.everyone().broadcast(text, 0))
+
+
+class Cut(NamedTuple):
+    """The cut of a model.
+
+    Attributes:
+        borders: The places at which a stage begins, in order.
+        choice: The chosen cut with its costs; None if the user gave the cut.
+    """
+
+    borders: tuple[Border, ...]
+    choice: Choice | None = None
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.borders) + 1
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.borders))
+
+
+def cut_of(
+    capturing: Capturing,
+    spec: SplitSpec | PipelinePlan,
+    stages: int | None,
+    memory_cap: float | str | None = None,
+    head: Sequence[str] = (),
+) -> Cut:
+    """Returns the cut for a user's ``split_spec``. Collective over the job for "auto".
+
+    Args:
+        capturing: The model.
+        spec: See :func:`fleetpipe.pipeline`.
+        stages: The number of stages, if it is known.
+        memory_cap: With "auto", the bytes that a stage may use.
+        head: The names of the layers after the model's nodes: the parts of its head, and the loss.
+
+    Raises:
+        ConfigError: It names something that does not exist, needs the number of stages, or is a
+            plan of another model.
+        PartitionError: "auto" finds no cut.
+    """
+    look = capturing.look
+    training = capturing(look, True)
+    if isinstance(spec, PipelinePlan):
+        return Cut(_borders_of_plan(training, capturing(look, False), spec, head))
+    if not isinstance(spec, str) or spec != AUTO:
+        return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
+    if stages is None:
+        raise ConfigError(
+            'split_spec="auto" needs the number of stages',
+            fix="call fleet.init with a pp_degree first, or pass num_stages",
+        )
+    evaluation = capturing(look, False)
+    named, _ = places(training, evaluation)
+    if len(named) < stages - 1:
+        raise PartitionError(
+            f"{stages} stages need {stages - 1} places to cut at",
+            got=f"{len(named)} places",
+            cause="a place is before or after the call of a sublayer, as self.block(x); "
+            "self.block.forward(x) is no call of it",
+            fix="call sublayers so, or use fewer ranks or chunks; fleetpipe.explain(model, "
+            "example) shows what is called",
+        )
+    profile = measure_once(current_job(), lambda: measure_nodes(capturing, training, named))
+    choice = choose(profile, named, stages, memory_cap)
+    return Cut(choice.borders, choice)
+
+
+def _borders_of_plan(
+    training: Capture, evaluation: Capture, plan: PipelinePlan, head: Sequence[str]
+) -> tuple[Border, ...]:
+    """Returns the borders of a plan; raises ConfigError for a plan of another model."""
+    # The inputs come first, and the outputs last.
+    plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs", *head])
+    named, _ = places(training, evaluation)
+    borders = plan.partition.boundaries[1 : plan.schedule.placement.body]
+    return tuple(named[first - 1] for first in borders)

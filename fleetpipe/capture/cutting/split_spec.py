@@ -1,26 +1,208 @@
-"""The forms of a user's ``split_spec``, and the borders that they mean."""
+"""Borders of stages in a capture: how a user's ``split_spec`` names them, and what crosses them.
+
+A border is named by the call of a sublayer or of ``pipe_split``, so that it is found again in
+another run, with other shapes or in evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from itertools import accumulate
+from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.cutting import cuts
-from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.errors import ConfigError, require_whole
+from fleetpipe.capture.running.replay import name_of
+from fleetpipe.capture.tracing.value import Capture, Scope, ValueId
+from fleetpipe.errors import CaptureError, ConfigError, nearest, require_whole
 from fleetpipe.partition import uniform
+from fleetpipe.schedules import Edge
+
+__all__ = [
+    "AUTO",
+    "SplitSpec",
+    "borders_of",
+]
+
+
+class SplitPoint(Enum):
+    """Says at which side of a sublayer a stage begins.
+
+    Attributes:
+        BEGINNING: The sublayer is the first of the next stage.
+        END: The sublayer is the last of its stage.
+    """
+
+    BEGINNING = "before"
+    END = "after"
+
+
+def nearest_path(path: str, paths: Collection[str]) -> str:
+    """Returns a phrase that names the paths closest to ``path``, or all of the first level."""
+    phrase = nearest(path, paths)
+    if not phrase.startswith("known"):
+        return phrase
+    return nearest(path, {candidate.partition(".")[0] for candidate in paths})
+
+
+class AtCall(NamedTuple):
+    """A border before or after a call of a sublayer.
+
+    Attributes:
+        path: The sublayer's path in the model.
+        point: Before or after.
+        call: The number of the call, from 0.
+    """
+
+    path: str
+    point: SplitPoint = SplitPoint.BEGINNING
+    call: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.point.value} {self.path}" + (f" (call {self.call + 1})" * (self.call > 0))
+
+    def start(self, trace: Capture) -> int:
+        """Returns the first node of the stage that begins here.
+
+        Raises:
+            ConfigError: The forward does not call the sublayer.
+        """
+        inside = trace.calls.get(Scope(self.path, self.call))
+        if inside is None:
+            paths = {scope.path for scope in trace.calls if scope.path}
+            within = [
+                f"{path} is not opened: {reason}"
+                for path, reason in trace.unopened.items()
+                if self.path.startswith(f"{path}.")
+            ]
+            raise ConfigError(
+                f"split_spec cuts {self}, where the model's forward does not come",
+                got=nearest_path(self.path, paths),
+                cause=within[0]
+                if within
+                else "its forward is called by no other, or as self.block.forward(x), which is no "
+                "call of the layer",
+                fix="name a sublayer that fleetpipe.explain(model, example) shows",
+            )
+        first, last = inside
+        return first if self.point is SplitPoint.BEGINNING else last + 1
+
+
+class AtMark(NamedTuple):
+    """A border at a call of :func:`pipe_split`, by its number."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"at call {self.number + 1} of pipe_split"
+
+    def start(self, trace: Capture) -> int:
+        """Returns the first node of the stage that begins here."""
+        if self.number >= len(trace.marks):
+            raise CaptureError(
+                "the forward called pipe_split more often in its first run",
+                expected=f"{self.number + 1} calls or more",
+                got=f"{len(trace.marks)} calls",
+                fix="call pipe_split in training and in evaluation, whatever the inputs are",
+            )
+        return trace.marks[self.number]
+
+
+#: A place where a stage begins.
+Border = AtCall | AtMark
+
+
+def starts(trace: Capture, borders: Sequence[Border], example: Capture | None = None) -> list[int]:
+    """Returns the first node of each stage after stage 0.
+
+    Args:
+        trace: A run of the forward.
+        borders: The borders, in the order of the first run.
+        example: The first run, in this mode. A run for another batch may leave out sublayers, as
+            those for images: then the others are in the stages of the first run, and a stage may
+            have no node.
+
+    Raises:
+        ConfigError: The forward does not reach a border, or a stage would be empty.
+    """
+    if example is not None:
+        reached = [_start(trace, border, example) for border in borders]
+        return list(accumulate(reached, max))
+    numbers = [border.start(trace) for border in borders]
+    for border, start, after in zip(borders, numbers, [*numbers[1:], len(trace.nodes)]):
+        if not 0 < start < after:
+            raise ConfigError(
+                f"the cut {border} leaves a stage without a node",
+                got=f"stages that begin at the nodes {[0, *numbers]} of {len(trace.nodes)}",
+                cause="two places are the same, or nothing runs before the first or after the last",
+                fix="cut elsewhere: fleetpipe.explain(model, example) shows the nodes in order",
+            )
+    return numbers
+
+
+def _start(trace: Capture, border: Border, example: Capture) -> int:
+    """Returns the first node that is behind a border, where the forward may not come."""
+    if not isinstance(border, AtCall) or Scope(border.path, border.call) in trace.calls:
+        return border.start(trace)
+    first = border.start(example)
+    for number, node in enumerate(trace.nodes):
+        if any(example.calls.get(scope, (0,))[0] >= first for scope in node.scopes):
+            return number
+    return len(trace.nodes)
+
+
+def in_order(trace: Capture, borders: Sequence[Border]) -> list[Border]:
+    """Sorts borders as a run reaches them; raises the same errors as :func:`starts`."""
+    return sorted(borders, key=lambda border: border.start(trace))
+
+
+def crossing(
+    trace: Capture, starts: Sequence[int], edges: Collection[Edge] = ()
+) -> dict[Edge, tuple[str, ...]]:
+    """Returns the values on each edge, by name: each goes straight to every stage that uses it.
+
+    Args:
+        trace: The run.
+        starts: The first node of each stage after stage 0; the model's inputs are in stage 0, its
+            outputs in the last stage.
+        edges: Those of the pipeline, if it has stages already: where none leads straight to a
+            stage, a value goes there over others.
+    """
+
+    def stage_of(node: int | None) -> int:
+        return 0 if node is None else bisect_right(starts, node)
+
+    takers = [(stage_of(number), node.uses) for number, node in enumerate(trace.nodes)]
+    takers.append((len(starts), set(trace.output_values)))
+    values: dict[Edge, set[ValueId]] = {}
+    for stage, uses in takers:
+        for value in uses:
+            source = stage_of(trace.maker(value))
+            for edge in _route(source, stage, edges) if source != stage else ():
+                values.setdefault(edge, set()).add(value)
+    return {edge: tuple(map(name_of, sorted(values[edge]))) for edge in sorted(values)}
+
+
+def _route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
+    """Returns the fewest edges that lead from a stage to a later one; a new one if none do."""
+    routes = {source: list[Edge]()}
+    for between in range(source, stage):
+        for edge in edges if between in routes else ():
+            if edge.source == between and edge.target <= stage:
+                route = [*routes[between], edge]
+                routes[edge.target] = min(routes.get(edge.target, route), route, key=len)
+    return routes.get(stage, [Edge(source, stage)])
+
 
 #: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
-SplitSpec = str | Sequence[str] | Mapping[str, cuts.SplitPoint] | Mapping[str, int] | None
+SplitSpec = str | Sequence[str] | Mapping[str, SplitPoint] | Mapping[str, int] | None
 
 #: Has the cut chosen by what the nodes cost.
 AUTO = "auto"
 
 
-def borders_of(
-    spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
-) -> list[cuts.Border]:
+def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None) -> list[Border]:
     """Returns the borders that a user's ``split_spec`` means, in the order of the run.
 
     Args:
@@ -40,11 +222,11 @@ def borders_of(
         raise _unknown_form(spec)
     _require_names(spec, model)
     if isinstance(spec, Sequence):
-        return cuts.in_order(trace, [cuts.AtCall(path) for path in spec])
+        return in_order(trace, [AtCall(path) for path in spec])
     # Paddle's own, of ``pp_config``, have these names too.
-    points = {path: cuts.SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
+    points = {path: SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
     if len(points) == len(spec):
-        return cuts.in_order(trace, [cuts.AtCall(path, point) for path, point in points.items()])
+        return in_order(trace, [AtCall(path, point) for path, point in points.items()])
     return _of_stages(spec, trace)
 
 
@@ -66,12 +248,12 @@ def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) ->
     if unknown:
         raise ConfigError(
             f"split_spec names sublayers that {type(model).__name__} has not",
-            got="; ".join(f"{name!r}, {cuts.nearest_path(name, layers)}" for name in unknown),
+            got="; ".join(f"{name!r}, {nearest_path(name, layers)}" for name in unknown),
             fix="name sublayers as model.named_sublayers() does",
         )
 
 
-def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[cuts.Border]:
+def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
     """Shares the sublayers below a prefix evenly among the stages, in the order of their calls."""
     depth = prefix.count(".") + 2
     below: list[str] = []
@@ -85,7 +267,7 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[cuts.Border
         paths = {scope.path.rpartition(".")[0] for node in trace.nodes for scope in node.scopes}
         raise ConfigError(
             f"split_spec={prefix!r}: the forward calls no sublayer below that name",
-            got=cuts.nearest_path(prefix, {AUTO, *paths} - {""}),
+            got=nearest_path(prefix, {AUTO, *paths} - {""}),
             fix='pass the name of a LayerList or Sequential, or "auto"',
         )
     if stages is None:
@@ -94,10 +276,10 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[cuts.Border
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
     first = uniform(len(children), stages)[1:-1]
-    return [cuts.AtCall(children[index]) for index in first]
+    return [AtCall(children[index]) for index in first]
 
 
-def _said_by(model: Layer, trace: Capture) -> list[cuts.Border]:
+def _said_by(model: Layer, trace: Capture) -> list[Border]:
     """Returns the borders in the model: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
     stages = {
         path: layer.pipeline_stage
@@ -112,15 +294,15 @@ def _said_by(model: Layer, trace: Capture) -> list[cuts.Border]:
             expected="sublayers with a pipeline_stage, or calls of fleetpipe.pipe_split()",
             fix='pass split_spec="auto", or model.layer3.pipeline_stage = 1',
         )
-    return [cuts.AtMark(number) for number in range(len(trace.marks))]
+    return [AtMark(number) for number in range(len(trace.marks))]
 
 
-def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[cuts.Border]:
+def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
     """Returns the borders for sublayers with a stage; the others join the sublayer before them.
 
     A stage applies to the first call of a sublayer; a second call is in the stage where it runs.
     """
-    borders: list[cuts.Border] = []
+    borders: list[Border] = []
     for node in trace.nodes:
         named = [scope for scope in node.scopes if scope.path in stages and not scope.call]
         if not named:
@@ -130,7 +312,7 @@ def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[cuts.Border
         fix = "give whole numbers from 0, in the order in which the sublayers run"
         stage = require_whole("stage", stages[path], 0, rule=rule, fix=fix)
         if stage == len(borders) + 1:
-            borders.append(cuts.AtCall(path))
+            borders.append(AtCall(path))
         elif stage != len(borders):
             raise ConfigError(
                 f"{path!r} is in stage {stage}, and runs after a sublayer of stage {len(borders)}",
@@ -140,6 +322,3 @@ def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[cuts.Border
                 fix="number the stages from 0, in the order in which the sublayers run",
             )
     return borders
-
-
-__all__ = ["AUTO", "SplitSpec", "borders_of"]

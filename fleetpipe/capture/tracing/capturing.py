@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.running.captured_state import lent
 from fleetpipe.capture.tracing.model_snapshot import python_state_kept, state_kept
-from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.signature import (
     Keys,
     Signature,
@@ -19,10 +18,10 @@ from fleetpipe.capture.tracing.signature import (
     whole_at,
 )
 from fleetpipe.capture.tracing.tracer import record
-from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.capture.tracing.walk import Unopened
+from fleetpipe.capture.tracing.user_lines import raised_at
+from fleetpipe.capture.tracing.value import Capture, Unopened
 from fleetpipe.dygraph.nest import map_tensors, outline
-from fleetpipe.dygraph.observe.trial import trial
+from fleetpipe.dygraph.observe.hooks import trial
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import has_memory

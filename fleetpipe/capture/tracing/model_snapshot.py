@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.running.memory import release
+from fleetpipe.capture.running.captured_state import release
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import renew, set_data
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
-from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
-from fleetpipe.transport.wire import bridge
+from fleetpipe.transport import bridge
 
 #: The models whose attributes are put back later.
 _waiting: set[int] = set()

@@ -1,14 +1,24 @@
-"""Things in a forward that cannot be captured: what, why, and what to write instead."""
+"""What a forward does with its model's state, and what it does that cannot be captured.
+
+The parameters and buffers of a model are tracked during a run: which nodes use and write them. An
+obstacle says what cannot be captured, why, and what to write instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.tracing.place import forward_place
-from fleetpipe.dygraph.batch.kept_for_loss import kept_for
+from fleetpipe.capture.tracing.user_lines import forward_place
+from fleetpipe.capture.tracing.value import Node, Owned
+from fleetpipe.dygraph.batch.losses import kept_for
 from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import DATA_ENDS_TRAINING, Function, is_silent, set_data
+from fleetpipe.paddle_api.layer import buffers_in, parameters_in
+from fleetpipe.paddle_api.tensor import has_memory, shares_memory
 
 IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
 
@@ -155,3 +165,160 @@ def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]
             fix="make layers and parameters in __init__; or call the model with such inputs once, "
             "before fleetpipe.pipeline",
         )
+
+
+_NONE: frozenset[str] = frozenset()
+
+
+class RunState:
+    """The parameters and buffers of a model, while its forward runs once."""
+
+    def __init__(self, model: Layer) -> None:
+        self._owned: dict[int, Owned] = {}
+        self._tensors: list[tuple[Tensor, int]] = []
+        self._places: Counter[int] = Counter()
+        self._of_layer: dict[int, frozenset[str]] = {}
+        #: By tensor that has their memory, and is none of them: the names of some.
+        self._views: dict[int, frozenset[str]] = {}
+        #: What nodes take views of, by the number of the node.
+        self._by_view: dict[int, frozenset[str]] = {}
+        self._written: set[str] = set()
+        self._written_by_view: set[str] = set()
+        self._find(model)
+
+    def _find(self, model: Layer) -> None:
+        for path, layer in model.named_sublayers(include_self=True):
+            for name, tensor in _own_tensors(layer):
+                whole = f"{path}.{name}" if path else name
+                if id(tensor) not in self._owned:
+                    self._tensors.append((tensor, tensor.inplace_version))
+                self._owned.setdefault(id(tensor), Owned(layer, name, whole))
+                self._places[id(tensor)] += 1
+        for layer in model.sublayers(include_self=True):
+            parts = layer.sublayers(include_self=True)
+            names = {self._owned[id(t)].path for part in parts for _, t in _own_tensors(part)}
+            self._of_layer[id(layer)] = frozenset(names)
+
+    def get(self, tensor: Tensor) -> Owned | None:
+        """Returns the placeholder of a parameter or buffer; None for another tensor."""
+        return self._owned.get(id(tensor))
+
+    def of(self, function: Function, tensors: Sequence[Tensor], number: int) -> frozenset[str]:
+        """Returns the names of the parameters and buffers that a node has or takes."""
+        names = set(self._of_layer.get(id(function), _NONE))
+        names.update(self._owned[id(t)].path for t in tensors if id(t) in self._owned)
+        by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in tensors))
+        if by_view:
+            self._by_view[number] = by_view
+        return frozenset(names)
+
+    def called(
+        self,
+        function: Function,
+        tensors: Sequence[Tensor],
+        made: Iterable[Tensor],
+        written: Iterable[Tensor],
+    ) -> None:
+        """Records what a node has written, and which outputs share memory with the state."""
+        for tensor in written:
+            self._wrote(tensor)
+        if is_silent(function):
+            self._wrote(tensors[0])
+        if isinstance(function, paddle.nn.Layer):
+            return
+        sources = [(tensor, self._names_of(tensor)) for tensor in tensors]
+        sources = [(tensor, names) for tensor, names in sources if names and has_memory(tensor)]
+        if function is set_data:
+            # The value that a buffer has from here on.
+            self._views[id(tensors[1])] = self._names_of(tensors[0]) | self._names_of(tensors[1])
+            return
+        for output in made if sources else ():
+            if id(output) in self._owned or not has_memory(output):
+                continue
+            for tensor, names in sources:
+                if tensor is not output and shares_memory(output, tensor):
+                    self._views[id(output)] = names.union(self._views.get(id(output), _NONE))
+
+    def _wrote(self, tensor: Tensor) -> None:
+        """Records a write into a tensor."""
+        if id(tensor) in self._owned:
+            self._written.add(self._owned[id(tensor)].path)
+        names = self._views.get(id(tensor), _NONE)
+        self._written |= names
+        self._written_by_view |= names
+
+    def heard(self, function: Function, args: tuple[object, ...]) -> None:
+        """Records a write of an operation within a node that the version does not show."""
+        if is_silent(function) and id(args[0]) in self._owned:
+            self._wrote(args[0])
+
+    def changed(self, ids: Collection[int]) -> dict[str, Owned]:
+        """Returns the parameters and buffers that the run has written into, by name."""
+        self._written.update(
+            self._owned[id(tensor)].path
+            for tensor, version in self._tensors
+            if id(tensor) in ids or tensor.inplace_version != version
+        )
+        return {name: self.named(name) for name in sorted(self._written)}
+
+    def named(self, name: str) -> Owned:
+        """Returns the placeholder of the parameter or buffer with a name."""
+        return next(owned for owned in self._owned.values() if owned.path == name)
+
+    def through_views(self, nodes: Sequence[Node]) -> list[frozenset[str]]:
+        """Returns each node's state, with the written state that it uses through views."""
+        return [
+            node.state | (self._by_view.get(number, _NONE) & self._written_by_view)
+            for number, node in enumerate(nodes)
+        ]
+
+    def _names_of(self, tensor: Tensor) -> frozenset[str]:
+        owned = self._owned.get(id(tensor))
+        return self._views.get(id(tensor), _NONE) if owned is None else frozenset({owned.path})
+
+    def refusal(self, target: Tensor, value: Tensor, stays: bool) -> Obstacle | None:
+        """Returns why a tensor cannot take the place of a parameter or buffer; None if it can.
+
+        Args:
+            target: The parameter or buffer.
+            value: The tensor whose memory it is to have.
+            stays: Whether the layers keep the same object, with the other's memory.
+        """
+        owned, other = self._owned.get(id(target)), self._owned.get(id(value))
+        if owned is None:
+            return None
+        write = f"write into it: paddle.assign(value.detach(), self.{owned.name})"
+        if other is not None and other != owned:
+            return Obstacle(
+                f"has {owned.path!r} be the same tensor as {other.path!r}",
+                "a stage writes into the tensors that there are",
+                f"assign a copy: self.{owned.name} = value.clone()",
+            )
+        if stays and not target.stop_gradient and DATA_ENDS_TRAINING:
+            return Obstacle(
+                f"sets .data of the parameter {owned.path!r}",
+                "in this version of Paddle that is another tensor, which is not trained",
+                f"write self.{owned.name}.set_value(value)",
+            )
+        if not stays and self._places[id(target)] > 1:
+            return Obstacle(
+                f"puts another tensor in the place of {owned.path!r}, which several layers have",
+                "the others would keep the one that was there",
+                write,
+            )
+        if list(target.shape) != list(value.shape) or target.dtype != value.dtype:
+            return Obstacle(
+                f"gives {owned.path!r} another shape or dtype",
+                f"it was {list(target.shape)} of {target.dtype}, and becomes {list(value.shape)} "
+                f"of {value.dtype}",
+                "keep one shape and dtype, or put that code into a sublayer: what is within one "
+                "may do anything",
+            )
+        return None
+
+
+def _own_tensors(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers that a layer has itself, by name."""
+    for name, tensor in [*parameters_in(layer).items(), *buffers_in(layer).items()]:
+        if tensor is not None:
+            yield name, tensor

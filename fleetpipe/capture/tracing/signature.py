@@ -1,21 +1,27 @@
-"""The signature of a batch as text: containers, shapes, dtypes, and plain values.
+"""The signature of a batch as text, and the numbers and sizes of a run that depend only on it.
 
 Stages send it with their values, so that a rank with only a part of a model knows which capture
-belongs to the batch, and can repeat that capture with other numbers.
+belongs to the batch. ``paddle.shape`` and operations on it give the same for each batch with one
+signature: code may read it, since each signature has its own capture.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
+from fleetpipe.capture.tracing.user_lines import asked_by_paddle
+from fleetpipe.capture.tracing.value import map_parts
 from fleetpipe.dygraph.nest import leaves, rebuild, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import Function
+from fleetpipe.paddle_api.random import generator_states
 
 #: A signature.
 Signature = str
@@ -206,3 +212,284 @@ def example_of(inputs: Nest, rows: int) -> Nest:
     if isinstance(inputs, dict):
         return {key: example_of(item, rows) for key, item in inputs.items()}
     return inputs
+
+
+#: Operations that compute with the size of a tensor alone.
+_OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}
+
+#: Operations that give memory as it is.
+_UNSET = {"empty", "empty_like"}
+
+#: Operations whose outputs have as many rows as numbers say, by the first argument that says it.
+_SELECTING = {
+    **dict.fromkeys(("nonzero", "where_index", "unique", "unique_consecutive", "bincount"), 0),
+    **dict.fromkeys(("nms", "multiclass_nms3", "matrix_nms", "generate_proposals"), 0),
+    "masked_select": 1,
+    "segment_pool": 1,
+    **dict.fromkeys(("ctc_align", "sequence_mask"), 0),
+}
+
+#: Operations whose whole numbers may be sizes, by the first argument that may.
+_RESIZING = {
+    **dict.fromkeys(("reshape", "reshape2", "view_shape", "expand", "expand_v2", "tile"), 1),
+    **dict.fromkeys(("crop", "pad", "pad3d", "slice", "strided_slice", "split", "topk"), 1),
+    **dict.fromkeys(("one_hot", "pool2d", "conv2d_transpose", "full_with_tensor"), 1),
+    **dict.fromkeys(("nearest_interp", "bilinear_interp", "bicubic_interp", "linear_interp"), 1),
+    **dict.fromkeys(("trilinear_interp", "repeat_interleave"), 1),
+    "repeat_interleave_with_tensor_index": 1,
+    **dict.fromkeys(("full", "arange", "range_v2", "eye"), 0),
+    **dict.fromkeys(("linspace", "logspace", "uniform", "gaussian", "randint", "randperm"), 0),
+    **dict.fromkeys(("truncated_gaussian_random", *_UNSET), 0),
+}
+
+#: Operations whose outputs may have sizes that depend on numbers.
+_TELLING = {*_SELECTING, *_RESIZING, "getitem_dygraph"}
+
+_WHOLE = (paddle.int32, paddle.int64)
+
+
+class Size:
+    """A size of a dimension that depends on numbers: an int whose use counts as a read."""
+
+    # Functions of Paddle's ask whether a size is an int.
+    __class__ = property(lambda _: int)
+
+    def __init__(self, size: int, other: int | None, read: Callable[[], None]) -> None:
+        """Stores the size.
+
+        Args:
+            size: The size in this run.
+            other: The value for another size of the dimension; None if unknown.
+            read: Called when it is used.
+        """
+        self._size, self._other, self._read = size, other, read
+
+    @property
+    def value(self) -> int:
+        """The number; asking for it counts as a read."""
+        self._read()
+        return self._size
+
+    def made(self, function: Function, *operands: Any) -> Any:
+        """Applies a function to it and others; returns another :class:`Size`, or a plain bool.
+
+        Paddle's own functions may compare sizes if the answer is the same for both: whether sizes
+        fit, or one is 0.
+        """
+        sizes, another = zip(
+            *((o._size, o._other) if type(o) is Size else (o, o) for o in operands)
+        )
+        size = function(*sizes)
+        other = None if None in another else function(*another)
+        if not isinstance(size, bool):
+            return Size(size, other, self._read)
+        if size is not other or not asked_by_paddle():
+            self._read()
+        return size
+
+
+def _on_sizes(function: Function, swapped: bool = False) -> Function:
+    def compute(*arguments: Any) -> Any:
+        size: Size = arguments[0]
+        return size.made(function, *(reversed(arguments) if swapped else arguments))
+
+    return compute
+
+
+def _read(function: Function) -> Function:
+    return lambda size, *operands: function(size.value, *operands)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Size, f"__{_name}__", _on_sizes(getattr(operator, _name)))
+    setattr(Size, f"__r{_name}__", _on_sizes(getattr(operator, _name), swapped=True))
+_OPERATORS: Mapping[str, Function] = {
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
+    "bool": bool,
+}
+for _name, _function in _OPERATORS.items():
+    setattr(Size, f"__{_name}__", _on_sizes(_function))
+_READS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
+for _function in _READS:
+    setattr(Size, f"__{_function.__name__}__", _read(_function))
+
+
+def whole(value: Nest) -> Nest:
+    """Replaces each :class:`Size` in ``value`` by its number."""
+    return map_parts(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
+
+
+def tensors_in(value: Nest) -> list[Tensor]:
+    """Returns the tensors in arguments, those in slices included."""
+    tensors: list[Tensor] = []
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, paddle.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            rest.extend(reversed(value))
+        elif isinstance(value, dict):
+            rest.extend(reversed(list(value.values())))
+        elif isinstance(value, slice):
+            rest += [value.step, value.stop, value.start]
+    return tensors
+
+
+class Sizes:
+    """Tracks sizes through the operations of a run, also within layers that are not opened."""
+
+    def __init__(self) -> None:
+        #: The tensors whose numbers follow from the look, by id, while nothing else is written.
+        self._fixed: dict[int, tuple[Tensor, int]] = {}
+        #: Those that a layer that is not opened has made of Python's numbers, by id.
+        self._plain: dict[int, Tensor] = {}
+        #: Those whose sizes depend on numbers, each with one of another size where there is one.
+        self._selected: dict[int, tuple[Tensor, Tensor | None]] = {}
+        #: Whether any code has a :class:`Size`.
+        self.asked_for = False
+        #: Whether the layer that runs, which is not opened, has read what depends on numbers.
+        self.blind = False
+        #: Whether an operation is done on tensors of other sizes: nobody may hear of it.
+        self.trying = False
+
+    def fix(self, tensors: Iterable[Tensor]) -> None:
+        """Marks the numbers of tensors as dependent on the batch's signature alone."""
+        self._fixed.update({id(one): (one, one.inplace_version) for one in tensors})
+
+    def fixed(self, tensor: Tensor) -> bool:
+        """Whether the numbers of a tensor depend only on the batch's signature."""
+        return bool(self._fixed.get(id(tensor), (None, None))[1] == tensor.inplace_version)
+
+    def selected(self, tensor: Tensor) -> bool:
+        """Whether the size of a tensor depends on numbers."""
+        return id(tensor) in self._selected
+
+    def dimensions(self, tensor: Tensor, shape: list[int], read: Callable[[], None]) -> list[Any]:
+        """Returns a shape with a :class:`Size` for each dimension that depends on numbers."""
+        self.asked_for = True
+        other = self._selected[id(tensor)][1]
+        sizes: list[Any] = [None] * len(shape)
+        if other is not None and len(_shape(other)) == len(shape):
+            sizes = _shape(other)
+        return [
+            size if size == there else Size(size, there, read) for size, there in zip(shape, sizes)
+        ]
+
+    def select(self, tensors: Iterable[Tensor]) -> None:
+        """Marks the sizes of tensors as dependent on numbers."""
+        self._selected.update({id(one): (one, None) for one in tensors if len(_shape(one))})
+
+    def done(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        constant: Callable[[Tensor], bool] | None = None,
+    ) -> Any:
+        """Runs an operation, and records what its outputs depend on.
+
+        Args:
+            function: The operation.
+            args: Its arguments.
+            named: Those by name.
+            constant: Returns whether a tensor comes from outside the run; None within a layer that
+                is not opened, where that is unknown.
+        """
+        name = getattr(function, "__name__", "").strip("_")
+        taken = tensors_in((args, named))
+        if name in _OF_SIZE:
+            depending = [one for one in taken if self.selected(one)]
+        else:
+            depending = [one for one in taken if not self.fixed(one)]
+            if constant is not None:
+                depending = [one for one in depending if not constant(one)]
+        follows = not (depending or self.blind or name in _UNSET)
+        states = generator_states() if follows else None
+        output = function(*args, **named)
+        made = tensors_in(output)
+        if follows and states == generator_states():
+            if taken or constant is not None:
+                self.fix(made)
+            else:
+                self._plain.update({id(one): one for one in made})
+        if depending and (name in _TELLING or any(map(self.selected, depending))):
+            self.trying = True
+            try:
+                with paddle.no_grad():
+                    self._follow(function, (args, named), {id(one) for one in depending}, made)
+            finally:
+                self.trying = False
+        return output
+
+    def _follow(self, function: Function, arguments: Nest, depending: set[int], made: Nest) -> None:
+        """Records the outputs of an operation whose sizes depend on numbers."""
+        name = getattr(function, "__name__", "").strip("_")
+        args, named = arguments
+        says = [
+            one
+            for one in tensors_in((args[_SELECTING.get(name, _RESIZING.get(name, 0)) :], named))
+            if id(one) in depending and id(one) not in self._plain
+        ]
+        if name in _SELECTING and says:
+            return self._note(made, [_longer(one) for one in made])
+        if name in _RESIZING and any(one.dtype in _WHOLE or not _RESIZING[name] for one in says):
+            return self._note(made, None)
+        index: tuple[Any, ...] = ()
+        if name == "getitem_dygraph":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        ends = tensors_in([item for item in index if isinstance(item, slice)])
+        if any(id(one) in depending for one in ends):
+            return self._note(made, None)
+        masks = [
+            one
+            for one in tensors_in([item for item in index if not isinstance(item, slice)])
+            if one.dtype == paddle.bool and id(one) in depending
+        ]
+        selected = {key: self._selected[key][1] for key in depending if key in self._selected}
+        writes = name == "setitem_dygraph" or function.__name__.endswith("_")
+        if not (selected or masks) or (writes and not self.selected(args[0])):
+            return None
+        if any(other is None for other in selected.values()):
+            return self._note(made, None)
+        for like in (paddle.ones_like, paddle.zeros_like):
+            masked = {id(one): like(selected.get(id(one), one)) for one in masks}
+            tried = _try(function, arguments, {**selected, **masked})
+            if tried is None or [*map(_shape, tried)] != [*map(_shape, made)]:
+                break
+        if masks and tried is not None:
+            # Not every operation takes what is empty.
+            tried = [_longer(one, _shape(other)) for one, other in zip(made, tried)]
+        return self._note(made, tried)
+
+    def _note(self, made: list[Tensor], selected: list[Tensor] | None) -> None:
+        """Records the outputs for other sizes; None if there are none."""
+        for one, other in zip(made, selected or [None] * len(made)):
+            if _shape(one) and (other is None or _shape(other) != _shape(one)):
+                self._selected[id(one)] = (one, other)
+            else:
+                self._selected.pop(id(one), None)
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
+    """Returns zeros with one row more; or one element more if the shapes differ already."""
+    shape = _shape(tensor)
+    grows = [size != there for size, there in zip(shape, other)] if other else [True]
+    shape = [size + more for size, more in zip(shape, [*grows, *[False] * len(shape)])]
+    return paddle.zeros(shape, tensor.dtype)
+
+
+def _try(
+    function: Function, arguments: Nest, replacements: Mapping[int, Tensor]
+) -> list[Tensor] | None:
+    """Runs an operation on tensors of other sizes; returns None if it fails."""
+    args, named = map_parts(arguments, lambda leaf: replacements.get(id(leaf), leaf))
+    try:
+        return tensors_in(function(*args, **named))
+    except Exception:
+        # Of its own sizes the batch has one: which others go, is no matter.
+        return None

@@ -14,42 +14,52 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.running.captured_state import lent
 from fleetpipe.capture.tracing import obstacles
-from fleetpipe.capture.tracing.hooks import at_makers
-from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.model_snapshot import state_kept
-from fleetpipe.capture.tracing.place import (
+from fleetpipe.capture.tracing.obstacles import RunState
+from fleetpipe.capture.tracing.signature import (
+    PLAIN,
+    Keys,
+    Size,
+    Sizes,
+    tensors_in,
+    whole,
+    whole_at,
+)
+from fleetpipe.capture.tracing.user_lines import (
+    Generators,
+    RandomLines,
     asked_by_paddle,
     forward_place,
+    noting,
     only_checked,
     only_raises,
     user_place,
 )
-from fleetpipe.capture.tracing.random_lines import Generators, RandomLines
-from fleetpipe.capture.tracing.signature import PLAIN, Keys, whole_at
-from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
-from fleetpipe.capture.tracing.state import RunState
 from fleetpipe.capture.tracing.value import (
     Capture,
     Like,
     Mode,
     Node,
+    NodeCall,
     Owned,
     Ref,
+    Unopened,
     ValueId,
+    Walk,
+    arguments_of,
+    at_makers,
     like,
     map_parts,
     parts,
 )
-from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
-from fleetpipe.dygraph.batch.kept_for_loss import kept_for
+from fleetpipe.dygraph.batch.losses import kept_for
 from fleetpipe.dygraph.nest import leaves, map_tensors, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import Casts, automatic_casts, casts_of_now, casts_visible
-from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
-from fleetpipe.paddle_api.operations import (
+from fleetpipe.paddle_api.eager_operations import (
     Function,
     intercepting,
     is_silent,
@@ -57,6 +67,7 @@ from fleetpipe.paddle_api.operations import (
     set_data,
     target_of,
 )
+from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.tensor import has_memory, note_write
 
 #: Numbers of Python's and NumPy's.

@@ -17,8 +17,8 @@ import numpy as np
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Optimizer
-from fleetpipe.checkpoint.contents.layer_and_optimizer import unwrap, without_wrappers
-from fleetpipe.dygraph.code_names import is_of_library
+from fleetpipe.checkpoint.contents.model_and_optimizer import unwrap, without_wrappers
+from fleetpipe.dygraph.function_code import is_of_library
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import required_job

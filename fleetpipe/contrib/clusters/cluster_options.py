@@ -1,23 +1,162 @@
-"""``--cluster`` of ``fleetpipe estimate`` and ``fleetpipe plan``."""
+"""``--cluster`` of ``fleetpipe estimate`` and ``fleetpipe plan``, and what they show.
+
+Estimates are shown as tables, as JSON, and as a picture.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import positive, using
+from fleetpipe.contrib.clusters import StepEstimate, TrainingJob
 from fleetpipe.contrib.clusters.cluster import Cluster
-from fleetpipe.contrib.clusters.estimate import TrainingJob
-from fleetpipe.contrib.clusters.layout_search import CHOICES, search
-from fleetpipe.contrib.clusters.sensitivity import limits
-from fleetpipe.contrib.clusters.showing import as_json, plot, tables
-from fleetpipe.contrib.clusters.transformer import RECOMPUTES, Transformer
-from fleetpipe.contrib.clusters.workload import read_model
+from fleetpipe.contrib.clusters.layout_search import (
+    CHOICES,
+    FastestLayouts,
+    ResourceLimit,
+    limits,
+    search,
+)
+from fleetpipe.contrib.clusters.workload import RECOMPUTES, Transformer, read_model
+from fleetpipe.contrib.pictures.picture import new_figure
 from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.memory import show_bytes, show_seconds
 from fleetpipe.profiling.profile import Profile
+from fleetpipe.representation import table
 from fleetpipe.schedules import canonical_name
+
+#: The parts of a step, by the field of an estimate.
+_PARTS = {
+    "computing": "computes and exchanges",
+    "bubble": "waits (bubble)",
+    "exchange": "gradients",
+    "update": "optimizer",
+}
+
+
+def tables(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
+    """Writes tables of the best layouts, of the memory of the best, and of its limits."""
+    best = outcome.best[0]
+    head = (
+        *("layout", "schedule", "chunks", "micro-batch", "m", "recompute"),
+        *("a step", "MFU", "bubble", "most memory"),
+    )
+    lines: list[tuple[str, ...]] = [head]
+    lines += [_line(one) for one in outcome.best]
+    parts = ", ".join(
+        f"{label} {getattr(best, name) / best.seconds:.1%}" for name, label in _PARTS.items()
+    )
+    text = [
+        f"{job.cluster.ranks} devices, a batch of {job.batch}: {outcome.layouts} layouts,"
+        f" {outcome.played} simulated",
+        table(lines, left=(0, 1)),
+        "",
+        f"of the fastest, a step: {parts}",
+        table(list(_memory_lines(best)), left=()),
+        "",
+        table(list(_limit_lines(best, rows)), left=(0,)),
+    ]
+    if outcome.lacking is not None:
+        faster = outcome.lacking
+        text += [
+            "",
+            f"with {show_bytes(faster.peak)} a device: {show_seconds(faster.seconds)} a step,"
+            f" {_name(faster)}",
+        ]
+    return "\n".join(text)
+
+
+def _name(one: StepEstimate) -> str:
+    layout, parts = one.layout, f"b{one.layout.micro_batch} m{one.micro_batches}"
+    again = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
+    return f"{layout} {layout.schedule} v{layout.chunks} {parts}{again}"
+
+
+def _line(one: StepEstimate) -> tuple[str, ...]:
+    layout = one.layout
+    return (
+        str(layout),
+        layout.schedule,
+        str(layout.chunks),
+        str(layout.micro_batch),
+        str(one.micro_batches),
+        layout.recompute,
+        show_seconds(one.seconds),
+        f"{one.utilisation:.1%}" if one.utilisation else "-",
+        f"{one.bubble / one.seconds:.1%}",
+        show_bytes(one.peak),
+    )
+
+
+def _memory_lines(best: StepEstimate) -> Iterator[tuple[str, ...]]:
+    """Yields the memory of the first, the fullest and the last rank."""
+    yield ("rank", *best.memory[0]._fields, "in all")
+    fullest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].total)
+    for rank in sorted({0, fullest, len(best.memory) - 1}):
+        memory = best.memory[rank]
+        yield (str(rank), *map(show_bytes, memory), show_bytes(memory.total))
+
+
+def _limit_lines(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[tuple[str, ...]]:
+    yield ("what limits it", "costs a step", "share", "10 % more, twice the batch or hosts")
+    for row in rows:
+        costs = (show_seconds(row.seconds), f"{row.seconds / best.seconds:.1%}")
+        yield (row.resource, *(costs if row.seconds else ("", "")), f"{row.gain:+.1%}")
+
+
+def as_json(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
+    """Returns the layouts, the memory and the limits as JSON."""
+    content: dict[str, Any] = {
+        "devices": job.cluster.ranks,
+        "batch": job.batch,
+        "layouts": outcome.layouts,
+        "simulated": outcome.played,
+        "best": [_values(one) for one in outcome.best],
+        "limits": [row._asdict() for row in rows],
+        "with_more_memory": None if outcome.lacking is None else _values(outcome.lacking),
+    }
+    return json.dumps(content)
+
+
+def _values(one: StepEstimate) -> dict[str, Any]:
+    memory = [{**rank._asdict(), "total": rank.total} for rank in one.memory]
+    return {**one._asdict(), "layout": one.layout._asdict(), "memory": memory}
+
+
+def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
+    """Draws the parts of the step time of layouts, and the memory of their fullest rank.
+
+    Args:
+        estimates: The layouts, the fastest first.
+        path: File to write, as for ``new_figure``, whose errors this raises.
+    """
+    names = [_name(one) for one in estimates][::-1]
+    above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 3}
+    with new_figure(path, 12.0, 1.8 + 0.4 * len(estimates), 9) as figure:
+        times, sizes = figure.subplots(1, 2, sharey=True)
+        _stack(times, [[getattr(one, name) for name in _PARTS] for one in estimates], 1.0)
+        times.set_xlabel("seconds of a step")
+        times.set_yticks(range(len(names)), names)
+        times.legend(_PARTS.values(), fontsize="small", frameon=False, **above)
+        fullest = [max(one.memory, key=lambda memory: memory.total) for one in estimates]
+        _stack(sizes, [list(memory) for memory in fullest], 2.0**30)
+        sizes.set_xlabel("GiB of the fullest rank")
+        sizes.legend(fullest[0]._fields, fontsize="small", frameon=False, **above)
+
+
+def _stack(area: Any, rows: Sequence[Sequence[float]], unit: float) -> None:
+    """Draws a bar for each row, from the top, with its parts next to each other."""
+    lefts = [0.0] * len(rows)
+    for number, part in enumerate(zip(*rows)):
+        widths = [value / unit for value in part]
+        shade = str(0.25 + 0.15 * number)
+        area.barh(range(len(rows))[::-1], widths, left=lefts, color=shade, edgecolor="white")
+        lefts = [left + width for left, width in zip(lefts, widths)]
+    area.spines[["top", "right"]].set_visible(False)
 
 
 def configure_cluster(parser: argparse.ArgumentParser) -> None:

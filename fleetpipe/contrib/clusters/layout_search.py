@@ -1,21 +1,25 @@
-"""Finds the fastest layouts of a job; layouts that cannot be among them are not simulated.
+"""Finds the fastest layouts of a job, and what of the cluster limits a layout.
 
 Each layout has a lower bound, which takes microseconds. In the order of bounds, pipelines are
-simulated until the next bound is above the slowest of the wanted number.
+simulated until the next bound is above the slowest of the wanted number: layouts that cannot be
+among them are not simulated.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, NoReturn
 
-from fleetpipe.contrib.clusters.estimate import StepEstimate, TrainingJob
-from fleetpipe.contrib.clusters.layout import JobLayout
-from fleetpipe.contrib.clusters.transformer import RECOMPUTES
+from fleetpipe.contrib.clusters import StepEstimate, TrainingJob
+from fleetpipe.contrib.clusters.cluster import Cluster, JobLayout
+from fleetpipe.contrib.clusters.workload import RECOMPUTES
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling.sizes import show_bytes
+from fleetpipe.profiling.cost_model import Link
+from fleetpipe.profiling.memory import show_bytes
 from fleetpipe.schedules.families.table import FAMILIES
 
 #: Chunks that are tried where a schedule takes any number.
@@ -171,3 +175,70 @@ def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
 def _powers(most: int) -> tuple[int, ...]:
     """Returns the powers of two up to a number."""
     return tuple(1 << power for power in range(most.bit_length()))
+
+
+#: As good as without end of a resource; and 10 % more of it.
+_ENDLESS, _MORE = 1e9, 1.1
+
+
+class ResourceLimit(NamedTuple):
+    """The time that a resource costs a step.
+
+    Attributes:
+        resource: The resource's name.
+        seconds: Time that an unlimited amount of it would save in a step; 0 if that has no meaning.
+        gain: The share of additional work in the same time with 10 % more of it; for sequences and
+            hosts, with twice as many.
+    """
+
+    resource: str
+    seconds: float
+    gain: float
+
+
+def limits(job: TrainingJob, best: StepEstimate) -> tuple[ResourceLimit, ...]:
+    """Returns the time that each resource costs the step of a layout, the costliest first."""
+
+    def seconds(other: TrainingJob, layout: JobLayout = best.layout) -> float:
+        made = other.estimate(layout)
+        return math.inf if made is None else made.seconds
+
+    rows = []
+    for resource, better in _RESOURCES.items():
+        endless, more = (
+            seconds(replace(job, cluster=better(job.cluster, factor)))
+            for factor in (_ENDLESS, _MORE)
+        )
+        rows.append(ResourceLimit(resource, best.seconds - endless, best.seconds / more - 1))
+    rows.sort(key=lambda row: -row.seconds)
+    longer = seconds(replace(job, batch=2 * job.batch))
+    rows.append(ResourceLimit("waiting (bubble)", best.bubble, 2 * best.seconds / longer - 1))
+    hosts = replace(job.cluster, hosts=2 * job.cluster.hosts)
+    axis = "sharding" if best.layout.sharding > 1 else "data"
+    wider = best.layout._replace(**{axis: 2 * getattr(best.layout, axis)})
+    gain = best.seconds / seconds(replace(job, cluster=hosts), wider) - 1
+    return (*rows, *([ResourceLimit("hosts", 0.0, gain)] if gain > -1 else []))
+
+
+def _faster(link: Link, factor: float) -> Link:
+    return Link(link.latency, link.per_byte / factor)
+
+
+def _sooner(link: Link, factor: float) -> Link:
+    return Link(link.latency / factor, link.per_byte)
+
+
+#: How a cluster looks with so many times as much of a resource.
+_RESOURCES: dict[str, Callable[[Cluster, float], Cluster]] = {
+    "FLOP/s of products": Cluster.with_flops,
+    "bandwidth of memory": lambda one, factor: replace(
+        one, memory_bandwidth=one.memory_bandwidth * factor
+    ),
+    "bandwidth inside a host": lambda one, factor: replace(one, inside=_faster(one.inside, factor)),
+    "bandwidth between hosts": lambda one, factor: replace(
+        one, between=_faster(one.between, factor)
+    ),
+    "latency of links": lambda one, factor: replace(
+        one, inside=_sooner(one.inside, factor), between=_sooner(one.between, factor)
+    ),
+}

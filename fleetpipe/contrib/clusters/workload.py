@@ -1,17 +1,286 @@
-"""The model to train: a transformer in a few figures, or a profile of measured layers."""
+"""The model to train: a transformer in a few figures, or a profile of measured layers.
+
+Products run at the cluster's FLOP/s, everything else at the bandwidth of a device's memory. Counted
+in passes over a tensor: norms, residuals and dropout 12 over a block's input, biases and layouts 4
+over queries, keys and values, 2 over the feed-forward's activations, 3 with a gate; 6 over the
+scores of attention if they are stored, else 4 over its output. A backward has as many.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
-from fleetpipe.contrib.clusters.cluster import Cluster
-from fleetpipe.contrib.clusters.layout import JobLayout
-from fleetpipe.contrib.clusters.transformer import SOURCE, Transformer
+from fleetpipe.contrib.clusters.cluster import Cluster, JobLayout
 from fleetpipe.errors import ConfigError
-from fleetpipe.json_value import JsonValue, read
+from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.profiling.cost_model import LayerCost
 from fleetpipe.profiling.profile import Profile
+
+#: Bytes of an element.
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+
+#: What is computed again in backward: nothing, attention, or all.
+RECOMPUTES = ("none", "selective", "full")
+
+#: Bytes of a gradient and of each tensor that the optimizer keeps: they are summed in float32.
+_GRADIENT = 4
+
+#: Bytes of memory traffic for each logit, forward and backward: float32, and its softmax.
+_LOGIT = (16, 8)
+
+SOURCE = Source(
+    "this describes no model",
+    ConfigError,
+    "write layers, hidden, heads, vocabulary and sequence of a transformer, as docs/estimate.md"
+    " shows, or measure a profile with fleetpipe profile",
+)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder of blocks that are all alike.
+
+    Attributes:
+        layers: Blocks.
+        hidden: Width.
+        heads: Heads of attention.
+        vocabulary: Size of the vocabulary.
+        sequence: Tokens of a sequence.
+        kv_heads: Heads of keys and values; None: as many as ``heads``.
+        feed_forward: Width of the feed-forward; None: four times ``hidden``.
+        gated: Whether the feed-forward has a gate: three matrices, not two.
+        flash: Whether attention stores no scores, and skips the positions that its causal mask
+            hides.
+        experts: Experts of a block; 0 for none.
+        active_experts: Experts that a token passes through.
+        dtype: Of products, activations and parameters.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    gated: bool = False
+    flash: bool = True
+    experts: int = 0
+    active_experts: int = 0
+    dtype: str = "bfloat16"
+
+    @classmethod
+    def of(cls, content: JsonValue) -> Transformer:
+        """Reads the table ``transformer`` of a file.
+
+        Raises:
+            ConfigError: A figure is missing, unknown, or does not fit the others.
+        """
+        switches = {"gated": _yes_or_no, "flash": _yes_or_no, "dtype": JsonValue.text}
+        made = content.record(cls, JsonValue.count, **switches)
+        sizes = (made.layers, made.hidden, made.heads, made.vocabulary, made.sequence)
+        groups = made.heads if made.kv_heads is None else made.kv_heads
+        for wrong, rule in (
+            (0 in (*sizes, groups), "sizes of 1 or more"),
+            (made.hidden % (made.heads or 1), "hidden that heads divides"),
+            (made.heads % (groups or 1), "heads that kv_heads divides"),
+            (made.dtype not in WIDTHS, f"a dtype of {', '.join(WIDTHS)}"),
+            (
+                made.experts and not 0 < made.active_experts <= made.experts,
+                "active_experts from 1 to experts",
+            ),
+        ):
+            if wrong:
+                raise content.refused(rule)
+        return made
+
+    @property
+    def query(self) -> float:
+        """Width of queries, keys and values together."""
+        return self.hidden * (1 + 2 * (self.kv_heads or self.heads) / self.heads)
+
+    @property
+    def inner(self) -> int:
+        """Width of the feed-forward."""
+        return self.feed_forward or 4 * self.hidden
+
+    @property
+    def passed(self) -> int:
+        """Number of feed-forwards that a token passes through."""
+        return max(self.active_experts, 1)
+
+    @property
+    def attention_parameters(self) -> float:
+        """Parameters of a block's attention."""
+        return self.hidden * (self.query + self.hidden)
+
+    @property
+    def expert_parameters(self) -> float:
+        """Parameters of a feed-forward."""
+        return (3 if self.gated else 2) * self.hidden * self.inner
+
+    def fits(self, layout: JobLayout) -> bool:
+        """Whether heads, experts and tokens can be split so, and recompute would save something."""
+        rests = (self.heads % layout.tensor, self.sequence % layout.context)
+        nothing = self.flash and layout.recompute == "selective"
+        return not any(rests) and not nothing and max(self.experts, 1) % layout.expert == 0
+
+    def forward_flops(self) -> float:
+        """Returns the FLOPs of products in the forward of a sequence, the head included."""
+        weights = self.attention_parameters + self.passed * self.expert_parameters
+        scores = 4 * self.sequence * self.hidden / (2 if self.flash else 1)
+        blocks = self.layers * (2 * weights + scores)
+        return self.sequence * (blocks + 2 * self.hidden * self.vocabulary)
+
+    def costs(self, layout: JobLayout, cluster: Cluster) -> tuple[LayerCost, ...]:
+        """Returns each layer's costs on a rank for one micro-batch: embedding, blocks, head."""
+        embedding, block, head = _costs(self, layout.of_layers, cluster)
+        return (embedding, *[block] * self.layers, head)
+
+
+@lru_cache(maxsize=4096)
+def _costs(
+    model: Transformer, layout: JobLayout, cluster: Cluster
+) -> tuple[LayerCost, LayerCost, LayerCost]:
+    part = _Part(model, layout, cluster)
+    return part.embedding(), part.block(), part.head()
+
+
+class _Part:
+    """The part of a micro-batch and of each layer that one rank has. Sizes are in bytes."""
+
+    def __init__(self, model: Transformer, layout: JobLayout, cluster: Cluster) -> None:
+        self.model, self.layout, self.cluster = model, layout, cluster
+        self.tokens = layout.micro_batch * model.sequence / layout.context
+        self.width = WIDTHS[model.dtype]
+        #: Of a value of the model's width, where tensor ranks do not share it, and where they do.
+        self.value = self.width * self.tokens * model.hidden
+        self.shared = self.value / (layout.tensor if layout.sequence_parallel else 1)
+        pairs = layout.micro_batch * model.heads * model.sequence**2
+        self.scores = pairs / (layout.tensor * layout.context)
+        self.query = self.width * self.tokens * model.query / layout.tensor
+        self.inner = self.width * self.tokens * model.passed * model.inner / layout.tensor
+
+    def block(self) -> LayerCost:
+        """Returns the costs of a block."""
+        model, layout = self.model, self.layout
+        halves = 3 if model.gated else 2
+        passes = 12 * self.shared + 4 * self.query + halves * self.inner
+        products = self._products()
+        forward = products + self.cluster.traffic(passes) + self._messages()
+        # Keys and values are gathered again, and their gradients go back.
+        backward = forward + self._gather() + self._attention(2)
+        forward += self._attention(1)
+        # Inputs of norms and products, and masks; then what products and activations read.
+        linear = 5 * self.shared + self.query + self.value / layout.tensor + halves * self.inner
+        scores = 0.0 if model.flash else (2 * self.width + 1) * self.scores
+        held = {"none": linear + scores, "selective": linear, "full": self.shared}[layout.recompute]
+        again = {"none": 0.0, "selective": self._attention(1), "full": forward}[layout.recompute]
+        experts = max(model.experts, 1) / layout.expert
+        parameters = model.attention_parameters + experts * model.expert_parameters
+        return self._layer(
+            "Block",
+            (forward, backward + again, products),
+            parameters,
+            held,
+            output=self.shared,
+            waiting=2 * self.shared + self.query + 2 * self.inner,
+            working=linear + scores - held + self.shared,
+        )
+
+    def embedding(self) -> LayerCost:
+        """Returns the costs of the embedding."""
+        seconds = self.cluster.traffic(4 * self.value)
+        parameters = self.model.vocabulary * self.model.hidden
+        times = (seconds, 0.0, seconds)
+        return self._layer("Embedding", times, parameters, self.shared, output=self.shared)
+
+    def head(self) -> LayerCost:
+        """Returns the costs of the head and the loss."""
+        model, columns = self.model, self.model.vocabulary / self.layout.tensor
+        product = self.cluster.product(model.dtype, self.tokens, columns, model.hidden)
+        logits = self.tokens * columns
+        forward, backward = (product + self.cluster.traffic(logits * one) for one in _LOGIT)
+        held = self.value + 4 * logits
+        return self._layer(
+            *("Head", (forward, backward, product), model.vocabulary * model.hidden, held),
+            waiting=held,
+            working=self.width * logits,
+        )
+
+    def _layer(
+        self,
+        name: str,
+        times: tuple[float, float, float],
+        parameters: float,
+        held: float,
+        *,
+        output: float = 0,
+        waiting: float = 0,
+        working: float = 0,
+    ) -> LayerCost:
+        forward, input_grad, weight_grad = times
+        part = parameters / self.layout.tensor
+        return LayerCost(
+            name,
+            forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            parameters=int(part * self.width),
+            gradients=int(part * _GRADIENT),
+            output=int(output),
+            held=int(held),
+            held_split=int(held),
+            waiting=int(waiting),
+            working=int(working),
+        )
+
+    def _products(self) -> float:
+        """Returns the seconds of a block's products with its weights."""
+        model, tensor = self.model, self.layout.tensor
+
+        def product(rows: float, columns: float, inner: float) -> float:
+            return self.cluster.product(model.dtype, rows, columns, inner)
+
+        seconds = product(self.tokens, model.query / tensor, model.hidden)
+        seconds += product(self.tokens, model.hidden, model.hidden / tensor)
+        # An expert sees the tokens of all ranks that share the experts.
+        local = max(model.experts, 1) / self.layout.expert
+        rows, up = self.tokens * model.passed / local, 2 if model.gated else 1
+        seconds += local * product(rows, up * model.inner / tensor, model.hidden)
+        return seconds + local * product(rows, model.hidden, model.inner / tensor)
+
+    def _attention(self, times: int) -> float:
+        """Returns the seconds of attention without its weights; ``times`` is 2 in backward."""
+        model, layout = self.model, self.layout
+        rows, each = model.sequence / layout.context, model.hidden / model.heads
+        count = 2 * times * layout.micro_batch * model.heads / layout.tensor
+        seconds = count * self.cluster.product(model.dtype, rows, model.sequence, each)
+        if model.flash:
+            return seconds / 2 + self.cluster.traffic(4 * self.value / layout.tensor)
+        return seconds + self.cluster.traffic(6 * self.width * self.scores)
+
+    def _messages(self) -> float:
+        """Returns the seconds of exchanges between ranks in a forward, or in a backward."""
+        layout, cluster = self.layout, self.cluster
+        experts = (layout.expert, layout.tensor * layout.context)
+        sent = self.value * self.model.active_experts / layout.tensor
+        tensor = 2 * cluster.reduce(self.value, (layout.tensor, 1))
+        return tensor + 2 * cluster.exchange(sent, experts) + self._gather()
+
+    def _gather(self) -> float:
+        """Returns the seconds in which a rank gathers keys and values of whole sequences."""
+        layout = self.layout
+        size = (self.query - self.value / layout.tensor) * layout.context
+        return self.cluster.gather(size, (layout.context, layout.tensor))
+
+
+def _yes_or_no(value: JsonValue) -> bool:
+    if not isinstance(value.content, bool):
+        raise value.refused("true or false")
+    return value.content
 
 
 @dataclass(frozen=True)

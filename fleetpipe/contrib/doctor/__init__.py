@@ -1,6 +1,209 @@
 """``fleetpipe doctor``: checks what this machine can do, measures it, and names what is wrong.
 
-Start with ``doctor_command.py``. It checks Paddle and its device; ``host.py`` checks the host
-without Paddle; ``ranks.py`` starts some ranks of ``worker.py``, which measure each transport and
-compare bits; ``cluster_checks.py`` checks the nodes of a Ray cluster.
+Here are the result of one check, a ``Finding``, and the checks of what a host has for the ranks of
+a job, which need no Paddle. Start with ``doctor_command.py``. It checks Paddle and its device, and
+starts some ranks of ``worker.py``, which measure each transport and compare bits;
+``cluster_checks.py`` checks the nodes of a Ray cluster.
 """
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe import numerics, systems
+from fleetpipe.transport import hosts
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        subject: The checked thing, in a word or two.
+        state: "ok", "note" if it may matter, "wrong" if a job would fail.
+        text: The state in words.
+        fix: What to do.
+        figures: Measured values, by name with the unit.
+    """
+
+    subject: str
+    state: str
+    text: str
+    fix: str = ""
+    figures: Mapping[str, float] = {}
+
+
+def looked_at(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
+    """Runs the checks and returns their findings; a check that fails is a finding itself."""
+    findings = []
+    for subject, check in checks.items():
+        try:
+            findings.append(check())
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            findings.append(Finding(subject, WRONG, text, "send this output with a bug report"))
+    return findings
+
+
+def wrong(findings: Iterable[Finding]) -> list[Finding]:
+    """Returns the findings with which a job would fail."""
+    return [finding for finding in findings if finding.state == WRONG]
+
+
+#: Where Paddle's data loaders hand over what they loaded.
+_SHARED = Path("/dev/shm")
+_SHARED_BYTES = 256 << 20
+#: Descriptors of a rank beside those of its connections: files, Paddle's groups and stores.
+_DESCRIPTORS = 200
+#: Ranks that a limit on descriptors leaves room for, below which a note says so.
+_MOST_RANKS = 100
+#: Below these a port of a job may be one of an outgoing connection.
+_PORTS = range(20000, 32000)
+_WRITTEN_BYTES = 32 << 20
+_DISK_BYTES = 1 << 30
+#: Seconds by which two clocks may differ.
+CLOCK_SECONDS = 2.0
+_MIB = 1 << 20
+
+
+def findings_of_host(ranks: int, folder: Path) -> list[Finding]:
+    """Checks everything that a job of ``ranks`` ranks on this host depends on.
+
+    Args:
+        ranks: The number of ranks.
+        folder: The folder of the checkpoints, which need not exist.
+    """
+    checks: dict[str, Callable[[], Finding]] = {
+        "processors": functools.partial(_processors, ranks),
+        "bits": functools.partial(_bits, ranks),
+        "shared memory": _shared_memory,
+        "descriptors": functools.partial(_descriptors, ranks),
+        "host name": _host_name,
+        "ports": _ports,
+        "checkpoints": functools.partial(_checkpoints, folder),
+    }
+    return looked_at(checks)
+
+
+def _processors(ranks: int) -> Finding:
+    count = systems.processors()
+    memory = systems.memory_limit() / (1 << 30)
+    python = f"{sys.platform}, Python {sys.version.split()[0]}"
+    text = f"{count} and {memory:.1f} GiB of memory for {ranks} ranks; {python}"
+    if count >= ranks:
+        return Finding("processors", OK, text)
+    fix = "use fewer ranks on this host, unless they compute on GPUs"
+    return Finding("processors", NOTE, text, fix)
+
+
+def _bits(ranks: int) -> Finding:
+    """Reports threads and MKL's settings: they change the last bits of a product."""
+    numerics.prepare()
+    settings = ", ".join(f"{k}={v or 'unset'}" for k, v in numerics.environment().items())
+    if os.environ.get("OMP_NUM_THREADS"):
+        return Finding("bits", OK, settings)
+    threads = max(1, systems.processors() // ranks)
+    fix = f"set OMP_NUM_THREADS={threads} for all ranks, and for what they are compared with"
+    return Finding("bits", NOTE, settings, fix)
+
+
+def _shared_memory() -> Finding:
+    if not _SHARED.is_dir():
+        return Finding("shared memory", OK, f"this system has no {_SHARED}")
+    free = shutil.disk_usage(_SHARED).free
+    text = f"{free / _MIB:,.0f} MiB free in {_SHARED}"
+    if free >= _SHARED_BYTES:
+        return Finding("shared memory", OK, text, figures={"shared_free_bytes": free})
+    fix = "start the container with --shm-size 2g, or load data with num_workers=0"
+    return Finding("shared memory", NOTE, text, fix)
+
+
+def _descriptors(ranks: int) -> Finding:
+    soft, hard = systems.descriptor_limits()
+    if soft == float("inf"):
+        return Finding("descriptors", OK, "no limit")
+    most = max(0, int(soft - _DESCRIPTORS) // 2)
+    text = f"{soft} for each process, enough for about {most} ranks"
+    state = WRONG if most < ranks else NOTE if most < _MOST_RANKS else OK
+    limit = "unlimited" if hard == float("inf") else hard
+    fix = "" if state == OK else f"ulimit -n {limit}, in the shell that starts the ranks"
+    return Finding("descriptors", state, text, fix, {"descriptors": soft})
+
+
+def _host_name() -> Finding:
+    name, address = socket.gethostname(), hosts.named_address()
+    if address and not address.startswith("127.") and address != "::1":
+        return Finding("host name", OK, f"{name} leads to {address}")
+    text = f"{name} leads to {address or 'no address'}, which other hosts cannot reach"
+    fix = "on several hosts set FLEETPIPE_ADDRESS to this host's address; on one it is no matter"
+    return Finding("host name", NOTE, text, fix)
+
+
+def _ports() -> Finding:
+    with hosts.listen_tcp("127.0.0.1").sock as listener:
+        socket.create_connection(listener.getsockname(), 5.0).close()
+    local = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, local.read_text().split()) if local.exists() else (49152, 65535)
+    text = f"loopback answers; outgoing connections take ports {first} to {last}"
+    if first >= _PORTS.stop or last < _PORTS.start:
+        return Finding("ports", OK, text)
+    fix = f"sysctl net.ipv4.ip_local_port_range='{_PORTS.stop} 60999': jobs listen below"
+    return Finding("ports", NOTE, text, fix)
+
+
+def _checkpoints(folder: Path) -> Finding:
+    """Tries the operations of a save: write, sync, rename, sync the folder."""
+    subject = "checkpoints"
+    above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    partial = above / f".fleetpipe-doctor-{secrets.token_hex(4)}"
+    whole = partial.with_suffix(".whole")
+    fix = f"give --checkpoint-dir a folder that can be written, on a disk with room: not {above}"
+    try:
+        begin = time.perf_counter()
+        with partial.open("wb") as file:
+            file.write(secrets.token_bytes(_MIB) * (_WRITTEN_BYTES // _MIB))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(whole)
+        systems.sync_folder(above)
+        took = time.perf_counter() - begin
+        skew = abs(whole.stat().st_mtime - time.time()) - took
+    except OSError as error:
+        return Finding(subject, WRONG, f"{above}: {error.strerror or error}", fix)
+    finally:
+        for path in (partial, whole):
+            path.unlink(missing_ok=True)
+    free, rate = shutil.disk_usage(above).free, _WRITTEN_BYTES / took
+    text = f"{above}: {rate / 1e6:,.0f} MB/s with fsync, {free / (1 << 30):.1f} GiB free"
+    figures = {"disk_bytes_per_second": rate, "disk_free_bytes": free}
+    if free < _DISK_BYTES:
+        return Finding(subject, NOTE, text, fix, figures)
+    if skew > CLOCK_SECONDS:
+        text += f"; its clock differs by {skew:.0f} s"
+        return Finding(subject, NOTE, text, "have both hosts' clocks set by NTP", figures)
+    return Finding(subject, OK, text, figures=figures)
+
+
+def clock(address: str, behind: float, ahead: float) -> Finding:
+    """Checks that another host's clock, when asked once, was between two moments of this one's.
+
+    Args:
+        address: The address of the other host.
+        behind: Seconds by which it was before the first moment.
+        ahead: Seconds by which it was after the second.
+    """
+    apart = max(behind, ahead, 0.0)
+    if apart <= CLOCK_SECONDS:
+        return Finding(f"{address} clock", OK, f"within {CLOCK_SECONDS:g} s of this host's")
+    text = f"{apart:.0f} s from this host's"
+    return Finding(f"{address} clock", NOTE, text, "have all hosts' clocks set by NTP")

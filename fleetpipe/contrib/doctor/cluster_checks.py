@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from fleetpipe.contrib.doctor import host
-from fleetpipe.contrib.doctor.finding import WRONG, Finding
-from fleetpipe.contrib.ray import nodes, ray_cluster
+from fleetpipe.contrib import doctor
+from fleetpipe.contrib.doctor import WRONG, Finding
+from fleetpipe.contrib.ray import ray_cluster
 from fleetpipe.errors import FleetPipeError
 
 
@@ -32,16 +32,16 @@ def findings(address: str, ranks: int, folder: Path) -> list[Finding]:
 
 def _of_nodes(ranks: int, folder: Path) -> list[Finding]:
     def look(ranks: int, folder: str) -> tuple[float, list[Finding]]:
-        return time.time(), host.findings(ranks, Path(folder))
+        return time.time(), doctor.findings_of_host(ranks, Path(folder))
 
     remote: Any = ray.remote(num_cpus=0)(look)
     listed: list[Finding] = []
-    for node in nodes.staying():
+    for node in ray_cluster.staying():
         # One after another: a clock is compared with that of here, around the call.
         begin = time.time()
         reference = remote.options(label_selector=node.label).remote(ranks, str(folder))
-        (answer,) = nodes.answers({node: reference}).values()
+        (answer,) = ray_cluster.answers({node: reference}).values()
         clock, looks = answer
         listed += [one._replace(subject=f"{node.address} {one.subject}") for one in looks]
-        listed.append(host.clock(node.address, begin - clock, clock - time.time()))
+        listed.append(doctor.clock(node.address, begin - clock, clock - time.time()))
     return listed

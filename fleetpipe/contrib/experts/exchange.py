@@ -1,9 +1,15 @@
-"""Sends tokens to experts on other ranks and back: ``global_scatter``, ``global_gather``.
+"""Routes tokens to experts, and sends them to those of other ranks and back.
+
+A *choice* is the number of an expert for a token, an int32 or int64; -1 stands for a choice that
+was dropped. Results are those that Paddle documents. If its kernels for GPUs leave an order to
+chance, the order of its documentation holds: within an expert the last token comes first, and
+capacity goes to members in their order and to tokens in theirs.
 
 A rank sorts its tokens by member and by that member's expert; an expert gets all of its tokens,
 sorted by the member that sent them. ``counts_out`` and ``counts_in`` say how many tokens go to and
 come from each (member, expert): int64 [members * experts of one member]. Each exchange is the
-gradient of the other.
+gradient of the other. ``fleetpipe.fleet.mixtures`` puts some of these functions in the places of
+Paddle's own.
 """
 
 from __future__ import annotations
@@ -11,15 +17,154 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fleetpipe.aliases import PaddleGroup, Tensor
+from fleetpipe.aliases import DType, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.dygraph.tensor_parallel.operations import collective
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import current_job, required_job
+from fleetpipe.mesh import groups
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.gloo.process_groups import group_of_ring
+from fleetpipe.paddle_api.distributed import group_of_ring
+from fleetpipe.paddle_api.layer import MoEGather, MoEScatter
 from fleetpipe.paddle_api.tensor import to_host
+
+
+def number_count(numbers: Tensor, upper_range: int) -> Tensor:
+    """Returns how many choices fall on each expert, int64 [upper_range].
+
+    Args:
+        numbers: The choices, of any shape.
+        upper_range: Number of experts.
+
+    Raises:
+        UsageError: The choices are no whole numbers, or name an expert that does not exist.
+    """
+    _require_choices(numbers, upper_range)
+    return _counts(numbers.flatten(), upper_range)[1:]
+
+
+def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
+    """Returns the positions of the choices, sorted by expert, int64 [eff_num_len].
+
+    Args:
+        x: The choices, of any shape.
+        cum_count: Number of choices of each expert and those before it.
+        eff_num_len: Number of choices that were not dropped.
+
+    Raises:
+        UsageError: The choices are no whole numbers, or name an expert that does not exist.
+    """
+    _require_choices(x, cum_count.shape[0])
+    order = by_expert(x.flatten(), last_first=True)
+    return order[order.shape[0] - int(eff_num_len) :]
+
+
+def limit_by_capacity(expert_count: Tensor, capacity: Tensor, n_worker: int) -> Tensor:
+    """Returns how many of each member's choices an expert has room for, in the same shape.
+
+    Args:
+        expert_count: Choices by member and expert, [n_worker * experts of one member].
+        capacity: Room of each expert.
+        n_worker: Number of members.
+
+    Raises:
+        UsageError: No expert has any room.
+    """
+    if int(capacity.max()) < 1 <= int(expert_count.max()):
+        raise UsageError(
+            "this capacity drops every token",
+            expected="room for at least one token in some expert",
+            got=f"a capacity of {int(capacity.max())} tokens",
+            cause="the capacity of a gate is a factor of the tokens of a micro-batch, and is not "
+            "above 0",
+            fix="give the gate the capacity of training and of evaluation: capacity=(1.2, 2.4)",
+        )
+    counts = expert_count.reshape([n_worker, -1])
+    filled = counts.cumsum(axis=0).minimum(capacity.clip(min=0).astype(counts.dtype))
+    before = paddle.concat([paddle.zeros_like(filled[:1]), filled[:-1]])
+    return (filled - before).reshape(expert_count.shape)
+
+
+def prune_gate_by_capacity(
+    gate_idx: Tensor, expert_count: Tensor, n_expert: int, n_worker: int
+) -> Tensor:
+    """Returns the choices, with -1 for those that an expert has no room for.
+
+    Args:
+        gate_idx: The choices, of any shape.
+        expert_count: Room of each of all members' experts.
+        n_expert: Experts of a member.
+        n_worker: Number of members.
+
+    Raises:
+        UsageError: The choices are no whole numbers, or name an expert that does not exist.
+    """
+    experts = n_expert * n_worker
+    _require_choices(gate_idx, experts)
+    flat = gate_idx.flatten().astype("int64")
+    if flat.shape[0] == 0:
+        return gate_idx
+    order = by_expert(flat)
+    chosen = flat.index_select(order)
+    # Dropped choices are an expert of their own, the first, with room for none.
+    counts = _counts(flat, experts)
+    starts = counts.cumsum() - counts
+    free = paddle.concat([paddle.zeros([1], "int64"), expert_count.astype("int64")])
+    position = paddle.arange(flat.shape[0]) - starts.index_select(chosen + 1)
+    kept = paddle.where(
+        position < free.index_select(chosen + 1), chosen, paddle.full_like(chosen, -1)
+    )
+    pruned = paddle.scatter(paddle.zeros_like(flat), order, kept)
+    return pruned.reshape(gate_idx.shape).astype(gate_idx.dtype)
+
+
+def random_routing(prob: Tensor, topk_value: Tensor, topk_idx: Tensor) -> Tensor:
+    """Returns two choices for each token; drops the second if twice its value is below ``prob``.
+
+    Args:
+        prob: A random number for each token.
+        topk_value: The values of the choices, [tokens, 2].
+        topk_idx: The choices, likewise.
+    """
+    first, second = topk_idx.split(2, axis=1)
+    left_out = 2 * topk_value[:, 1:] < prob.reshape([-1, 1]).astype(topk_value.dtype)
+    return paddle.concat([first, paddle.where(left_out, paddle.full_like(second, -1), second)], 1)
+
+
+def _counts(choices: Tensor, experts: int) -> Tensor:
+    """Returns how many choices were dropped, and how many fall on each expert."""
+    if choices.shape[0] == 0:  # of which Paddle 2.6.2 counts nothing
+        return paddle.zeros([experts + 1], "int64")
+    return paddle.bincount(choices + 1, minlength=experts + 1).astype("int64")
+
+
+def by_expert(choices: Tensor, last_first: bool = False) -> Tensor:
+    """Returns the positions of choices sorted by expert, within an expert in order or reversed."""
+    count = choices.shape[0]
+    positions = paddle.arange(count)
+    keys = choices.astype("int64") * count + (count - 1 - positions if last_first else positions)
+    return paddle.argsort(keys)
+
+
+def _require_choices(choices: Tensor, experts: int) -> None:
+    dtype = str(choices.dtype).rpartition(".")[2]
+    if dtype not in ("int32", "int64"):
+        raise UsageError(
+            "tokens are routed by whole numbers, the experts that they go to",
+            expected="a tensor of int64 or int32",
+            got=f"{dtype}, of shape {list(choices.shape)}",
+            fix="pass the indices of paddle.topk, not its values, or cast them to int64",
+        )
+    if 0 not in choices.shape and not -1 <= int(choices.min()) <= int(choices.max()) < experts:
+        raise UsageError(
+            "tokens are routed to experts that there are not",
+            expected=f"numbers from 0 to {experts - 1}, or -1 for none",
+            got=f"numbers from {int(choices.min())} to {int(choices.max())}",
+            cause="the gate has scores for more experts than the layer has",
+            fix="give the gate as many outputs as there are experts on all members together",
+        )
+
 
 #: By member, how many tokens there are for each expert of one member.
 Counts = Sequence[Sequence[int]]
@@ -135,3 +280,66 @@ def expert_parallel() -> Group:
     """Returns the ranks over which ``ep_degree`` spreads experts; this process if it is alone."""
     job = current_job()
     return SoleGroup() if job is None or job.local or is_alone() else job.along("ep")
+
+
+def global_scatter(
+    x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
+) -> Tensor:
+    """Returns the tokens that all members send to this one's experts. Collective."""
+    return scatter(x, local_count, global_count, members_of(group_of_ring(ring_id)))
+
+
+def global_gather(
+    x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
+) -> Tensor:
+    """Returns tokens to the members that sent them with :func:`global_scatter`. Collective."""
+    return gather(x, local_count, global_count, members_of(group_of_ring(ring_id)))
+
+
+def alltoall(
+    in_tensor_list: Tensor, group: PaddleGroup = None, use_calc_stream: bool = True
+) -> Tensor:
+    """Joins the equal parts that all members send to this one into one tensor. Collective."""
+    members = members_of(group)
+    return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))
+
+
+def no_check() -> None:
+    """Skips a check of NCCL, which CPUs do not use and wheels for CPUs do not contain."""
+
+
+def local_gather(
+    inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True
+) -> Tensor:
+    """Returns ``out_batch_size`` rows, each the sum of the rows of ``inp`` that go to it.
+
+    Paddle's own function, in 2.6.2 and 3.3.1, returns one of those rows instead of their sum. In
+    the backward of ``MoELayer`` a token with several experts then has the gradient of one.
+    """
+    zeros = paddle.zeros([out_batch_size, inp.shape[-1]], inp.dtype)
+    if 0 in pos.shape:
+        return zeros
+    exact: DType = "float64" if inp.dtype == paddle.float64 else "float32"
+    rows = paddle.scatter(zeros.astype(exact), pos, inp.astype(exact), overwrite=not maybe_overlap)
+    return rows.astype(inp.dtype)
+
+
+def moe_scatter(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
+    """Calls Paddle's ``MoEScatter.apply`` so that all ranks take part in its backward.
+
+    If the tokens needed no gradient, a rank whose experts get no token would run no backward, and
+    other ranks would wait for it in the exchange of gradients.
+    """
+    if tokens.stop_gradient and paddle.is_grad_enabled():
+        tokens = tokens.detach()
+        tokens.stop_gradient = False
+    scattered: Tensor = MoEScatter.apply(tokens, places, counts, *arguments)
+    groups.note_tokens(places.shape[0], tokens.shape[-1] * tokens.element_size(), counts)
+    return scattered
+
+
+def moe_gather(outputs: Tensor, *arguments: object) -> Tensor:
+    """Calls Paddle's ``MoEGather.apply``, and notes that the experts have computed."""
+    groups.note_outputs()
+    gathered: Tensor = MoEGather.apply(outputs, *arguments)
+    return gathered

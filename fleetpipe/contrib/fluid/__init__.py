@@ -1,1 +1,341 @@
-"""The names of ``paddle.fluid`` that PaddleFleetX's scripts use."""
+"""Provides the names of older Paddle that PaddleFleetX's documents and scripts use.
+
+``paddle.fluid`` is gone since Paddle 2.5. While a script runs under ``fleetpipe run``, or after
+``fleetpipe.install()``, the names of one table exist, and any other name of ``paddle.fluid`` raises
+an error that names its successor.
+
+Functions whose successors take other arguments, or are no part of PIR, take the old arguments and
+make layers of today, so that they work in programs of either IR.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from fleetpipe.aliases import Attribute, Variable
+from fleetpipe.errors import FleetPipeError
+from fleetpipe.extras import Finder
+from fleetpipe.paddle_api import paddle, replaced
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.static import DataLoader
+
+_Format = Literal["NCHW", "NHWC"]
+_functional = paddle.nn.functional
+
+
+def conv2d(
+    input: Variable,
+    num_filters: int,
+    filter_size: int,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
+    param_attr: Attribute = None,
+    bias_attr: Attribute = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: _Format = "NCHW",
+) -> Variable:
+    """Convolves images with new trainable filters."""
+    layer = paddle.nn.Conv2D(
+        _channels(input, data_format),
+        num_filters,
+        filter_size,
+        stride,
+        padding,
+        groups=groups,
+        weight_attr=param_attr,
+        bias_attr=bias_attr,
+        data_format=data_format,
+    )
+    return _activate(layer(input), act)
+
+
+def batch_norm(
+    input: Variable,
+    act: str | None = None,
+    param_attr: Attribute = None,
+    bias_attr: Attribute = None,
+    data_layout: _Format = "NCHW",
+    name: str | None = None,
+    moving_mean_name: str | None = None,
+    moving_variance_name: str | None = None,
+) -> Variable:
+    """Normalises each channel over a micro-batch, and learns its scale and offset."""
+    layer = paddle.nn.BatchNorm(
+        _channels(input, data_layout),
+        param_attr=param_attr,
+        bias_attr=bias_attr,
+        data_layout=data_layout,
+        moving_mean_name=moving_mean_name,
+        moving_variance_name=moving_variance_name,
+    )
+    return _activate(layer(input), act)
+
+
+def pool2d(
+    input: Variable,
+    pool_size: int = -1,
+    pool_type: str = "max",
+    pool_stride: int = 1,
+    pool_padding: int = 0,
+    global_pooling: bool = False,
+    data_format: _Format = "NCHW",
+) -> Variable:
+    """Takes the maximum or the mean of each window of the images, or of whole images."""
+    maximum = pool_type == "max"
+    if global_pooling:
+        over = paddle.max if maximum else paddle.mean
+        return over(input, [2, 3] if data_format == "NCHW" else [1, 2], keepdim=True)
+    pooled = _functional.max_pool2d if maximum else _functional.avg_pool2d
+    return pooled(input, pool_size, pool_stride, pool_padding, data_format=data_format)
+
+
+def fc(
+    input: Variable,
+    size: int,
+    param_attr: Attribute = None,
+    bias_attr: Attribute = None,
+    act: str | None = None,
+) -> Variable:
+    """Flattens each row, multiplies it by a new trainable matrix, and adds a bias."""
+    return paddle.static.nn.fc(
+        input, size, weight_attr=param_attr, bias_attr=bias_attr, activation=act
+    )
+
+
+def elementwise_add(
+    x: Variable, y: Variable, act: str | None = None, name: str | None = None
+) -> Variable:
+    """Adds two values of one shape."""
+    return _activate(paddle.add(x, y), act)
+
+
+def embedding(
+    input: Variable,
+    size: Sequence[int],
+    is_sparse: bool = False,
+    padding_idx: int | None = None,
+    param_attr: Attribute = None,
+) -> Variable:
+    """Looks up rows in a new trainable table, as ``static.nn.embedding`` does, which PIR lacks."""
+    rows, width = size
+    layer = paddle.nn.Embedding(
+        rows, width, padding_idx=padding_idx, sparse=is_sparse, weight_attr=param_attr
+    )
+    return layer(input)
+
+
+def _channels(images: Variable, data_format: _Format) -> int:
+    return int(images.shape[1 if data_format == "NCHW" else -1])
+
+
+def _activate(value: Variable, act: str | None) -> Variable:
+    return getattr(_functional, act)(value) if act else value
+
+
+FLUID = "paddle.fluid"
+
+
+class Older(NamedTuple):
+    """A name of older Paddle.
+
+    Attributes:
+        old: The name, below ``paddle``.
+        today: The dotted name of its successor.
+        stand_in: The object that replaces the successor if that takes other arguments.
+    """
+
+    old: str
+    today: str
+    stand_in: object = None
+
+
+class _CPUPlace(paddle.CPUPlace):
+    """Stands for ``paddle.CUDAPlace`` if there is no GPU, where Paddle's ends the process."""
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+
+
+NAMES = (
+    Older("fluid.device_guard", "paddle.static.device_guard"),
+    Older("fluid.dygraph.Layer", "paddle.nn.Layer"),
+    Older("fluid.dygraph.layers.Layer", "paddle.nn.Layer"),
+    Older("fluid.dygraph.container.Sequential", "paddle.nn.Sequential"),
+    Older(
+        "io.DataLoader.from_generator",
+        "fleetpipe.static.DataLoader.from_generator",
+        DataLoader.from_generator,
+    ),
+    Older("static.nn.embedding", "paddle.nn.Embedding", embedding),
+    Older("CUDAPlace", "paddle.CPUPlace", _CPUPlace),
+    Older("fluid.ParamAttr", "paddle.ParamAttr"),
+    Older("fluid.param_attr.ParamAttr", "paddle.ParamAttr"),
+    Older("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform"),
+    Older("fluid.layers.conv2d", "paddle.nn.Conv2D", conv2d),
+    Older("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", batch_norm),
+    Older("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", pool2d),
+    Older("fluid.layers.fc", "paddle.static.nn.fc", fc),
+    Older("fluid.layers.elementwise_add", "paddle.add", elementwise_add),
+    Older("fluid.core", "paddle.base.core"),
+    Older("fluid.framework", "paddle.base.framework"),
+    Older("fluid.dygraph.base", "paddle.base.dygraph.base"),
+    Older("fluid.dygraph.to_variable", "paddle.to_tensor"),
+    Older("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype"),
+    Older("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory"),
+)
+
+#: Where Paddle has what ``paddle.fluid`` had, in the order in which a name is looked for.
+_HOMES = (
+    "paddle",
+    "paddle.static",
+    "paddle.static.nn",
+    "paddle.nn",
+    "paddle.nn.functional",
+    "paddle.nn.initializer",
+    "paddle.optimizer",
+    "paddle.optimizer.lr",
+    "paddle.regularizer",
+    "paddle.metric",
+    "paddle.io",
+    "paddle.utils",
+    "paddle.base",
+)
+#: Names that are others today, and parts of names that are left out.
+_RENAMED = {
+    "elementwise_sub": "subtract",
+    "elementwise_mul": "multiply",
+    "elementwise_div": "divide",
+    "fill_constant": "full",
+    "guard": "disable_static",
+    "Xavier": "XavierUniform",
+    "MSRA": "KaimingUniform",
+    "save_dygraph": "save",
+    "load_dygraph": "load",
+    "Pool2D": "MaxPool2D",
+    "InstanceNorm": "InstanceNorm2D",
+    "PRelu": "PReLU",
+    "l2_normalize": "normalize",
+    "uniform_random": "uniform",
+    "gaussian_random": "normal",
+    "hard_sigmoid": "hardsigmoid",
+    "hard_swish": "hardswish",
+    "image_resize": "interpolate",
+    "sums": "add_n",
+    "GradientClipByGlobalNorm": "ClipGradByGlobalNorm",
+    "GradientClipByNorm": "ClipGradByNorm",
+    "GradientClipByValue": "ClipGradByValue",
+}
+_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regularizer)$")
+
+
+class FluidName(FleetPipeError, AttributeError):
+    """A name that ``paddle.fluid`` does not have here."""
+
+
+class FluidImport(FleetPipeError, ImportError):
+    """An import of a name that ``paddle.fluid`` does not have here."""
+
+
+class _Module(ModuleType):
+    """``paddle.fluid``, or a module of it."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise FluidName(**_error_of(f"{self.__name__}.{name}"))
+
+
+def _refuse_import(fullname: str) -> None:
+    """Refuses the import of names that ``paddle.fluid`` does not have here."""
+    if fullname.startswith(f"{FLUID}."):
+        raise FluidImport(**_error_of(fullname))
+
+
+def _error_of(name: str) -> dict[str, Any]:
+    today = name_today(name)
+    return {
+        "summary": f"{name} is gone since Paddle 2.5, and is not among the names that fleetpipe "
+        "provides",
+        "cause": None if today else "Paddle has nothing of this name today",
+        "fix": f"write {today}; its arguments may be others"
+        if today
+        else "see the table of names in docs/coming-from-fleetx.md",
+    }
+
+
+def name_today(old: str) -> str | None:
+    """Returns the dotted name of the successor of an older name; None if it has none.
+
+    Args:
+        old: The older name; only its last part counts.
+    """
+    last = old.rpartition(".")[2]
+    for name in (_RENAMED.get(last, last), _LEFT_OUT.sub("", last)):
+        for home in _HOMES:
+            if getattr(importlib.import_module(home), name, None) is not None:
+                return f"{home}.{name}"
+    return None
+
+
+@contextmanager
+def provide() -> Iterator[None]:
+    """While it is open, Paddle has the names of the table."""
+    with ExitStack() as undo:
+        finder = Finder(_refuse_import)
+        sys.meta_path.insert(0, finder)
+        undo.callback(sys.meta_path.remove, finder)
+        for name in NAMES:
+            if not _paddle_has(name):
+                _put(name, undo)
+        yield
+
+
+def _paddle_has(name: Older) -> bool:
+    """Whether this Paddle itself has a working object under the name."""
+    if name.old == "static.nn.embedding":
+        return not paddle.base.framework.use_pir_api()
+    return name.old == "CUDAPlace" and device_kind() == "gpu"
+
+
+def _put(name: Older, undo: ExitStack) -> None:
+    """Adds a name to Paddle, and the modules above it that do not exist."""
+    path, _, last = f"paddle.{name.old}".rpartition(".")
+    value = name.stand_in or _object_at(name.today)
+    undo.enter_context(replaced((_owner(path, undo), last, value)))
+    if isinstance(value, ModuleType):
+        sys.modules[f"{path}.{last}"] = value
+        undo.callback(sys.modules.pop, f"{path}.{last}", None)
+
+
+def _owner(path: str, undo: ExitStack) -> Any:
+    """Returns the module or class at a path, and makes it if it is below ``paddle.fluid``."""
+    if not f"{path}.".startswith(f"{FLUID}."):
+        return _object_at(path)
+    if path not in sys.modules:
+        module = _Module(path)
+        # A package: what is imported from it is asked of the finder.
+        module.__path__ = []
+        sys.modules[path] = module
+        undo.callback(sys.modules.pop, path, None)
+        above, _, last = path.rpartition(".")
+        undo.enter_context(replaced((_owner(above, undo), last, module)))
+    return sys.modules[path]
+
+
+def _object_at(path: str) -> Any:
+    """Returns the object at a dotted path, which may lead into a class."""
+    parts = path.split(".")
+    value: Any = importlib.import_module(parts[0])
+    for index, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            importlib.import_module(".".join(parts[:index]))
+        value = getattr(value, part)
+    return value

@@ -18,8 +18,8 @@ import numpy as np
 from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
-from fleetpipe.checkpoint.files import host_memory, tensors
-from fleetpipe.checkpoint.files.digests import tensor_digest
+from fleetpipe.checkpoint.files import tensors, writer
+from fleetpipe.checkpoint.files.manifest import tensor_digest
 from fleetpipe.checkpoint.files.tensors import CODES, Stored
 from fleetpipe.mesh.parts import Described, LocalTensor, Region
 
@@ -155,7 +155,7 @@ def memory_of(array: np.ndarray) -> memoryview:
 
 def paddle_tensor(tensor: LazyTensor) -> Any:
     """Reads a tensor as a Paddle tensor."""
-    made, memory = host_memory.empty(tensor.described)
+    made, memory = writer.empty(tensor.described)
     memory[:] = memory_of(np.ascontiguousarray(tensor.read()))
     return made
 

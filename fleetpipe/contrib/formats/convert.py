@@ -1,26 +1,153 @@
-"""Converts a checkpoint of any format to any other, with the table of formats."""
+"""Converts a checkpoint of any format to any other, or loads it into a job or a plain model.
+
+It has the table of formats, and the reader and writer of fleetpipe's own runs, of which every byte
+is compared with its checksum before its use.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fleetpipe import fleet_files
 from fleetpipe.atomic_file import appearing
-from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
-from fleetpipe.checkpoint.files.run_folder import complete_steps, is_checkpoint
-from fleetpipe.contrib.formats import (
-    distributed,
-    paddle_files,
-    run,
-    safetensors_folder,
+from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.model_and_optimizer import unwrap
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import (
+    GROUPS,
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    SavedModel,
+    TensorName,
 )
-from fleetpipe.contrib.formats.contents import Checkpoint, join_names, paddle_tensor
+from fleetpipe.checkpoint.files import run_folder
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest, SavedStep, StepReader
+from fleetpipe.checkpoint.files.run_folder import Retention, complete_steps, is_checkpoint, step_in
+from fleetpipe.checkpoint.files.tensors import Holding, Inventory, indexes, plan_files
+from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.restoring import restore_from
+from fleetpipe.contrib.formats import distributed, model_files
+from fleetpipe.contrib.formats.contents import (
+    Checkpoint,
+    LazyTensor,
+    bits,
+    join_names,
+    memory_of,
+    paddle_tensor,
+)
 from fleetpipe.contrib.formats.name_map import NameMap, read_map, rename
-from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, nearest
+from fleetpipe.log import logger, once
+from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.parts import Described, Region
+from fleetpipe.paddle_api import VERSION
+from fleetpipe.paddle_api.optimizer import scheduler_of
+from fleetpipe.paddle_types import Layer, Optimizer, Program
+from fleetpipe.version import __version__
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "convert",
+    "format_of",
+    "read_map",
+    "write_parameters",
+]
+
+
+SCHEDULER = "lr_scheduler"
+
+
+def read_step(path: Path, step: int | None = None) -> Checkpoint:
+    """Reads a step of a run.
+
+    Raises:
+        CheckpointError: There is no such step, or it is damaged.
+    """
+    reader = StepReader(step_in(path, step))
+    reader.check(GROUPS)
+    contents = reader.manifest.tensors
+    model = [TensorName(MODEL, name) for name in reader.manifest.order]
+    names = [*model, *(name for name in contents if name.group != MODEL)]
+    return Checkpoint(
+        {name: LazyTensor(contents[name].tensor, _reading(reader, name)) for name in names},
+        reader.manifest.step,
+        reader.text(training_state.FILE).get(SCHEDULER),
+        plain_order=reader.manifest.plain_order,
+    )
+
+
+def _reading(reader: StepReader, name: TensorName) -> Callable[[Region | None], np.ndarray]:
+    def read(cut: Region | None) -> np.ndarray:
+        described: Described = reader.manifest.tensors[name].tensor
+        shape = described.shape if cut is None else cut.part(described.shape)
+        array = np.empty(shape, bits(described))
+        with reader.opened() as read_into:
+            read_into(name, cut, memory_of(array))
+        return array
+
+    return read
+
+
+def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
+    """Saves a step of a run. The random states are those of this process.
+
+    Raises:
+        CheckpointError: The run has this step, or later ones; or a tensor cannot be read.
+        OSError: A file cannot be written.
+    """
+    later = [number for number in run_folder.complete_steps(run_directory) if number >= step]
+    if later:
+        raise CheckpointError(
+            f"the run has step {step} or later ones, which are not written over",
+            where=str(run_directory),
+            got=f"steps {later}",
+            fix=f"--step {max(later) + 1}, or another folder",
+        )
+    ranks = Ranks(SoleGroup())
+    states = {"extra": {}, "random": training_state.random_states()}
+    if state.scheduler is not None:
+        states[SCHEDULER] = state.scheduler
+    merged = training_state.merge_states([states], [ranks.place])
+    holdings = {
+        name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
+    }
+    plan = plan_files([Inventory(holdings)])
+    text = training_state.to_text({"step": step, **merged})
+    texts = {**indexes(plan), training_state.FILE: text}
+    order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
+    files, optimizer = described_files(plan, texts), _optimizer(state)
+    contents = Manifest(
+        *(step, files, {}, order, optimizer, {}, ranks.layout, versions, state.plain_order)
+    )
+    made = not run_directory.exists()
+    draft = run_folder.draft_of(run_directory, step, uuid.uuid4().hex[:8])
+    try:
+        draft.mkdir(parents=True)
+        task = Assignment(Retention(run_directory), draft, plan, 0, 1, contents, texts)
+        write(task, lambda name: memory_of(state.tensors[name].read()))
+    except BaseException:
+        run_folder.remove_left(run_directory if made else draft)
+        raise
+
+
+def _optimizer(state: Checkpoint) -> str | None:
+    """Returns the class of optimizers with such a state; AdamW for Trainers of libraries."""
+    kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
+    if not kinds:
+        return None
+    return "Momentum" if kinds == {"velocity_0"} else "AdamW"
+
 
 FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
 _TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
@@ -47,12 +174,12 @@ class Format(NamedTuple):
 
 #: By name, in the order in which a folder is looked at: fleetpipe's has files of others in it.
 FORMATS = {
-    FLEETPIPE: Format("manifest.json", is_checkpoint, run.read_step, None, tuple(GROUPS)),
+    FLEETPIPE: Format("manifest.json", is_checkpoint, read_step, None, tuple(GROUPS)),
     FLEET: Format(
         "layer_*-model_states.pdparams",
-        paddle_files.has_layer_files,
-        paddle_files.read_layer_files,
-        paddle_files.write_layer_files,
+        model_files.has_layer_files,
+        model_files.read_layer_files,
+        model_files.write_layer_files,
         (MODEL,),
     ),
     "formers": Format(
@@ -65,22 +192,22 @@ FORMATS = {
     ),
     "unified": Format(
         "optimizer.safetensors.index.json",
-        safetensors_folder.is_unified,
-        safetensors_folder.read_folder,
-        safetensors_folder.write_unified,
+        model_files.is_unified,
+        model_files.read_folder,
+        model_files.write_unified,
     ),
     "huggingface": Format(
         "model.safetensors or model.safetensors.index.json",
-        safetensors_folder.is_there,
-        safetensors_folder.read_model,
-        safetensors_folder.write_huggingface,
+        model_files.is_there,
+        model_files.read_model,
+        model_files.write_huggingface,
         (MODEL,),
     ),
     PRETRAINED: Format(
-        paddle_files.STATE_FILE,
-        paddle_files.is_state_file,
-        paddle_files.read_state_file,
-        paddle_files.write_state_file,
+        model_files.STATE_FILE,
+        model_files.is_state_file,
+        model_files.read_state_file,
+        model_files.write_state_file,
         (MODEL,),
     ),
 }
@@ -132,7 +259,7 @@ def read_checkpoint(
         ConfigError: The map of names does not fit.
     """
     if source_format == FLEETPIPE:
-        state = run.read_step(folder, step)
+        state = read_step(folder, step)
     else:
         state = FORMATS[source_format].read(folder)
     if names is not None and state.tensors:
@@ -190,7 +317,7 @@ def convert(
     state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
     if write is None:
         number = step if step is not None and read_as != FLEETPIPE else state.step or 0
-        run.write_step(state, target, number)
+        write_step(state, target, number)
         written = f"step {number} of {target}: {len(state.tensors)} tensors"
     else:
         with appearing(target) as draft:
@@ -227,8 +354,112 @@ def write_parameters(folder: Path, target: Path) -> None:
         CheckpointError: The checkpoint cannot be read.
         OSError: The file cannot be written.
     """
-    model = run.read_step(folder).of(MODEL)
+    model = read_step(folder).of(MODEL)
     fleet_files.save(target, {name: paddle_tensor(tensor) for name, tensor in model.items()})
 
 
-__all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_parameters"]
+_log = logger(__name__)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    model: Layer | Program | SavedModel,
+    optimizer: Optimizer | None = None,
+    source_format: str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    reverse_names: bool = False,
+) -> int:
+    """Loads a checkpoint of any format that ``fleetpipe checkpoint convert`` reads. Collective.
+
+    Every rank reads the tensors that it holds from the folder, one after another. All ranks compare
+    names, dtypes and shapes before the first value changes. Random states stay unchanged.
+
+    Args:
+        folder: The folder of one step, the same for every rank or a copy; or of a run of fleetpipe.
+        model: As for :meth:`fleetpipe.CheckpointManager.restore`: under the names of the
+            checkpoint, or with the same parameters and buffers in the same order.
+        optimizer: Receives its state and its scheduler's state, if the checkpoint has them. None:
+            only the model is loaded.
+        source_format: A format in the table of the guide; None: the one that the folder has.
+        names: A map of names: the path of a file, or the name of one that fleetpipe has.
+        reverse_names: Whether the map is read from right to left.
+
+    Returns:
+        The step of the checkpoint; 0 if unknown.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or incomplete, or does not fit. Every rank
+            raises, and nothing has changed on any.
+        ConfigError: The map of names is not valid, or does not fit.
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    path = Path(folder)
+    objects = Objects(model, optimizer, random=False)
+
+    def begin() -> tuple[SavedStep, Objects]:
+        read_as = source_format or format_of(path)
+        if read_as not in FORMATS:
+            raise ConfigError(f"no format is {read_as!r}", fix=nearest(read_as, FORMATS))
+        renaming = None if names is None else read_map(os.fspath(names), reverse=reverse_names)
+        if read_as == FLEETPIPE and renaming is None:
+            return StepReader(step_in(path)), objects
+        state = read_checkpoint(path, read_as, renaming)
+        return _StepOfAnother(state, optimizer), _fitting(objects, state)
+
+    return restore_from(Ranks.of_job(), f"loading {path.name}", begin).step
+
+
+def _fitting(objects: Objects, state: Checkpoint) -> Objects:
+    """Returns the objects to load: without the learning rate if the checkpoint has none."""
+    if objects.optimizer is None or state.scheduler is not None:
+        return objects
+    if scheduler_of(unwrap(objects.optimizer)) is not None:
+        once(
+            _log.warning,
+            "the checkpoint has no state of the learning rate's scheduler, which stays",
+        )
+    return replace(objects, rate=False)
+
+
+class _StepOfAnother:
+    """Another program's checkpoint as a step of fleetpipe's; it has no checksums."""
+
+    def __init__(self, state: Checkpoint, optimizer: Optimizer | None) -> None:
+        self._state = state
+        entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
+        kind = None
+        if optimizer is not None and state.of(OPTIMIZER):
+            # No other format says which it is: the kinds of its tensors are compared.
+            kind = type(unwrap(optimizer)).__name__
+        self.manifest = Manifest(
+            step=state.step or 0,
+            files={},
+            tensors=entries,
+            order=(*state.of(MODEL),),
+            optimizer=kind,
+            metrics={},
+            layout={},
+            versions={},
+            plain_order=state.plain_order,
+        )
+
+    def text(self, _name: str) -> dict[str, Any]:
+        """Returns everything except tensors."""
+        rate = {} if self._state.scheduler is None else {SCHEDULER: self._state.scheduler}
+        return {"extra": {}, **rate}
+
+    def check_texts(self) -> None:
+        """Does nothing."""
+
+    def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
+        """Does nothing: the indices of its files were compared when they were opened."""
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
+        """Yields a function that reads a part of a tensor into memory."""
+
+        def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
+            memory[:] = memory_of(np.ascontiguousarray(self._state.tensors[name].read(cut)))
+
+        yield read

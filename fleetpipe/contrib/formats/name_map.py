@@ -20,14 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
-from fleetpipe.contrib.formats.contents import (
-    Checkpoint,
-    LazyTensor,
-    are_whole,
-    bits,
-    join_names,
-)
-from fleetpipe.contrib.formats.flex_checkpoint import Copied, compose
+from fleetpipe.contrib.formats.contents import Checkpoint, LazyTensor, are_whole, bits, join_names
+from fleetpipe.contrib.formats.distributed import Copied, compose
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.mesh.parts import Described, Region

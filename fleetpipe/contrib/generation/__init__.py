@@ -1,4 +1,439 @@
 """Generates tokens with a pipeline: ``fleetpipe.generate``, and a callback that logs samples.
 
-Start with ``decoding.py``; ``sampling.py`` chooses a token from logits.
+It continues prompts, one token of each in every run of the pipeline. ``Sampling`` chooses the next
+token from logits, with the same random number for every batch and layout.
 """
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.contrib.slices import SliceStates, require_sliceable
+from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph.batch.units import WHOLE, Units
+from fleetpipe.dygraph.layer_kinds import kinds_in
+from fleetpipe.dygraph.random_keys import key, random_states_kept
+from fleetpipe.errors import BoundaryError, ConfigError, UsageError, is_whole_number, require_whole
+from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.fit.model import Model
+from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen, by the arguments of ``generate`` that have these names."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+    def require_valid(self) -> None:
+        """Refuses values that choose no token."""
+        temperature, top_k, top_p, seed = self
+        if not (_is_number(temperature) and 0 <= temperature < math.inf):
+            raise ConfigError(
+                "temperature divides the logits: it is a number of at least 0",
+                got=f"temperature={temperature!r}",
+                fix="temperature=0 takes the likeliest token, 1 draws by the model's shares",
+            )
+        if top_k is not None:
+            require_whole("top_k", top_k, fix="give a number such as 50, or None for all tokens")
+        if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+            raise ConfigError(
+                "top_p is the share that the likeliest tokens have together, above 0 and at most 1",
+                got=f"top_p={top_p!r}",
+                fix="give a number such as 0.9, or None for all tokens",
+            )
+        require_whole("seed", seed, 0)
+
+    def choose(self, logits: np.ndarray[Any, Any], *place: int) -> int:
+        """Returns a token.
+
+        Args:
+            logits: Float [vocabulary].
+            place: The numbers from which, with the seed, the random number follows.
+
+        Raises:
+            BoundaryError: The logits have a NaN or an infinity, or no finite number.
+        """
+        if not math.isfinite(logits.max()):
+            raise BoundaryError(
+                "the logits of a next token are NaN or infinite",
+                cause="a training that has diverged, or weights that were not loaded",
+                fix="fleetpipe.callbacks.LossMonitor(find_layer=True) names the first layer of it",
+            )
+        if self.temperature == 0:
+            return int(logits.argmax())
+        below = logits.astype(np.float64) - logits.max()
+        with np.errstate(over="ignore"):  # by a temperature near 0, which is the likeliest alone
+            scaled = below / self.temperature
+        # The likeliest first; of equal ones the first.
+        order = np.argsort(-scaled, kind="stable")[: self.top_k]
+        weights = np.exp(scaled[order])
+        reached = np.cumsum(weights)
+        if self.top_p is not None:
+            reached = reached[: int(np.searchsorted(reached, self.top_p * reached[-1])) + 1]
+        point = key(self.seed, *place) / 2**63 * reached[-1]
+        return int(order[min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)])
+
+
+def names_of(prompts: list[list[int]]) -> list[tuple[int, int]]:
+    """Returns two numbers for each prompt, from which its random numbers follow.
+
+    They depend on its tokens, and on how many equal prompts stand before it: not on other prompts.
+    """
+    names: list[tuple[int, int]] = []
+    for prompt in prompts:
+        digest = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
+        names.append((digest, sum(digest == earlier for earlier, _ in names)))
+    return names
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def generate(
+    model: Any,
+    tokens: Any,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos: int | Collection[int] | None = None,
+    seed: int = 0,
+    cache: bool | None = None,
+    inputs: Callable[[Tensor], Nest] = lambda tokens: tokens,
+) -> list[list[int]]:
+    """Continues prompts with the tokens that a model predicts. Collective over the job.
+
+    The model takes tokens, int64 [1, length], and returns logits [1, length, vocabulary]. Each
+    prompt is a micro-batch of its own, so that its tokens depend on no other prompt. The next
+    training batch has the bits that it would have had without this call.
+
+    Args:
+        model: What ``fleet.distributed_model`` returned, or a ``fleetpipe.Model`` after
+            ``prepare``.
+        tokens: The prompts, the same on every rank: a list of lists of tokens, or a Tensor or array
+            [prompts, length] of whole numbers.
+        max_new_tokens: Most tokens that a prompt is continued by.
+        temperature: Divides the logits before a token is drawn; 0 takes the likeliest.
+        top_k: Draws among so many of the likeliest tokens only.
+        top_p: Draws among the likeliest tokens only, as few as have this share together.
+        eos: The token, or several, behind which a prompt is continued no further.
+        seed: The seed of the random numbers. Each depends on it, on the prompt, on how many equal
+            prompts stand before it and on the position, and on nothing else.
+        cache: Whether layers keep the keys and values of earlier positions, by
+            ``fleetpipe.dygraph.slices``; None to do so if all of them can. Without it each token
+            takes a run over the whole sequence.
+        inputs: Makes what the model takes of the tokens of a run, as ``lambda tokens: (tokens,
+            mask)``: the whole sequence, or the new tokens alone where layers keep earlier ones.
+
+    Returns:
+        On every rank the new tokens of each prompt, with the last one of ``eos``.
+
+    Raises:
+        ConfigError: An argument does not fit, the ranks have different ones, a layer cannot keep
+            what ``cache`` asks for, or the model returns no logits.
+        StateError: ``fleet.shutdown`` ended the job of this model.
+        UsageError: The model is not wrapped.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling.require_valid()
+    require_whole("max_new_tokens", max_new_tokens)
+    if not callable(inputs):
+        raise ConfigError(
+            "inputs makes what the model takes of the tokens of a run",
+            got=f"inputs={inputs!r}",
+            fix="give a function, such as lambda tokens: (tokens, mask)",
+        )
+    ends, prompts = _ends_of(eos), prompts_of(tokens)
+    pipeline, computing = _pipeline_of(model)
+    job = pipeline.require_running()
+    kept = _cache_of(pipeline, cache)
+    with job.calling("generates"):
+        job.require_agreement(
+            {
+                **{f"prompt {number}": str(prompt) for number, prompt in enumerate(prompts)},
+                **{name: repr(value) for name, value in sampling._asdict().items()},
+                "max_new_tokens": str(max_new_tokens),
+                "eos": str(sorted(ends)),
+                "cache": str(kept is not None),
+            }
+        )
+    decoding = _Decoding(pipeline, job, sampling, prompts, kept, inputs)
+    with _left_as_before(pipeline), computing:
+        going = list(range(len(prompts)))
+        while going:
+            decoding.advance(going)
+            going = [
+                number
+                for number in going
+                if len(decoding.new[number]) < max_new_tokens
+                and decoding.new[number][-1] not in ends
+            ]
+    return decoding.new
+
+
+class _Cache(Units, SliceStates):
+    """What layers keep of each prompt from run to run: the prompt is a slice, and each token."""
+
+    def __init__(self) -> None:
+        SliceStates.__init__(self, 1)
+        #: The prompt of each micro-batch of the next run.
+        self.prompts: list[int] = []
+
+    def states(self) -> SliceStates:
+        """Returns itself: it has the state of all runs."""
+        return self
+
+    @contextmanager
+    def forward(self, stage: int, number: int) -> Iterator[None]:
+        """While it is open, the layers of a stage run the prompt of a micro-batch."""
+        with super().forward(stage, self.prompts[number]):
+            yield
+
+    def release(self, stage: int, number: int) -> None:
+        """Keeps all: later runs need it."""
+
+
+class _Decoding:
+    """The tokens of some prompts, and the runs that add to them.
+
+    Attributes:
+        new: The new tokens of each prompt.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineParallel,
+        job: Job,
+        sampling: Sampling,
+        prompts: list[list[int]],
+        cache: _Cache | None,
+        inputs: Callable[[Tensor], Nest],
+    ) -> None:
+        self.new: list[list[int]] = [[] for _ in prompts]
+        self._pipeline, self._sampling, self._prompts = pipeline, sampling, prompts
+        self._shards, self._names, self._cache = job.model_parallel(), names_of(prompts), cache
+        self._inputs, replicas = inputs, pipeline.replicas
+        exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
+        with job.calling("begins to generate"):
+            # Experts of one replica wait for the tokens of the others: each runs all prompts.
+            together = any(job.everyone().all_gather(exchanges))
+        self._part = slice(None) if together else slice(replicas.rank, None, replicas.ranks)
+
+    def advance(self, going: list[int]) -> None:
+        """Adds a token to each of some prompts. Collective."""
+        here = [number for number in going if number in range(len(self.new))[self._part]]
+        chosen: list[tuple[int, int]] = []
+        if here:
+            inputs = [self._input_of(number) for number in here]
+            if self._cache is not None:
+                self._cache.prompts = here
+            units = self._cache or WHOLE
+            with self._pipeline.run_forwards(inputs, _last_logits, units) as batch:
+                chosen = self._choose(here, batch.ordered_outputs())
+        everyone = self._pipeline.from_last_stage(chosen)
+        for number, token in dict(pair for part in everyone for pair in part).items():
+            self.new[number].append(token)
+
+    def _input_of(self, number: int) -> Nest:
+        """Returns what the next run of a prompt takes."""
+        new = self.new[number]
+        sequence = new[-1:] if new and self._cache is not None else self._prompts[number] + new
+        return self._inputs(paddle.to_tensor([sequence], dtype="int64"))
+
+    def _choose(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Returns the next token of each prompt, on the owners of the last stage alone."""
+        if not logits:
+            return []
+        stacked = paddle.stack(list(logits)).astype("float32")
+        parts = [part.numpy() for part in self._shards.all_gather(stacked)]
+        # Each shard has its columns of them, or all have the same whole ones.
+        is_cut = _has_cut_logits(self._pipeline) or any((p != parts[0]).any() for p in parts)
+        rows = np.concatenate(parts, axis=-1) if is_cut else parts[0]
+        sequences = (self._prompts[number] + self.new[number] for number in numbers)
+        return [
+            (number, self._sampling.choose(row, *self._names[number], len(sequence)))
+            for number, row, sequence in zip(numbers, rows, sequences)
+        ]
+
+
+def _has_cut_logits(pipeline: PipelineParallel) -> bool:
+    """Whether the loss function takes each shard's columns of the logits."""
+    return any(
+        type(layer).__name__ == "ParallelCrossEntropy"
+        for loss in pipeline.layers.loss_layers()
+        for layer in loss.sublayers(include_self=True)
+    )
+
+
+def _last_logits(output: Nest) -> Tensor:
+    """Returns the logits behind the last token, [vocabulary], of a model's output."""
+    logits = output[0] if isinstance(output, (tuple, list)) and output else output
+    is_tensor = isinstance(logits, paddle.Tensor)
+    if not (is_tensor and logits.is_floating_point() and logits.ndim == 3 and logits.shape[0] == 1):
+        raise ConfigError(
+            "generate needs the logits of each position from the last layer",
+            expected="floats [1, length, vocabulary]",
+            got=f"{logits.dtype} {list(logits.shape)}" if is_tensor else type(logits).__name__,
+            fix="return logits from the last layer, and compute the loss in loss_fn",
+        )
+    return logits[0, -1]
+
+
+def prompts_of(tokens: Any) -> list[list[int]]:
+    """Returns the prompts as lists.
+
+    Raises:
+        ConfigError: There is none, or one is empty or not made of tokens.
+    """
+    fix = "generate(model, [[5, 8, 13], [2]], ..): a list of tokens for each prompt"
+    tokens = tokens.numpy() if isinstance(tokens, paddle.Tensor) else tokens
+    rows = list(tokens) if hasattr(tokens, "__iter__") and not isinstance(tokens, str) else []
+    prompts = [_array_of(row) for row in rows]
+    for number, prompt in enumerate(prompts):
+        if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu" or prompt.min() < 0:
+            raise ConfigError(
+                f"prompt {number} is no list of tokens",
+                expected="one or more whole numbers of at least 0",
+                got=repr(rows[number]),
+                fix=fix,
+            )
+    if not prompts:
+        raise ConfigError("there is no prompt to continue", got=f"tokens={tokens!r}", fix=fix)
+    return [[int(token) for token in prompt] for prompt in prompts]
+
+
+def _array_of(row: Any) -> np.ndarray[Any, Any]:
+    """Returns a prompt as an array, which is empty if it has lists of several lengths."""
+    try:
+        return np.asarray(row.numpy() if isinstance(row, paddle.Tensor) else row)
+    except ValueError:
+        return np.empty(0)
+
+
+def _ends_of(eos: Any) -> frozenset[int]:
+    """Returns the tokens that end a continuation."""
+    ends = [] if eos is None else [eos] if is_whole_number(eos, 0) else eos
+    if not isinstance(ends, Collection) or not all(is_whole_number(end, 0) for end in ends):
+        raise ConfigError(
+            "eos is a token, or several",
+            got=f"eos={eos!r}",
+            fix="give the number of the token, as tokenizer.token_to_id(..) returns it, or None",
+        )
+    return frozenset(map(int, ends))
+
+
+def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[None]]:
+    """Returns the wrapped pipeline of a model, and the context in which it computes."""
+    computing: AbstractContextManager[None] = nullcontext()
+    if isinstance(model, Model):
+        model, computing = model.pipeline, model.computing()
+    if not isinstance(model, PipelineParallel) or not paddle.in_dynamic_mode():
+        raise UsageError(
+            "generate runs a pipeline in dynamic graph",
+            got=type(model).__name__ + ", in static mode" * (not paddle.in_dynamic_mode()),
+            fix="generate(fleet.distributed_model(model), ..), or with a fleetpipe.Model; "
+            "paddle.disable_static() goes back to dynamic graph",
+        )
+    if model.sequence.ranks > 1 or model.layers.placement.has_head:
+        raise ConfigError(
+            "generate needs whole sequences and whole logits",
+            got=f"sep_degree x cp_degree = {model.sequence.ranks}"
+            + ", and a VocabularyHead" * model.layers.placement.has_head,
+            fix="load the checkpoint in a job without these, and generate there",
+        )
+    return model, computing
+
+
+def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
+    """Returns what the layers keep keys and values in; None without a cache."""
+    try:
+        require_sliceable(pipeline.layers.layers)
+    except ConfigError as error:
+        if not wanted:
+            return None
+        raise ConfigError(
+            "cache=True needs a list of layers that all take sequence chunks",
+            got=str(error).splitlines()[0],
+            fix="have it keep keys and values by fleetpipe.dygraph.slices, with takes_slices = "
+            "True; or leave cache out",
+        ) from None
+    return None if wanted is False else _Cache()
+
+
+@contextmanager
+def _left_as_before(pipeline: PipelineParallel) -> Iterator[None]:
+    """At its end, puts back the random states and the layers' modes."""
+    training = pipeline.layers.with_modes.training
+    with random_states_kept():
+        try:
+            yield
+        finally:
+            if training:
+                pipeline.layers.begin(training=True)
+
+
+class LogSamples(rank_policy.Callback):
+    """Prints on the first rank how the model continues prompts: before training, then regularly.
+
+    The training has the bits that it would have without it.
+    """
+
+    def __init__(
+        self,
+        tokens: Any,
+        max_new_tokens: int,
+        every: int | None = None,
+        decode: Callable[[list[int]], str] = str,
+        **options: Any,
+    ) -> None:
+        """Sets what is continued, and when.
+
+        Args:
+            tokens: The prompts, as for :func:`fleetpipe.generate`.
+            max_new_tokens: As there.
+            every: Batches from one time to the next; None for the end of each epoch.
+            decode: Makes text of a prompt with its new tokens, as a tokenizer's method ``decode``.
+            options: The other arguments of ``generate``.
+
+        Raises:
+            ConfigError: ``every`` is no whole number of at least 1, or there are no prompts.
+        """
+        super().__init__()
+        self._every = None if every is None else require_whole("every", every)
+        self._prompts, self._decode = prompts_of(tokens), decode
+        self._options = {"max_new_tokens": max_new_tokens, **options}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Prints the first samples; arguments that do not fit are refused before the training."""
+        self._print()
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Prints samples after every so many batches."""
+        if self._every is not None and self.model.global_step % self._every == 0:
+            self._print()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Prints samples after an epoch, unless they come after batches."""
+        if self._every is None:
+            self._print()
+
+    def _print(self) -> None:
+        new = generate(self.model, self._prompts, **self._options)
+        if self.model.is_rank("first"):
+            for prompt, tokens in zip(self._prompts, new):
+                text = self._decode(prompt + tokens)
+                rank_policy.say(f"sample after step {self.model.global_step}: {text}")

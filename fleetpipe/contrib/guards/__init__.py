@@ -1,1 +1,354 @@
-"""Checks now and then that ranks have the same bits wherever they must."""
+"""Verifies in every few steps that a training on several ranks keeps its invariants.
+
+Ranks that hold the same parameters exchange a fingerprint of each parameter; equal bits have equal
+fingerprints. A rank computes its own when it first waits for a message, in the bubble, and compares
+them with those of other ranks after its batch has run. As long as all is well, ranks exchange only
+fingerprints and a sum of squares, and no number of the training changes.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe.aliases import Tensor
+from fleetpipe.compare.differences import ROUNDING, largest_gap
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.batch.micro_batches import ObservedBatch
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.dygraph.layer_kinds import is_spread
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
+from fleetpipe.errors import InvariantError
+from fleetpipe.job.job import Job
+from fleetpipe.mesh import COPIES
+from fleetpipe.mesh.axes import NORM, SHARDS, STREAMS, axis_between, of_unequal
+from fleetpipe.mesh.groups import Gathering, Group
+from fleetpipe.mesh.parts import shard_axis
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import optimized_parameters, squared_norm
+from fleetpipe.paddle_api.random import DEFAULT, generator_states, stream_states
+from fleetpipe.paddle_api.tensor import tensor_bytes
+from fleetpipe.schedules import Op, Recv
+from fleetpipe.transport import bridge
+
+#: How much of the norm the order of a sum may change where halves are added up.
+_ROUNDING_OF_HALVES = 0.02
+
+
+class Guards(BatchObserver):
+    """Verifies invariants in the first batch of a model, and in every few batches after it."""
+
+    def __init__(self, layers: PipelineLayer, job: Job, every: int) -> None:
+        """Verifies the first batch, and then one in every ``every`` batches."""
+        self._layers, self._job, self._every = layers, job, every
+        self._batches = 0
+        self._on = self._due = self._scaled = False
+        self._keys: random_keys.Keys | None = None
+        self._gatherings: list[tuple[Holders, Gathering]] = []
+        self._streams: dict[str, str] = {}
+        self._passed: int | None = None
+
+    def begin(self, batch: ObservedBatch) -> None:
+        """Decides whether to verify the batch, and notes the states of its random streams."""
+        self._keys, self._scaled = batch.keys, batch.scaler is not None
+        self._on = self._due = self._batches % self._every == 0
+        self._batches += 1
+        if self._on:
+            self._gatherings, self._streams = [], _streams()
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Recv):
+            return instruction
+
+        def receive() -> Blocked | None:
+            blocked = instruction()
+            if blocked is not None and self._due:
+                self._publish()
+            return blocked
+
+        return receive
+
+    def computed(self) -> None:
+        """Verifies a batch that has run, before its gradients are added up over ranks. Collective.
+
+        Raises:
+            InvariantError: A gradient of this rank is not finite; parameters that ranks hold alike
+                differ; or ranks with other values have drawn the same random numbers.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if not self._on:
+            return
+        if self._due:
+            self._publish()
+        if not self._scaled:  # a scaler looks for such itself
+            self._require_finite()
+        drawn = self._streams_drawn_from(self._keys)
+        for holders, gathering in self._gatherings:
+            values = gathering.values()
+            self._require_equal(holders, [value["parameters"].split(",") for value in values])
+            if not holders.tied:
+                self._require_streams(holders.ranks, [v["streams"] for v in values], drawn)
+        self._gatherings, self._passed = [], self._step
+
+    def step(self, step: Callable[[], None], optimizer: PipelineOptimizer, scaled: bool) -> None:
+        """Steps the optimizer, and verifies the norm by which it clips gradients. Collective.
+
+        Raises:
+            InvariantError: The norm is not that of all gradients of all ranks, each counted once.
+        """
+        # One that is not wrapped, on a rank that has all, clips as Paddle does.
+        if not self._on or scaled or not getattr(optimizer, "clips_all", False):
+            step()
+            return
+        of_rank = norm_parameters(optimized_parameters(optimizer.wrapped), self._layers, self._job)
+        squares = _squares([g for p in of_rank if (g := gradient_of(p)) is not None])
+        everyone = self._job.members(range(self._job.degrees.size), PURPOSE)
+        gathering = everyone.begin_all_gather(squares)
+        step()
+        self._require_norm(math.sqrt(sum(gathering.values())), optimizer)
+
+    def _require_norm(self, norm: float, optimizer: PipelineOptimizer) -> None:
+        used = optimizer.gradient_norm or 0.0
+        halves = any("float16" in str(p.dtype) for p in optimized_parameters(optimizer.wrapped))
+        if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else ROUNDING) * max(used, norm):
+            raise InvariantError(
+                "gradients are clipped by a norm that is not that of all of them, each once",
+                where=self._location,
+                expected=f"{norm:.7g}, over all ranks",
+                got=f"{used:.7g}",
+                cause=NORM,
+                fix="leave is_firstly_shared, is_distributed and need_clip of parameters as their "
+                "layers set them, alike on all ranks, and the optimizer's clip where it is",
+            )
+
+    def _publish(self) -> None:
+        """Sends this rank's fingerprints to the ranks with the same parameters, without waiting."""
+        self._due = False
+        for holders in all_holders(self._layers, self._job):
+            prints = ",".join(map(fingerprint, holders.parameters.values()))
+            value = {"parameters": prints, "streams": {} if holders.tied else self._streams}
+            self._gatherings.append((holders, holders.group.begin_all_gather(value)))
+
+    def _require_finite(self) -> None:
+        parameters = named_parameters(self._layers).items()
+        gradients = {n: g for n, p in parameters if (g := gradient_of(p)) is not None}
+        if math.isfinite(_squares([*gradients.values()])):
+            return
+        bad = [name for name, gradient in gradients.items() if not _finite(gradient)]
+        if bad:
+            raise InvariantError(
+                f"the gradient of {bad[-1]} is not finite",
+                where=f"{self._location}, before gradients are added up over ranks",
+                got=f"NaN or Inf in {len(bad)} of {len(gradients)} gradients",
+                cause="a too large learning rate, a product that passed the dtype's range, or such "
+                "numbers in the data of this rank",
+                fix="FLAGS_pp_check_naninf=1 names the stage that sends the first of them",
+            )
+
+    def _require_equal(self, holders: Holders, prints: Sequence[Sequence[str]]) -> None:
+        """Compares fingerprints by rank and parameter. If one holder raises, all raise."""
+        by_name = dict(zip(holders.parameters, zip(*prints)))
+        unequal = [name for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1]
+        if not unequal:
+            return
+        name = unequal[0]
+        usual, _ = Counter(by_name[name]).most_common(1)[0]
+        pairs = zip(holders.ranks, by_name[name])
+        differing = [rank for rank, value in pairs if value != usual]
+        axis = _axis_of(self._job, differing, holders.ranks)
+        more = f", nor are {len(unequal) - 1} others" if len(unequal) > 1 else ""
+        first, *rest = holders.group.all_gather(holders.parameters[name].detach().clone())
+        raise InvariantError(
+            f"the {'tied weight' if holders.tied else 'parameter'} {name} is not the same on the "
+            f"ranks that hold it{more}",
+            where=f"rank {_text_of(differing)} of {_text_of(holders.ranks)}, along {axis}, at the "
+            f"begin of step {self._step}",
+            expected="the same bits, as "
+            + ("before the first step" if self._passed is None else f"in step {self._passed}"),
+            got=f"numbers up to {max(largest_gap(first, other) for other in rest):.3g} apart",
+            cause=_of_unequal(axis, 0 if self._passed is None else self._step),
+            fix="fleetpipe_configs['guards'] = 1 names the step, fleetpipe locate the layer",
+        )
+
+    def _require_streams(
+        self, ranks: Sequence[int], streams: Sequence[Mapping[str, str]], drawn: Sequence[str]
+    ) -> None:
+        """Compares the states of the random streams from which the ranks of a stage draw."""
+        here = ranks.index(self._rank)
+        for stream in drawn:
+            for rank, states in zip(ranks, streams):
+                ends = [rank, self._rank]
+                axis = "" if rank == self._rank else _axis_of(self._job, [rank], ends)
+                equal = states.get(stream) == streams[here].get(stream)
+                # Along mp a whole value's dropout is the same, and that of shards is not.
+                if not axis or equal == (axis == "mp" and stream == DEFAULT):
+                    continue
+                raise InvariantError(
+                    f"ranks {_text_of(sorted([rank, self._rank]))} draw "
+                    f"{'the same' if equal else 'other'} random numbers along {axis}",
+                    where=f"{self._location}, the {stream}",
+                    cause=STREAMS.format(axis)
+                    if equal
+                    else "dropout draws other numbers for the same values on ranks along mp",
+                    fix="give paddle.seed another number on each replica, the same along mp, and "
+                    "the streams of shards one of their own (model_parallel_random_seed); or leave "
+                    "fleetpipe_configs['rng'] at 'keyed'",
+                )
+
+    def _streams_drawn_from(self, keys: random_keys.Keys | None) -> list[str]:
+        """Returns the names of the streams that this batch has drawn from, to be compared."""
+        if keys is not None:
+            return sorted(keys.common_streams & random_keys.OF_SHARDS)
+        now = _streams()
+        checked = {DEFAULT, *random_keys.OF_SHARDS}
+        return sorted(n for n in checked & now.keys() if now[n] != self._streams.get(n))
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._job.local else int(self._job.hcg.get_global_rank())
+
+    @property
+    def _step(self) -> int:
+        return self._job.progress.step
+
+    @property
+    def _location(self) -> str:
+        return f"rank {self._rank}, step {self._step}"
+
+
+class _Leaf(NamedTuple):
+    nbytes: int
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Returns the sum and the xor of a tensor's 64-bit words, the same for equal bits."""
+    # What is kept holds the bytes as long as they are read.
+    _kept, memories = bridge.readable([tensor], [_Leaf(tensor_bytes(tensor))])
+    if not memories:
+        return ""
+    whole = np.frombuffer(memories[0], "uint8")
+    words = whole[: whole.size // 8 * 8].view("uint64")
+    rest = zlib.crc32(whole[words.nbytes :].tobytes())
+    return f"{int(words.sum(dtype='uint64')):x} {int(np.bitwise_xor.reduce(words)):x} {rest:x}"
+
+
+def _streams() -> dict[str, str]:
+    """Returns fingerprints of the states of Paddle's generator and of Fleet's streams."""
+    states = {DEFAULT: generator_states()[0], **stream_states()}
+    return {name: f"{zlib.crc32(str(state).encode()):x}" for name, state in states.items()}
+
+
+def _squares(gradients: Sequence[Tensor]) -> float:
+    """Returns the sum of the squares of all gradients."""
+    if not gradients:
+        return 0.0
+    squares = [squared_norm(g).astype("float64").reshape([]) for g in gradients]
+    return float(paddle.stack(squares).sum())
+
+
+def _finite(gradient: Tensor) -> bool:
+    if gradient.is_selected_rows():
+        return bool(paddle.isfinite(squared_norm(gradient)).all())
+    return bool(paddle.isfinite(gradient.astype("float32")).all())
+
+
+def _of_unequal(axis: str, step: int) -> str:
+    if axis == "mp":
+        return (
+            "a missing all-reduce over mp of its gradient; or ranks hold parts of it, and it lacks "
+            "is_distributed = True"
+        )
+    return of_unequal(axis, step)
+
+
+def _text_of(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+#: The groups of guards take no messages of other groups with the same ranks.
+PURPOSE = "guards"
+
+
+class Holders(NamedTuple):
+    """Parameters, and the ranks that hold equal copies of them.
+
+    Attributes:
+        group: The group of these ranks.
+        ranks: Their numbers in the job.
+        parameters: The parameters by name.
+        tied: Whether they are tied weights, which several stages have.
+    """
+
+    group: Group
+    ranks: Sequence[int]
+    parameters: Mapping[str, Tensor]
+    tied: bool
+
+
+def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
+    """Returns the parameters that this rank shares with others, in the same order on all of these.
+
+    The ranks with the same stages as this one form an entry even if they share no parameter.
+    """
+    if job.local:
+        return []
+    stage = tuple(job.mesh.along(job.coordinate, (*COPIES, *SHARDS)))
+    shared: dict[tuple[int, ...], dict[str, Tensor]] = {stage: {}}
+    for name, parameter in named_parameters(layers).items():
+        ranks = tuple(job.mesh.along(job.coordinate, _axes_of(parameter, job)))
+        shared.setdefault(ranks, {})[name] = parameter
+    tied: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    pipeline, tensors = job.pipeline_ranks(), layers.state.local_tensors()
+    for weight in layers.shared_weights:
+        ranks = tuple(pipeline[rank] for rank in weight.holders)
+        tied.setdefault(ranks, {})[weight.name] = tensors[weight.name]
+    return [
+        Holders(job.members(ranks, PURPOSE), ranks, parameters, of is tied)
+        for of in (shared, tied)
+        for ranks, parameters in sorted(of.items(), key=lambda item: item[0])
+        if len(ranks) > 1
+    ]
+
+
+def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
+    """Returns the trained parameters of this rank's stages and losses by fully qualified names.
+
+    Other parameters may be running statistics, which differ between replicas.
+    """
+    named: dict[str, Tensor] = dict(layers.state.own_parameters())
+    for number, layer in enumerate(layers.loss_layers()):
+        named.update({f"loss {number}.{n}": p for n, p in layer.named_parameters()})
+    return {name: p for name, p in named.items() if not p.stop_gradient}
+
+
+def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
+    """Returns the parameters that this rank contributes to the norm over all ranks."""
+    tensors, place = layers.state.local_tensors(), job.coordinate
+    elsewhere = {id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != place.pp}
+    # The rank that owns a parameter's state alone has its gradient then.
+    scattered = {*job.degrees.state_axes, "moe_sharding"} if job.scatters_gradients else set()
+    return [
+        parameter
+        for parameter in parameters
+        if getattr(parameter, "need_clip", True) and id(parameter) not in elsewhere
+        if not any(getattr(place, a) for a in _axes_of(parameter, job) if a not in scattered)
+    ]
+
+
+def _axis_of(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
+    """Returns the axis along which ranks are apart, or else the first on which they are several."""
+    places = {rank: job.mesh.coordinate(rank)._asdict() for rank in ranks}
+    axes = [a for a in (*COPIES, *SHARDS, "pp") if len({at[a] for at in places.values()}) > 1]
+    return axis_between(places, differing, axes) or axes[0]
+
+
+def _axes_of(parameter: Tensor, job: Job) -> tuple[str, ...]:
+    return job.copy_axes(is_spread(parameter), (shard_axis(parameter),))

@@ -2,30 +2,115 @@
 
 The script runs from its beginning. Until its first batch, no collective operation of it meets the
 other ranks: what these exchange there, they have exchanged; what differs between them is restored.
+Then all ranks connect again; another may die in that too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from fleetpipe import log
-from fleetpipe.contrib.healing.joining import require_going_on
+from fleetpipe import log, systems
 from fleetpipe.contrib.kept_state.kept_state import KeptState
-from fleetpipe.errors import CheckpointError, PipelineTimeout, StateError
-from fleetpipe.job import attempt_files, generation, meeting
-from fleetpipe.job.groups import neighbours, paddle_groups
+from fleetpipe.errors import CheckpointError, PeerFailed, PipelineTimeout, StateError
+from fleetpipe.job import attempt_files, meeting, paddle_groups
+from fleetpipe.job.attempt_files import Generation
 from fleetpipe.job.job import ALONE, Job
+from fleetpipe.job.start import connect_ranks
+from fleetpipe.job.watch import Watch
 from fleetpipe.launch.forked_ranks import EARLY
 from fleetpipe.mesh.axes import Mesh
-from fleetpipe.paddle_api.gloo.process_groups import refuse_unconnected
-from fleetpipe.paddle_api.topology import beginning
+from fleetpipe.paddle_api.distributed import beginning, refuse_unconnected
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
 from fleetpipe.transport.base import PROCESS_GROUP
+
+#: Seconds after a death in which a rank that connects Paddle's groups notices it, if ever.
+_STUCK_SECONDS = 5.0
+
+
+class Changed(PeerFailed):
+    """A rank has died while the others connected."""
+
+
+def require_going_on(now: Generation) -> None:
+    """Checks that the launcher still heals the job.
+
+    Raises:
+        PeerFailed: It does not.
+    """
+    if now.refused:
+        raise PeerFailed(
+            "a rank died, and no process takes its place",
+            cause=now.refused,
+            fix="none here: the job is started again, from what was kept",
+        )
+
+
+def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
+    """Connects all ranks of a generation. Collective over the job, in which some are new.
+
+    Args:
+        job: The job.
+        now: The generation.
+        served_anew: Whether rank 0 is another process than when this one opened the job's store.
+
+    Raises:
+        Changed: Another rank has died meanwhile.
+        PeerFailed: Another rank has died, or the launcher replaces no further process.
+        PipelineTimeout: A rank did not come within the limit.
+    """
+
+    def check() -> None:
+        later = attempt_files.current_generation()
+        require_going_on(later)
+        if later.number != now.number:
+            raise Changed("another rank has died while the job healed")
+
+    timeout = job.timeout
+    namespace = f"fleetpipe/0/generation/{now.number}"
+    job.disconnect()
+    if served_anew:
+        store = meeting.open_store_again(timeout, check)
+    else:
+        store = meeting.opened_store(timeout)
+    store.check, store.timeout = check, timeout
+    meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
+    watch, used = connect_ranks(store, f"{namespace}/mesh", timeout)
+    watch.patient = True
+    job.connect_again(store, watch, used, namespace)
+    with killed_if_stuck(watch):
+        paddle_groups.connect_members(store, f"{namespace}/groups", now.number, timeout)
+        if job.neighbours:
+            [view] = job.connect_among(job.pipeline_ranks()).values()
+            where = store, f"{namespace}/neighbours", timeout
+            job.connect_neighbours(*paddle_groups.lanes(cast(View, view), job.neighbours, *where))
+    store.check = watch.check
+
+
+@contextlib.contextmanager
+def killed_if_stuck(watch: Watch) -> Iterator[None]:
+    """While it is open, the death of a rank ends this process, too, if it does not notice it.
+
+    Gloo waits for a member that has died, and no exception ends that. Another process takes the
+    place of this one, which has kept its state.
+    """
+    done = threading.Event()
+
+    def kill() -> None:
+        if not done.wait(_STUCK_SECONDS):
+            os.kill(os.getpid(), systems.SIGKILL)
+
+    watch.on_failure(lambda: threading.Thread(target=kill, daemon=True).start())
+    try:
+        yield
+    finally:
+        done.set()
+
 
 _log = log.logger(__name__)
 _LOOK_SECONDS = 0.01
@@ -74,7 +159,7 @@ def begin_alone(
     by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
     with _without_connections(timeout):
         hcg, copies = make_groups()
-        groups = neighbours.make_groups(mesh) if by_groups else {}
+        groups = paddle_groups.make_groups(mesh) if by_groups else {}
     pipeline = None
     if groups:
         members = mesh.along(mesh.coordinate(rank), ["pp"])
@@ -99,12 +184,12 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
     """
     deadline = time.monotonic() + job.timeout
     while True:
-        now = generation.current()
+        now = attempt_files.current_generation()
         require_going_on(now)
         # Those that began later, or with this one, have done nothing: they await this one.
-        ranks, began = range(job.degrees.size), generation.began()
+        ranks, began = range(job.degrees.size), attempt_files.own_generation()
         awaited = {rank for rank in ranks if now.since.get(rank, 0) < began}
-        places = generation.places(home, now.number)
+        places = attempt_files.waiting_places(home, now.number)
         if awaited <= places.keys():
             break
         if time.monotonic() > deadline:

@@ -12,9 +12,9 @@ from typing import Any
 
 from fleetpipe import systems
 from fleetpipe.contrib.kept_state import kept_state
-from fleetpipe.job import attempt_files, generation
-from fleetpipe.job.generation import Generation
-from fleetpipe.job.watching.watch import EXIT_CODE
+from fleetpipe.job import attempt_files
+from fleetpipe.job.attempt_files import Generation
+from fleetpipe.job.watch import EXIT_CODE
 from fleetpipe.launch import forked_ranks
 from fleetpipe.launch.forked_ranks import EARLY, Program, WatchedProcess
 from fleetpipe.paddle_api.launcher import RankProcess
@@ -116,13 +116,13 @@ class Healer:
     def _waits_for(self, rank: int) -> bool:
         """Whether a process that replaces another waits for a rank."""
         now = self._generation.number
-        return bool(now) and rank not in generation.places(self._home, now)
+        return bool(now) and rank not in attempt_files.waiting_places(self._home, now)
 
     def _obstacle(self, rank: int, code: int) -> str:
         """Returns why the process of a rank cannot be replaced; empty if it can."""
         if self._generation.refused:
             return self._generation.refused
-        if code == -signal.SIGTERM or generation.is_refused(self._home):
+        if code == -signal.SIGTERM or attempt_files.is_healing_refused(self._home):
             return "the job is ended"
         for file in sorted(self._home.glob("unhealed.*")):
             return file.read_text(encoding="utf-8")
@@ -153,8 +153,8 @@ class Healer:
     def _refuse(self, why: str, code: int) -> None:
         """Notes that the attempt ends; the end of a rank that was not made good counts first."""
         self._generation = self._generation._replace(refused=why)
-        generation.write(self._home, self._generation)
-        waiting = generation.places(self._home, self._generation.number)
+        attempt_files.write_generation(self._home, self._generation)
+        waiting = attempt_files.waiting_places(self._home, self._generation.number)
         if self._replaced and waiting:
             attempt_files.note_end(self._home, *self._replaced[-1])
         sys.stderr.write(f"fleetpipe: the job does not heal: {why}\n")
@@ -168,25 +168,25 @@ class Healer:
             (self._home / f"{file}.{number}").unlink(missing_ok=True)
         now = before.number + 1
         self._generation = Generation(now, {**before.since, number: now})
-        generation.write(self._home, self._generation)
+        attempt_files.write_generation(self._home, self._generation)
         rank.process = forked_ranks.fork(_program(rank.started, now))
         attempt_files.note_start(self._home, number, rank.pid)
 
 
 def holder(home: Path) -> Callable[[RankProcess], Rank]:
     """Returns the function by which the launcher of an attempt heals it."""
-    return Healer(home, int(os.environ[generation.HEAL])).hold
+    return Healer(home, int(os.environ[attempt_files.HEAL])).hold
 
 
 def _program(started: RankProcess, number: int) -> Program:
     """Returns the program that takes the place of a process in a generation."""
     early = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
-    environment = {**early, **started.environment, generation.BEGAN: str(number)}
+    environment = {**early, **started.environment, attempt_files.BEGAN: str(number)}
 
     def prepare() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stop in systems.STOP_SIGNALS:  # until the script goes by fleetpipe.resume
-            signal.signal(stop, generation.note_signal)
+            signal.signal(stop, attempt_files.note_signal)
         importlib.import_module(_REPLACEMENT).ENVIRONMENT.update(os.environ)
 
     return Program(started.words, environment, started.log, started.log, prepare)

@@ -1,8 +1,6 @@
 """Stores the state after every step in memory that outlives this process, and restores it.
 
-It is what a checkpoint holds of one rank, in a :class:`Segment` that the supervisor owns: the bytes
-of each tensor, copied once from where they lie, and the rest as text. A segment has two slots:
-while one is written, the other holds the step before.
+What the ranks of one layout have kept is a step that ranks of any layout restore.
 """
 
 from __future__ import annotations
@@ -10,29 +8,134 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
-from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, OptimizerState
-from fleetpipe.checkpoint.contents.matching import plain_order
-from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import STATE, Saved, SavedPart, SavedProgram, TensorName
-from fleetpipe.checkpoint.contents.script_state import ScriptState
+from fleetpipe.checkpoint.contents.model_and_optimizer import NamedTensors, OptimizerState
+from fleetpipe.checkpoint.contents.objects import Objects, ScriptState
+from fleetpipe.checkpoint.contents.parts import (
+    STATE,
+    Saved,
+    SavedPart,
+    SavedProgram,
+    TensorName,
+    plain_order,
+)
 from fleetpipe.checkpoint.contents.training_state import TrainingState
-from fleetpipe.checkpoint.files import host_memory
+from fleetpipe.checkpoint.files import writer
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest
 from fleetpipe.checkpoint.manager import CheckpointManager
-from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.checkpoint.restoring import restore_from
-from fleetpipe.contrib.kept_state.kept_step import Block, KeptStep
-from fleetpipe.contrib.kept_state.layouts import complete_layouts
-from fleetpipe.contrib.kept_state.segment import Segment
-from fleetpipe.mesh.parts import Described, LocalTensor
+from fleetpipe.contrib.kept_state import KeptLayout, Segment, complete_layouts
+from fleetpipe.mesh.parts import Described, LocalTensor, Region
 from fleetpipe.paddle_api.device import dynamic_mode
+
+
+class Block(NamedTuple):
+    """A block of a segment, as its index describes it: a tensor, or the part that a rank holds.
+
+    Attributes:
+        group: The group of the tensor's fully qualified name.
+        name: The name in that group.
+        dtype: Paddle's name of it.
+        shape: The shape of the whole tensor.
+        bytes: The size of the part.
+        cut: Which part it is, as numbers of a :class:`Region`; None for the whole.
+        differs: Whether other replicas may hold other values.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    cut: list[int] | None
+    differs: bool
+
+    @property
+    def tensor(self) -> TensorName:
+        """The fully qualified name."""
+        return TensorName(self.group, self.name)
+
+    @property
+    def whole(self) -> Described:
+        """The whole tensor."""
+        return Described(self.dtype, tuple(self.shape))
+
+
+class KeptStep:
+    """The parts that all ranks have kept of one step, for ``restore_from``.
+
+    They are this host's memory, in which a slot counts once it is complete: nothing is compared
+    with a checksum.
+    """
+
+    def __init__(self, kept: KeptLayout) -> None:
+        self._parts: dict[TensorName, dict[Region | None, memoryview]] = {}
+        entries: dict[TensorName, Entry] = {}
+        states, places = [], []
+        for segment in kept.segments:
+            blocks, text = segment.read(kept.step)
+            states.append({"extra": {}, **json.loads(text)})
+            places.append(Place.from_json(segment.index["place"]))
+            replica = places[-1].replica.number
+            for row, memory in zip(segment.index["blocks"], blocks):
+                block = Block(*row)
+                of_replica = block.differs and replica
+                name = block.tensor.of_replica(replica) if of_replica else block.tensor
+                cut = None if block.cut is None else Region(*block.cut)
+                self._parts.setdefault(name, {}).setdefault(cut, memory)
+                entries[name] = Entry("", block.whole, ())
+        about = kept.segments[0].index
+        self._state = training_state.merge_states(states, places)
+        self.manifest = Manifest(
+            *(kept.step, {}, entries, tuple(about["order"]), about["optimizer"], {}),
+            *(kept.degrees, {}, tuple(about["plain_order"])),
+        )
+
+    def text(self, _name: str) -> Any:
+        """Returns all of the state that is no tensor."""
+        return self._state
+
+    def check_texts(self) -> None:
+        """Does nothing."""
+
+    def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
+        """Does nothing."""
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
+        """Yields a function that reads a part of a tensor into memory."""
+
+        def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
+            values = self._whole_bytes(name)
+            part = values if cut is None else cut.taken_from(values)
+            memory[:] = np.ascontiguousarray(part).reshape(-1).data
+
+        yield read
+
+    def _whole_bytes(self, name: TensorName) -> np.ndarray:
+        """Returns the bytes of a tensor: an array of its shape, with an axis for an element's."""
+        whole, parts = self.manifest.tensors[name].tensor, self._parts[name]
+        shape = (*whole.shape, whole.itemsize)
+        if None in parts:
+            return np.frombuffer(parts[None], np.uint8).reshape(shape)
+        values = np.empty(shape, np.uint8)
+        for cut, memory in parts.items():
+            if cut is not None:
+                part = np.frombuffer(memory, np.uint8)
+                values[cut.slices] = part.reshape(*cut.part(whole.shape), whole.itemsize)
+        return values
+
 
 _log = log.logger(__name__)
 
@@ -87,7 +190,7 @@ class KeptState:
             state[STATE] = script.trees()
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment(text)
-        segment.write(step, [host_memory.bytes_of(one) for one in local], text)
+        segment.write(step, [writer.bytes_of_tensor(one) for one in local], text)
         if segment.steps() == [step - 1, step]:
             self._forget_others(segment)
 
@@ -190,13 +293,13 @@ class KeptState:
     def copy(self) -> Callable[[], None]:
         """Copies the tensors as they are now; returns what puts these values back."""
         *_, local = self._collect_tensors(self._objects.script_part(self._ranks.place))
-        copies = host_memory.Snapshot().take(local)
+        copies = writer.Snapshot().take(local)
 
         def put_back() -> None:
             for name, one in local.items():
-                value, memory = host_memory.empty_like(one)
+                value, memory = writer.empty_like(one)
                 memory[:] = copies[name]
-                host_memory.assign(one, value)
+                writer.assign(one, value)
 
         return put_back
 
@@ -249,9 +352,9 @@ class KeptState:
         wanted = {name: local for part in parts for name, local in part.wanted(saved).items()}
         tensors = dict(zip(described, blocks))
         for name, local in wanted.items():
-            value, memory = host_memory.empty_like(local)
+            value, memory = writer.empty_like(local)
             memory[:] = tensors[name]
-            host_memory.assign(local, value)
+            writer.assign(local, value)
         for part in parts:
             part.settle()
         return text

@@ -20,13 +20,13 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture import api
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.compare.differences import numbers_of
-from fleetpipe.contrib.guards.guards import Guards
+from fleetpipe.contrib.guards import Guards
 from fleetpipe.contrib.locator.locate_options import SETTING, Setting
 from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
 from fleetpipe.contrib.locator.recorder import Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
-from fleetpipe.dygraph.batch.observed import ObservedBatch
+from fleetpipe.dygraph.batch.micro_batches import ObservedBatch
 from fleetpipe.dygraph.nest import tensors_by_place, tensors_of
 from fleetpipe.dygraph.train.observers import observing_all
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetpipe.compare.differences import gap, largest_of, same_numbers
-from fleetpipe.contrib.locator import causes
-from fleetpipe.contrib.locator.causes import Location
+from fleetpipe.contrib import locator
+from fleetpipe.contrib.locator import Location
+from fleetpipe.contrib.locator.flow import StepBesideTwin
 from fleetpipe.contrib.locator.layouts import layouts
 from fleetpipe.contrib.locator.record import LEFT, READ_ON, RankTensors
-from fleetpipe.contrib.locator.step import StepBesideTwin
-from fleetpipe.mesh.causes import NORM, of_unequal
+from fleetpipe.mesh.axes import NORM, of_unequal
 
 #: By rank.
 Parts = dict[int, np.ndarray]
@@ -65,14 +65,14 @@ class ParameterChecks:
         """Finds a parameter that the job lacks, or one that the twin never has."""
         for name in whole:
             if name not in names:
-                finding = self._finding(name, "initial", self._at.ranks, causes.MISSING)
+                finding = self._finding(name, "initial", self._at.ranks, locator.MISSING)
                 return finding._replace(layer=_missing_layer(name, names))
         ever = {place.name for place in self._twin.tensors}
         for rank in self._job.ranks:
             for name in rank.names(0, "initial"):
                 if name not in ever:
                     ranks = self._parts("initial", name)
-                    return self._finding(name, "initial", ranks, causes.EXTRA)
+                    return self._finding(name, "initial", ranks, locator.EXTRA)
         return None
 
     def _find_changed(self, names: Sequence[str]) -> Location | None:
@@ -86,7 +86,7 @@ class ParameterChecks:
             if (whole := left.get(name)) is not None:
                 parts = {**self._parts("update", name, -1), **self._parts("initial", name)}
                 tolerance = max(self._tolerance(p, name, whole) for p in ("initial", "update"))
-                finding = self._wrong(name, "initial", parts, whole, tolerance, causes.CHANGED)
+                finding = self._wrong(name, "initial", parts, whole, tolerance, locator.CHANGED)
                 if finding is not None:
                     return finding
         return None
@@ -112,7 +112,7 @@ class ParameterChecks:
             return None
         leads = [parts[members[0]] for members in by_shard.values()]
         if len(leads) > 1 and leads[0].std() > 0 and all(same_numbers(leads[0], t) for t in leads):
-            return self._finding(name, "initial", parts, causes.SAME_SHARDS, axes[0], 1.0)
+            return self._finding(name, "initial", parts, locator.SAME_SHARDS, axes[0], 1.0)
         return self._find_misplaced(name, parts, whole, axes)
 
     def _find_misplaced(
@@ -128,7 +128,7 @@ class ParameterChecks:
         wrong = [number for number, far in here.items() if far]
         near = [number for number in wrong if here[number] < 1e-2]
         moved = all(any(distance(n, other) == 0 for other in parts) for n in wrong)
-        bad, cause = (wrong, causes.MISPLACED) if moved else (near, causes.OTHER_WEIGHTS)
+        bad, cause = (wrong, locator.MISPLACED) if moved else (near, locator.OTHER_WEIGHTS)
         if bad and len(near) < len(parts):
             return self._finding(name, "initial", bad, cause, axes[0], max(here[n] for n in bad))
         return None
@@ -146,7 +146,7 @@ class ParameterChecks:
             few = few if 4 * len(few) <= len(random) else []
             for name in [*few, *(n for n in other if n not in random)][:1]:
                 wrong = self._parts("initial", name)
-                return self._finding(name, "initial", wrong, causes.OTHER_WEIGHTS, "", 1.0)
+                return self._finding(name, "initial", wrong, locator.OTHER_WEIGHTS, "", 1.0)
         return None
 
     # Gradients
@@ -161,7 +161,7 @@ class ParameterChecks:
         if not bad or has_old(self._twin):
             return None
         axis = self._at.axis_of(bad, self._at.ranks)
-        return self._finding("", "gradient", bad, causes.NOT_CLEARED, axis)
+        return self._finding("", "gradient", bad, locator.NOT_CLEARED, axis)
 
     def gradient(self) -> tuple[float, Location] | None:
         """Finds the first gradient, in backward's order, that is wrong before the reduction.
@@ -178,7 +178,7 @@ class ParameterChecks:
             if not parts:
                 # Experts that no token came to have none on one device either.
                 if name in before and (ranks := self._holders(name)):
-                    finding = self._finding(name, "gradient", ranks, causes.NO_GRADIENT)
+                    finding = self._finding(name, "gradient", ranks, locator.NO_GRADIENT)
                     firsts.append((self._position(name), finding))
                 continue
             tolerance = self._tolerance("reduction", name, whole)
@@ -193,19 +193,19 @@ class ParameterChecks:
     def _of_gradient(
         self, name: str, best: Best, bad: list[int], whole: np.ndarray, tolerance: float
     ) -> Location:
-        parts, cause = self._parts("gradient", name), causes.GRADIENT
+        parts, cause = self._parts("gradient", name), locator.GRADIENT
         axis = self._at.axis_of(bad, best.apart)
         axis = axis or self._at.split(*self._split_axes(parts, whole), "mp")
         absent = [number for number in self._holders(name) if number not in parts]
         if absent:
-            bad, cause = absent, causes.ABSENT_GRADIENT
+            bad, cause = absent, locator.ABSENT_GRADIENT
             axis = self._at.axis_of(absent, [*absent, *parts])
         elif len(self._stages(name)) > 1:
-            axis, cause = "pp", causes.TIED
+            axis, cause = "pp", locator.TIED
             for number in parts:
                 halved = {n: part / 2 if n == number else part for n, part in parts.items()}
                 if max(self._best(halved, whole, tolerance).apart.values()) <= tolerance:
-                    bad, cause = [number], causes.TWICE
+                    bad, cause = [number], locator.TWICE
         worst = max(best.apart.values())
         return self._finding(name, "gradient", bad, cause, axis, worst, tolerance)
 
@@ -254,7 +254,7 @@ class ParameterChecks:
         members = {axis: self._at.members(bad[0], (axis,), parts) for axis in axes}
         missing = [a for a in axes if not all(same_numbers(part, parts[n]) for n in members[a])]
         ratio, shared = self._ratio(part, whole, bad[0]), len(self._stages(name)) > 1
-        axis, cause = causes.of_reduction(self._at.degrees, axes, missing, ratio, name, shared)
+        axis, cause = locator.of_reduction(self._at.degrees, axes, missing, ratio, name, shared)
         return self._finding(name, "reduction", bad, cause, axis, worst, tolerance)
 
     def _ratio(self, part: np.ndarray, whole: np.ndarray, number: int) -> float | None:
@@ -276,7 +276,7 @@ class ParameterChecks:
         rest = [number for number in stepping if number not in clipping]
         if rest and self._twin.names(self._at.number, "clip"):
             axis = self._at.axis_of(rest, [*rest, *clipping])
-            return self._finding("", "clip", rest, causes.UNCLIPPED, axis)
+            return self._finding("", "clip", rest, locator.UNCLIPPED, axis)
         return self._first("clip", NORM, "mp", "pp", "sharding", *self._at.degrees)
 
     def trained(self) -> Location | None:
@@ -284,7 +284,7 @@ class ParameterChecks:
         trained = {name for names in self._listed.values() for name in names}
         for name in self._twin.listed(self._rate):
             if trained and name not in trained and (ranks := self._holders(name)):
-                return self._finding(name, "optimizer input", ranks, causes.UNTRAINED)
+                return self._finding(name, "optimizer input", ranks, locator.UNTRAINED)
         return None
 
     def optimizer_input(self) -> Location | None:
@@ -294,18 +294,18 @@ class ParameterChecks:
         apart = {n: gap(other, rate) for n, other in held.items() if rate is not None}
         if bad := [n for n, far in apart.items() if far]:
             axis, far = self._at.axis_of(bad, held), max(apart.values())
-            return self._finding("", "optimizer input", bad, causes.RATE, axis, far)
+            return self._finding("", "optimizer input", bad, locator.RATE, axis, far)
         return None
 
     def update(self) -> Location | None:
         """Finds the first parameter with a wrong update."""
-        return self._first("update", causes.UPDATE, "sharding", "mp", *self._at.degrees)
+        return self._first("update", locator.UPDATE, "sharding", "mp", *self._at.degrees)
 
     def buffers(self) -> Location | None:
         """Finds the first buffer that differs; replicas have statistics of their own samples."""
         if self._at.split("dp", "sharding", "sep", "cp", "ep"):
             return None
-        return self._first("buffer", causes.BUFFER)
+        return self._first("buffer", locator.BUFFER)
 
     def _first(self, phase: str, cause: str, *axes: str) -> Location | None:
         for name, whole in self._twin.names(self._at.number, phase).items():

@@ -16,7 +16,7 @@ from fleetpipe.contrib.experts import Experts
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.record import Meaning
 from fleetpipe.dygraph import PipelineLayer, tensors_of
-from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.layer_kinds import is_spread
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle

@@ -13,11 +13,10 @@ import numpy as np
 
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.compare.differences import numbers_of, unit_of
-from fleetpipe.compare.strategies import strategies_changed
+from fleetpipe.compare.trail import strategies_changed
 from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.layouts import WholeTensors
+from fleetpipe.contrib.locator.layouts import WholeTensors, signatures
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
-from fleetpipe.contrib.locator.rows import signatures
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.dygraph.nest import map_tensors, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES

@@ -10,7 +10,339 @@ Put adapters into a list of layers, or into a plain model, before a pipeline is 
 
 from __future__ import annotations
 
-from fleetpipe.contrib.lora.adapters import adapt, merge
-from fleetpipe.contrib.lora.parts import BasePart, TrainedPart
+import copy
+import functools
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
-__all__ = ["BasePart", "TrainedPart", "adapt", "merge"]
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.checkpoint.contents.model_and_optimizer import NamedTensors, without_wrappers
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.dygraph.layers.entries import Blueprints, Entry, SeveralLayers, is_shared
+from fleetpipe.dygraph.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from fleetpipe.errors import ConfigError, listed, require_whole
+from fleetpipe.mesh.parts import LocalTensor, ModelParts, whole_name
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import parameters_in
+from fleetpipe.representation import shows
+
+__all__ = [
+    "BasePart",
+    "TrainedPart",
+    "adapt",
+    "merge",
+]
+
+
+def adapt(
+    model: Layer | Sequence[Entry], targets: Collection[str], rank: int = 8, alpha: float = 16.0
+) -> Any:
+    """Freezes a model, and puts an adapter beside each of some linear layers. Not collective.
+
+    Each of these adds ``x @ lora_A.weight @ lora_B.weight * alpha / rank`` to its output. A
+    ``lora_A`` is drawn from Paddle's generator, as in PEFT, and a ``lora_B`` is zero. Parameters
+    that are to be trained besides are given ``stop_gradient = False`` afterwards.
+
+    Args:
+        model: The list of layers of a ``PipelineLayer``, of which each layer draws under its own
+            seed; or a layer that is whole on this process, as :func:`fleetpipe.pipeline` takes it.
+        targets: The last parts of the paths of the layers, as ``["qkv", "mlp.up"]``. Paths in a
+            list begin with the number of the entry: ``"3.qkv"``. They are ``nn.Linear``,
+            ``ColumnParallelLinear`` or ``RowParallelLinear``.
+        rank: Columns of ``lora_A``.
+        alpha: The scale, times ``rank``.
+
+    Returns:
+        The layer itself, or a list of other descriptions.
+
+    Raises:
+        ConfigError: The model is cut already, a target is in no path, or a layer computes something
+            else than a linear one. The model is as it was.
+    """
+    options = _Options(frozenset([targets] if isinstance(targets, str) else targets), rank, alpha)
+    if isinstance(model, PipelineLayer):
+        raise ConfigError(
+            "adapters are put into a model before it is cut into stages",
+            got=f"a {type(model).__name__}",
+            cause="its ranks know the names and shapes of the layers that it was made of",
+            fix="adapt the list of layers, or the plain model; PaddleNLP's LoRAModel takes the "
+            "..Pipe models of that library",
+        )
+    if isinstance(model, paddle.nn.Layer):
+        options.require_paths(path for path, _ in options.chosen(model))
+        return options.put_into(model)
+    entries = [_entry(entry, options, index) for index, entry in enumerate(model)]
+    paths: list[str] = []
+    for index, layer in enumerate(Blueprints(entries)):
+        if isinstance(layer, paddle.nn.Layer):
+            built = layer is entries[index]
+            chosen = options.chosen(layer, str(index)) if built else _adapters(layer, str(index))
+            paths += (path for path, _ in chosen)
+        if is_shared(entries[index]) and paths and paths[-1].startswith(f"{index}."):
+            raise _shared_weight(paths[-1])
+    options.require_paths(paths)
+    for index, entry in enumerate(entries):
+        if isinstance(entry, paddle.nn.Layer):
+            options.put_into(entry, str(index))
+    return entries
+
+
+def merge(model: Layer) -> Layer:
+    """Adds each adapter to the weight beside it, and removes it. Not collective.
+
+    Args:
+        model: A layer that is whole on this process, with adapters; each linear layer gets its own
+            class again. Parameters stay frozen.
+
+    Returns:
+        The layer itself.
+
+    Raises:
+        ConfigError: It is a pipeline.
+    """
+    if isinstance(without_wrappers(model), PipelineLayer):
+        raise ConfigError(
+            "adapters are merged into a model that is whole",
+            got=f"a {type(model).__name__}",
+            fix="copy the pipeline to an adapted plain model first, by layers.copy_to(plain) or "
+            "fleetpipe.load_single(plain, folder)",
+        )
+    for _, layer in [*_adapters(model)]:
+        with paddle.no_grad():
+            product = layer.lora_A.weight @ layer.lora_B.weight
+            layer.weight.set_value(layer.weight + product * layer.lora_scale)
+        del layer.lora_A, layer.lora_B, layer.lora_scale, layer.lora_text
+        _, layer.__class__ = type(layer).__bases__
+    return model
+
+
+class _Options:
+    """Which layers get an adapter, and of what size."""
+
+    def __init__(self, targets: frozenset[str], rank: int, alpha: float) -> None:
+        require_whole("rank", rank, rule="rank is a number of 1 or more", fix="give such a number")
+        if not 0 < alpha < math.inf:
+            raise ConfigError(
+                "alpha / rank is the scale of what an adapter adds: it is a number above 0",
+                got=f"alpha={alpha}",
+                fix="give a number such as rank, or twice that",
+            )
+        self._targets, self._rank, self._scale = targets, rank, alpha / rank
+        self._text = f"rank {rank}, alpha {alpha:g}, targets {', '.join(sorted(targets))}"
+
+    def chosen(self, model: Layer, path: str = "") -> list[tuple[str, Any]]:
+        """Returns the linear layers within a layer that are named, by path, and refuses others."""
+        for name, _ in _adapters(model, path):
+            raise _adapted_before(name)
+        layers = [*model.named_sublayers(prefix=path, include_self=True)]
+        users = Counter(id(p) for _, one in layers for p in parameters_in(one).values())
+        named = [(n, one) for n, one in layers if any(_ends(n, target) for target in self._targets)]
+        for name, layer in named:
+            _require_linear(layer, name)
+            if users[id(layer.weight)] > 1:
+                raise _shared_weight(name)
+        return named
+
+    def put_into(self, model: Layer, path: str = "") -> Layer:
+        """Freezes a layer, and puts adapters into those linear layers within it that are named."""
+        chosen = self.chosen(model, path)
+        for parameter in model.parameters():
+            parameter.stop_gradient = True
+        for _, layer in chosen:
+            factors = _factors(layer, self._rank)
+            layer.lora_A, layer.lora_B = (one.to(dtype=layer.weight.dtype) for one in factors)
+            layer.lora_scale, layer.lora_text = self._scale, self._text
+            layer.__class__ = _above(_Adapter, layer.__class__)
+        return model
+
+    def require_paths(self, paths: Iterable[str]) -> None:
+        """Refuses targets that are no end of these paths."""
+        adapted = [*paths]
+        absent = [t for t in sorted(self._targets) if not any(_ends(name, t) for name in adapted)]
+        if absent or not adapted:
+            raise ConfigError(
+                "there is no such layer to put an adapter into",
+                expected="the last parts of the paths of linear layers",
+                got=listed(absent) or "no targets",
+                fix="print(layer) shows the names of the layers in it",
+            )
+
+
+def _adapted_before(path: str) -> ConfigError:
+    return ConfigError(
+        "the model has adapters already, which others beside them would freeze",
+        where=path,
+        fix="name all targets in one call of lora.adapt, or merge the earlier ones before",
+    )
+
+
+def _shared_weight(path: str) -> ConfigError:
+    return ConfigError(
+        "an adapter beside a weight that several layers use would be merged into all of them",
+        where=path,
+        fix="leave this layer out of targets, or give it a weight of its own",
+    )
+
+
+class _Adapter(paddle.nn.Layer):
+    """Stands above the class of a linear layer that has an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the adapter's output to that of the frozen layer."""
+        # Not super(), which calls itself where paddle.jit.to_static has changed the method.
+        linear: Any = type(self).__bases__[1]
+        return linear.forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+
+
+class _AdaptedEntry:
+    """Stands above the class of a description whose layer gets adapters when it is built."""
+
+    lora: tuple[_Options, str]
+
+    def build_layer(self, **lent: Tensor) -> Layer:
+        """Builds the layer as it was described, and puts adapters into it."""
+        described: Any = super()
+        options, path = self.lora
+        return options.put_into(described.build_layer(**lent), path)
+
+
+@functools.cache
+def _above(mixin: Any, kind: Any) -> Any:
+    """Returns a class of the same name with the methods of ``mixin`` above those of ``kind``."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+def _entry(entry: Entry, options: _Options, index: int) -> Entry:
+    """Returns an entry of a list of layers whose layer has adapters."""
+    if isinstance(entry, SeveralLayers):
+        raise ConfigError(
+            "a head in parts takes no adapter, and is not frozen by lora.adapt",
+            where=f"layer {index} of the list",
+            got=f"a {type(entry).__name__}",
+            fix="describe the head as a layer like the others",
+        )
+    if isinstance(entry, _AdaptedEntry):
+        raise _adapted_before(str(index))
+    if hasattr(entry, "build_layer"):
+        entry = copy.copy(entry)
+        entry.lora = options, str(index)
+        entry.__class__ = _above(_AdaptedEntry, entry.__class__)
+    return entry
+
+
+def _adapters(model: Layer, path: str = "") -> Iterator[tuple[str, Any]]:
+    named = model.named_sublayers(prefix=path, include_self=True)
+    return ((name, layer) for name, layer in named if isinstance(layer, _Adapter))
+
+
+def _ends(path: str, target: str) -> bool:
+    return f".{path}".endswith(f".{target}")
+
+
+def _factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
+    """Returns ``lora_A`` and ``lora_B`` for a linear layer."""
+    draws: Any = paddle.ParamAttr(
+        initializer=paddle.nn.initializer.KaimingUniform(
+            negative_slope=math.sqrt(5), nonlinearity="leaky_relu"
+        )
+    )
+    zeros: Any = paddle.ParamAttr(initializer=paddle.nn.initializer.Constant(0.0))
+    inputs, outputs = layer.weight.shape
+    whole = functools.partial(paddle.nn.Linear, bias_attr=False)
+    if isinstance(layer, paddle.nn.Linear):
+        return whole(inputs, rank, draws), whole(rank, outputs, zeros)
+    kind: Any = type(layer)
+    cut = functools.partial(kind, has_bias=False, mp_group=layer.model_parallel_group)
+    if type(layer) is ColumnParallelLinear:
+        up = cut(rank, outputs * layer.world_size, zeros, gather_output=layer.gather_output)
+        return whole(inputs, rank, draws), up
+    down = cut(inputs * layer.world_size, rank, draws, input_is_parallel=layer.input_is_parallel)
+    return down, whole(rank, outputs, zeros)
+
+
+def adapted_by(model: Layer) -> str:
+    """Returns the rank, the alpha and the targets of a model's adapters; empty without any."""
+    return next((layer.lora_text for _, layer in _adapters(model)), "")
+
+
+def _require_linear(layer: Any, path: str) -> None:
+    """Refuses a layer whose output is not that of its weight and bias, as merging needs."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    forward = getattr(type(layer), "forward", None)
+    linear = type(layer) in kinds or forward is paddle.nn.Linear.forward
+    # weight_norm and spectral_norm compute the weight before each forward.
+    if not linear or "weight" not in parameters_in(layer):
+        raise ConfigError(
+            "this layer takes no adapter",
+            where=path or None,
+            expected="a Linear, a ColumnParallelLinear or a RowParallelLinear, which computes with "
+            "its own weight",
+            got=f"a {type(layer).__name__}" + " with a computed weight" * linear,
+            fix="name the linear layers alone in targets; merge a norm of weights before, by "
+            "paddle.nn.utils.remove_weight_norm",
+        )
+
+
+@shows(model="_model.__class__.__name__")
+class BasePart:
+    """All of a model but its adapters, in the place of a model in checkpoints.
+
+    So a model with adapters takes a checkpoint of the model without.
+    """
+
+    #: What the adapters among the tensors were made by; they are matched by name alone.
+    _adapters = ""
+
+    def __init__(self, model: Layer) -> None:
+        """Takes a pipeline, or a layer that is whole on this process. Not collective."""
+        self._model = without_wrappers(model)
+
+    def checkpoint_part(self) -> ModelParts:
+        """Returns what this process holds of it."""
+        layer = self._model
+        of = layer if isinstance(layer, PipelineLayer) else NamedTensors.of_layer(layer)
+        parts: ModelParts = of.checkpoint_part()
+        return parts._replace(
+            adapters=self._adapters,
+            tensors={
+                name: local
+                for name, local in parts.tensors.items()
+                if self._has(whole_name(name, local.tensor))
+            },
+            shapes={name: shape for name, shape in parts.shapes.items() if self._has(name)},
+        )
+
+    def _has(self, name: str) -> bool:
+        return {"lora_A", "lora_B"}.isdisjoint(name.split("."))
+
+
+class TrainedPart(BasePart):
+    """What training changes of a model, in the place of a model in checkpoints.
+
+    These are trained parameters, and buffers and running statistics of batch norms, which a batch
+    changes. A later job loads frozen weights from where they came, and restores the rest.
+    """
+
+    def __init__(self, model: Layer) -> None:
+        """Finds what is trained, of a model as for BasePart. Collective over the pipeline."""
+        self._names: set[str] | None = None
+        super().__init__(model)
+        tensors = self.checkpoint_part().tensors
+        names = [whole_name(n, local.tensor) for n, local in tensors.items() if _changes(n, local)]
+        here = names, adapted_by(self._model)
+        pipeline = isinstance(self._model, PipelineLayer)
+        parts = self._model.holders().all_gather(here) if pipeline else [here]
+        self._names = {name for part, _ in parts for name in part}
+        self._adapters = max(adapters for _, adapters in parts)
+
+    def _has(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+
+def _changes(name: str, local: LocalTensor) -> bool:
+    """Whether a step, or the forward of a batch norm, changes a tensor."""
+    tensor: Any = local.tensor
+    untrained = hasattr(tensor, "trainable") and tensor.stop_gradient
+    return not untrained or name.split(".")[-1] in ("_mean", "_variance")

@@ -1,1 +1,190 @@
-"""Pictures of schedules, runs, profiles and captured models."""
+"""Pictures of schedules, runs, profiles and captured models.
+
+Here are the boxes of a picture, by rank and time, before anything is drawn. ``picture.py`` draws
+them with matplotlib, ``graphviz.py`` writes a captured model in Graphviz's language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.representation import shows
+from fleetpipe.schedules.action import Action
+from fleetpipe.schedules.forms.trace import Event, events_of
+from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.rows import in_slices
+from fleetpipe.schedules.simulation import Timeline, amounts_in_flight
+
+#: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
+COLOURS = {
+    "F": (0.00, 0.45, 0.70),
+    "B": (0.90, 0.62, 0.00),
+    "I": (0.84, 0.37, 0.00),
+    "W": (0.00, 0.62, 0.45),
+    "other": (0.60, 0.60, 0.60),
+}
+
+HEIGHT = 0.86  # of a bar, in rows
+LANE = 0.55  # height of a bar in shares of that, where more than two chunks stand in lanes
+
+Colour = tuple[float, float, float]
+
+
+@shows("title", "placement")
+@dataclass(frozen=True)
+class Panel:
+    """One timeline of a picture.
+
+    Args:
+        title: The text above it.
+        events: The events. Actions are drawn in the colour of their kind, transfers are left out,
+            other events are grey.
+        placement: The placement of stages on ranks.
+        unit: Unit of the times, "s" for example; empty for that of the costs.
+        held: For each rank the amounts that it holds, as (time, amount); drawn below the timeline.
+        held_unit: Unit of these amounts, "bytes" for example.
+        begin: Where the axis of time begins.
+    """
+
+    title: str
+    events: Sequence[Event]
+    placement: Placement
+    unit: str = ""
+    held: tuple[tuple[tuple[float, float], ...], ...] = ()
+    held_unit: str = ""
+    begin: float = 0.0
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether chunks are drawn below each other: shades distinguish only two."""
+        return self.placement.chunks > 2
+
+    @cached_property
+    def bars(self) -> list[Bar]:
+        """The boxes to draw, in the order of the events."""
+        return [bar for event in self.events for bar in _bars(event, self.placement)]
+
+    def within(self, start: float, end: float) -> Panel:
+        """Returns the part between two times, in which boxes have more room.
+
+        Raises:
+            ConfigError: Nothing runs between them.
+        """
+        events = [each for each in self.events if each.start < end and each.end > start]
+        if not events:
+            times = [time for each in self.events for time in (each.start, each.end)]
+            raise ConfigError(
+                "nothing runs in the window of the picture",
+                expected=f"times between {min(times, default=0):g} and {max(times, default=0):g}",
+                got=f"{start:g} to {end:g}",
+                fix="give a window in the unit of the times, its start before its end",
+            )
+        cut = [
+            each._replace(start=max(each.start, start), end=min(each.end, end)) for each in events
+        ]
+        return replace(self, events=cut, begin=start)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A box: its kind, lightness, number and position.
+
+    ``exchange`` is the width of the part at its right end in which the rank only waits for an
+    exchange.
+    """
+
+    kind: str
+    shade: float
+    number: str
+    left: float
+    right: float
+    top: float
+    bottom: float
+    exchange: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """The left end of the part that is an exchange, or the right end."""
+        return max(self.left, self.right - self.exchange)
+
+    @property
+    def colour(self) -> Colour:
+        """The fill colour on white paper."""
+        red, green, blue = (part + (1 - part) * self.shade for part in COLOURS[self.kind])
+        return red, green, blue
+
+    @property
+    def ink(self) -> str:
+        """Black or white, whichever is easier to read on it: one has a contrast of 4.5 to 1."""
+        red, green, blue = (
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+            for part in self.colour
+        )
+        # The relative luminance of WCAG 2; at 0.179 black and white have the same contrast.
+        return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "white"
+
+
+def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool = False) -> Panel:
+    """Returns the panel of a simulated schedule, with bubble rate and peak in its title.
+
+    Args:
+        timeline: When each action runs.
+        unit: As for :class:`Panel`.
+        name: The begin of the title, if one picture has several panels.
+        memory: Whether to draw below what each rank holds: bytes if the costs give them, else
+            forwards of one stage.
+    """
+    schedule = timeline.schedule
+    placement = schedule.placement
+    chunks = f", {placement.chunks} chunks ({placement.name})" if placement.chunks > 1 else ""
+    title = (
+        f"{schedule.name}: {placement.ranks} ranks,"
+        f" {schedule.micro_batches} micro-batches{in_slices(schedule.slices)}{chunks}"
+        f" · bubble {timeline.bubble_rate:.2%}"
+        f" · peak {max(timeline.peak_activations):g} forwards"
+    )
+    title = f"{name}: {title}" if name else title
+    panel = Panel(title, events_of(timeline), placement, unit)
+    if not memory:
+        return panel
+    held_unit = "forwards" if timeline.costs.bytes is None else "bytes"
+    held = tuple(_amounts(timeline, rank) for rank in range(placement.ranks))
+    return replace(panel, held=held, held_unit=held_unit)
+
+
+def _amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
+    in_bytes = timeline.costs.bytes is not None
+    around = amounts_in_flight(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
+    times = zip(timeline.starts[rank], timeline.ends[rank])
+    steps = [(0.0, 0.0)]
+    for (start, end), held in zip(times, around):
+        steps += [(start, held.during), (end, held.after)]
+    return (*steps, (timeline.makespan, steps[-1][1]))
+
+
+def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
+    """Yields the boxes of an event, several if it is fused."""
+    top = event.rank - HEIGHT / 2
+    if not event.actions:
+        if event.op is None or event.name in ("REDUCE", "STEP"):
+            yield Bar("other", 0, "", event.start, event.end, top, top + HEIGHT)
+        return
+    whole = HEIGHT * (LANE if placement.chunks > 2 else 1)
+    height = whole / len(event.actions)
+    for index, action in enumerate(event.actions):
+        later = _lateness(action, event.rank, placement)
+        above = top + (HEIGHT - whole) * later + index * height
+        number = str(action.micro_batch)
+        times = event.start, event.end
+        yield Bar(
+            *(action.kind, 0.6 * later, number, *times, above, above + height, event.exchange)
+        )
+
+
+def _lateness(action: Action, rank: int, placement: Placement) -> float:
+    """Returns 0 for a rank's first stage and up to 1 for its last, which is the palest."""
+    chunk = placement.stages_of(rank).index(action.stage)
+    return min(1, chunk / max(1, placement.chunks - 1))

@@ -1,1 +1,222 @@
-"""The schedules of ``paddle.distributed.auto_parallel.pipelining``, on the engine."""
+"""Runs the schedules of ``paddle.distributed.auto_parallel.pipelining`` on the engine.
+
+A script cuts its model itself, wraps the layers of each rank as ``PipelineStage``, and calls
+``schedule.step``. Between CPU ranks Paddle's own exchange ends after 30 s: under 1F1B two ranks
+send to each other, and each waits until the other receives. Here the order of Paddle's schedule
+becomes one of fleetpipe's, which is verified before any rank waits, and values go over the job's
+connections. The results are the same as Paddle's: gradients are summed over micro-batches, and the
+optimizer, the learning rate and random numbers are the script's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.nest import map_tensors
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.stage import Values
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.lifecycle import init
+from fleetpipe.fleet.strategy import DistributedStrategy
+from fleetpipe.job import meeting
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.pipelining import MicroBatchData, PaddleSchedule, local, stepping
+from fleetpipe.schedules import Action, Placement, Schedule, build, forward_only
+from fleetpipe.schedules.action import GlobalMicroBatch
+from fleetpipe.schedules.placement import SHAPES
+from fleetpipe.transport import MemoryHub, Transport
+
+#: Paddle's schedules of one stage on each rank, by their names here.
+_SINGLE = {"ScheduleFThenB": "FThenB", "Schedule1F1B": "1F1B"}
+
+
+class _Stage(DygraphStage):
+    """Stages whose weights may be Paddle's distributed tensors, each on one rank."""
+
+    def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
+        """Runs a backward, and turns its gradients into local tensors."""
+        grads = super().backward(stage, micro_batch, output_grads)
+        return {edge: map_tensors(local, grad) for edge, grad in grads.items()}
+
+
+class _Pipeline:
+    """Runs the batches of one of Paddle's schedules."""
+
+    def __init__(self, paddles: PaddleSchedule) -> None:
+        """Makes the engine. Collective over the ranks of the schedule's group.
+
+        Raises:
+            ConfigError: No placement has its stages, or the ranks have different schedules.
+            ScheduleError: Its order is incomplete, or deadlocks.
+        """
+        self._paddles = paddles
+        schedule = schedule_of(paddles)
+        plan = schedule.lower()
+        plan.verify()
+        job = self._job = _job()
+        self._data = MicroBatchData([], [], None)
+        self._labelled = paddles.trains and paddles.has_last
+        split = SplitBackward(schedule, lambda stage: {stage: paddles.layers[stage]}, False)
+        run_of = functools.partial(functools.partial, self._forward)
+        self._stage = _Stage(run_of, schedule.placement, split)
+        transports: dict[int, Transport] = {0: MemoryHub(1).endpoint(0)}
+        if job is not None:
+            transports = job.connect_among(paddles.members)
+            with job.guarded(lambda: "comparing the schedules of a pipeline"):
+                _require_one(job.members(paddles.members).all_gather(str(schedule)))
+        self._engine = Engine(plan, self._stage, transports, job.timeout if job else 0.0)
+
+    def step(self, data: MicroBatchData, losses: list[Tensor] | None) -> None:
+        """Runs a batch. Collective over the ranks of the schedule's group.
+
+        Args:
+            data: The micro-batches; only the arguments of the first stage count.
+            losses: The list that gets the losses of micro-batches on the rank with the last stage.
+        """
+        data = self._data = self._paddles.begin(data, losses)
+        if self._labelled and data.targets is None:
+            raise ConfigError(
+                "this rank owns the last stage and was given no target",
+                got="schedule.step(..) without target, and a schedule with loss_fn",
+                fix="schedule.step(inputs, target=labels) on this rank",
+            )
+        weights = [Fraction(1)] * self._paddles.micro_batches
+        functions = Losses([self._loss], weights) if self._paddles.trains else None
+        batch = Batch(MicroBatches(data.arguments, data.targets), functions)
+        job, engine = self._job, self._engine
+        self._stage.begin(batch)
+        try:
+            with nullcontext() if job is None else job.guarded(engine.where):
+                engine.run({"REDUCE": self._add_shared, "STEP": lambda: None})
+            self._paddles.keep(batch.ordered_outputs())
+            self._paddles.end(losses)
+        finally:
+            self._stage.end()
+
+    def _forward(self, stage: int, value: Nest, number: GlobalMicroBatch) -> Nest:
+        arguments = value if isinstance(value, (tuple, list)) else (value,)
+        output = self._paddles.layers[stage](*arguments, **self._data.keywords[number])
+        return output if stage == self._paddles.stages - 1 else map_tensors(local, output)
+
+    def _loss(self, output: Nest, target: Nest) -> Tensor:
+        loss = self._paddles.loss(output, target)
+        self._paddles.keep([map_tensors(lambda tensor: tensor.detach(), output)])
+        return loss
+
+    def _add_shared(self) -> None:
+        """Adds up the gradients of weights that two stages share."""
+        for ranks, gradient in self._paddles.shared():
+            if self._job is not None and len(ranks) > 1:
+                self._job.members(ranks).all_reduce([gradient])
+
+
+def schedule_of(paddles: PaddleSchedule) -> Schedule:
+    """Returns one of Paddle's schedules as one of fleetpipe's.
+
+    Raises:
+        ConfigError: No placement has its stages.
+        ScheduleError: Its order is incomplete, or deadlocks.
+    """
+    placement = _placement(paddles)
+    if not paddles.trains:
+        return forward_only(placement, paddles.micro_batches)
+    if paddles.rows is None:
+        name = _SINGLE[paddles.name]
+        return build(name, ranks=placement.ranks, micro_batches=paddles.micro_batches)
+    rows = tuple(tuple(Action(*entry) for entry in row) for row in paddles.rows)
+    schedule = Schedule(paddles.name, placement, paddles.micro_batches, rows)
+    schedule.verify()
+    return schedule
+
+
+def _placement(paddles: PaddleSchedule) -> Placement:
+    """Returns the placement that one of Paddle's schedules has."""
+    ranks = len(paddles.members)
+    chunks = paddles.stages // ranks
+    for name in (name for name, shape in SHAPES.items() if shape.takes(chunks)):
+        placement = Placement(name, ranks, chunks)
+        if [*map(placement.rank_of, range(placement.stages))] == paddles.rank_of:
+            break
+    else:
+        raise ConfigError(
+            f"{paddles.name} has its stages on ranks where no placement has them",
+            expected=f"stage s on rank s % {ranks}, or there and back again",
+            got=f"the ranks of the stages, {paddles.rank_of}",
+            fix="PipelineStage(layer, stage_index, num_stages, group=..) with the stages "
+            "rank, rank + ranks, ..; ScheduleFThenB and Schedule1F1B take one for each rank",
+        )
+    expected = placement.stages_of(paddles.rank)
+    if tuple(sorted(paddles.layers)) != expected:
+        raise ConfigError(
+            f"rank {paddles.rank} of a pipeline was given other stages than its own",
+            expected=f"stages {list(expected)} of {placement.stages}",
+            got=f"stages {sorted(paddles.layers)}",
+            fix="give each rank the PipelineStage with its own stage_index; several to ScheduleVPP",
+        )
+    return placement
+
+
+def _job() -> Job | None:
+    """Returns the job that connects the ranks; begins one if the script has not.
+
+    Returns None in a process that is alone. It is collective over all processes if it begins one.
+    """
+    job = current_job()
+    if job is None and meeting.world_size() > 1:
+        strategy = DistributedStrategy()
+        strategy.hybrid_configs = {"dp_degree": -1}
+        init(is_collective=True, strategy=strategy)
+        job = current_job()
+    return job
+
+
+def _require_one(schedules: list[str]) -> None:
+    """Refuses ranks that would run different schedules."""
+    for rank, schedule in enumerate(schedules):
+        if schedule != schedules[0]:
+            raise ConfigError(
+                "the ranks of a pipeline have different schedules",
+                expected=f"one schedule; rank 0 has {schedules[0].splitlines()[0]}",
+                got=f"rank {rank} has {schedule.splitlines()[0]}",
+                fix="make the same schedule, with n_microbatches and loss_fn, on every rank",
+            )
+
+
+_pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
+
+
+def _run(schedule: Any, data: MicroBatchData, losses: list[Tensor] | None) -> None:
+    if schedule not in _pipelines:
+        _pipelines[schedule] = _Pipeline(PaddleSchedule(schedule))
+    _pipelines[schedule].step(data, losses)
+
+
+def _refuse(name: str) -> None:
+    raise ConfigError(
+        f"{name} exchanges values in a way of its own, which ends after 30 s between CPUs",
+        expected="ScheduleFThenB, Schedule1F1B, ScheduleVPP, or a PipelineScheduleMulti that sets "
+        "pipeline_order",
+        fix="set pipeline_order and leave _step_microbatches as it is; or take a PipelineLayer, "
+        "whose schedule_mode may be any that fleetpipe.schedules.register was given",
+    )
+
+
+@contextmanager
+def on_engine() -> Iterator[None]:
+    """While it is open, Paddle's schedules run on the engine if the device is a CPU."""
+    if device_kind() != "cpu":
+        yield
+        return
+    with stepping(_run, _refuse):
+        yield

@@ -1,4 +1,163 @@
 """Reads programs in Paddle's older representation, Program. Start with ``program_reader.py``.
 
-``program_loader.py`` handles Paddle's own loaders, which read within a program; ``entry`` calls it.
+Here are single operations and variables of such a program, and Paddle's own loader,
+``DataLoader.from_generator(iterable=False)``, which puts ``read`` into a program; ``entry`` calls
+it. Only the older Program has this loader. Its operation is no part of a stage: it runs on its own,
+and its outputs are fed to the stages.
 """
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fleetpipe.aliases import Block, DType, Op, Program, Tensor, Variable
+from fleetpipe.errors import StateError
+from fleetpipe.paddle_api import static
+from fleetpipe.static.graph import DROPOUTS, Item, draws, user_line
+
+
+def draws_of(op: Op) -> bool:
+    """Whether an operation draws random numbers, also for a dropout that is part of it."""
+    inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
+    return draws(op.type) or inner > 0.0
+
+
+def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
+    """Returns the variables that an operation takes, each with whether only its shape counts."""
+    slots = {name: op.input(name) for name in op.input_names}
+    unread = static.unread_slots(op)
+    read = {name for slot, names in slots.items() if slot not in unread for name in names}
+    shapes = {name for slot in unread for name in slots.get(slot, ())} - read
+    return [(name, name in shapes) for name in reads_of(program, op)]
+
+
+def line_of(op: Op) -> str:
+    """Returns where in the user's script an operation was made."""
+    return user_line(op.attr("op_callstack") or ())
+
+
+def spare_statistics(block: Block, op: Op) -> None:
+    """Makes a repeated operation update copies of the statistics that its first run updated."""
+    for name in set(op.input_arg_names).intersection(op.output_arg_names):
+        like = block.var(name)
+        copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
+        position = block.ops.index(op)
+        static.insert_assign(block, position, like, copy)
+        static.rename_input(op, name, copy.name)
+        static.rename_output(op, name, copy.name)
+
+
+def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType) -> Variable:
+    """Creates a variable that lives in the scope, or returns the block's one of that name."""
+    return block.create_var(
+        name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
+    )
+
+
+def temporary(block: Block, like: Variable) -> Variable:
+    """Creates a variable with the shape and dtype of another.
+
+    It gets a free name, because a clone in 2.6.2 counts unnamed variables from 0 again, and would
+    choose a name that the program has.
+    """
+    names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
+    name = next(name for name in names if not block.has_var(name))
+    return block.create_var(name=name, dtype=like.dtype, shape=like.shape)
+
+
+def is_sparse(value: Variable) -> bool:
+    """Whether a variable holds some rows of a tensor, as a sparse gradient does."""
+    return bool(value.type == static.SELECTED_ROWS)
+
+
+def is_tensor(value: Variable) -> bool:
+    """Whether a variable holds one dense tensor."""
+    return bool(value.type == static.DENSE)
+
+
+def inside(program: Program, op: Op) -> Iterator[Op]:
+    """Yields the operations in the block of an operation, at any depth."""
+    block = static.block_of(program, op)
+    for one in () if block is None else block.ops:
+        yield one
+        yield from inside(program, one)
+
+
+def reads_of(program: Program, op: Op) -> list[str]:
+    """Returns the variables that an operation and those in its block take, each once."""
+    taken = [*op.input_arg_names]
+    for one in inside(program, op):
+        taken += one.input_arg_names
+    return list(dict.fromkeys(name for name in taken if name != "@EMPTY@"))
+
+
+_READ = "read"
+_ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
+
+
+def belongs_to_loader(op: Op) -> bool:
+    """Whether an operation reads from a loader, or creates its reader."""
+    return bool(op.type == _READ or (op.type.startswith("create_") and op.type.endswith("reader")))
+
+
+def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
+    """Returns the micro-batches that a program reads by itself; None if it reads none."""
+    if not hasattr(program, _ITEMS):
+        setattr(program, _ITEMS, None if static.is_pir(program) else _reading(program))
+    reading = getattr(program, _ITEMS)
+    if reading is None:
+        return None
+    if not getattr(program, _STARTED, False):
+        # Reading would wait for ever.
+        raise StateError(
+            "the program reads from a loader that was not started",
+            fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
+        )
+    part, names = reading
+    return _items(part, names, run)
+
+
+def note_starts() -> list[Callable[[], None]]:
+    """Makes Paddle's loaders note on their program whether they run; returns undo functions.
+
+    A loader itself cannot be found from its program.
+    """
+    return [_note("start", True), _note("reset", False)]
+
+
+def _note(method: str, started: bool) -> Callable[[], None]:
+    original = getattr(static.GeneratorLoader, method)
+
+    @functools.wraps(original)
+    def noting(self: Any) -> None:
+        original(self)
+        setattr(static.program_fed_by(self), _STARTED, started)
+
+    setattr(static.GeneratorLoader, method, noting)
+    return functools.partial(setattr, static.GeneratorLoader, method, original)
+
+
+def _reading(program: Program) -> tuple[Program, list[str]] | None:
+    """Returns the part of a program that reads, and the names of its outputs; None without one."""
+    ops = program.global_block().ops
+    names = [name for op in ops if op.type == _READ for name in op.output_arg_names]
+    if not names:
+        return None
+    part = program.clone()
+    foreign = [index for index, op in enumerate(ops) if not belongs_to_loader(op)]
+    static.remove_operations(part, foreign)
+    for op in part.global_block().ops:
+        static.leave_device(op)
+    return part, names
+
+
+def _items(part: Program, names: list[str], run: Callable[..., Sequence[Tensor]]) -> Iterator[Item]:
+    while True:
+        try:
+            values = run(part, fetch_list=names)
+        except static.EOFException:
+            return
+        yield dict(zip(names, values))

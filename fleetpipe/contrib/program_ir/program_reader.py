@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fleetpipe.aliases import Block, Clip, Op, Optimizer, Program, Variable
-from fleetpipe.contrib.program_ir.program_loader import belongs_to_loader
-from fleetpipe.contrib.program_ir.program_ops import (
+from fleetpipe.contrib.program_ir import (
+    belongs_to_loader,
     create_variable,
     draws_of,
     inside,
@@ -28,11 +28,9 @@ from fleetpipe.paddle_api.static import (
     rename_output,
     static,
 )
-from fleetpipe.static.cut.contract import Update
-from fleetpipe.static.cut.scope_names import Names
-from fleetpipe.static.cut.split import Split
+from fleetpipe.static.cut import Names, Split, Update
 from fleetpipe.static.graph import Declared, Graph, Operation, stage_of_device
-from fleetpipe.static.ir.optimizer_state import kept_of
+from fleetpipe.static.ir.backward import kept_of
 
 _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fleetpipe.aliases import Program, Variable
-from fleetpipe.contrib.program_ir import program_ops
+from fleetpipe.contrib import program_ir
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api.static import (
     leave_device,
@@ -15,8 +15,7 @@ from fleetpipe.paddle_api.static import (
     rename_input,
     static,
 )
-from fleetpipe.static.cut.contract import Pieces, ProgramPiece
-from fleetpipe.static.cut.split import Split
+from fleetpipe.static.cut import Pieces, ProgramPiece, Split
 from fleetpipe.static.ir import backward
 
 #: Operations that update running statistics in place.
@@ -56,7 +55,7 @@ class ProgramStage:
         mine = {number - offset for number in numbers}
         remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
         self._read = {
-            name for op in self._block.ops for name in program_ops.reads_of(self._program, op)
+            name for op in self._block.ops for name in program_ir.reads_of(self._program, op)
         }
         fed = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
         self.feeds = {name: name for name in fed}
@@ -80,7 +79,7 @@ class ProgramStage:
                 name
                 for op in backwards
                 if not op.type.startswith(_NORMS)
-                for name in program_ops.reads_of(self._program, op)
+                for name in program_ir.reads_of(self._program, op)
             )
         )
         self._kept, self._repeated, self._shapes = self._crossing()
@@ -109,7 +108,7 @@ class ProgramStage:
         forward = self._piece(range(self._forward), lasting | leaving)
         for name, copy in copies.items():
             like = forward.global_block().var(name)
-            kept = program_ops.create_variable(forward.global_block(), copy, like.shape, like.dtype)
+            kept = program_ir.create_variable(forward.global_block(), copy, like.shape, like.dtype)
             forward.global_block().append_op(
                 type="assign", inputs={"X": [like]}, outputs={"Out": [kept]}
             )
@@ -142,16 +141,16 @@ class ProgramStage:
             block.desc.append_op().copy_from(block.ops[index].desc)
         remove_operations(piece, range(total))
         for op in [op for op, index in zip(block.ops, indices) if index in again]:
-            program_ops.spare_statistics(block, op)
+            program_ir.spare_statistics(block, op)
         for name, copy in copies.items():
-            program_ops.create_variable(block, copy, block.var(name).shape, block.var(name).dtype)
+            program_ir.create_variable(block, copy, block.var(name).shape, block.var(name).dtype)
             for op in block.ops:
                 if name in op.input_arg_names and name not in op.output_arg_names:
                     rename_input(op, name, copy)
         used = {
             name
             for op in block.ops
-            for name in (*program_ops.reads_of(piece, op), *op.output_arg_names)
+            for name in (*program_ir.reads_of(piece, op), *op.output_arg_names)
         }
         remove_variables(piece, [name for name in block.vars if name not in used])
         for name in lasting:
@@ -170,7 +169,7 @@ class ProgramStage:
         made: set[str] = set()
         waiting: list[tuple[str, bool]] = []
         for op in self._block.ops[self._forward :]:
-            waiting += [(n, s) for n, s in program_ops.takes(self._program, op) if n not in made]
+            waiting += [(n, s) for n, s in program_ir.takes(self._program, op) if n not in made]
             made.update(op.output_arg_names)
         makers = self._makers()
         kept: dict[str, bool] = {}
@@ -182,7 +181,7 @@ class ProgramStage:
                 kept[name] = by_shape and kept.get(name, True)
             elif index not in repeated:
                 repeated.add(index)
-                waiting += program_ops.takes(self._program, self._block.ops[index])
+                waiting += program_ir.takes(self._program, self._block.ops[index])
         again = {n for index in repeated for n in self._block.ops[index].output_arg_names}
         crossing = {n for n in kept if n not in again and self._crosses(n)}
         return crossing, repeated, {name for name in crossing if kept[name]}
@@ -210,11 +209,11 @@ class ProgramStage:
         checkpoints, op = self._split.checkpoints, self._block.ops[index]
         if checkpoints is None or by_shape or name in {self._names[value] for value in checkpoints}:
             return None
-        if program_ops.draws_of(op) or op.has_attr("sub_block"):
+        if program_ir.draws_of(op) or op.has_attr("sub_block"):
             return None
         written = [n for n in op.output_arg_names if self._has(n)]
         changed = [n for n in written if self._block.var(n).persistable]
-        reads = program_ops.reads_of(self._program, op)
+        reads = program_ir.reads_of(self._program, op)
         if op.type not in _NORMS and (
             changed or any(n in makers and self._lasts(n) for n in reads)
         ):
@@ -229,7 +228,7 @@ class ProgramStage:
         for number in range(self._forward, len(self._block.ops)):
             needed, following = [], [number]
             while following:
-                for name in program_ops.reads_of(self._program, self._block.ops[following.pop()]):
+                for name in program_ir.reads_of(self._program, self._block.ops[following.pop()]):
                     for index in waiting.intersection(makers.get(name, ())):
                         waiting.discard(index)
                         needed.append(index)
@@ -241,11 +240,9 @@ class ProgramStage:
         if not self._has(name):
             return False
         variable = self._block.var(name)
-        if not program_ops.is_tensor(variable):
+        if not program_ir.is_tensor(variable):
             maker = next(op for op in self._block.ops if name in op.output_arg_names)
-            where = (
-                f"operation {maker.type!r} ({program_ops.line_of(maker)}) of stage {self._stage}"
-            )
+            where = f"operation {maker.type!r} ({program_ir.line_of(maker)}) of stage {self._stage}"
             raise backward.through_control_flow(where)
         return not variable.persistable
 
@@ -269,18 +266,18 @@ class ProgramStage:
         variable = self.variable(value)
         if variable.name not in self._read:
             return variable
-        copy = program_ops.temporary(self._block, variable)
+        copy = program_ir.temporary(self._block, variable)
         self._block.append_op(type="assign", inputs={"X": [variable]}, outputs={"Out": [copy]})
         self._copies += 1
         return copy
 
     def fed(self, name: str, like: Variable) -> Variable:
         """Creates a variable that is fed, with the shape and dtype of another."""
-        return program_ops.create_variable(self._block, name, like.shape, like.dtype)
+        return program_ir.create_variable(self._block, name, like.shape, like.dtype)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Adds variables in their order, and returns the sum."""
-        total = program_ops.temporary(self._block, parts[0])
+        total = program_ir.temporary(self._block, parts[0])
         self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
         return total
 
@@ -290,7 +287,7 @@ class ProgramStage:
 
     def is_sparse(self, grad: Variable) -> bool:
         """Whether a gradient has only some of the rows."""
-        return program_ops.is_sparse(grad)
+        return program_ir.is_sparse(grad)
 
     def leave(self, grad: Variable, name: str) -> str:
         """Returns the gradient's own name, under which a piece leaves it in the scope."""

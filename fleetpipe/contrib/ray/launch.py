@@ -17,13 +17,12 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
 from fleetpipe.arguments import Module
-from fleetpipe.contrib.ray.backend import PaddleConfig
+from fleetpipe.contrib.ray.paddle_trainer import PaddleConfig, PaddleTrainer
 from fleetpipe.contrib.ray.ray_cluster import connect
-from fleetpipe.contrib.ray.trainer import PaddleTrainer
-from fleetpipe.contrib.view.address import SERVE
+from fleetpipe.contrib.view import SERVE
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.job import attempt_files
-from fleetpipe.launch import log_filter, script
+from fleetpipe.launch import script, streams
 from fleetpipe.launch.supervisor.supervisor import say
 
 #: Variables that ranks find as this process has them; of others those of their node go first.
@@ -138,7 +137,7 @@ def run_script(config: Mapping[str, Any]) -> None:
         os.environ.setdefault(name, value)
     if os.path.isdir(config["folder"]):
         os.chdir(config["folder"])
-    with log_filter.quiet(config["log_level"]), in_place_of_paddles():
+    with streams.quiet(config["log_level"]), in_place_of_paddles():
         try:
             script.execute(config["script"], config["arguments"])
         except SystemExit as stop:

@@ -1,4 +1,7 @@
-"""Connects to the Ray cluster of a job: the user's, or a new one that ends with the job."""
+"""Connects to the Ray cluster of a job: the user's, or a new one that ends with the job.
+
+It lists the nodes of a cluster, and collects the answers of processes on them.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,79 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import ray
 from ray._private import ray_constants, ray_logging
+from ray._private.state import state
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError
 
 from fleetpipe import systems
-from fleetpipe.contrib.ray import nodes
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, reason
 from fleetpipe.version import __version__
+
+#: Seconds that a node may take to start a process and say what it has.
+_CHECK_SECONDS = 60.0
+
+
+class RayNode(NamedTuple):
+    """A node of the cluster.
+
+    Attributes:
+        name: Ray's name of the node.
+        address: The address of its host.
+    """
+
+    name: str
+    address: str
+
+    @property
+    def label(self) -> dict[str, str]:
+        """The label by which Ray starts a process on this node alone."""
+        return {"ray.io/node-id": self.name}
+
+
+def staying() -> list[RayNode]:
+    """Returns the live nodes of the cluster, except those that are about to be taken away."""
+    # What Ray Train itself asks for preemption: its answer to a train loop is collective.
+    leaving = state.get_draining_nodes()
+    return [
+        RayNode(node["NodeID"], node["NodeManagerAddress"])
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving
+    ]
+
+
+def answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
+    """Returns the results of the processes on some nodes.
+
+    Raises:
+        ConfigError: A node starts no process in time, or cannot run this one.
+    """
+    done, _ = ray.wait(
+        list(references.values()), num_returns=len(references), timeout=_CHECK_SECONDS
+    )
+    for node, answer in references.items():
+        if answer not in done:
+            raise ConfigError(
+                f"the node {node.address} started no process in {_CHECK_SECONDS:g} s",
+                cause="another Python than the driver's, or a node that is lost or overloaded",
+                fix="look at Ray's logs there, in /tmp/ray/session_latest/logs",
+            )
+    return {node: _answer(node, answer) for node, answer in references.items()}
+
+
+def _answer(node: RayNode, answer: Any) -> Any:
+    try:
+        return ray.get(answer)
+    except RayError as error:
+        raise ConfigError(
+            f"the node {node.address} cannot run what the driver asks for",
+            got=reason(error),
+            fix="use the same Python and the same packages as the driver on every node",
+        ) from error
+
 
 #: Seconds in which a cluster answers.
 _ANSWER_SECONDS = 5.0
@@ -255,8 +320,8 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
         return ""
 
     look = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
-    lacking = nodes.answers(
-        {node: look.options(label_selector=node.label).remote(NEEDED) for node in nodes.staying()}
+    lacking = answers(
+        {node: look.options(label_selector=node.label).remote(NEEDED) for node in staying()}
     )
     for node, lack in lacking.items():
         if lack:

@@ -13,7 +13,7 @@ from fleetpipe.contrib.sequences.parts import SequenceRanks, sequence_ranks
 from fleetpipe.contrib.sequences.ring import of_trained, ring_attention
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.errors import ConfigError
-from fleetpipe.mesh import traffic
+from fleetpipe.mesh import groups
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 
@@ -61,7 +61,7 @@ def attention(
     ranks.require_alike(f"{shapes}, {causal=}, {scale=}, {packed}")
     if dtype in _HALVES:
         query, key, value = (tensor.astype("float32") for tensor in (query, key, value))
-    traffic.note_attention(query, key)
+    groups.note_attention(query, key)
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = to_heads(ranks.sep, query, key, value)
     if documents is not None:

@@ -1,1 +1,465 @@
-"""Trains the plain model beside the first batches of its pipeline, and compares the two."""
+"""Trains the untouched model beside the first batches of its pipeline, and compares the two.
+
+The comparison has the real data, loss, optimizer and clip, which a proof beforehand lacks. Each
+rank runs the whole model and compares the stages that it owns. ``unshadowed.py`` finds reasons why
+the plain model cannot be trained so.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from fleetpipe import log
+from fleetpipe.aliases import Nest, Optimizer, Tensor
+from fleetpipe.capture.proof.prove import OUTSIDE_OF_PADDLE, first_difference, node_of
+from fleetpipe.capture.proof.training import State, moved_gradients
+from fleetpipe.capture.running.captured_state import release, return_memory
+from fleetpipe.capture.running.stages import Untouched
+from fleetpipe.capture.running.variants import Forms, Marks, attributes_of
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.model_snapshot import losses_kept
+from fleetpipe.compare.differences import (
+    ROUNDING,
+    Rounding,
+    digest_of,
+    largest_gap,
+    largest_of,
+    zeros_for_missing,
+)
+from fleetpipe.contrib.shadow.unshadowed import obstacle
+from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph.backward.layer_state import buffers_kept
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches, ObservedBatch
+from fleetpipe.dygraph.function_code import is_of_library
+from fleetpipe.dygraph.gradients import dense, drop_gradients, set_gradient
+from fleetpipe.dygraph.nest import copy_tensors, tensors_of
+from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip
+from fleetpipe.engine.observer import BatchObserver
+from fleetpipe.errors import CaptureError
+from fleetpipe.job.job import all_ranks, current_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import renew, set_data
+from fleetpipe.paddle_api.layer import buffers_in, layer_at
+from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
+from fleetpipe.parity.beside import Beside, as_the_next_batch
+from fleetpipe.parity.reference import Reference, compare_state, of_model
+from fleetpipe.schedules.action import GlobalMicroBatch
+
+_log = log.logger(__name__)
+
+#: Into how many parts an optimizer is copied, one after another.
+_PIECES = 8
+
+_Value = TypeVar("_Value")
+
+_NO_MEMORY = "there is no memory to train it"
+
+
+class _Batch(NamedTuple):
+    """A batch that is compared with the plain model.
+
+    Attributes:
+        observed: The batch of the pipeline; its keys are those of the layers' random numbers.
+        inputs: The inputs of this replica's micro-batches.
+        everyone: The micro-batches of all replicas.
+        loss: The loss of the plain model.
+        held: The gradients that parameters of this rank had before the batch, by name.
+    """
+
+    observed: ObservedBatch
+    inputs: Sequence[Nest]
+    everyone: MicroBatches
+    loss: Nest
+    held: dict[str, Tensor]
+
+
+class Shadow(BatchObserver):
+    """Compares a captured pipeline with its plain model for a number of batches."""
+
+    def __init__(self, pipeline: PipelineParallel, forms: Forms, batches: int) -> None:
+        """Prepares to compare the first ``batches`` batches."""
+        self._pipeline, self._pipe = pipeline, pipeline.layers
+        self._forms, self._batches = forms, batches
+        self._reference: Reference | None = None
+        #: What the model depended on, in all its layers, when it was copied.
+        self._copied: Marks = {}
+        self._batch: _Batch | None = None
+        self._number = 0
+        self._seconds = 0.0
+        #: The parameters whose memory the copy shares, by name.
+        self._shared: set[str] = set()
+        #: The buffers as the last batch has left them.
+        self._left: dict[str, str] = {}
+        self._copies_optimizer = False
+        #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
+        self._failure: str | None = None
+
+    def begin(self, batch: ObservedBatch) -> None:
+        """Trains the plain model on a batch that is about to run. Collective."""
+        job = current_job()
+        if job is not None:
+            with (
+                job.guarded(lambda: "training the plain model beside the pipeline"),
+                self._count_seconds(),
+            ):
+                self._begin(batch)
+
+    def _begin(self, batch: ObservedBatch) -> None:
+        if self._give_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
+            return
+        reference = self._prepare(batch.optimizer)
+        return_memory()
+        batches_here, everyone = self._pipeline.share(batch.data)
+        batch = batch._replace(keys=copy.copy(batch.keys))
+        # An optimizer leaves zeros, which take no part in what follows.
+        before = self._gradients().items()
+        held = {n: grad.clone() for n, grad in before if grad is not None and _gap(grad, None)}
+        del before
+        loss, failure, buffers = None, None, self._buffers()
+        put_back = buffers_kept([self._forms.capturing.model])
+        try:
+            loss = self._train(reference, everyone, batch)
+        except Exception as error:
+            lacks = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
+            failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
+        self._failure = _first_of_ranks(failure)
+        if self._failure == _NO_MEMORY:
+            self._give_up(_NO_MEMORY)
+            return
+        # The plain model that was trained is a copy.
+        written = [n for n, digest in self._buffers().items() if digest != buffers.get(n, digest)]
+        if written := _first_of_ranks(written) or []:
+            put_back()
+            self._end()
+            raise CaptureError(
+                f"a loss function writes into {written[0]}, a buffer of the model",
+                cause="a loss runs on the last rank alone, and where the stages overlap, a forward "
+                "may come before or behind it",
+                fix="keep that in the loss: a loss_fn that is a layer has buffers of its own",
+            )
+        added = [n for n, grad in self._gradients().items() if _gap(grad, held.get(n))]
+        for name in added:
+            parameter = self._pipe.state.own_parameters()[name]
+            drop_gradients([parameter])
+            if name in held:
+                set_gradient(parameter, held[name])
+        if self._give_up(f"the loss uses {added[0]} of the model" if added else None):
+            return
+        self._batch = _Batch(batch, batches_here.inputs, everyone, loss, held)
+
+    @contextmanager
+    def _count_seconds(self) -> Iterator[None]:
+        """Counts the seconds while it is open."""
+        begin = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - begin
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """Returns the gradients of this rank's parameters by name."""
+        parameters = self._pipe.state.own_parameters()
+        return {name: dense(self._pipeline.gradient_of(p), p) for name, p in parameters.items()}
+
+    def _train(self, reference: Reference, everyone: MicroBatches, batch: ObservedBatch) -> Nest:
+        """Trains the plain model; the pipeline's loss functions keep their state."""
+        with as_the_next_batch(batch.keys), losses_kept(self._pipe.loss_functions()):
+            return Beside(self._pipeline, reference).train(everyone, batch.weights)
+
+    def _give_up(self, obstacle: str | None) -> bool:
+        """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
+        first = _first_of_ranks(obstacle)
+        if first is not None:
+            log.once(
+                _log.warning, f"the first batches are not shadowed by the plain model: {first}"
+            )
+            self._end()
+        return first is not None
+
+    def reduced(self, loss: Nest) -> None:
+        """Compares the loss, the gradients, and what the forward wrote. Collective.
+
+        Raises:
+            CaptureError: They differ by more than rounding, on this rank or on another.
+        """
+        batch, reference = self._batch, self._reference
+        if batch is None or reference is None:
+            return
+        if self._failure is not None:
+            self._end()
+            raise CaptureError(
+                f"batch {self._number} runs through the stages, and the plain model alone fails on "
+                f"it: {self._failure}",
+                cause="the forward keeps something outside of the model that the loss or a later "
+                "call reads, as auxiliary losses in a list",
+                fix="return it from the forward, for the loss to take; no stage appends to a list",
+            )
+        with self._count_seconds():
+            off = self._wrong_gradients(batch, reference)
+            differences = [f"the gradient of {name}" for name in off]
+            differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
+        self._refuse(differences, off, batch)
+        # From here on those of the stages count: rounding is no fault of the optimizer's.
+        expected, of_stages = reference.tensors(), self._gradients()
+        drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
+        self._batch = batch._replace(held={})
+        if batch.observed.optimizer is None:
+            self._count_batch()
+
+    def _wrong_gradients(self, batch: _Batch, reference: Reference) -> list[str]:
+        """Names the parameters of this rank whose gradients differ by more than rounding."""
+        gradients, wrong = reference.gradients(), []
+        rounding = Rounding(gradients, lambda: self._moved_gradients(reference, batch, gradients))
+        for name, gradient in self._gradients().items():
+            right, held = gradients.get(name), batch.held.get(name)
+            if held is not None:
+                right = held if right is None else right + held
+            gap = _gap(gradient, right)
+            if gap and not rounding.carries(name, gap):
+                wrong.append(name)
+        return wrong
+
+    def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
+        """Steps both optimizers and compares the parameters. Collective if the steps are.
+
+        Raises:
+            CaptureError: The parameters differ; they have their values from before the step again.
+        """
+        batch, reference = self._batch, self._reference
+        if batch is None or reference is None or not self._copies_optimizer:
+            step()
+            if batch is not None:  # one without an optimizer has ended already
+                self._count_batch()
+            return
+        parameters = self._pipe.state.own_parameters()
+        with self._count_seconds():
+            expected = self._expected_update(reference, batch.observed.optimizer)
+            before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        step()
+        with self._count_seconds():
+            # A norm over ranks is a sum in another order than that over one model.
+            differences = [
+                f"the update of {name}"
+                for name, parameter in parameters.items()
+                if largest_gap(parameter, expected[name]) > ROUNDING * largest_of(expected[name])
+            ]
+        try:
+            self._refuse(differences, None, batch)
+        except CaptureError:
+            for name, parameter in parameters.items():
+                parameter.set_value(before[name])
+            raise
+        for name in self._shared:
+            set_data(expected[name], parameters[name].detach())
+        del before
+        self._count_batch()
+
+    def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns the plain model's parameters after copies of the optimizer have updated them.
+
+        Each copy takes the optimizer's state of some parameters, and is dropped before the next is
+        made: there is no memory for the whole state twice. Collective over the pipeline.
+        """
+        expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
+        # A layer that is used twice has two names.
+        kept = {id(expected[name]) for name in parameters}
+        release(t for t in expected.values() if id(t) not in kept and is_parameter(t))
+        gradients = {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
+        # It takes a clip that was put in since the last step.
+        optimizer.bind(self._pipe)
+        names, clips = list(parameters), [one for one in clips_of_a_step(optimizer.wrapped) if one]
+        count = most = max(1, len(names))
+        # What is the script's own may compute with all gradients.
+        library = len(clips) < 2 and all(map(is_of_library, (optimizer.wrapped, *clips)))
+        if library and optimizer.shards is None:
+            most = -(-count // _PIECES)
+            for clip in clips:
+                if isinstance(clip, GlobalNormClip):
+                    stepped = optimized_parameters(optimizer.wrapped)
+                    clip.measure([(p, self._pipeline.gradient_of(p)) for p in stepped])
+        for start in range(0, count, most):
+            piece = {name: parameters[name] for name in names[start : start + most]}
+            for name in piece:
+                if gradients[name] is not None:
+                    expected[name].grad = gradients[name]
+                renew(expected[name])
+            return_memory()
+            stepping = reference.copy_of(optimizer, self._pipe, piece)
+            # Names of an optimizer's state are counted: the user's are to be those of a first one.
+            with paddle.utils.unique_name.guard():
+                stepping.step()
+            # It is in a cycle, with all that it keeps.
+            stepping.__dict__.clear()
+            drop_gradients(expected[name] for name in piece)
+        return_memory()
+        return expected
+
+    def _prepare(self, optimizer: Optimizer) -> Reference:
+        """Gives the plain model the pipeline's values, before a batch. Collective."""
+        pipe, capturing = self._pipe, self._forms.capturing
+        marks = attributes_of(capturing.model, lambda *_: True)
+        if self._reference is None or self._copied != marks:
+            self._reference, self._copied = None, marks
+            # What no forward writes into has one memory in both, but while the copy steps.
+            parameters = pipe.state.own_parameters()
+            self._shared = parameters.keys() - capturing.unopened.written
+            shared = [parameters[name] for name in self._shared]
+            model = Untouched(capturing.model, capturing.example, capturing.unopened, shared)
+            self._reference = of_model(pipe, model, None, None)
+            self._reference.takes_switches = True
+            # A gradient is weighed against those of the layer that has the parameter.
+            layers = {name.rpartition(".")[0] for name in parameters}
+            names = self._reference.names.values()
+            self._reference.uncompared = frozenset(
+                name for name in names if name.rpartition(".")[0] not in layers
+            )
+        else:
+            pipe.copy_to(self._reference.model)
+            # As a new copy does: on another rank a forward may have registered a buffer.
+            self._reference.take_hidden_buffers(pipe)
+            self._take_unsaved_buffers(self._reference)
+        self._copies_optimizer = all(all_ranks().all_gather(_can_be_copied(optimizer)))
+        drop_gradients(self._reference.model.parameters())
+        self._reference.take_switches(pipe)
+        return self._reference
+
+    def _take_unsaved_buffers(self, reference: Reference) -> None:
+        """Copies buffers of no state dict that a script changed since the last batch."""
+        for name, digest in self._buffers().items():
+            if name not in reference.names and self._left.get(name) != digest:
+                path, _, key = name.rpartition(".")
+                source, copied = self._forms.capturing.model, reference.model.plain
+                tensor: Tensor = buffers_in(layer_at(source, path))[key]
+                buffers_in(layer_at(copied, path))[key] = tensor.detach().clone()
+
+    def _buffers(self) -> dict[str, str]:
+        """Returns a digest of each buffer of the model that has memory on this rank, by name."""
+        buffers = self._forms.capturing.model.named_buffers()
+        return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
+
+    def _moved_gradients(
+        self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
+    ) -> State:
+        """Returns the plain gradients after all parameters moved by a unit in the last place.
+
+        ``gradients`` gets copies, since clearing the batch's gradients empties their tensors.
+        """
+        train = partial(self._train, reference, batch.everyone, batch.observed)
+        moved = moved_gradients(reference.model, {}, train, reference.gradients)
+        gradients.update(reference.gradients())
+        return moved
+
+    def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
+        for one, other in zip(tensors_of(loss), tensors_of(right)):
+            # The losses of micro-batches one by one are another question.
+            if list(one.shape) == list(other.shape):
+                most = ROUNDING * largest_of(other) if self._pipeline.replicas.ranks > 1 else 0
+                if largest_gap(one, other) > most:
+                    return ["the loss"]
+        return []
+
+    def _different_state(self, reference: Reference) -> list[str]:
+        """Names the parameters, buffers and modes of layers that differ before the step."""
+        # Running statistics are those of the data of one replica.
+        alone = self._pipeline.replicas.ranks == 1
+        state = compare_state(self._pipe, reference, self._number, alone)
+        differences = [f"what the forward wrote into {one.name}" for one in state if one.absolute]
+        modes = {p: layer.training for p, layer in reference.model.named_sublayers()}
+        differences += [
+            f"the mode of {path}"
+            for path, layer in self._pipe.named_sublayers()
+            if modes.get(path, layer.training) != layer.training
+        ]
+        return differences
+
+    def _refuse(self, differing: list[str], gradients: Sequence[str] | None, batch: _Batch) -> None:
+        """Raises an error on all ranks if one of them has found a difference. Collective.
+
+        Args:
+            differing: What differs on this rank, in words.
+            gradients: The parameters whose gradients differ; None after a step, which has no node.
+            batch: The batch.
+        """
+        where = None if gradients is None or not differing else self._culprit(gradients, batch)
+        parts = all_ranks().all_gather((differing, where))
+        everything = [one for part, _ in parts for one in part]
+        if not everything:
+            return
+        places = [place for part, place in parts if part and place]
+        self._end()
+        raise CaptureError(
+            f"batch {self._number} does not train as the plain model does: {everything[0]} "
+            f"differs{f', and {len(everything) - 1} more' * (len(everything) > 1)}",
+            where=places[0] if places else None,
+            expected="what the untouched model gives for the same micro-batches, beside which "
+            "the first batches are trained; no optimizer has changed the parameters",
+            cause=OUTSIDE_OF_PADDLE,
+            fix="put that code into a sublayer, or its layer's class into no_split; where it is in "
+            "one already, set recompute_interval=0 and schedule_mode='1F1B'",
+        )
+
+    def _culprit(self, names: Sequence[str], batch: _Batch) -> str | None:
+        """Returns the layer, micro-batch, file and line of the first node that differs."""
+        reference = self._reference
+        if reference is None or not isinstance(reference.model, Untouched):
+            return None
+        capturing = self._forms.capturing
+        again = Capturing(
+            *(reference.model.plain, capturing.example), shape_inputs=capturing.shape_inputs
+        )
+        again.unopened = capturing.unopened
+        forms, keys = Forms(again, ()), batch.observed.keys
+        for number, inputs in enumerate(batch.inputs):
+            form = forms.of(again.look_of(inputs), training=True)
+            if keys is not None:
+                keys.micro_batch = GlobalMicroBatch(number)
+            node = first_difference(again, form, copy_tensors(inputs), keys)
+            if node is not None:
+                return f"first in {node.name}, micro-batch {number}, {node.place}"
+        form = self._forms.example(training=True)
+        node = node_of(form, self._forms.capturing.model, names, backwards=True)
+        return None if node is None else f"in backward first in {node.name}, {node.place}"
+
+    def _count_batch(self) -> None:
+        """Counts the batch, and ends the comparison after the last one."""
+        self._batch = None
+        self._left = self._buffers()
+        self._number += 1
+        if self._number == self._batches:
+            log.once(
+                _log.info,
+                f"the first {self._batches} batches were trained beside the untouched model as "
+                f"well, which took {self._seconds:.3g} s, and trained alike; that ends here",
+            )
+            self._end()
+        return_memory()
+
+    def _end(self) -> None:
+        """Drops the plain model, so that the pipeline goes on alone."""
+        self._pipeline.accompany(None)
+        self._reference = self._batch = None
+
+
+def _first_of_ranks(value: _Value | None) -> _Value | None:
+    """Returns the first value that is not empty, in the order of ranks. Collective."""
+    return next(filter(None, all_ranks().all_gather(value)), None)
+
+
+def _gap(gradient: Tensor | None, right: Tensor | None) -> float:
+    """Returns the largest gap between two gradients; a missing one counts as zeros."""
+    return largest_gap(*zeros_for_missing(gradient, right))
+
+
+def _can_be_copied(optimizer: Optimizer) -> bool:
+    """Whether a copy of an optimizer steps as the optimizer does.
+
+    It does not if a script replaced its ``step``, or if it holds only a shard of its state.
+    """
+    if optimizer is None or "step" in vars(optimizer.wrapped):
+        return False
+    kept = optimizer.wrapped.state_dict().keys() - {"LR_Scheduler", "master_weights"}
+    return optimizer.shards is None or not kept

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import FunctionType
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
+from fleetpipe.capture.running.captured_state import bytes_for_each_process, bytes_to_train
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.dygraph.backward.adding import is_watched
-from fleetpipe.dygraph.batch.observed import ObservedBatch
+from fleetpipe.dygraph.backward.added_gradients import is_watched
+from fleetpipe.dygraph.batch.micro_batches import ObservedBatch
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 

@@ -1,11 +1,447 @@
-"""Cuts sequences into chunks, and keeps what layers need of the earlier chunks.
+"""Cuts sequences into slices, and keeps what layers need of the earlier slices.
 
-Layers call :func:`earlier` and :func:`keep`. A pipeline whose schedule cuts sequences loads
-``chunks.py``; start there.
+If a schedule cuts the sequences of micro-batches into slices, each slice is a unit. A layer whose
+positions see earlier positions (causal attention, a recurrent net) asks for the values that it kept
+in earlier slices, and keeps its part for later ones::
+
+    class Attention(nn.Layer):
+        takes_slices = True
+
+        def forward(self, hidden):
+            query, key, value = ...
+            kept = slices.earlier(self)
+            slices.keep(self, (key, value))
+            if kept:
+                key = paddle.concat([*(k for k, _ in kept), key], axis=-2)
+                ...
+
+A later slice gets leaves in the place of the kept tensors, so that its backward ends there.
+Backwards run from the last slice to the first: when one begins, the leaves hold the sum of the
+gradients of all later slices, and the backward begins from these as well as from its output.
 """
 
 from __future__ import annotations
 
-from fleetpipe.contrib.slices.kept import earlier, keep
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-__all__ = ["earlier", "keep"]
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates, WeightOf, places_in
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.nest import differentiable, leaf_like, map_tensors, tensors_of
+from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.paddle_api import paddle
+from fleetpipe.schedules import Schedule
+
+__all__ = [
+    "earlier",
+    "keep",
+]
+
+
+class _Slice:
+    """One slice of a micro-batch in one stage, with the values that its layers keep."""
+
+    def __init__(self, earlier: list[_Slice]) -> None:
+        self.before = list(earlier)
+        #: By the id of a layer, what it kept, within the graph of this slice.
+        self.kept: dict[int, Nest] = {}
+        #: Likewise, the leaves that later slices get in its place.
+        self.handed: dict[int, Nest] = {}
+
+
+class _Backward(NamedTuple):
+    """Stands for a slice while its backward runs, in which layers can keep nothing."""
+
+
+_running: list[_Slice | _Backward] = []
+
+
+def earlier(layer: Layer) -> list[Nest]:
+    """Returns what ``layer`` kept in the earlier slices of this micro-batch, in order.
+
+    The list is empty in the first slice, and whenever sequences are whole: in evaluation, under any
+    other schedule, and in a direct call.
+
+    Args:
+        layer: The layer that calls this, ``self``.
+
+    Raises:
+        UsageError: The layer is called again in a backward, by recompute.
+    """
+    now = _now()
+    return [] if now is None else [one.handed[id(layer)] for one in now.before]
+
+
+def keep(layer: Layer, value: Nest) -> None:
+    """Keeps ``value`` for the later slices of this micro-batch; does nothing without slices.
+
+    Args:
+        layer: The layer that keeps the value, ``self``. It must keep one value in each slice.
+        value: Tensors and plain values in tuples, lists and dicts. Gradients of the tensors come
+            back from the later slices.
+
+    Raises:
+        UsageError: The layer kept something in this slice already; or it is called again in a
+            backward, by recompute.
+    """
+    now = _now()
+    if now is None:
+        return
+    if id(layer) in now.kept:
+        raise UsageError(
+            f"{type(layer).__name__} keeps two values in one slice",
+            cause="it is called twice in a stage",
+            fix="keep one value, a tuple say; build a layer for each call",
+        )
+    now.kept[id(layer)] = value
+    now.handed[id(layer)] = map_tensors(leaf_like, value)
+
+
+def _now() -> _Slice | None:
+    now = _running[-1] if _running else None
+    if isinstance(now, _Backward):
+        raise UsageError(
+            "a layer that keeps values between slices is called again in a backward",
+            cause="recompute, which cannot tell slices apart",
+            fix="leave recompute out for this layer: slices save memory too",
+        )
+    return now
+
+
+@contextmanager
+def again() -> Iterator[Mapping[int, Nest]]:
+    """While it is open, layers may run the current slice several times, to be measured.
+
+    Yields:
+        The values that they keep, by the layer's id; empty if sequences are whole.
+    """
+    now = _now()
+    if now is None:
+        yield {}
+        return
+    trial = _Slice(now.before)
+    _running.append(trial)
+    try:
+        yield trial.kept
+    finally:
+        _running.pop()
+
+
+class SliceStates(UnitStates):
+    """The slices of a batch with their values, by stage and micro-batch, until their backwards."""
+
+    def __init__(self, slices: int) -> None:
+        self._slices = slices
+        self._kept: dict[tuple[int, int], list[_Slice]] = {}
+
+    @contextmanager
+    def forward(self, stage: int, number: int) -> Iterator[None]:
+        """While it is open, the layers of a stage run slice ``number``, counted over the batch."""
+        done = self._kept.setdefault((stage, number // self._slices), [])
+        now = _Slice(done)
+        _running.append(now)
+        try:
+            yield
+        finally:
+            _running.pop()
+        now.before.clear()
+        done.append(now)
+
+    @contextmanager
+    def backward(self, stage: int, number: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """While it is open, the backward of slice ``number`` runs, after those of later slices.
+
+        Yields:
+            The tensors that it begins from besides the output, and their gradients.
+        """
+        last = self._kept[stage, number // self._slices][-1]
+        tensors, grads = [], []
+        for layer, value in last.kept.items():
+            leaves = differentiable(last.handed[layer])
+            for tensor, leaf in zip(differentiable(value), leaves):
+                if leaf.grad is not None:
+                    tensors.append(tensor)
+                    grads.append(leaf.grad)
+        _running.append(_Backward())
+        try:
+            yield tensors, grads
+        finally:
+            _running.pop()
+
+    def release(self, stage: int, number: int) -> None:
+        """Drops the values of the last slice that is left of a stage and micro-batch."""
+        key = stage, number // self._slices
+        self._kept[key].pop()
+        if not self._kept[key]:
+            del self._kept[key]
+
+
+#: How sequences are cut: into so many slices of lengths as equal as can be, or into slices whose
+#: lengths have these proportions.
+Slicing = int | tuple[int, ...]
+
+#: The first position of a slice, and the one after its last.
+Bounds = list[tuple[int, int]]
+
+
+def slices_in(slicing: Slicing) -> int:
+    """Returns the number of slices."""
+    return slicing if isinstance(slicing, int) else len(slicing)
+
+
+def cut_sequences(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
+    """Cuts each micro-batch along axis 1 into slices.
+
+    Args:
+        batches: Micro-batches of tensors [rows, length, ..].
+        slicing: How sequences are cut. In an equal cut the first slices are one position longer if
+            the length is not divisible.
+
+    Returns:
+        The slices of all micro-batches, in order.
+
+    Raises:
+        ConfigError: A tensor has no axis 1, or fewer positions than there are slices; or the
+            tensors of a micro-batch have different lengths.
+    """
+    return MicroBatches(
+        *(_of_all(part, slicing, name) for part, name in zip(batches, batches._fields))
+    )
+
+
+def bounds_of(value: Nest, slicing: Slicing, name: str) -> Bounds:
+    """Returns the bounds of the slices of a micro-batch; ``name`` is for messages.
+
+    Raises:
+        ConfigError: The same errors as :func:`cut_sequences`.
+    """
+    slices = slices_in(slicing)
+    tensors: list[Tensor] = list(tensors_of(value))
+    lengths = {tensor.shape[1] if tensor.ndim > 1 else 0 for tensor in tensors}
+    if len(lengths) != 1 or min(lengths) < slices:
+        raise ConfigError(
+            "sequences are cut into slices along axis 1",
+            where=name,
+            expected=f"tensors [rows, length, ..] of one length, of at least {slices} (slices)",
+            got=" and ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors",
+            fix="give the place in the sequence axis 1, fewer slices, or another schedule_mode",
+        )
+    return bounds(int(lengths.pop()), slicing)
+
+
+def bounds(length: int, slicing: Slicing) -> Bounds:
+    """Returns the bounds of the slices of a sequence; each slice has at least one position.
+
+    Args:
+        length: Places of the sequence, at least as many as there are slices.
+        slicing: How it is cut.
+    """
+    slices = slices_in(slicing)
+    if isinstance(slicing, int):
+        size, longer = divmod(length, slices)
+        ends = [(index + 1) * size + min(index + 1, longer) for index in range(slices)]
+        return list(zip([0, *ends], ends))
+    total, before, ends = sum(slicing), 0, []
+    for index, share in enumerate(accumulate(slicing)):
+        # To the nearest position, half up; and a position is left for each slice that follows.
+        nearest = (2 * length * share + total) // (2 * total)
+        before = max(before + 1, min(nearest, length - (slices - 1 - index)))
+        ends.append(before)
+    return list(zip([0, *ends], ends))
+
+
+def part_of(value: Nest, begin: int, end: int) -> Nest:
+    """Returns the positions ``begin`` to ``end - 1`` of the tensors of a micro-batch."""
+    return map_tensors(lambda tensor: tensor[:, begin:end], value)
+
+
+def _of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:
+    if values is None:
+        return None
+    return [
+        part_of(value, begin, end)
+        for value in values
+        for begin, end in bounds_of(value, slicing, name)
+    ]
+
+
+def slice_shares(
+    functions: Sequence[Criterion], batches: MicroBatches, slicing: Slicing
+) -> list[list[Fraction]]:
+    """Returns for each loss function the share of each slice in the loss of its micro-batch.
+
+    If no position of a micro-batch is counted, its slices count by their lengths.
+
+    Args:
+        functions: The loss functions.
+        batches: The micro-batches before the cut, as far as this rank has them.
+        slicing: How they are cut.
+
+    Raises:
+        ConfigError: Sequences cannot be cut, or what a function counts cannot be read.
+    """
+    if not batches.labels:
+        # A rank that does not have the last stage: nobody asks it.
+        return []
+    cuts = [bounds_of(label, slicing, "a micro-batch") for label in batches.labels]
+    return [
+        [
+            share
+            for label, cut in zip(batches.labels, cuts)
+            for share in _shares(function, label, cut)
+        ]
+        for function in functions
+    ]
+
+
+def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
+    """Returns the shares of the slices of one micro-batch."""
+    counts = [places_in(function, part_of(label, *slice_)).mean_over for slice_ in cut]
+    if None in counts:  # a sum
+        return [Fraction(1)] * len(cut)
+    total = sum(counts)
+    if not total:
+        return [Fraction(end - begin, cut[-1][1]) for begin, end in cut]
+    return [count / total for count in counts]
+
+
+class SequenceChunks(Units):
+    """The units of a batch whose sequences are cut into slices.
+
+    Attributes:
+        slicing: How sequences are cut.
+    """
+
+    def __init__(self, slicing: Slicing) -> None:
+        self.slicing, self.count = slicing, slices_in(slicing)
+
+    def cut(self, batches: MicroBatches) -> MicroBatches:
+        """See :meth:`Units.cut`."""
+        return cut_sequences(batches, self.slicing)
+
+    def weight_of(
+        self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
+    ) -> WeightOf:
+        """See :meth:`Units.weight_of`."""
+        shares = slice_shares(functions, batches, self.slicing)
+        return lambda function, number: (
+            weight_of(function, number // self.count) * shares[function][number]
+        )
+
+    def states(self) -> SliceStates:
+        """See :meth:`Units.states`."""
+        return SliceStates(self.count)
+
+    def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
+        """See :meth:`Units.again`."""
+        return again()
+
+    def lengths(self, value: Nest) -> list[int]:
+        """See :meth:`Units.lengths`."""
+        bounds = bounds_of(value, self.slicing, "a micro-batch")
+        return [end - begin for begin, end in bounds]
+
+    def name(self, number: int) -> str:
+        """See :meth:`Units.name`."""
+        micro_batch, index = divmod(number, self.count)
+        return f"micro-batch {micro_batch}, slice {index}"
+
+
+def sequence_chunks(
+    schedule: Schedule,
+    config: PipelineConfig,
+    layers: PipelineLayer,
+    parts_of_sequences: int,
+    delays_weights: bool,
+) -> Units:
+    """Returns the slices of a schedule as units, or whole micro-batches if it cuts none.
+
+    Raises:
+        ConfigError: A layer does not take slices, or another option does not work with slices.
+    """
+    require_sliceable(layers.layers)
+    lengths = config.slices
+    if parts_of_sequences > 1:
+        raise ConfigError(
+            f"the schedule {schedule.name} cuts sequences that ranks have parts of",
+            got=f"{schedule.slices} sequence chunks of a micro-batch, with "
+            f"sep_degree x cp_degree = {parts_of_sequences}",
+            cause="a chunk would have to wait for later ones of another rank",
+            fix="choose a schedule without sequence chunks, 1F1B or ZBH1, or split no sequence",
+        )
+    if isinstance(lengths, tuple) and schedule.slices not in (1, len(lengths)):
+        raise ConfigError(
+            "fleetpipe_configs['slices'] has the lengths of another number of slices",
+            expected=f"{schedule.slices} lengths, for the slices of {schedule.name}",
+            got=f"{len(lengths)} lengths",
+            fix="give as many lengths as the plan was made for",
+        )
+    if delays_weights:
+        raise ConfigError(
+            "delay_scale_loss weights all losses alike, and slices need not be of one length",
+            fix="leave delay_scale_loss out, or choose a schedule without slices",
+        )
+    if layers.owned_stages.recomputes:
+        raise ConfigError(
+            "recompute_interval cannot be had together with slices of sequences",
+            cause="a layer that is run again cannot tell which slice it runs",
+            fix="leave recompute_interval out: slices save memory too",
+        )
+    if schedule.slices == 1:
+        return WHOLE
+    return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)
+
+
+#: Layers of Paddle, and those of its tensor parallelism, that see one position at a time.
+_PLACE_BY_PLACE = (
+    *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
+    *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
+)
+#: The functions of these names, in whichever module of Paddle's they are defined.
+_FUNCTIONS = {
+    getattr(paddle.nn.functional, name)
+    for name in ("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "swish", "tanh", "sigmoid")
+}
+_PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_parallel.")
+
+
+def require_sliceable(entries: Sequence[Any]) -> None:
+    """Refuses a list of layers if one may compute something wrong for a slice of a sequence.
+
+    Raises:
+        ConfigError: A layer or function is not one of Paddle's that see one position at a time, and
+            does not have ``takes_slices = True``.
+    """
+    functions = (
+        (number, function)
+        for number, entry in enumerate(entries)
+        for function in (getattr(entry, "layer_func", entry), getattr(entry, "forward_func", None))
+        if function is not None
+    )
+    for number, function in functions:
+        kind = (
+            function
+            if isinstance(function, type) or not hasattr(function, "forward")
+            else type(function)
+        )
+        name = getattr(kind, "__name__", repr(kind))
+        is_sliceable = kind in _FUNCTIONS or (
+            name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
+        )
+        if not is_sliceable and getattr(kind, "takes_slices", False) is not True:
+            raise ConfigError(
+                f"layer {number}, {name}, does not say that it takes slices of a sequence",
+                cause="a schedule with slices gives a layer a part of the sequence at a time; one "
+                "whose places see others, as attention does, has to keep what later slices need",
+                fix=f"use fleetpipe.contrib.slices in {name}.forward if its places see others, "
+                f"and set {name}.takes_slices = True; or choose another schedule_mode. A captured "
+                "model has no such layers: build a PipelineLayer",
+            )

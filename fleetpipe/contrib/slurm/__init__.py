@@ -1,1 +1,223 @@
-"""Makes the tasks that Slurm's ``srun`` started the ranks of a job."""
+"""Makes the tasks that Slurm's ``srun`` started the ranks of a job, without another launcher.
+
+``srun`` tells each task its number, its node and the nodes of all (srun(1), "output environment
+variables"). Only the port at which rank 0 serves the job's store is missing: it is derived from the
+numbers of job and step, so that all ranks know it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fleetpipe import log
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.transport import hosts
+
+_log = log.logger(__name__)
+
+#: Below the ports that the system gives to outgoing connections, and those of Gloo's stores.
+_PORTS = range(12000, 20000)
+#: What a launcher tells a rank: where one has said this, nothing is derived.
+_LAUNCHED = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS")
+
+_START_BY_SRUN = "start the ranks by srun, and leave its SLURM_* variables as they are"
+
+_RANGES = r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]"
+_NODE = rf"(?:[^,\[\]\s]|{_RANGES})+"
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+class _Step(NamedTuple):
+    """Slurm's facts about this process and those that were started with it.
+
+    Attributes:
+        job: The job's number.
+        number: The step's number in the job: each ``srun`` is one.
+        rank: This process's number among the tasks.
+        local: This process's number among the tasks of its node.
+        nodes: The nodes' names.
+        places: The number of the node that each task is on.
+    """
+
+    job: int
+    number: int
+    rank: int
+    local: int
+    nodes: Sequence[str]
+    places: Sequence[int]
+
+
+def adopt() -> None:
+    """Makes this process the rank that ``srun`` started it as, unless a launcher has named it one.
+
+    Sets the variables that Paddle's launcher would set, ``PADDLE_TRAINER_ID`` and others, in this
+    process. If the user set ``PADDLE_MASTER=HOST:PORT``, rank 0 serves the job's store at that
+    address of the first node. One line on rank 0 says that it happened. A process that ``srun`` did
+    not start, or started as a single task, is left alone.
+
+    Raises:
+        ConfigError: Slurm's variables are incomplete or contradict each other, or the first node's
+            name has no address.
+    """
+    if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in _LAUNCHED):
+        return
+    tasks = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default="1")
+    if tasks == 1:
+        return
+    if not {"SLURM_STEP_ID", "SLURM_STEPID"} & os.environ.keys():
+        job = os.environ["SLURM_JOB_ID"]
+        log.once(
+            _log.warning, f"one process within Slurm job {job}; srun would start its {tasks} tasks"
+        )
+        return
+    step = _step(tasks)
+    endpoints = _endpoints(step)
+    os.environ.update(hosts.rank_variables(step.rank, step.local, endpoints, step.places))
+    _choose_device(step.local)
+    log.once(
+        _log.info,
+        f"Slurm's job {step.job}, step {step.number}: {tasks} ranks on {len(step.nodes)} node(s), "
+        f"rank 0 at {endpoints[0]}",
+    )
+
+
+def expand_nodes(listed: str) -> list[str]:
+    """Expands a list of nodes such as ``node[01-03,07],login`` to its names, in order.
+
+    Args:
+        listed: The list in Slurm's form: numbers in brackets are ranges, with leading zeros.
+    """
+    if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", listed):
+        raise _unreadable("list of nodes", "node[01-03,07],login", listed)
+    names = []
+    for node in re.finditer(_NODE, listed):
+        # By turns what stands outside of brackets and what is within.
+        parts = re.split(_RANGES, node[0])
+        choices = [list(_numbers(part)) if i % 2 else [part] for i, part in enumerate(parts)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
+
+
+def expand_counts(counts: str) -> list[int]:
+    """Expands a list such as ``2(x3),1`` to its numbers, 2, 2, 2, 1.
+
+    Args:
+        counts: The tasks of each node in Slurm's form.
+    """
+    numbers: list[int] = []
+    for part in counts.split(","):
+        match = _COUNT.fullmatch(part)
+        if match is None:
+            raise _unreadable("list of tasks for each node", "2(x3),1", counts)
+        numbers += [int(match[1])] * int(match[2] or 1)
+    return numbers
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield str(number).zfill(len(first))
+
+
+def _step(tasks: int) -> _Step:
+    nodes = expand_nodes(_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
+    # Slurm tells it always; where there is one node it is plain.
+    counts = expand_counts(
+        _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
+    )
+    rank = _number("SLURM_PROCID")
+    if len(counts) != len(nodes) or sum(counts) != tasks or rank >= tasks:
+        raise ConfigError(
+            "Slurm's variables do not fit together",
+            got=f"task {rank} of {tasks}; nodes {', '.join(nodes)} with {counts} tasks",
+            fix=_START_BY_SRUN,
+        )
+    places = _places(counts, os.environ.get("SLURM_DISTRIBUTION", "block"))
+    node = _number("SLURM_NODEID", default=str(places[rank]))
+    if places[rank] != node:
+        raise ConfigError(
+            f"Slurm's task {rank} is not on the node where it was looked for",
+            expected=f"SLURM_NODEID={places[rank]}, as {counts} tasks of the nodes have it",
+            got=f"SLURM_NODEID={node}",
+            cause="a distribution of tasks other than block and cyclic",
+            fix="srun --distribution=block",
+        )
+    return _Step(
+        job=_number("SLURM_JOB_ID"),
+        number=_number("SLURM_STEP_ID", "SLURM_STEPID"),
+        rank=rank,
+        local=_number("SLURM_LOCALID"),
+        nodes=nodes,
+        places=places,
+    )
+
+
+def _places(counts: Sequence[int], distribution: str) -> list[int]:
+    """Returns the number of the node that each task is on."""
+    if distribution.startswith("cyclic"):
+        rounds = range(max(counts))
+        return [node for n in rounds for node, count in enumerate(counts) if n < count]
+    return [node for node, count in enumerate(counts) for _ in range(count)]
+
+
+def _endpoints(step: _Step) -> list[str]:
+    """Returns an endpoint for each rank; only rank 0 listens at its own."""
+    names = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
+    # "12000-12003", where the cluster deals ports out: srun --resv-ports.
+    port = os.environ.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0]
+    # Paddle's own store, which this names, gets another address: two cannot listen at one.
+    if chosen := os.environ.pop("PADDLE_MASTER", ""):
+        names[0], _, port = chosen.rpartition(":")
+    elif not port:
+        port = str(_PORTS.start + (31 * step.job + step.number) % len(_PORTS))
+    try:
+        socket.getaddrinfo(names[0], int(port), socket.AF_INET)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"rank 0 cannot be reached at {names[0]}:{port}: {error}",
+            expected="an IPv4 address of the first node, or a name that leads to it, and a port",
+            fix="export PADDLE_MASTER=ADDRESS:PORT before srun",
+        ) from error
+    return [f"{names[place]}:{port}" for place in step.places]
+
+
+def _choose_device(local: int) -> None:
+    """Gives each task of a node a device of its own among those that it sees."""
+    if device_kind() == "gpu":
+        seen = paddle.device.cuda.device_count()
+        chosen = os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
+        # Paddle knows a device since the import, when nothing was chosen.
+        paddle.device.set_device(f"gpu:{chosen.partition(',')[0]}")
+
+
+def _variable(*names: str, default: str = "") -> str:
+    """Returns the first of these variables that is set."""
+    value = next(filter(None, map(os.environ.get, names)), default)
+    if not value:
+        raise ConfigError(f"Slurm did not set {' or '.join(names)}", fix=_START_BY_SRUN)
+    return value
+
+
+def _number(*names: str, default: str = "") -> int:
+    """Returns the first of these variables that is set, as a number."""
+    text = _variable(*names, default=default)
+    if not text.isdigit():
+        raise _unreadable(f"{' or '.join(names)}", "3", text)
+    return int(text)
+
+
+def _unreadable(what: str, example: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"Slurm's variables hold no readable {what}",
+        expected=f"such as {example}",
+        got=got,
+        fix=_START_BY_SRUN,
+    )

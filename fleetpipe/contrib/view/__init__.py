@@ -1,28 +1,33 @@
 """Shows a run: ``fleetpipe watch``, ``fleetpipe report`` and ``fleetpipe why``.
 
-``reading`` reads what a run leaves: its board (``board.py``) and history, the files of its folder
-(``run_folder.py``), a trace (``traced_ops.py``). ``judging`` has the questions that somebody asks
-of a run and their answers (``answers.py``), finds slow ranks while it runs (``slow_ranks.py``) and
-stragglers in a trace (``slowdown.py``; the definitions are those of the what-if analysis of
-arXiv:2505.05713). ``showing`` has the pages, live or saved, the server, and the metrics for
-Prometheus. ``reporting.py`` runs on the first rank of a job and writes the board. No Paddle is
-needed.
+What a run leaves is its board (``board.py``) and history, the files of its folder
+(``run_folder.py``), a trace (``traced_ops.py``). The questions that somebody asks of a run have
+their answers in ``answers.py``; ``slow_ranks.py`` finds slow ranks while it runs, ``slowdown.py``
+stragglers in a trace (the definitions are those of the what-if analysis of arXiv:2505.05713).
+``showing`` has the pages, live or saved, the server, and the metrics for Prometheus.
+``reporting.py`` runs on the first rank of a job and writes the board. Here is the address at which
+a board is served; one that other hosts reach needs a token. No Paddle is needed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+import ipaddress
+import os
+import secrets
+from typing import TYPE_CHECKING, NamedTuple
 
+from fleetpipe.errors import ConfigError
 from fleetpipe.extras import late
 
 if TYPE_CHECKING:
-    from fleetpipe.contrib.view.judging.slowdown import Slowdown as Slowdown
-    from fleetpipe.contrib.view.judging.slowdown import slowdown_of as slowdown_of
-    from fleetpipe.contrib.view.judging.trace_replay import ReplayedStep as ReplayedStep
-    from fleetpipe.contrib.view.judging.trace_replay import steps_of as steps_of
-    from fleetpipe.contrib.view.reading.traced_ops import TracedOperation as TracedOperation
-    from fleetpipe.contrib.view.reading.traced_ops import read_columns as read_columns
-    from fleetpipe.contrib.view.reading.traced_ops import read_trace as read_trace
+    from fleetpipe.contrib.view.slowdown import Slowdown as Slowdown
+    from fleetpipe.contrib.view.slowdown import slowdown_of as slowdown_of
+    from fleetpipe.contrib.view.trace_replay import ReplayedStep as ReplayedStep
+    from fleetpipe.contrib.view.trace_replay import steps_of as steps_of
+    from fleetpipe.contrib.view.traced_ops import TracedOperation as TracedOperation
+    from fleetpipe.contrib.view.traced_ops import read_columns as read_columns
+    from fleetpipe.contrib.view.traced_ops import read_trace as read_trace
 
 __all__ = [
     "ReplayedStep",
@@ -34,17 +39,82 @@ __all__ = [
     "steps_of",
 ]
 
-_JUDGING, _READING = f"{__name__}.judging", f"{__name__}.reading"
+
+#: Has the token that whoever looks from elsewhere must show.
+TOKEN = "FLEETPIPE_WATCH_TOKEN"
+#: Has the address where the first rank serves, for a command whose script says nothing.
+SERVE = "FLEETPIPE_SERVE"
+
+
+class Address(NamedTuple):
+    """An address to serve at, or to look at.
+
+    Attributes:
+        host: A name or an IP address.
+        port: The port; 0 for any that is free.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, value: object) -> Address:
+        """Reads a port, or HOST:PORT."""
+        host, _, port = str(value).rpartition(":")
+        if isinstance(value, bool) or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(
+                "a job is served at a port, or at HOST:PORT",
+                got=repr(value),
+                fix="give 9100, or 0.0.0.0:9100 for others too, who need a token",
+            )
+        return cls(host.strip("[]") or "127.0.0.1", int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host reaches the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def token(self) -> str:
+        """Returns the token that a request has to show; empty if it needs none.
+
+        Without ``FLEETPIPE_WATCH_TOKEN``, other hosts need a new token, and this host needs none.
+        """
+        chosen = os.environ.get(TOKEN, "")
+        return chosen or ("" if self.is_loopback else secrets.token_urlsafe(16))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def configure_serve(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--serve`` to the parser of a command."""
+    parser.add_argument(
+        "--serve",
+        type=_argument,
+        metavar="[HOST:]PORT",
+        help="serve the job as a page that updates by itself, with /metrics and /status.json",
+    )
+
+
+def _argument(text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 9100, or HOST:9100") from error
+
 
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
     __getattr__ = late(
         {
-            "ReplayedStep": f"{_JUDGING}.trace_replay",
-            "Slowdown": f"{_JUDGING}.slowdown",
-            "TracedOperation": f"{_READING}.traced_ops",
-            "read_columns": f"{_READING}.traced_ops",
-            "read_trace": f"{_READING}.traced_ops",
-            "slowdown_of": f"{_JUDGING}.slowdown",
-            "steps_of": f"{_JUDGING}.trace_replay",
+            "ReplayedStep": f"{__name__}.trace_replay",
+            "Slowdown": f"{__name__}.slowdown",
+            "TracedOperation": f"{__name__}.traced_ops",
+            "read_columns": f"{__name__}.traced_ops",
+            "read_trace": f"{__name__}.traced_ops",
+            "slowdown_of": f"{__name__}.slowdown",
+            "steps_of": f"{__name__}.trace_replay",
         }
     )

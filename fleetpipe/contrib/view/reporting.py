@@ -19,17 +19,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from fleetpipe import atomic_file, log
-from fleetpipe.contrib.view.address import Address
-from fleetpipe.contrib.view.judging.slow_ranks import Notices, SlowRank
-from fleetpipe.contrib.view.reading import history
-from fleetpipe.contrib.view.reading.board import (
-    FILE,
-    PERIOD,
-    Boards,
-    JobBoard,
-    checkpoint_of,
-    read_board,
-)
+from fleetpipe.contrib.view import Address, history
+from fleetpipe.contrib.view.board import FILE, PERIOD, Boards, JobBoard, checkpoint_of, read_board
+from fleetpipe.contrib.view.slow_ranks import Notices, SlowRank
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import allow, attempt_files, run_files
 from fleetpipe.job.job import Job, current_job

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fleetpipe import atomic_file
-from fleetpipe.contrib.view.address import Address
-from fleetpipe.contrib.view.reading import history
-from fleetpipe.contrib.view.reading.board import FILE, JobBoard, read_board
+from fleetpipe.contrib.view import Address, history
+from fleetpipe.contrib.view.board import FILE, JobBoard, read_board
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import RankRecord
 

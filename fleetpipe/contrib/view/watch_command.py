@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from fleetpipe.contrib.view.address import TOKEN, Address, configure_serve
-from fleetpipe.contrib.view.judging.answers import answers_of, status_of
-from fleetpipe.contrib.view.reading.board import FILE, BoardFile, JobBoard, board_of
-from fleetpipe.contrib.view.reading.run_record import RunRecord
-from fleetpipe.contrib.view.showing.chart import title_of
-from fleetpipe.contrib.view.showing.numbers import short
+from fleetpipe.contrib.view import TOKEN, Address, configure_serve
+from fleetpipe.contrib.view.answers import answers_of, status_of
+from fleetpipe.contrib.view.board import FILE, BoardFile, JobBoard, RunRecord, board_of
+from fleetpipe.contrib.view.showing.drawing import short, title_of
+from fleetpipe.contrib.view.showing.page import present
 from fleetpipe.contrib.view.showing.server import Server
-from fleetpipe.contrib.view.showing.tables import present
 from fleetpipe.errors import ConfigError, UsageError, printable
 from fleetpipe.extras import needed_for
 

@@ -14,40 +14,39 @@ from typing import NamedTuple
 import numpy as np
 
 from fleetpipe.arguments import new_file, using
-from fleetpipe.contrib.pictures.panel import Panel
-from fleetpipe.contrib.view.judging.account import (
-    LIMITED,
-    OUTSIDE,
-    QUEUEING,
-    STOLEN,
-    account_of,
-    machine_of,
-    shares_of,
-)
-from fleetpipe.contrib.view.judging.answers import Answer, time_of
-from fleetpipe.contrib.view.judging.slowdown import (
+from fleetpipe.contrib.pictures import Panel
+from fleetpipe.contrib.view.answers import Answer, time_of
+from fleetpipe.contrib.view.showing.drawing import Drawing, laid_out, moment, seconds
+from fleetpipe.contrib.view.showing.page import template
+from fleetpipe.contrib.view.slowdown import (
     Alternative,
     Slowdown,
     alternatives,
     ideal_times,
     slowdown_of,
 )
-from fleetpipe.contrib.view.judging.trace_replay import ReplayedStep, steps_of
-from fleetpipe.contrib.view.reading.timelines import placement_of
-from fleetpipe.contrib.view.reading.traced_ops import (
+from fleetpipe.contrib.view.trace_replay import (
+    LIMITED,
+    OUTSIDE,
+    QUEUEING,
+    STOLEN,
+    ReplayedStep,
+    account_of,
+    machine_of,
+    shares_of,
+    steps_of,
+)
+from fleetpipe.contrib.view.traced_ops import (
     COLUMNS,
     COMMUNICATIONS,
     TracedOperation,
+    placement_of,
     read_columns,
     read_trace,
 )
-from fleetpipe.contrib.view.showing.drawing import Drawing, laid_out
-from fleetpipe.contrib.view.showing.numbers import moment, seconds
-from fleetpipe.contrib.view.showing.page import template
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import BETWEEN
-from fleetpipe.schedules.forms.chrome import caveat, device_of
-from fleetpipe.schedules.forms.events import Event
+from fleetpipe.schedules.forms.trace import Event, caveat, device_of
 from fleetpipe.version import __version__
 
 

@@ -1,13 +1,545 @@
 """A head over a large vocabulary, of which each rank of a pipeline has a part.
 
-Start with ``head.py``: the entry in a list of layers, and the parts. Pipelines with a head load
-``borders.py``; ``files.py`` saves the head in Fleet's folder of layers, and
-``captured.py`` puts one in the place of a captured model's last Linear.
+With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r, its logits
+are z_r = x W_r^T (or x W_r, if it has columns of a Linear), plus its bias b_r [vocabulary / p] if
+it has one. For each row a part returns only three numbers: log(sum(exp(z_r))); the label's logit,
+or 0 if the label is in another part; and whether it is in this part. The loss of a row is the
+logarithm of the summed exponentials of the first, less the sum of the second.
+
+A pipeline computes each part on a rank of its own. A single process has all parts, and computes
+each with the same products and sums, but only when the loss needs it: until then the logits are
+deferred. ``captured.py`` puts a head in the place of a captured model's last Linear.
 """
 
 from __future__ import annotations
 
-from fleetpipe.contrib.vocabulary.head import VocabularyEmbedding, VocabularyHead
-from fleetpipe.contrib.vocabulary.losses import VocabularyLoss, vocabulary_cross_entropy
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["VocabularyEmbedding", "VocabularyHead", "VocabularyLoss", "vocabulary_cross_entropy"]
+from fleetpipe.aliases import Context, Layer, Nest, Tensor
+from fleetpipe.dygraph.batch.units import Chain
+from fleetpipe.dygraph.layers.entries import SeveralLayers
+from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.dygraph.state.files import LayerInParts
+from fleetpipe.engine.stage import Values
+from fleetpipe.errors import BoundaryError, ConfigError, require_whole
+from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.parts import PartOfWhole, Region
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.eager_operations import mean_leaves_out_below_zero
+from fleetpipe.paddle_api.tensor import to_host
+from fleetpipe.representation import shows
+from fleetpipe.schedules import Placement
+
+__all__ = [
+    "VocabularyEmbedding",
+    "VocabularyHead",
+    "VocabularyLoss",
+    "vocabulary_cross_entropy",
+]
+
+
+# Typed: Paddle's own is not.
+_multiply: Callable[..., Tensor] = paddle.matmul
+
+_LayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.LayerDesc
+_SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDesc
+
+
+@shows("hidden", "vocabulary", "tied")
+class _Description(SeveralLayers):
+    """An entry in a list of layers that is replaced by layers when the number of ranks is known."""
+
+    #: Of the whole weights, that of the vocabulary.
+    axis = 0
+
+    def __init__(self, hidden: int, vocabulary: int, weight_attr: Any, tied: str | None) -> None:
+        for name, size in (("hidden", hidden), ("vocabulary", vocabulary)):
+            rule = f"{name} of a {type(self).__name__} is a number of 1 or more"
+            fix = "give the whole number that the layers before it, or the labels, have"
+            require_whole(name, size, rule=rule, fix=fix)
+        self.hidden, self.vocabulary = hidden, vocabulary
+        self.weight_attr, self.tied = weight_attr, tied
+
+    def __call__(self, _value: Nest) -> Nest:
+        """Refuses to be called: it is a description."""
+        raise ConfigError(
+            f"a {type(self).__name__} is a description, which only a PipelineLayer builds",
+            fix="make it an entry of the list of layers of a PipelineLayer",
+        )
+
+    def parts(self, ranks: int) -> list[PartOfWhole]:
+        """Returns the part of each rank.
+
+        Raises:
+            ConfigError: There are fewer classes than ranks.
+        """
+        if self.vocabulary < ranks:
+            raise ConfigError(
+                "each rank holds a part of the vocabulary",
+                expected=f"{ranks} classes or more",
+                got=f"{type(self).__name__}(vocabulary={self.vocabulary})",
+                fix="describe so small a head as a layer like the others",
+            )
+        bounds = [part * self.vocabulary // ranks for part in range(ranks + 1)]
+        return [
+            PartOfWhole(part, Region(self.axis, first, last, self.vocabulary))
+            for part, (first, last) in enumerate(itertools.pairwise(bounds))
+        ]
+
+
+class VocabularyHead(_Description):
+    """Describes the last entry of a list of layers: the product with a vocabulary, in parts.
+
+    Each rank of the pipeline holds the weights of one part, [vocabulary / p, hidden]. The loss
+    function passes the model's output to :func:`vocabulary_cross_entropy`.
+
+    Args:
+        hidden: The size of a row of the input, [.., hidden].
+        vocabulary: The number of classes.
+        weight_attr: The ``ParamAttr`` of the weights of each part.
+        tied: The key of the :class:`VocabularyEmbedding` whose weights it shares; None for weights
+            of its own.
+        bias_attr: The ``ParamAttr`` of the bias of each part; None for Paddle's default; False for
+            no bias, which a tied head requires.
+
+    Raises:
+        ConfigError: A tied head has a bias.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        vocabulary: int,
+        weight_attr: Any = None,
+        tied: str | None = None,
+        bias_attr: Any = False,
+    ) -> None:
+        super().__init__(hidden, vocabulary, weight_attr, tied)
+        self.bias_attr = bias_attr
+        if tied is not None and bias_attr is not False:
+            raise ConfigError(
+                "a head tied to the embedding has its weights, and no bias",
+                got=f"tied={tied!r}, bias_attr={bias_attr!r}",
+                fix="leave bias_attr out, or tied for weights of its own",
+            )
+
+    def require_place(self, entries: Sequence[Any], index: int) -> None:
+        """Refuses a head that is not the last entry, or is tied to no embedding in the list."""
+        keys = [entry.tied for entry in entries if isinstance(entry, VocabularyEmbedding)]
+        if index + 1 < len(entries):
+            raise ConfigError(
+                "a VocabularyHead is the last entry of a list of layers",
+                where=f"layer {index} of {len(entries)}",
+                fix="put it at the end, and what follows into the loss function",
+            )
+        if self.tied not in (None, *keys):
+            raise ConfigError(
+                "a tied VocabularyHead names the key of a VocabularyEmbedding",
+                expected=", ".join(map(repr, keys)) or "one in the list of layers",
+                got=f"tied={self.tied!r}",
+                fix="give both the same key, or leave tied out",
+            )
+
+    def layers(self, ranks: int) -> list[Any]:
+        """Returns the layers that replace it: a part for each rank, and the loss."""
+        parts: list[Any] = []
+        for part in self.parts(ranks):
+            arguments = self.hidden, part, self.weight_attr
+            if self.tied is None:
+                parts.append(_LayerDesc(VocabularyPart, *arguments, self.bias_attr))
+            else:
+                name = _name(part.number)
+                shared = _SharedLayerDesc(
+                    *(self.tied, VocabularyPart, None, [name], *arguments, False, name)
+                )
+                parts.append(shared)
+        return [*parts, vocabulary_loss]
+
+
+class VocabularyEmbedding(_Description):
+    """Describes an embedding to which a :class:`VocabularyHead` may be tied.
+
+    Its rank holds all rows, as parts; every other rank has a copy of the part that its head needs.
+
+    Args:
+        key: The key that the head gives as ``tied``.
+        hidden: The size of a row.
+        vocabulary: The number of rows.
+        weight_attr: The ``ParamAttr`` of the weights of each part.
+    """
+
+    def __init__(self, key: str, hidden: int, vocabulary: int, weight_attr: Any = None) -> None:
+        super().__init__(hidden, vocabulary, weight_attr, key)
+
+    def layers(self, ranks: int) -> list[Any]:
+        """Returns the layer that replaces it."""
+        parts = self.parts(ranks)
+        names = [_name(part.number) for part in parts]
+        arguments = self.hidden, parts, self.weight_attr
+        return [_SharedLayerDesc(self.tied, EmbeddingInParts, None, names, *arguments)]
+
+
+def _name(part: int) -> str:
+    """Returns the name of the shared weights of a part."""
+    return f"part{part}"
+
+
+def _part(parameter: Tensor, part: PartOfWhole) -> Tensor:
+    """Marks a parameter as a part, so that checkpoints save it within the whole."""
+    parameter.part_of_whole = part
+    return parameter
+
+
+class DeferredLogits(NamedTuple):
+    """The logits of one process's model, which the loss computes part by part.
+
+    Attributes:
+        hidden: The input of the head, [.., hidden].
+        parts: The parts of the head.
+    """
+
+    hidden: Tensor
+    parts: tuple[VocabularyPart, ...]
+
+
+class VocabularyPart(paddle.nn.Layer):
+    """Some rows of a vocabulary: their weights, [rows, hidden], and perhaps their bias, [rows].
+
+    Args:
+        hidden: The size of a row.
+        part: Its rows; if the whole is cut along axis 1, the weights are [hidden, rows], as in a
+            Linear.
+        weight_attr: The ``ParamAttr`` of the weights.
+        bias_attr: The ``ParamAttr`` of the bias; False for none.
+        name: The name of the weights in the layer.
+    """
+
+    bias: Tensor | None
+    #: It returns numbers of the loss, which no layer of a plain model returns.
+    has_plain_output = False
+
+    def __init__(
+        self,
+        hidden: int,
+        part: PartOfWhole,
+        weight_attr: Any = None,
+        bias_attr: Any = False,
+        name: str = "weight",
+    ) -> None:
+        super().__init__()
+        self._part, self._name = part, name
+        first, last = self.rows
+        rows = last - first
+        shape = [hidden, rows] if part.cut.axis else [rows, hidden]
+        self.add_parameter(name, _part(self.create_parameter(shape, weight_attr), part))
+        self.bias = None
+        if bias_attr is not False:
+            bias = self.create_parameter([rows], bias_attr, is_bias=True)
+            self.bias = _part(bias, part._replace(cut=part.cut._replace(axis=0)))
+
+    @property
+    def number(self) -> int:
+        """The number of the part."""
+        return self._part.number
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row, and the row after the last."""
+        return self._part.cut.start, self._part.cut.stop
+
+    def extra_repr(self) -> str:
+        """Returns the rows for the first line of the layer's ``repr``."""
+        return f"rows={self.rows[0]}..{self.rows[1] - 1}"
+
+    def forward(self, value: Nest) -> Nest:
+        """Computes three numbers for each row, [3, rows], or defers this to the loss.
+
+        Args:
+            value: In a pipeline, a tuple of the hidden values and the labels; in one process, the
+                hidden values, or the result of the part before.
+        """
+        if isinstance(value, DeferredLogits):
+            return value._replace(parts=(*value.parts, self))
+        if isinstance(value, tuple):
+            return self.statistics(*value)
+        return DeferredLogits(value, (self,))
+
+    def statistics(self, hidden: Tensor, label: Tensor) -> Tensor:
+        """Returns three numbers for each row, [3, rows].
+
+        They are log(sum(exp(logits))), the label's logit, and 1 if the label is in this part.
+
+        Args:
+            hidden: The hidden values, [.., hidden].
+            label: One class for each row.
+
+        Raises:
+            BoundaryError: The labels are not integers.
+        """
+        if label.dtype not in (paddle.int64, paddle.int32):
+            raise BoundaryError(
+                "the labels of a VocabularyHead are classes",
+                expected="a Tensor of int64 or int32",
+                got=f"a Tensor of {label.dtype}",
+                fix="cast the labels, and where they are several tensors name the classes first",
+            )
+        rows = hidden.reshape([-1, hidden.shape[-1]])
+        local = label.detach().reshape([-1, 1]) - self.rows[0]
+        compute: Callable[..., Tensor] = _Statistics.apply
+        biases = [] if self.bias is None else [self.bias]
+        return compute(self._part.cut.axis, rows, getattr(self, self._name), local, *biases)
+
+
+class EmbeddingInParts(paddle.nn.Layer):
+    """An embedding whose rows are several parameters, ``part0`` and so on.
+
+    Args:
+        hidden: The size of a row.
+        parts: The rows of each parameter.
+        weight_attr: The ``ParamAttr`` of each part.
+    """
+
+    def __init__(self, hidden: int, parts: Sequence[PartOfWhole], weight_attr: Any = None) -> None:
+        super().__init__()
+        self._all = tuple(parts)
+        for part in parts:
+            rows = part.cut.stop - part.cut.start
+            weight = self.create_parameter([rows, hidden], attr=weight_attr)
+            self.add_parameter(_name(part.number), _part(weight, part))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Adds up the rows of tokens in all parts, [.., hidden]; in all but one they are zeros."""
+        looked_up = []
+        for part in self._all:
+            first, last = part.cut.start, part.cut.stop
+            here = paddle.logical_and(tokens >= first, tokens < last)
+            local = paddle.where(here, tokens - first, paddle.zeros_like(tokens))
+            rows = paddle.nn.functional.embedding(local, getattr(self, _name(part.number)))
+            looked_up.append(rows * here.unsqueeze(-1).astype(rows.dtype))
+        return paddle.add_n(looked_up)
+
+
+class _Statistics(paddle.autograd.PyLayer):
+    """Computes the logits of a part, and keeps only one buffer of rows x part for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, axis: int, rows: Tensor, weight: Tensor, local: Tensor, *biases: Tensor
+    ) -> Tensor:
+        here = paddle.logical_and(local >= 0, local < weight.shape[axis])
+        index = paddle.where(here, local, paddle.zeros_like(local))
+        logits = _multiply(rows, weight, transpose_y=axis == 0)
+        for bias in biases:
+            logits.add_(bias)
+        chosen = paddle.take_along_axis(logits, index, 1) * here.astype(logits.dtype)
+        highest = logits.max(axis=1, keepdim=True)
+        logits.subtract_(highest)
+        logits.exp_()
+        total = logits.sum(axis=1, keepdim=True)
+        ctx.save_for_backward(rows, weight, *biases)
+        ctx.kept, ctx.axis = (logits, total, index, here), axis
+        numbers = [paddle.log(total) + highest, chosen, here.astype(logits.dtype)]
+        return paddle.concat(numbers, axis=1).t()
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Any:
+        rows, weight, *biases = ctx.saved_tensor()
+        (logits, total, index, here), ctx.kept = ctx.kept, None
+        of_sum, of_chosen, _ = grad.t().split(3, axis=1)
+        logits.multiply_(of_sum / total)
+        of_label = of_chosen * here.astype(grad.dtype)
+        logits.put_along_axis_(index, of_label, 1, reduce="add")
+        of_rows = of_weight = None
+        if not rows.stop_gradient:
+            of_rows = _multiply(logits, weight, transpose_y=ctx.axis == 1)
+        if not weight.stop_gradient:
+            factors = (rows, logits) if ctx.axis else (logits, rows)
+            of_weight = _multiply(*factors, transpose_x=True)
+        of_biases = [None if bias.stop_gradient else logits.sum(axis=0) for bias in biases]
+        return of_rows, of_weight, None, *of_biases
+
+
+def vocabulary_loss(value: Nest) -> Nest:
+    """Replaces the loss in a list of layers: its stage has no layers of its own.
+
+    If layers are recomputed, a tuple of one part comes as that part alone.
+    """
+    return value if isinstance(value, tuple) else (value,)
+
+
+def refuse_whole_logits(losses: Sequence[Any]) -> None:
+    """Refuses Paddle's own cross-entropy, which needs the whole logits that no rank has.
+
+    Args:
+        losses: The loss functions of a model with a head.
+    """
+    functions = paddle.nn.functional
+    for loss in losses:
+        if isinstance(loss, paddle.nn.CrossEntropyLoss) or loss in (
+            functions.cross_entropy,
+            functions.softmax_with_cross_entropy,
+        ):
+            raise ConfigError(
+                "the loss of a model with a VocabularyHead is made of parts of the logits",
+                expected="VocabularyLoss(ignore_index, reduction), or a function that begins with "
+                "vocabulary_cross_entropy",
+                got=f"loss_fn={getattr(loss, '__name__', type(loss).__name__)}",
+                fix="from fleetpipe.dygraph import VocabularyLoss; loss_fn=VocabularyLoss()",
+            )
+
+
+#: What a pipeline asks of a loss function behind a last entry that says so.
+vocabulary_loss.require_losses = refuse_whole_logits  # type: ignore[attr-defined]
+
+
+class _Copies(paddle.autograd.PyLayer):
+    """Returns a copy for each part, whose gradients are added as in a pipeline: the last first."""
+
+    @staticmethod
+    def forward(ctx: Context, value: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tuple(value.clone() for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> Tensor:
+        *rest, total = grads
+        for grad in rest[::-1]:
+            total = total + grad
+        return total
+
+
+def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -100) -> Tensor:
+    """Computes the cross-entropy of each row, like ``F.cross_entropy(.., reduction="none")``.
+
+    Args:
+        output: The output of a model whose last layer is a :class:`VocabularyHead`.
+        label: One class, an integer, for each row.
+        ignore_index: The label of rows that do not count: their loss is 0.
+
+    Returns:
+        A Tensor of the label's shape.
+
+    Raises:
+        BoundaryError: The output is of another kind of model, or a label is no class of it.
+    """
+    if isinstance(output, DeferredLogits):
+        copy: Callable[..., Sequence[Tensor]] = _Copies.apply
+        pairs = zip(output.parts, copy(output.hidden, len(output.parts)))
+        output = tuple(part.statistics(value, label) for part, value in pairs)
+    if not isinstance(output, tuple) or not all(isinstance(one, paddle.Tensor) for one in output):
+        raise BoundaryError(
+            "vocabulary_cross_entropy takes what a model with a VocabularyHead returns",
+            got=type(output).__name__,
+            fix="make VocabularyHead(hidden, vocabulary) the last entry of the list of layers",
+        )
+    sums, chosen, here = paddle.stack(list(output), axis=1)
+    labels = label.reshape([-1])
+    counted = labels != ignore_index
+    unknown = paddle.logical_and(counted, here.detach().sum(axis=0) == 0)
+    if bool(to_host(unknown.any())):
+        raise BoundaryError(
+            "a label is no class of the VocabularyHead",
+            expected=f"0 to vocabulary - 1, or ignore_index={ignore_index}",
+            got=f"label {labels[unknown].tolist()[0]}",
+            fix="correct the labels, or pass ignore_index for rows that do not count",
+        )
+    losses = paddle.logsumexp(sums, axis=0) - chosen.sum(axis=0)
+    return (losses * counted.astype(losses.dtype)).reshape(label.shape)
+
+
+@shows("ignore_index", "reduction")
+class VocabularyLoss:
+    """The loss of a model whose last layer is a :class:`VocabularyHead`.
+
+    Args:
+        ignore_index: The label of rows that do not count.
+        reduction: "mean" over the rows that count, or "sum". As in Paddle's ``CrossEntropyLoss``,
+            all rows count if ``ignore_index`` is below 0 (in 3.3, not in 2.6).
+
+    Raises:
+        ConfigError: The reduction is another one.
+    """
+
+    def __init__(self, ignore_index: int = -100, reduction: str = "mean") -> None:
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(
+                "the loss of a batch is one number",
+                expected="reduction='mean' or 'sum'",
+                got=f"reduction={reduction!r}",
+                fix="for each row's use vocabulary_cross_entropy in a loss_fn of your own",
+            )
+        self.ignore_index, self.reduction = ignore_index, reduction
+        kind: Any = paddle.nn.CrossEntropyLoss
+        #: The loss that counts the same positions.
+        self.declares = kind(ignore_index=ignore_index, reduction=reduction)
+
+    def __call__(self, output: Nest, label: Tensor) -> Tensor:
+        """Returns the loss of a micro-batch; see :func:`vocabulary_cross_entropy`."""
+        losses = vocabulary_cross_entropy(output, label, self.ignore_index)
+        if self.reduction == "sum":
+            return losses.sum()
+        if self.ignore_index < 0 and not mean_leaves_out_below_zero():
+            return losses.mean()
+        return losses.sum() / (label != self.ignore_index).sum().clip(min=1).astype(losses.dtype)
+
+
+class HeadBorders(Chain):
+    """Sends the output of the last stage before the head, with the labels, to all its parts.
+
+    The loss takes the results of the parts, in order.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self._before_head, self._loss = placement.body - 1, placement.stages - 1
+
+    def join(self, values: Values) -> Nest:
+        """Returns the value of the one edge; for the loss, a tuple of the values of all parts."""
+        of_loss = next(iter(values)).target == self._loss
+        return tuple(values.values()) if of_loss else super().join(values)
+
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
+        """Returns the output as the value of each edge; to the parts, with the labels.
+
+        Raises:
+            BoundaryError: There are no labels.
+        """
+        if stage == self._before_head:
+            classes = next(tensors_of(labels), None)
+            if classes is None:
+                raise BoundaryError(
+                    "a VocabularyHead computes with the labels, and there are none",
+                    where="last stage before the head",
+                    cause="eval_batch without compute_loss, or predict_batch: no rank has whole "
+                    "logits",
+                    fix="use eval_batch(.., compute_loss=True), or evaluate of a fleetpipe.Model",
+                )
+            output = output, classes
+        return super().split(stage, output, labels)
+
+
+def with_whole_head(
+    layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
+) -> dict[int, Layer | LayerInParts]:
+    """Returns the layers that get a file; all parts of a vocabulary head get one file.
+
+    A head tied to the embedding gets none: its weights are in the embedding's file.
+
+    Args:
+        layers: The layers of this process, by number.
+        shared: The numbers of the layers that share weights with others.
+        group: Returns the ranks that hold the stages.
+    """
+    whole: dict[int, Layer | LayerInParts] = {}
+    parts: dict[str, list[Tensor]] = {}
+    for index, layer in layers.items():
+        if isinstance(layer, EmbeddingInParts):
+            whole[index] = LayerInParts({"weight": layer.parameters()})
+        elif not isinstance(layer, VocabularyPart):
+            whole[index] = layer
+        elif index not in shared:
+            for name, tensor in layer.state_dict().items():
+                parts.setdefault(name, []).append(tensor)
+            whole[index - layer.number] = LayerInParts(parts, group)
+    return whole

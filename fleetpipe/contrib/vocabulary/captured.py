@@ -14,14 +14,14 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.value import Capture, Node, Ref, Scope
-from fleetpipe.contrib.vocabulary.borders import HeadBorders
-from fleetpipe.contrib.vocabulary.head import (
+from fleetpipe.contrib.vocabulary import (
     DeferredLogits,
+    HeadBorders,
     VocabularyHead,
     VocabularyPart,
     vocabulary_loss,
 )
-from fleetpipe.dygraph.batch.borders import Borders
+from fleetpipe.dygraph.batch.units import Borders
 from fleetpipe.dygraph.layers.entries import class_name
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.engine.stage import Values

@@ -12,7 +12,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.fit import arguments
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
-from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
+from fleetpipe.fit.callbacks.metrics import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of

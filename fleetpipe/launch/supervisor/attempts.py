@@ -1,7 +1,8 @@
-"""Judges how an attempt ended, and decides whether the job restarts or ends.
+"""Judges how an attempt ended, and decides whether the job restarts, on how many ranks, or ends.
 
-The verdict says which rank failed first, in which step, and with which error. This module starts no
-process, reads no clock and loads no Paddle.
+The verdict says which rank failed first, in which step, and with which error. A place is given up
+when its rank has failed twice without a step between, or once after it was tried again. Nothing
+here starts a process, reads a clock or loads Paddle.
 """
 
 from __future__ import annotations
@@ -10,15 +11,87 @@ import errno
 import os
 import re
 import signal
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.job import attempt_files
-from fleetpipe.job.watching.failure import Failure
-from fleetpipe.job.watching.watch import EXIT_CODE
+from fleetpipe.job.attempt_files import Failure
+from fleetpipe.job.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
-from fleetpipe.launch.supervisor.width import Width
+
+#: Which cards a process sees; Paddle's launcher gives each rank one of them.
+_CARDS = "CUDA_VISIBLE_DEVICES"
+#: Is there where a driver of cards is.
+_CARDS_DRIVER = "/dev/nvidiactl"
+
+
+class Width(NamedTuple):
+    """The places that have a rank in an attempt.
+
+    Attributes:
+        places: Their numbers, ascending; empty if all have one.
+        lost: Those that were given up, also while they are tried again.
+        whole: How many there are; 0 until one is given up.
+        left: How many had a rank when one was given up last.
+        since: The step in which one was given up, or after which all have a rank again.
+        seconds: After how long those that were given up are tried again.
+    """
+
+    places: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    whole: int = 0
+    left: int = 0
+    since: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are; 0 if that is not known."""
+        return len(self.places) or self.whole
+
+    def fails_trial(self, rank: int, step: int | None) -> bool:
+        """Whether a rank on a place that is tried again has failed in its first step there."""
+        return not self.places and rank in self.lost and step in (None, self.since)
+
+    def without(self, rank: int, ranks: int, left: int, step: int | None, seconds: float) -> Width:
+        """Returns the width without the place of a rank.
+
+        Args:
+            rank: The rank.
+            ranks: How many there are now.
+            left: How many there are to be.
+            step: The step in which it failed.
+            seconds: After how long a place is tried again.
+        """
+        places = self.places or tuple(range(ranks))
+        working = tuple(place for place in places if place != places[rank])
+        lost = (*self.lost, places[rank])
+        return Width(working[:left], lost, max(self.whole, ranks), left, step, seconds)
+
+    def with_fewer(self, left: int) -> Width:
+        """Returns the width in which only so many of the places have a rank."""
+        return self._replace(places=self.places[:left], left=left)
+
+    def with_all(self, step: int) -> Width:
+        """Returns the width in which all places have a rank again after some steps."""
+        return self._replace(places=(), since=step)
+
+    def environment(self, here: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Returns what the ranks of this width have in their environment."""
+        if not self.places:
+            return {}
+        names = here.get(_CARDS, "").split(",") if _CARDS in here else _all_cards(self.whole)
+        seen = [names[place] for place in self.places if place < len(names) and names[place]]
+        cards = {_CARDS: ",".join(seen)} if seen else {}
+        return {attempt_files.WHOLE_SIZE: str(self.whole), **cards}
+
+
+def _all_cards(places: int) -> list[str]:
+    """Returns the numbers of the cards of a host on which no variable names some."""
+    return [str(place) for place in range(places)] if os.path.exists(_CARDS_DRIVER) else []
+
 
 _MOST_LINES = 12
 _FREE_SPACE = "free space on the disk that the error above names, which is full"
@@ -299,3 +372,113 @@ def _poison(verdict: Verdict) -> str:
         f"{what}: it is not started again\n"
         f"  what to do: {to_do}; a job that is started anew goes on from its checkpoint"
     )
+
+
+class KeptRanks(NamedTuple):
+    """What the ranks have kept in memory.
+
+    Attributes:
+        step: The newest step.
+        ranks: How many ranks have kept it.
+        smaller: The smaller numbers of ranks that the script's degrees allow, the largest first.
+    """
+
+    step: int
+    ranks: int
+    smaller: tuple[int, ...]
+
+    def fewer(self, ranks: int) -> int:
+        """Returns the largest number of ranks below ``ranks`` that the degrees allow, or 0."""
+        return next((number for number in self.smaller if number < ranks), 0)
+
+
+def with_fewer(
+    attempt: Attempt,
+    verdict: Verdict,
+    then: End | Again,
+    kept: Callable[[], KeptRanks | None],
+    least: int,
+    seconds: float,
+) -> End | Again:
+    """Returns what follows an attempt that failed, in a job that may go on with fewer ranks.
+
+    Args:
+        attempt: The attempt.
+        verdict: How it ended.
+        then: What follows if no place is given up.
+        kept: Returns what the ranks have kept; None if no step.
+        least: The smallest number of ranks.
+        seconds: After how long a place is tried again.
+    """
+    rank, before, newest = verdict.place, attempt.width, kept()
+    if newest is None:
+        return then
+    if verdict.permanent and before.places and newest.ranks != len(before.places):
+        return _with_still_fewer(attempt, newest, then, least)
+    if rank is None or verdict.permanent:
+        return then
+    # A trial lasts until all ranks have kept a step.
+    again = before.fails_trial(rank, verdict.step) and newest.ranks == before.left
+    if not again and not _is_lost(attempt, verdict, rank, then):
+        return then
+    ranks = before.ranks or newest.ranks
+    fewer = before.left if again else newest.fewer(ranks)
+    if fewer < least:
+        why = f"--least {least} allows no fewer ranks" if fewer else "the script takes no fewer"
+        return then._replace(said=(*then.said, f"rank {rank} is not given up: {why}"))
+    seconds = 2 * before.seconds if again else seconds
+    width = before.without(rank, ranks, fewer, verdict.step, seconds)
+    lost = f"rank {rank} is given up, and tried again after {seconds:g} s"
+    return _goes_on(attempt, lost, newest.step, width, then)
+
+
+def _with_still_fewer(
+    attempt: Attempt, newest: KeptRanks, then: End | Again, least: int
+) -> End | Again:
+    """Returns what follows where a script refuses the ranks that are left before their first step.
+
+    Its layers may not divide by so many stages.
+    """
+    refused = len(attempt.width.places)
+    fewer = newest.fewer(refused)
+    if fewer < least:
+        return then
+    width = attempt.width.with_fewer(fewer)
+    return _goes_on(attempt, f"the script refuses {refused} ranks", newest.step, width, then)
+
+
+def _goes_on(attempt: Attempt, why: str, step: int, width: Width, then: End | Again) -> Again:
+    count = "1 rank" if width.left == 1 else f"{width.left} ranks"
+    said = f"{why}: the job goes on after {step} steps, from memory, with {count} of {width.whole}"
+    return Again(Attempt(attempt.number + 1, width=width), (then.said[0], said))
+
+
+def with_all(attempt: Attempt, step: int) -> Again:
+    """Returns the attempt in which places that were given up have a rank again."""
+    width = attempt.width.with_all(step)
+    said = f"after {step} steps the job goes on with all {width.whole} ranks again"
+    return Again(Attempt(attempt.number + 1, attempt.restarts, width=width), (said,))
+
+
+def with_as_many(attempt: Attempt, then: End | Again) -> Again:
+    """Returns the attempt that follows where ranks failed as they ended for the sake of all.
+
+    A disk may be full: with what they keep in memory they go on, and are asked again later.
+    """
+    width = attempt.width._replace(seconds=2 * attempt.width.seconds)
+    said = f"as many ranks go on, and all of them are tried after {width.seconds:g} s"
+    following = Attempt(attempt.number + 1, attempt.restarts, width=width)
+    return Again(following, (then.said[0], said))
+
+
+def _is_lost(attempt: Attempt, verdict: Verdict, rank: int, then: End | Again) -> bool:
+    """Whether the place of the rank that failed first is given up."""
+    width, before = attempt.width, attempt.failed
+    if width.places and verdict.step is not None and verdict.step == width.since:
+        return False  # the step fails on other places too
+    ends = isinstance(then, End)
+    if before is None:
+        return ends
+    if before.place == rank or rank in before.died:  # two places may break at once
+        return ends or verdict.step in (None, before.step)
+    return ends and not verdict.repeats(before)

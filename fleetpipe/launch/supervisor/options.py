@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how long ranks that are asked to stop may take to finish the step and save "
         "(default: %(default)s)",
     )
-    extra("view.address").configure_serve(parser)
+    extra("view").configure_serve(parser)
     add_script(parser, "a training script", "where each process leaves its log")
 
 

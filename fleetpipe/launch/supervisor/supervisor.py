@@ -1,34 +1,212 @@
-"""Starts the ranks of a job on this host, and restarts all of them if one fails."""
+"""Starts the ranks of a job on this host, stops them, and restarts all of them if one fails."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import select
 import signal
+import socket
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
+from fleetpipe import systems
 from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
-from fleetpipe.launch import log_filter
-from fleetpipe.launch.command_folder import command_folder
-from fleetpipe.launch.script import require_start
+from fleetpipe.job import attempt_files, run_files
+from fleetpipe.launch import streams
+from fleetpipe.launch.script import (
+    LAUNCHED,
+    command_folder,
+    end_sessions,
+    remove_logs_beyond,
+    require_start,
+    script_words,
+    signal_ranks,
+)
 from fleetpipe.launch.supervisor.attempts import (
     Again,
     Attempt,
     End,
+    KeptRanks,
     Verdict,
     after,
+    judge,
+    with_all,
+    with_as_many,
+    with_fewer,
     with_interrupt,
 )
-from fleetpipe.launch.supervisor.local_ranks import Local
-from fleetpipe.launch.supervisor.narrowing import KeptRanks, with_all, with_as_many, with_fewer
-from fleetpipe.launch.supervisor.pods import Pods
-from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, catch_signals
+from fleetpipe.launch.supervisor.pods import Order, Pods
+from fleetpipe.systems import STOP_SIGNALS
+
+#: Those that ask for the same, and after which the next one ends the job at once.
+BREAK_SIGNALS = (signal.SIGINT,)
+
+
+class Signals:
+    """Reads the signals that have arrived from a socket."""
+
+    def __init__(self, received: socket.socket) -> None:
+        """Takes the socket into which Python writes the number of each signal."""
+        self._received = received
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when a signal arrives."""
+        return self._received.fileno()
+
+    def take(self) -> list[int]:
+        """Returns the signals since the last call."""
+        with suppress(BlockingIOError):
+            return list(self._received.recv(64))
+        return []
+
+
+@contextmanager
+def catch_signals() -> Iterator[Signals]:
+    """While it is open, signals only go to the yielded :class:`Signals`. For the main thread."""
+    received, sent = socket.socketpair()
+    numbers = (*STOP_SIGNALS, *BREAK_SIGNALS)
+    before = {number: signal.getsignal(number) for number in numbers}
+    with received, sent:
+        received.setblocking(False)
+        sent.setblocking(False)
+        woken = signal.set_wakeup_fd(sent.fileno())
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        try:
+            yield Signals(received)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(woken)
+
+
+class Local:
+    """The ranks of this host, for one attempt after another.
+
+    Attributes:
+        kept: The folder in memory where they keep their state.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, board: Any) -> None:
+        """Prepares the ranks, and starts none.
+
+        Args:
+            options: The options of the command.
+            folder: The supervisor's folder in memory.
+            pods: The process in which Paddle's launcher runs.
+            board: Shows the attempts.
+        """
+        self._options = options
+        self._folder = folder
+        self._pods = pods
+        self._board = board
+        self.kept = folder / "kept"
+        self.kept.mkdir()
+        #: The folder of the attempt that runs.
+        self._home = folder
+        #: Its ranks that have the last signal.
+        self._signalled: set[int] = set()
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when an attempt ends."""
+        return self._pods.fileno()
+
+    def start(self, attempt: Attempt) -> None:
+        """Starts an attempt.
+
+        Raises:
+            ConfigError: The folder in memory has no room for its files, or that of the logs none.
+        """
+        require_folder("--log-dir", self._options.log_dir)
+        self._home = self._folder / f"attempt-{attempt.number}"
+        self._home.mkdir()
+        attempt_files.require_space(self._home)
+        if self._options.nproc_per_node is not None:
+            remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
+        culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
+        news = f"attempt {attempt.number}, since {culprit}" if culprit else ""
+        self._board.begin(self._home, attempt.restarts, news)
+        environment = {**self._environment(attempt.number), **attempt.width.environment()}
+        self._pods.start(Order(self._arguments(len(attempt.width.places)), environment))
+
+    def end(self) -> Verdict:
+        """Judges an attempt that has ended, and kills processes that are left of it."""
+        try:
+            return judge(self._home, self._pods.code(), shown=0)
+        finally:
+            end_sessions(self._home)
+
+    def record(self, number: int, verdict: Verdict) -> None:
+        """Writes how an attempt ended to the records of its run, for ``fleetpipe report``.
+
+        An attempt that succeeded has written that itself.
+        """
+        if verdict == Verdict(0):
+            return
+        end = {
+            "event": "end",
+            "life": number,
+            "time": time.time(),
+            "code": verdict.code,
+            "saved": verdict.saved,
+            "step": verdict.step,
+            "culprit": verdict.culprit,
+            "details": verdict.details,
+        }
+        for folder in attempt_files.records(self._home):
+            # A disk that is full must not keep the job from being started again.
+            with contextlib.suppress(OSError):
+                run_files.append_line(folder / run_files.ATTEMPTS, end)
+
+    def has_done_a_step(self) -> bool:
+        """Whether the pipeline has done a step in the attempt that runs."""
+        return attempt_files.steps_done(self._home) > 0
+
+    def stop(self, number: int) -> None:
+        """Signals the ranks to finish their step, save and end; if none has started, none will."""
+        self._signalled = set()
+        self.stop_late(number)
+
+    def stop_late(self, number: int) -> None:
+        """Signals the ranks that have started since the last signal, as :meth:`stop` does."""
+        self._signalled = signal_ranks(self._home, number, but=self._signalled)
+        if not self._signalled:
+            self._pods.stop()
+
+    def kill(self) -> None:
+        """Kills the ranks at once, and a launcher that has not started any."""
+        attempt_files.refuse_healing(self._home)
+        signal_ranks(self._home, systems.SIGKILL)
+        self._pods.stop()
+
+    def _arguments(self, fewer: int) -> list[str]:
+        """Returns the arguments of Paddle's launcher; ``fewer`` is 0 for all ranks."""
+        options = self._options
+        ranks = fewer or options.nproc_per_node
+        words = ["--log_dir", options.log_dir, "--log_level", options.log_level]
+        if ranks is not None:
+            words += ["--nproc_per_node", str(ranks)]
+        words += [str(LAUNCHED), "run", "--log-level", options.log_level]
+        return [*words, *script_words(options)]
+
+    def _environment(self, number: int) -> dict[str, str]:
+        variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
+        if self._options.checkpoint_dir is not None:
+            variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
+        if self._options.keep_state or self._options.heal or self._options.least:
+            variables["FLEETPIPE_KEPT_STATE"] = str(self.kept)
+        if self._options.heal:
+            variables[attempt_files.HEAL] = str(self._options.max_restart)
+        return variables
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,7 +246,7 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as ends:
         signals = ends.enter_context(catch_signals())
         folder = ends.enter_context(command_folder())
-        pods = Pods(log_filter.environment(options.log_level), folder)
+        pods = Pods(streams.environment(options.log_level), folder)
         ends.callback(pods.close)
         board = ends.enter_context(extra("view.serving").serving(options.serve))
         return Supervisor(options, Local(options, folder, pods, board), signals).run()
@@ -134,7 +312,7 @@ class Supervisor:
         )
 
     def _newest_kept(self) -> KeptRanks | None:
-        kept = extra("kept_state.layouts").newest_kept(self._local.kept)
+        kept = extra("kept_state").newest_kept(self._local.kept)
         return None if kept is None else KeptRanks(*kept)
 
     def _verdict(self) -> Verdict:

@@ -1,21 +1,107 @@
 """The table of the families: the function that builds the rows of each, placement and chunks.
 
-A family is loaded when a schedule of it is built, or when its options are asked for.
+A family is loaded when a schedule of it is built, or when its options are asked for. A vocabulary
+head, with one part on each rank, can be added to the rows of some.
+
+1F1B on two ranks, four micro-batches, a part as long as a stage. Small letters are of the head: of
+rank 0 stage 2, of rank 1 stage 3. Stage 4, the loss, stands between f and b and takes no time::
+
+    rank 0  F0 F1 f0 F2 b0--- F3 f1 f2 b1--- b2--- .  .  B0--- f3 .  B1--- b3--- B2--- B3---
+    rank 1  .  F0 f0 b0--- F1 f1 F2 b1--- f2 b2--- B0--- F3 f3 B1--- b3--- B2--- B3--- .  .
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import pkgutil
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
-from fleetpipe.schedules.action import Item
-from fleetpipe.schedules.garbage import collector_paused
-from fleetpipe.schedules.options import names_of, non_defaults
-from fleetpipe.schedules.placement import HEAD, Placement
-from fleetpipe.schedules.rows import ScheduleRows
+from fleetpipe.schedules.action import Action, Item, parts
+from fleetpipe.schedules.placement import HEAD, Dependencies, Edge, Placement
+from fleetpipe.schedules.rows import ScheduleRows, collector_paused, names_of, non_defaults
+
+#: Forwards that each rank runs ahead: the body's rows are those of a pipeline with as many more
+#: stages, since a micro-batch goes to all ranks and back between the last stage's F and B, twice
+#: (arXiv:2411.05288).
+AHEAD = 2
+
+#: Nominal times of a stage, and how long parts and the loss are beside it. Longer parts give the
+#: same order, for what a micro-batch needs of a head comes before the body's own actions; shorter
+#: ones do not.
+_TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+_PART, _LOSS = 0.2, 0.01
+
+
+def with_head(
+    body: Sequence[Sequence[Item]], placement: Placement, micro_batches: int
+) -> list[list[Item]]:
+    """Returns the rows of a body with the forwards and backwards of a head added.
+
+    The body's order stays. A part's actions run as soon as their inputs are there and their rank is
+    free, so they fill its bubbles first.
+
+    Args:
+        body: The rows of the body, which wait for each other along a chain of stages.
+        placement: The placement of body and head.
+        micro_batches: Micro-batches of a batch, m.
+    """
+    return _Merge(body, placement, micro_batches).rows()
+
+
+class _Merge:
+    """The times of what has run, and the actions that are left."""
+
+    def __init__(
+        self, body: Sequence[Sequence[Item]], placement: Placement, micro_batches: int
+    ) -> None:
+        edges = [Edge(*ends) for ends in placement.chain()]
+        self.dependencies = Dependencies(edges, placement.stages)
+        self.lengths = [1.0] * placement.body + [_PART] * placement.ranks + [_LOSS]
+        self.clock = [0.0] * placement.ranks
+        self.ends: dict[tuple[str, int, int], float] = {}
+        # By rank: rows of which each keeps its order, what goes first where both could run first.
+        self.queues: list[list[deque[Item]]] = []
+        for rank, row in enumerate(body):
+            head = [stage for stage in placement.stages_of(rank) if stage >= placement.body][::-1]
+            kinds = [(kind, stage) for kind in "BF" for stage in head]
+            rows = [*([Action(*kind, k) for k in range(micro_batches)] for kind in kinds), row]
+            self.queues.append([deque[Item](one) for one in rows])
+
+    def rows(self) -> list[list[Item]]:
+        """Runs whatever can begin first, again and again, and returns the rows."""
+        rows: list[list[Item]] = [[] for _ in self.queues]
+        while possible := [
+            (start, number, rank)
+            for rank, queues in enumerate(self.queues)
+            for number, queue in enumerate(queues)
+            if queue and (start := self._start(rank, queue[0])) < math.inf
+        ]:
+            start, number, rank = min(possible)
+            item = self.queues[rank][number].popleft()
+            rows[rank].append(item)
+            self._run(rank, item, start)
+        return rows
+
+    def _start(self, rank: int, item: Item) -> float:
+        """Returns when an entry could begin; infinity if its inputs have not been computed."""
+        needs = [
+            self.ends.get((kind, stage, action.micro_batch), math.inf)
+            for action in parts(item)
+            for kind, stage in self.dependencies.of(action.kind, action.stage)
+        ]
+        return max([self.clock[rank], *needs])
+
+    def _run(self, rank: int, item: Item, start: float) -> None:
+        actions = parts(item)
+        times = [_TIMES[action.kind] * self.lengths[action.stage] for action in actions]
+        self.clock[rank] = start + sum(times)
+        for kind, stage, micro_batch in actions:
+            self.ends["B" if kind == "I" else kind, stage, micro_batch] = self.clock[rank]
+
 
 #: Makes the rows of all ranks from a placement, m, and options of its own given by keyword.
 Rows = Callable[..., Sequence[Sequence[Item]]]
@@ -59,21 +145,21 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
-    "FThenB": Family("f_then_b:f_then_b", ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
+    "FThenB": Family("one_f_one_b:f_then_b", ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
     "1F1B": Family("one_f_one_b:one_f_one_b", interleaved="Interleaved1F1B"),
     "Eager1F1B": Family("one_f_one_b:eager_one_f_one_b"),
-    "kFkB": Family("k_f_k_b:k_f_k_b", ("Ada-Grouper",)),
+    "kFkB": Family("one_f_one_b:k_f_k_b", ("Ada-Grouper",)),
     "Interleaved1F1B": Family(
-        "interleaved:interleaved_one_f_one_b", ("VPP",), chunks=2, most_chunks=None
+        "one_f_one_b:interleaved_one_f_one_b", ("VPP",), chunks=2, most_chunks=None
     ),
     "ZBH1": Family("zero_bubble:zb_h1", ("InterleavedZeroBubble",), most_chunks=None),
     "ZBH2": Family("zero_bubble:zb_h2"),
-    "ZBV": Family("zbv:zb_v", ("ZBVPP", "ZBVZeroBubble"), "vee", 2, 2),
-    "VHalf": Family("controllable_memory:v_half", (), "vee", 2, 2),
-    "VMin": Family("controllable_memory:v_min", (), "vee", 2, 2),
-    "DualPipeV": Family("dualpipev:dual_pipe_v", (), "vee", 2, 2),
-    SLICED: Family("seq_one_f_one_b:seq_one_f_one_b", sliced=True),
-    "Hanayo": Family("hanayo:hanayo", ("Wave",), "wave", 2, None),
+    "ZBV": Family("zero_bubble:zb_v", ("ZBVPP", "ZBVZeroBubble"), "vee", 2, 2),
+    "VHalf": Family("zero_bubble:v_half", (), "vee", 2, 2),
+    "VMin": Family("zero_bubble:v_min", (), "vee", 2, 2),
+    "DualPipeV": Family("wave:dual_pipe_v", (), "vee", 2, 2),
+    SLICED: Family("one_f_one_b:seq_one_f_one_b", sliced=True),
+    "Hanayo": Family("wave:hanayo", ("Wave",), "wave", 2, None),
 }
 
 
@@ -117,8 +203,6 @@ def schedule_rows(
     family_options = {option: value for option, value in options.items() if option != "slices"}
     kept_options = non_defaults(name, family.rows, family_options if family.sliced else options)
     if head:
-        from fleetpipe.schedules.families.head import AHEAD, with_head  # few models have one
-
         _require_headed(name, placement)
         longer = Placement(family.placement, ranks + AHEAD)
         placement = Placement(family.placement + HEAD, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.schedules.families.table import FAMILIES
-from fleetpipe.schedules.options import names_of
+from fleetpipe.schedules.rows import names_of
 
 
 def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, object]]:

@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING
 from fleetpipe.extras import late
 
 if TYPE_CHECKING:
-    from fleetpipe.contrib.pictures.panel import Panel as Panel
-    from fleetpipe.contrib.pictures.panel import panel_of as panel_of
-    from fleetpipe.contrib.pictures.schedule_picture import draw as draw
-    from fleetpipe.contrib.pictures.schedule_picture import plot as plot
-    from fleetpipe.schedules.forms.chrome import chrome_trace as chrome_trace
-    from fleetpipe.schedules.forms.chrome import write_trace as write_trace
-    from fleetpipe.schedules.forms.events import Event as Event
-    from fleetpipe.schedules.forms.events import Figures as Figures
-    from fleetpipe.schedules.forms.events import events_of as events_of
-    from fleetpipe.schedules.forms.events import figures_of as figures_of
+    from fleetpipe.contrib.pictures import Panel as Panel
+    from fleetpipe.contrib.pictures import panel_of as panel_of
+    from fleetpipe.contrib.pictures.picture import draw as draw
+    from fleetpipe.contrib.pictures.picture import plot as plot
     from fleetpipe.schedules.forms.terminal import render as render
     from fleetpipe.schedules.forms.terminal import summary as summary
+    from fleetpipe.schedules.forms.trace import Event as Event
+    from fleetpipe.schedules.forms.trace import Figures as Figures
+    from fleetpipe.schedules.forms.trace import chrome_trace as chrome_trace
+    from fleetpipe.schedules.forms.trace import events_of as events_of
+    from fleetpipe.schedules.forms.trace import figures_of as figures_of
+    from fleetpipe.schedules.forms.trace import write_trace as write_trace
 
 _MODULES = {
-    "fleetpipe.contrib.pictures.panel": ("Panel", "panel_of"),
-    "fleetpipe.contrib.pictures.schedule_picture": ("draw", "plot"),
-    "fleetpipe.schedules.forms.chrome": ("chrome_trace", "write_trace"),
-    "fleetpipe.schedules.forms.events": ("Event", "Figures", "events_of", "figures_of"),
+    "fleetpipe.contrib.pictures": ("Panel", "panel_of"),
+    "fleetpipe.contrib.pictures.picture": ("draw", "plot"),
+    "fleetpipe.schedules.forms.trace": (
+        *("Event", "Figures", "chrome_trace"),
+        *("events_of", "figures_of", "write_trace"),
+    ),
     "fleetpipe.schedules.forms.terminal": ("render", "summary"),
 }
 

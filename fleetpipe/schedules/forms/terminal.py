@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Item
 from fleetpipe.schedules.rows import in_slices
-from fleetpipe.schedules.simulation.timeline import Timeline
+from fleetpipe.schedules.simulation import Timeline
 
 #: Where the output is no terminal there is no width to fit.
 _WIDTH_OF_A_FILE = 160

@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules.action import Item, parse_item
-from fleetpipe.schedules.edges import Edge, checked_edges, parse_edge
+from fleetpipe.schedules.action import Item, Op, parse_item, parse_op
 from fleetpipe.schedules.explain import window
-from fleetpipe.schedules.options import Options
-from fleetpipe.schedules.placement import Placement
-from fleetpipe.schedules.plan_ops import Op, parse_op
-from fleetpipe.schedules.rows import PlanRows, ScheduleRows
+from fleetpipe.schedules.placement import Edge, Placement, checked_edges, parse_edge
+from fleetpipe.schedules.rows import Options, PlanRows, ScheduleRows
 
 _SCHEDULE = "fleetpipe-schedule"
 _PLAN = "fleetpipe-plan"

@@ -1,8 +1,10 @@
-"""Parameters and buffers in every figure: each counts once, where the first node uses it."""
+"""Figures of a capture: what a user reads of it, and nodes that are measured and planned."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import paddle
@@ -10,10 +12,16 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe import fleet
-from fleetpipe.profiling.estimating import estimates
-from tests.capture.models import LENGTH, WIDTH, WORDS, tokens
-from tests.jobs import ROWS, job
+from fleetpipe import fleet, log
+from fleetpipe.capture.cutting.auto import measure_nodes
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.errors import CaptureError, ConfigError, PartitionError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.profiling import Profile
+from fleetpipe.profiling.plan_commands import estimates
+from tests.capture.models import GPT, LENGTH, WIDTH, WORDS, Encoded, UNet, images, tokens, trained
+from tests.pipelines import ROWS, job, pipeline
 
 
 class Mixer(nn.Layer):  # type: ignore[misc]
@@ -140,3 +148,216 @@ def test_the_nodes_of_a_vit_have_what_they_use_themselves() -> None:
     # Eight bytes for each place, and two for each factor.
     assert {size for size in found.parameters if size in (40, 10)} == {40, 10}
     assert sum(found.parameters) == nbytes([*ViT().parameters(), *ViT().buffers()]) - 4 * 3
+
+
+def test_the_nodes_stand_in_order_with_what_crosses() -> None:
+    found = fleetpipe.explain(UNet(), paddle.static.InputSpec([None, 3, 16, 16], "float32"))
+    rows = str(found).splitlines()
+    assert len(rows) == 1 + 22
+    assert rows[0].split("  ")[0] == "node"
+    # In the middle both skips cross, 2 x 4 x 16 x 16 and 2 x 8 x 8 x 8, and 2 x 8 x 4 x 4 itself.
+    assert found.crossing[8] == 4 * (2048 + 1024 + 256)
+    assert list(found.refused) == [12, 17]
+    assert "before middle.0" in rows[9]
+    assert "no: no call of a sublayer" in rows[13]
+    assert sum(found.parameters) == sum(4 * tensor.size for tensor in UNet().state_dict().values())
+
+
+def test_times_stand_there_where_they_are_measured() -> None:
+    found = fleetpipe.explain(UNet(), paddle.randn([2, 3, 16, 16]), measure=True)
+    assert found.costs is not None
+    assert len(found.costs) == len(found.trace.nodes)
+    assert "F ms" in str(found)
+
+
+def test_it_says_why_a_layer_is_not_opened() -> None:
+    text = str(fleetpipe.explain(Encoded(), (tokens(2), tokens(2))))
+    assert "not opened: transformer.encoder.layers.1: it is one of Paddle's" in text
+    model = GPT(2)
+    kind = type(model.blocks[0])
+    text = str(fleetpipe.explain(model, tokens(2), no_split=[kind]))
+    assert "not opened: blocks.1: its class is in no_split" in text
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_the_picture_has_every_node_and_every_use(rows: int) -> None:
+    found = fleetpipe.explain(UNet(), paddle.randn([rows, 3, 16, 16]))
+    text = found.graphviz()
+    assert text.count("[label=") == 22 + sum(len(node.uses) for node in found.trace.nodes) + 1
+    assert f'n2 -> n17 [label="float32[{rows}, 4, 16, 16]"];' in text
+
+
+def test_the_graph_of_a_pipeline_has_its_stages_and_the_bytes_that_cross() -> None:
+    pipe = fleetpipe.pipeline(
+        UNet(), paddle.randn([2, 3, 16, 16]), split_spec=["middle", "up2"], verify=False
+    )
+    text = pipe.graphviz()
+    assert [text.count(colour) for colour in ("#8fc7e8", "#f5c56b", "#86d1b3")] == [8, 5, 9]
+    # The outer skip goes to the last stage, which takes 8 KiB of the one before too.
+    assert text.count("8,192 bytes") == 2
+    assert text.count("4,096 bytes") == text.count("1,024 bytes") == 1
+    assert text.count("#b00020") == 4
+
+
+def test_a_capture_that_takes_long_says_so_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Slow(nn.Layer):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            time.sleep(0.05)
+            return x * 2
+
+    monkeypatch.setattr(log, "_PATIENCE", 0.01)
+    fleetpipe.explain(Slow(), paddle.ones([2, 3]))
+    line = "capturing Slow: its forward runs in both modes, and on other numbers"
+    assert caplog.messages.count(line) == 1
+
+
+MEASURED_WIDTH, MEASURED_ROWS = 64, 64
+
+
+class Heavy(nn.Layer):  # type: ignore[misc]
+    """What takes longer than all light layers together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = (
+            nn.Linear(MEASURED_WIDTH, 64 * MEASURED_WIDTH),
+            nn.Linear(64 * MEASURED_WIDTH, MEASURED_WIDTH),
+        )
+
+    def forward(self, x: Any) -> Any:
+        return self.outer(nn.functional.relu(self.inner(x)))
+
+
+class Stored(nn.Layer):  # type: ignore[misc]
+    """A product whose weight is stored in one dtype and used in float32."""
+
+    def __init__(self, dtype: str, width: int = 8) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([width, width], dtype=dtype)
+
+    def forward(self, x: Any) -> Any:
+        return paddle.matmul(x, self.weight.astype("float32"))
+
+
+def profile_of(model: nn.Layer, inputs: Any) -> Profile:
+    capturing = Capturing(model, inputs)
+    return measure_nodes(capturing, capturing(signature_of(capturing.example), True), [])
+
+
+def test_a_captured_model_is_cut_as_the_same_model_as_a_list_of_layers() -> None:
+    inputs = paddle.randn([MEASURED_ROWS, MEASURED_WIDTH])
+    light = [LayerDesc(nn.Linear, MEASURED_WIDTH, MEASURED_WIDTH) for _ in range(4)]
+    with job(2, micro_batches=2, rows=MEASURED_ROWS):
+        layers = pipeline([*light, LayerDesc(Heavy), LayerDesc(Heavy)], loss_fn=nn.MSELoss())
+        batch = [paddle.concat([inputs, inputs]), paddle.zeros([2 * MEASURED_ROWS, MEASURED_WIDTH])]
+        profile = layers.profile(batch)
+    plan = fleetpipe.plan(profile, 2, 2, search=("partition",))
+    plain = nn.Sequential(*(desc.build_layer() for desc in light), Heavy(), Heavy())
+    captured = fleetpipe.pipeline(plain, inputs, num_stages=2, no_split=[Heavy], verify=False)
+    # The inputs come first. An even cut would be before the third layer.
+    assert captured.partition.boundaries[1] - 1 == plan.partition.boundaries[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float64", 8), ("float32", 4), ("float16", 2), ("bfloat16", 2)]
+)
+def test_memory_is_that_of_the_dtype(dtype: str, size: int) -> None:
+    inputs = paddle.randn([4, 8])
+    costs = profile_of(nn.Sequential(Stored(dtype), Stored(dtype)), inputs).layers
+    assert sum(cost.parameters for cost in costs) == 2 * 64 * size
+    assert sum(cost.gradients for cost in costs) == 2 * 64 * size
+
+
+def test_a_limit_of_memory_counts_the_bytes_of_the_dtype() -> None:
+    # Weight, gradient and two moments: 32 KiB of bfloat16, 128 of float64; two forwards hold 32.
+    for dtype, fits in (("bfloat16", True), ("float64", False)):
+        plain = nn.Sequential(Stored(dtype, 64), Stored(dtype, 64))
+        options = {"num_stages": 2, "verify": False, "memory_cap": 80 * 1024}
+        if fits:
+            assert (
+                len(fleetpipe.pipeline(plain, paddle.ones([1, 64]), **options).choice.seconds) == 2
+            )
+        else:
+            with pytest.raises(PartitionError, match="fit into memory"):
+                fleetpipe.pipeline(plain, paddle.ones([1, 64]), **options)
+
+
+class Spoils(nn.Layer):  # type: ignore[misc]
+    """Writes into what the backward of an operation needs, which Paddle refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        y = nn.functional.relu(self.a(x))
+        z = paddle.exp(y)
+        z.add_(y)
+        return self.b(z)
+
+
+def test_a_model_whose_writes_spoil_its_own_backward_is_refused_with_what_to_do() -> None:
+    with pytest.raises(CaptureError, match="what to do"):
+        fleetpipe.pipeline(Spoils(), paddle.ones([4, 8]), num_stages=2)
+
+
+class Residual(nn.Layer):
+    """Two convolutions beside a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2D(8, 8, 3, padding=1)
+        self.second = nn.Conv2D(8, 8, 3, padding=1)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + self.second(nn.functional.relu(self.first(x)))
+
+
+class Small(nn.Layer):
+    """Convolutions with residuals, and glue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2D(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2D(8)
+        self.one, self.two, self.three = Residual(), Residual(), Residual()
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = nn.functional.relu(self.norm(self.stem(x)))
+        x = self.three(self.two(self.one(x)))
+        return self.head(x.mean([2, 3]))
+
+
+def test_a_captured_model_is_profiled_planned_and_trained_to_the_same_bits() -> None:
+    data = images(8, 8)
+    with job(2):
+        loss = nn.CrossEntropyLoss()
+        pipe = fleetpipe.pipeline(Small(), (data[0][:2],), loss_fn=loss, no_split=(Residual,))
+        profile = fleet.distributed_model(pipe).profile(data)
+        named = [layer.name for layer in profile.layers]
+        assert named[:3] == ["inputs", "stem", "norm"]
+        assert named[-1] == "outputs"
+        # Glue may begin a stage only where a call beside it gives the place a name.
+        assert profile.places is not None
+        assert set(profile.places) < set(range(1, len(named)))
+        free = fleetpipe.plan(profile, 2, 4)
+        # What a small cap would give a larger model.
+        again = tuple(
+            tuple(n for n in range(part.start, part.end) if profile.layers[n].saved)
+            for part in free.partition.stages
+        )
+        assert {profile.layers[n].name for part in again for n in part} >= {"one", "two", "three"}
+        made = replace(free, recompute=again)
+    for each in (free, made):
+        with job(2):
+            options = {"split_spec": each, "loss_fn": loss, "no_split": (Residual,)}
+            result = trained(Small, data, **options)
+            assert result.differing == []
+            assert result.model.schedule == each.schedule
+            assert result.pipe.partition.boundaries == each.partition.boundaries
+    other = nn.Sequential(nn.Conv2D(3, 8, 3), nn.Conv2D(8, 8, 3))
+    with job(2), pytest.raises(ConfigError, match="another model"):
+        fleetpipe.pipeline(other, (data[0][:2],), split_spec=free)

@@ -1,7 +1,10 @@
-"""Every way to say where a model is cut, and what is refused."""
+"""Where a model is cut: in every way that a user may say, or by cost; and what is refused."""
 
 from __future__ import annotations
 
+import random
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -10,8 +13,14 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import SplitPoint
-from fleetpipe.errors import CaptureError, ConfigError
-from tests.capture.models import GPT, tokens
+from fleetpipe.capture.cutting.auto import Choice, choose, measure_nodes, places
+from fleetpipe.capture.cutting.split_spec import AtCall
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.dygraph.observe.profile import TYPICAL
+from fleetpipe.errors import BoundaryError, CaptureError, ConfigError, PartitionError
+from fleetpipe.profiling import LayerCost, Profile
+from tests.capture.models import GPT, Tagger, UNet, images, require_bits, tokens
 
 
 class Steps(nn.Layer):  # type: ignore[misc]
@@ -111,3 +120,246 @@ def test_running_statistics_of_two_stages_are_refused() -> None:
         CaptureError, match=r"'0._mean'(.|\n)*0 in stage 0(.|\n)*0 \(call 2\) in stage 1"
     ):
         starts(model, X, ["1"])
+
+
+class Norms(nn.Layer):  # type: ignore[misc]
+    """A batch norm that is called at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1D(3)
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.norm(self.b(self.a(self.norm(x)).tanh())) * 2)
+
+
+def of_linears(seconds: list[float], stages: int, **options: Any) -> Choice:
+    """Chooses a cut of linear layers that take so long; each holds and has one megabyte."""
+    costs = [
+        LayerCost(str(n), s / 2, s / 2, parameters=10**6, gradients=10**6, output=32, held=10**6)
+        for n, s in enumerate(seconds)
+    ]
+    ends = LayerCost("inputs", 0, 0), LayerCost("outputs", 0, 0)
+    named = {number: AtCall(str(number)) for number in range(1, len(seconds))}
+    at = tuple(number + 1 for number in named)
+    profile = Profile((ends[0], *costs, ends[1]), None, at, transfer=TYPICAL)
+    return choose(profile, named, stages, **options)
+
+
+def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
+    found = of_linears([4, 1, 1, 1, 3, 2], 3)
+    # Of those with five at most, each border as late as can be.
+    assert found.borders == (AtCall("2"), AtCall("5"))
+    # What each border keeps both of its ranks busy with: 32 bytes, and their gradient.
+    crossing = TYPICAL.sends(32) + TYPICAL.receives(32)
+    assert found.seconds == pytest.approx((5 + crossing, 5 + 2 * crossing, 2 + crossing))
+    assert found.bottleneck == max(found.seconds)
+    assert found.bound == 4
+
+
+def test_a_limit_of_memory_moves_the_cut() -> None:
+    # 4 copies of the parameters; the first stage holds two forwards, the second one.
+    assert of_linears([1, 1, 1, 5], 2).borders == (AtCall("3"),)
+    assert of_linears([1, 1, 1, 5], 2, memory_cap=12.1e6).borders == (AtCall("2"),)
+    with pytest.raises(PartitionError, match="fit into memory"):
+        of_linears([1, 1, 1, 5], 2, memory_cap=9e6)
+
+
+def test_the_former_name_of_the_cap_is_taken_with_one_warning() -> None:
+    def captured(**cap: Any) -> Any:
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        return fleetpipe.pipeline(plain, paddle.ones([2, 3]), num_stages=2, verify=False, **cap)
+
+    for name, cap in (("memory_cap", 10), ("memory_cap", "10 B"), ("memory_limit", 10)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", DeprecationWarning)
+            with pytest.raises(PartitionError, match="fit into memory"):
+                captured(**{name: cap})
+        mine = [str(one.message) for one in told if one.filename == __file__]
+        assert mine == ["memory_limit is memory_cap now"] * (name == "memory_limit")
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_same_model_gets_the_same_cut_whatever_the_noise(stages: int) -> None:
+    # Twelve blocks, within which more is alive than between them.
+    seconds, sizes = [1, 16, 6, 3, 1, 16, 4, 16, 1], [2, 2, 2, 2, 1, 2, 2, 2, 1]
+    named = {number: AtCall(str(number)) for number in range(1, 12 * len(seconds))}
+    at = tuple(number + 1 for number in named)
+    ends = LayerCost("inputs", 0, 0), LayerCost("outputs", 0, 0)
+    found = set()
+    for seed in range(20):
+        numbers = random.Random(seed)
+        noisy = [numbers.uniform(0.95, 1.1) * s / 1000 for s in seconds]
+        block = [LayerCost("", s / 2, s / 2, output=size * 2**14) for s, size in zip(noisy, sizes)]
+        profile = Profile((ends[0], *block * 12, ends[1]), None, at, transfer=TYPICAL)
+        found.add(choose(profile, named, stages).borders)
+    assert found == {
+        tuple(AtCall(str(len(seconds) * 12 // stages * stage)) for stage in range(1, stages))
+    }
+
+
+def test_no_cut_parts_the_calls_of_what_keeps_running_statistics() -> None:
+    capturing = Capturing(Norms(), paddle.randn([4, 3]))
+    look = signature_of(capturing.example)
+    training, evaluation = capturing(look, True), capturing(look, False)
+    # norm, a, tanh, b, norm again, the product, last.
+    found, refused = places(training, evaluation)
+    assert list(found) == [5, 6]
+    assert set(refused) == {1, 2, 3, 4}
+    assert all("'norm._mean' is used on both sides" in reason for reason in refused.values())
+
+
+def test_each_node_is_measured_and_the_model_stays_as_it_was() -> None:
+    model = UNet()
+    capturing = Capturing(model, images(2, 16)[0])
+    training = capturing(signature_of(capturing.example), True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    costs = measure_nodes(capturing, training, []).layers[1:-1]
+    assert [cost.name for cost in costs] == [node.name for node in training.nodes]
+    assert all(cost.forward > 0 for cost in costs)
+    held = sum(4 * t.size for t in model.state_dict().values())
+    assert sum(cost.parameters + cost.buffers for cost in costs) == held
+    for name, tensor in model.state_dict().items():
+        assert paddle.equal_all(tensor, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def add(y: Any) -> Any:
+    return y.add_(paddle.ones_like(y))
+
+
+def relu(y: Any) -> Any:
+    return nn.functional.relu_(y)
+
+
+def scale(y: Any) -> Any:
+    return y.scale_(2.0)
+
+
+def index(y: Any) -> Any:
+    y[:, 0] = 1.0
+    return y
+
+
+def fill(y: Any) -> Any:
+    """Writes into two parts of zeros."""
+    out = paddle.zeros([y.shape[0], 8])
+    out[:, :4] = y[:, :4]
+    out[:, 4:] = 2 * y[:, 4:]
+    return out
+
+
+class Writes(nn.Layer):  # type: ignore[misc]
+    """Layers with what writes in place between them, and a buffer that an operation made."""
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("steps", paddle.linspace(0, 1, 8))
+        self.register_buffer("drawn", paddle.rand([8]))
+        self.write = write
+
+    def forward(self, x: Any) -> Any:
+        skip = self.a(x) * self.steps
+        x = self.write(self.b(skip)) + skip
+        return self.c(x * self.drawn)
+
+
+@pytest.mark.once_for("scale", "index", "fill")
+@pytest.mark.parametrize("write", [add, relu, scale, index, fill])
+def test_nodes_that_write_in_place_are_measured(write: Callable[[Any], Any]) -> None:
+    inputs = paddle.randn([8, 8])
+    found = fleetpipe.explain(Writes(write), inputs, measure=True)
+    assert found.costs is not None
+    assert all(cost.forward > 0 for cost in found.costs)
+    require_bits(lambda: Writes(write), [inputs, inputs], loss_fn=lambda out, _: out.mean())
+
+
+def test_nodes_that_do_the_same_cost_the_same() -> None:
+    class Alike(nn.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LayerList([nn.Linear(8, 8) for _ in range(4)])
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = nn.functional.relu(layer(x))
+            return self.last(x)
+
+    costs = fleetpipe.explain(Alike(), paddle.randn([4, 8]), measure=True).costs
+    assert costs is not None
+    times = [(cost.forward, cost.backward) for cost in costs]
+    assert len(set(times[0:8:2])) == len(set(times[1:8:2])) == 1
+    assert len(set(times)) == 3
+
+
+@pytest.mark.parametrize(("model", "data"), [(UNet, images(8, 16)), (Tagger, [tokens(8, 5)] * 2)])
+def test_auto_is_what_a_pipeline_does_by_default(model: Any, data: list[Any]) -> None:
+    done = require_bits(model, data, loss_fn=lambda out, _: out.mean(), steps=1)
+    assert done.pipe.choice.bottleneck >= done.pipe.choice.bound
+    assert "no cut below" in str(done.pipe.choice)
+
+
+class Before(nn.Layer):  # type: ignore[misc]
+    """A layer that takes what the one before has kept."""
+
+    def __init__(self, before: Any = None) -> None:
+        super().__init__()
+        self.linear, self.before = nn.Linear(3, 3), [before]
+
+    def forward(self, x: Any) -> Any:
+        self.kept = self.linear(x)
+        return self.kept if self.before[0] is None else self.kept + self.before[0].kept
+
+
+class Forwards(Norms):
+    """Calls the forwards of its layers."""
+
+    def forward(self, x: Any) -> Any:
+        return self.b.forward(self.a.forward(x))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (lambda: (first := Before(), Before(first)), BoundaryError, "keeps a tensor beside"),
+        (lambda: (Forwards(),), PartitionError, "self.block.forward.x. is no call of it"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_or_cut_is_refused_with_its_cause(
+    build: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        fleetpipe.pipeline(nn.Sequential(*build()), paddle.ones([2, 3]), num_stages=2)
+
+
+def test_gradients_may_be_off_where_a_pipeline_is_made() -> None:
+    with paddle.no_grad():
+        pipe = fleetpipe.pipeline(Norms(), paddle.rand([2, 3]), num_stages=2)
+    assert pipe.proof.gradients == 8
+
+
+def test_auto_needs_to_know_of_how_many_stages() -> None:
+    with pytest.raises(ConfigError, match="needs the number of stages"):
+        fleetpipe.pipeline(UNet(), images(2, 16)[0])
+
+
+class Gate(nn.Layer):  # type: ignore[misc]
+    """A gate of an image's channels, made of what each is on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.less, self.more = nn.Conv2D(4, 2, 1), nn.Conv2D(2, 4, 1)
+
+    def forward(self, x: Any) -> Any:
+        mean = nn.functional.adaptive_avg_pool2d(x, 1)
+        return x * nn.functional.sigmoid(self.more(nn.functional.relu(self.less(mean))))
+
+
+def test_a_result_that_stands_for_its_tensor_in_the_graph_is_measured() -> None:
+    model = nn.Sequential(nn.Conv2D(4, 4, 1), Gate(), nn.Conv2D(4, 4, 1))
+    pipe = fleetpipe.pipeline(model, paddle.ones([2, 4, 3, 3]), num_stages=2)
+    assert pipe.proof.gradients == 8

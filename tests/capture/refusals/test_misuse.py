@@ -15,8 +15,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CaptureError, ConfigError, PartitionError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from tests.jobs import job
-from tests.pipelines import sgd
+from tests.pipelines import job, sgd
 
 X = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 3)).astype("float32"))
 LABELS = paddle.to_tensor([[0], [1], [2], [0]] * 2)

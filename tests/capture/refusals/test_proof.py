@@ -1,4 +1,4 @@
-"""A captured model is compared with the untouched one, and a wrong capture is refused."""
+"""A captured model is compared with the untouched one; what differs or draws is refused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.proof.training import CapturedRun
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import capturing
 from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.compare.rounding import Rounding
+from fleetpipe.compare.differences import Rounding
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.errors import CaptureError
-from fleetpipe.paddle_api import operations
+from fleetpipe.paddle_api import eager_operations
 from fleetpipe.paddle_api.device import peak_bytes, restart_peak
-from tests.capture.beside import images
-from tests.capture.models import GPT, Encoded, UNet, tokens
-from tests.jobs import job
+from tests.capture.models import GPT, Encoded, UNet, images, tokens
+from tests.pipelines import job
 
 
 def proof(model: Any, example: Any, split_spec: Any, **options: Any) -> Proof:
@@ -97,8 +97,8 @@ LINE = Sum.forward.__code__.co_firstlineno + 1
 
 def test_what_the_capture_takes_for_a_constant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its hook the sum is no node, and the capture takes its result for a constant."""
-    methods = tuple(name for name in operations._METHODS if name != "__add__")
-    monkeypatch.setattr(operations, "_METHODS", methods)
+    methods = tuple(name for name in eager_operations._METHODS if name != "__add__")
+    monkeypatch.setattr(eager_operations, "_METHODS", methods)
     with pytest.raises(CaptureError, match=rf"test_proof.py:{LINE}(.|\n)*mul with a constant"):
         proof(Sum(), X, ["second"])
 
@@ -333,3 +333,89 @@ def test_what_a_unit_in_the_last_place_moves_is_rounding() -> None:
     assert rounding.carries("w", 3e-9)
     assert not Rounding({"w": right["w"]}, lambda: {"w": right["w"]}).carries("w", 3e-9)
     assert not Rounding({"a.w": right["w"]}, lambda: {"a.w": moved["w"]}).carries("a.w", 4e-9)
+
+
+ONES = paddle.ones([8, 3])
+#: What was drawn.
+DRAWN: list[float] = []
+
+
+class Draws(nn.Layer):  # type: ignore[misc]
+    """Draws from each generator, beside a layer; keeps what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.__dict__["own"] = nn.Linear(3, 3), np.random.default_rng(0)
+
+    def forward(self, x: Any) -> Any:
+        numbers = [random.random(), float(np.random.rand()), self.own.random()]
+        DRAWN.extend(numbers)
+        return self.inner(x) if sum(numbers) < 1.5 else x
+
+
+class Around(nn.Layer):  # type: ignore[misc]
+    """That, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 3), Draws(), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.middle(self.first(x)))
+
+
+def test_a_sublayer_draws_in_each_call_and_is_a_node_as_a_whole() -> None:
+    found = fleetpipe.explain(Around(), ONES[:2])
+    assert [node.name for node in found.trace.nodes] == ["first", "middle", "last"]
+    assert "draws from a generator of Python's or NumPy's" in found.unopened["middle"]
+    with job(2):
+        pipe = fleetpipe.pipeline(Around(), ONES[:2], split_spec=["last"], verify=False)
+        model = fleet.distributed_model(pipe)
+        DRAWN.clear()
+        model.predict_batch(ONES)
+    # Three numbers for each of four micro-batches, all different.
+    assert len(set(DRAWN)) == len(DRAWN) == 12
+
+
+class Evaluates(nn.Layer):  # type: ignore[misc]
+    """Draws in evaluation alone, by a function of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        if not self.training:
+            order = list(range(3))
+            shuffled(order)
+            x = x.index_select(paddle.to_tensor(order), 1)
+        return self.last(x)
+
+
+shuffled = random.shuffle
+DRAWING_LINE = Evaluates.forward.__code__.co_firstlineno + 4
+
+
+def test_the_line_that_draws_is_named_whatever_it_calls_and_in_either_mode() -> None:
+    with pytest.raises(CaptureError) as caught:
+        fleetpipe.pipeline(Evaluates(), ONES[:2], split_spec=["last"], verify=False)
+    assert "draws from a generator of Python's or NumPy's" in str(caught.value)
+    assert f"where: {__file__}:{DRAWING_LINE}\n" in str(caught.value)
+
+
+def test_what_a_number_drawn_in_a_sublayer_decides_is_refused() -> None:
+    class Coin(nn.Layer):  # type: ignore[misc]
+        def forward(self) -> Any:
+            return random.random() < 0.5
+
+    class Tosses(Evaluates):
+        def __init__(self) -> None:
+            super().__init__()
+            self.coin = Coin()
+
+        def forward(self, x: Any) -> Any:
+            return self.last(self.first(x)) if self.coin() else self.last(x)
+
+    with pytest.raises(CaptureError, match="a number of Python's that coin makes"):
+        fleetpipe.pipeline(Tosses(), ONES[:2], split_spec=["last"])

@@ -1,7 +1,8 @@
-"""What no node can be made of: within a sublayer it is no matter, else the line is named."""
+"""What a user reads where a model cannot be captured: file, line, and what to do."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
 import fleetpipe
-from fleetpipe.errors import CaptureError, ConfigError
-from tests.capture.beside import require_bits
+from fleetpipe import fleet
+from fleetpipe.errors import CaptureError, ConfigError, UsageError
+from tests.capture.models import require_bits, trained
+from tests.pipelines import job, sgd
 
 pytestmark = pytest.mark.every_row
 
@@ -150,3 +154,378 @@ def test_frozen_layers_and_what_no_node_uses() -> None:
 def test_inputs_that_are_no_tensors_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"tensors and plain values(.|\n)*ndarray"):
         fleetpipe.pipeline(Model(constant, False), X.numpy(), split_spec=["last"])
+
+
+SIGNED = paddle.to_tensor(np.arange(24, dtype="float32").reshape([8, 3]) / 10 - 1)
+NUMBERS = random.Random(0)
+
+
+class Net(nn.Layer):  # type: ignore[misc]
+    """Three layers, and code of the user's before the last, in the model's own forward."""
+
+    def __init__(self, code: Callable[[Any, Any], Any], sublayers: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
+        self.code = Within(code) if sublayers else code
+        self.calls, self.seen = 0, []  # type: ignore[var-annotated]
+        self.counts, self.keeps = Counts(), Keeps()
+
+    def forward(self, x: Any) -> Any:
+        x = self.second(self.first(x).tanh())
+        return self.last(self.code(x) if isinstance(self.code, Within) else self.code(self, x))
+
+
+class Within(nn.Layer):  # type: ignore[misc]
+    """The same code in a sublayer."""
+
+    def __init__(self, code: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.second, self.calls, self.code = nn.Linear(3, 3), 0, code
+
+    def forward(self, x: Any) -> Any:
+        return self.code(self, self.second(x))
+
+
+class Keeps(nn.Layer):  # type: ignore[misc]
+    """Has a tensor beside what it returns."""
+
+    def forward(self, x: Any) -> Any:
+        self.most = x.max()
+        return x.tanh()
+
+
+class Counts(nn.Layer):  # type: ignore[misc]
+    """Makes a number of Python's of a tensor."""
+
+    def forward(self, x: Any) -> Any:
+        return bool(x.sum() > 0)
+
+
+def takes_what_a_sublayer_keeps(self: Any, x: Any) -> Any:
+    return x * self.keeps(x).mean() + self.keeps.most
+
+
+def branches(self: Any, x: Any) -> Any:
+    return x * 2 if x.sum() > 0 else x
+
+
+def loops(self: Any, x: Any) -> Any:
+    while x.abs().max() < 10:
+        x = x * 2
+    return x
+
+
+def takes_an_item(self: Any, x: Any) -> Any:
+    return x * x.mean().item()
+
+
+def takes_a_list(self: Any, x: Any) -> Any:
+    return x * x.mean(0).tolist()[0]
+
+
+def counts_by_a_number(self: Any, x: Any) -> Any:
+    return x * (int(x.abs().max() * 0) + 2)
+
+
+def takes_an_array(self: Any, x: Any) -> Any:
+    return x + paddle.to_tensor(np.tanh(x.detach().numpy()))
+
+
+def conditional(self: Any, x: Any) -> Any:
+    return paddle.static.nn.cond(x.sum() > 0, lambda: self.second(x), lambda: x)
+
+
+def counts_what_a_mask_left(self: Any, x: Any) -> Any:
+    return x / (1 + len(paddle.nonzero(x > 0)))
+
+
+def some_rows(x: Any) -> Any:
+    """Selects the first row, and those that begin with what is positive."""
+    return x[(x[:, 0] > 0) | (paddle.arange(x.shape[0]) == 0)]
+
+
+def branches_on_what_a_mask_left(self: Any, x: Any) -> Any:
+    found = paddle.nonzero(x > 1)
+    return x * 2 if found.shape[0] else x
+
+
+def counts_what_came_of_a_mask(self: Any, x: Any) -> Any:
+    rows = self.second(some_rows(x)).tanh().unsqueeze(1)
+    count, _, width = rows.shape
+    return x * width * count
+
+
+def sizes_what_a_mask_left(self: Any, x: Any) -> Any:
+    return x / (paddle.masked_select(x, x > 0).size + 1)
+
+
+def passes_on_a_size(self: Any, x: Any) -> Any:
+    rows = some_rows(x)
+    return x + (rows + paddle.ones(rows.shape)).sum(0)
+
+
+def walks_through_rows(self: Any, x: Any) -> Any:
+    return x + sum(row.sum() for row in some_rows(x))
+
+
+def takes_a_number_of_a_sublayer(self: Any, x: Any) -> Any:
+    return x * 2 if self.counts(x) else x
+
+
+def branches_on_chance(self: Any, x: Any) -> Any:
+    chance = random.random()
+    if chance < 0.5:
+        return x * 2
+    return x
+
+
+def branches_on_chance_of_numpy(self: Any, x: Any) -> Any:
+    kept = np.random.uniform() < 0.5
+    return x * 2 if kept else x
+
+
+def branches_on_chance_of_its_own(self: Any, x: Any) -> Any:
+    heads = [NUMBERS.random() for _ in range(3)]
+    return x * 2 if heads[0] < 0.5 else x
+
+
+def draws_of_python(self: Any, x: Any) -> Any:
+    return x * NUMBERS.random()
+
+
+def draws_of_numpy(self: Any, x: Any) -> Any:
+    return x * paddle.to_tensor(np.random.default_rng().random(3).astype("float32"))
+
+
+def counts_its_calls(self: Any, x: Any) -> Any:
+    self.calls += 1
+    return x / self.calls
+
+
+def keeps_a_tensor(self: Any, x: Any) -> Any:
+    self.before = x.detach()
+    return x + self.before
+
+
+def computes_gradients(self: Any, x: Any) -> Any:
+    y = x.detach()
+    y.stop_gradient = False
+    with paddle.enable_grad():
+        return x + paddle.grad((y * y).sum(), y)[0]
+
+
+def makes_a_layer(self: Any, x: Any) -> Any:
+    return nn.Linear(3, 3)(x)
+
+
+READS = "the forward of Net reads the numbers in a tensor"
+SIZE = "the forward of Net reads a size that depends on the numbers in a tensor"
+DRAWS = "the forward of Net draws from a generator of Python's or NumPy's"
+OTHERWISE = "the forward of Net calls something else when it runs again on other numbers"
+WITHIN = "put that code into a sublayer: what is within one may do anything"
+PYTHONS = "operations of Paddle's; or put that code into a sublayer"
+
+#: The code, the lines below its first at which the user finds it, and what the message says.
+REFUSED: list[tuple[Callable[[Any, Any], Any], int, str, str]] = [
+    (branches, 1, READS, WITHIN),
+    (loops, 1, READS, WITHIN),
+    (takes_an_item, 1, READS, WITHIN),
+    (takes_an_array, 1, READS, WITHIN),
+    (takes_a_list, 1, READS, WITHIN),
+    (counts_by_a_number, 1, READS, WITHIN),
+    (conditional, 1, READS, WITHIN),
+    (counts_what_a_mask_left, 1, SIZE, "paddle.numel(x)"),
+    (branches_on_what_a_mask_left, 2, SIZE, WITHIN),
+    (counts_what_came_of_a_mask, 3, SIZE, WITHIN),
+    (sizes_what_a_mask_left, 1, SIZE, WITHIN),
+    (passes_on_a_size, 2, SIZE, WITHIN),
+    (walks_through_rows, 1, SIZE, WITHIN),
+    (takes_a_number_of_a_sublayer, 1, "a number of Python's that counts makes", "return a tensor"),
+    (draws_of_python, 1, DRAWS, "draw by paddle.rand"),
+    (branches_on_chance, 1, DRAWS, "draw by paddle.rand"),
+    (branches_on_chance_of_numpy, 1, DRAWS, "draw by paddle.rand"),
+    (branches_on_chance_of_its_own, 1, DRAWS, "draw by paddle.rand"),
+    (draws_of_numpy, 1, OTHERWISE, PYTHONS),
+    (counts_its_calls, 2, OTHERWISE, PYTHONS),
+    (keeps_a_tensor, 1, "the forward of Net keeps a tensor as 'before'", "paddle.assign"),
+    (computes_gradients, 4, "the forward of Net computes gradients", WITHIN),
+    (takes_what_a_sublayer_keeps, 1, "keeps keeps as 'most'", "return it from keeps too"),
+    (makes_a_layer, 1, "that came from no operation of Paddle's", "parameters in __init__"),
+]
+
+
+@pytest.mark.parametrize(("code", "line", "message", "fix"), REFUSED)
+def test_the_line_is_named_and_what_to_do(
+    code: Callable[[Any, Any], Any], line: int, message: str, fix: str
+) -> None:
+    paddle.seed(1)
+    with pytest.raises(CaptureError) as caught:
+        fleetpipe.pipeline(Net(code), SIGNED[:2], split_spec=["second"])
+    text = str(caught.value)
+    assert message in text
+    assert f"where: {__file__}:{code.__code__.co_firstlineno + line}\n" in text
+    assert fix in text
+
+
+AS_A_NODE = [
+    *(branches, loops, takes_an_item, takes_an_array, takes_a_list, counts_by_a_number),
+    *(conditional, counts_what_a_mask_left, passes_on_a_size, branches_on_what_a_mask_left),
+    counts_what_came_of_a_mask,
+]
+
+
+@pytest.mark.once_for("takes", "counts")
+@pytest.mark.parametrize("code", AS_A_NODE)
+def test_in_a_sublayer_the_same_code_is_a_node(code: Callable[[Any, Any], Any]) -> None:
+    require_bits(lambda: Net(code, True), [SIGNED, LABELS], ["last"], steps=1)
+
+
+def keeps_a_layer(self: Any, x: Any) -> Any:
+    self.made = getattr(self, "made", None) or nn.Linear(3, 3)
+    return self.made(x)
+
+
+def test_a_layer_that_the_first_call_makes_is_there_before() -> None:
+    net = Net(keeps_a_layer, True)
+    with pytest.raises(CaptureError, match=r"makes the parameter 'code\.made\.weight'"):
+        fleetpipe.pipeline(net, SIGNED[:2], split_spec=["last"])
+    net(SIGNED[:2])
+    fleetpipe.pipeline(net, SIGNED[:2], split_spec=["last"])
+
+
+def writes_in_place(self: Any, x: Any) -> Any:
+    y = x + 0.0
+    y.add_(x)
+    y[:, 0] = 2.0
+    return y.scale_(0.5)
+
+
+class Recomputes(nn.Layer):  # type: ignore[misc]
+    """Blocks that are computed again in backward, as language models do to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.blocks = nn.LayerList([Within(writes_in_place) for _ in range(4)])
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = recompute(block, x) if self.training else block(x)
+        return x
+
+
+def test_a_model_that_recomputes_its_blocks_is_cut_between_them() -> None:
+    with job(3):
+        spec = ["blocks.1", "blocks.3"]
+        done = trained(Recomputes, [SIGNED, LABELS], split_spec=spec, recompute_interval=2)
+    assert done.differing == []
+
+
+class Compiled(nn.Layer):  # type: ignore[misc]
+    """A part of it is compiled at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.middle = paddle.jit.to_static(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.middle(self.first(x)))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_to_static_compiles_is_a_node(verify: bool) -> None:
+    model, x = Compiled(), paddle.randn([4, 8])
+    found = fleetpipe.explain(model, x)
+    assert [node.name for node in found.trace.nodes] == ["first", "middle", "last"]
+    assert "compiled by to_static" in found.unopened["middle"]
+    with job(2, 2):
+        pipe = fleetpipe.pipeline(
+            Compiled(), x[:2], loss_fn=lambda out, _: out.mean(), verify=verify
+        )
+        outputs = fleet.distributed_model(pipe).predict_batch((x,))
+        pipe.plain.eval()
+        plain = [pipe.plain(x[:2]), pipe.plain(x[2:])]
+        assert paddle.equal_all(outputs, paddle.concat(plain))
+
+
+def test_an_input_that_the_forward_writes_into_is_the_stages_own() -> None:
+    class Writes(Net):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.add_(paddle.ones([3])))
+
+    given = SIGNED[:2].clone()
+    pipe = fleetpipe.pipeline(Writes(writes_in_place), given, split_spec=["second"])
+    assert str(pipe.proof).startswith("equal in bits")
+    assert np.array_equal(given, SIGNED[:2])
+
+
+def test_what_python_does_beside_operations_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def aside(self: Any, x: Any) -> Any:
+        self.seen.append(x)
+        self.calls = 7
+        return recompute(self.second, x)
+
+    fleetpipe.pipeline(Net(aside), SIGNED[:2], split_spec=["second"])
+    told, line = caplog.text, aside.__code__.co_firstlineno
+    assert f"leave out what the forward does: it changes 'seen', {__file__}:" in told
+    assert f"it sets 'calls', {__file__}:{line + 2}" in told
+    assert f"it recomputes, {__file__}:{line + 3}; pass recompute_interval" in told
+
+
+def test_a_forward_that_fails_says_where_and_on_what() -> None:
+    def for_two_rows(self: Any, x: Any) -> Any:
+        return x.reshape([2, 3])
+
+    line = for_two_rows.__code__.co_firstlineno + 1
+    with job(2):
+        pipe = fleetpipe.pipeline(Net(for_two_rows), SIGNED[:2], split_spec=["second"])
+        model = fleet.distributed_model(pipe)
+        # The last micro-batch has one row.
+        with pytest.raises(CaptureError) as caught:
+            model.predict_batch(SIGNED[:3])
+    text = str(caught.value)
+    assert "the forward of Net fails: ValueError" in text
+    assert f"{__file__}:{line}" in text
+    assert "float32[1, 3]" in text
+    with pytest.raises(CaptureError, match=r"float32\[2, 5\](.|\n)*call the plain model"):
+        fleetpipe.pipeline(Net(branches), paddle.ones([2, 5]), split_spec=["second"])
+
+
+class Wrapped:
+    """No tensor, but it has one."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("made", [Wrapped, lambda x: None, lambda x: 3.0])
+def test_a_model_that_returns_no_tensor_is_refused(made: Callable[[Any], Any]) -> None:
+    class Returns(Net):
+        def forward(self, x: Any) -> Any:
+            return made(self.first(x))
+
+    with pytest.raises(CaptureError, match=r"returns what is no tensor(.|\n)*test_uncapt.*:\d+"):
+        fleetpipe.pipeline(Returns(branches), SIGNED[:2], split_spec=["first"])
+
+
+def test_texts_among_the_outputs_come_back_and_numbers_of_one_micro_batch_do_not() -> None:
+    class Returns(Net):
+        def forward(self, x: Any) -> Any:
+            return {"x": super().forward(x), "name": "a", "none": None, "rows": len(x)}
+
+    with job(2):
+        pipe = fleetpipe.pipeline(
+            Returns(writes_in_place),
+            SIGNED[:2],
+            lambda out, labels: nn.functional.cross_entropy(out["x"], labels),
+            ["second"],
+        )
+        model = fleet.distributed_model(pipe)
+        model.train_batch([SIGNED, LABELS], sgd(model))
+        with pytest.raises(UsageError, match="a number in an output is that of one micro-batch"):
+            model.predict_batch(SIGNED)
+        found = model.predict_batch(SIGNED[:2])
+    assert (found["name"], found["none"], found["rows"]) == ("a", None, 2)
+    assert found["x"].shape == [2, 3]

@@ -27,7 +27,7 @@ from fleetpipe.fleet.meta_parallel import (
 from fleetpipe.static import state_dict
 from tests.checkpoint.test_layouts import hash_of
 from tests.checkpoint.test_static import AFTER, BEFORE, Dynamic, Static
-from tests.dygraph import tied
+from tests.dygraph import models
 from tests.dygraph.models import LENGTH, MODELS, WIDTH
 from tests.fixtures import Call, Patch
 from tests.pipelines import bits, job, pipeline
@@ -135,11 +135,11 @@ class Sliced(nn.Layer):
 def layers() -> list[Any]:
     """An embedding that is the head too, and sliced layers between."""
     return [
-        SharedLayerDesc("embed", tied.Tokens, None, "embedding_weight"),
+        SharedLayerDesc("embed", models.Tokens, None, "embedding_weight"),
         LayerDesc(Sliced),
         LayerDesc(nn.LayerNorm, WIDTH),
         LayerDesc(Sliced),
-        SharedLayerDesc("embed", tied.Tokens, tied.logits, "embedding_weight"),
+        SharedLayerDesc("embed", models.Tokens, models.logits, "embedding_weight"),
     ]
 
 
@@ -148,7 +148,7 @@ class Run:
 
     def __init__(self) -> None:
         paddle.seed(5)
-        self.model = pipeline(layers(), loss_fn=tied.loss)
+        self.model = pipeline(layers(), loss_fn=models.loss)
         self.rate = paddle.optimizer.lr.NaturalExpDecay(0.01, 0.1)
         adamw = paddle.optimizer.AdamW(self.rate, parameters=self.model.parameters())
         self.optimizer = fleet.distributed_optimizer(adamw)

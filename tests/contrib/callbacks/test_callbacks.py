@@ -17,14 +17,14 @@ import fleetpipe
 from fleetpipe.callbacks import LogMetricByEpoch, LossMonitor, MetricsLogger
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests import jobs
+from tests import pipelines
 from tests.fit.test_callbacks import fit
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers, prepared
 
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         yield prepared(fleetpipe.Model(layers()))
 
 

@@ -14,8 +14,8 @@ import paddle
 import pytest
 
 from fleetpipe import cli
-from fleetpipe.contrib.doctor import doctor_command, host, ranks
-from fleetpipe.contrib.doctor.finding import NOTE, OK, WRONG, Finding, looked_at
+from fleetpipe.contrib import doctor
+from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, doctor_command, looked_at
 
 
 def states(findings: list[Finding]) -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    finding = host._checkpoints(tmp_path)
+    finding = doctor._checkpoints(tmp_path)
     assert (finding.state, finding.text) == (WRONG, f"{tmp_path}: No space left on device")
     assert list(tmp_path.iterdir()) == []
 
@@ -119,17 +119,19 @@ def test_a_wheel_without_its_libraries_is_wrong() -> None:
 
 def test_what_the_ranks_did_not_come_to_is_wrong() -> None:
     results = {"sockets": {"4": 2e-5, "1000000": 1e-3}}
-    sockets = ranks._of_transport("sockets", results, "")
+    sockets = doctor_command._of_transport("sockets", results, "")
     assert sockets.text == "4 bytes in 20 us, 1.00 GB/s one way"
-    group = ranks._of_transport("process_group", results, "the ranks did not end within 90 s")
+    group = doctor_command._of_transport(
+        "process_group", results, "the ranks did not end within 90 s"
+    )
     assert (group.state, group.text) == (WRONG, "the ranks did not end within 90 s")
     refused = {"process_group": {"error": "ranks share a card\n  fix: ..", "refused": True}}
-    assert ranks._of_transport("process_group", refused, "").state == NOTE
+    assert doctor_command._of_transport("process_group", refused, "").state == NOTE
     failed = {"parity": {"passed": False, "verdict": "parity: a\nparity: FAILED, largest .."}}
-    assert ranks._of_parity(2, failed, "").state == WRONG
+    assert doctor_command._of_parity(2, failed, "").state == WRONG
 
 
 def test_a_clock_that_is_wrong_is_noted() -> None:
-    assert host.clock("node", -0.1, -0.1).state == OK
-    finding = host.clock("node", 60.0, -60.2)
+    assert doctor.clock("node", -0.1, -0.1).state == OK
+    finding = doctor.clock("node", 60.0, -60.2)
     assert (finding.state, finding.text) == (NOTE, "60 s from this host's")

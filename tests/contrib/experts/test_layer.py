@@ -1,4 +1,4 @@
-"""Experts in one process: a layer of them, and a list as libraries write it."""
+"""Experts in one process: a layer of them, a list as libraries write it, what a profile counts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.contrib.experts import Experts
+from fleetpipe.dygraph import sequences
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.mesh import SoleGroup
-from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
-from tests.contrib.experts.mixtures import DenseMixture, experts_of
-from tests.pipelines import job, pipeline
+from fleetpipe.paddle_api.eager_operations import CAN_GATHER_NOTHING
+from fleetpipe.paddle_api.layer import MoELayer
+from fleetpipe.profiling import LayerDegrees
+from tests.contrib.experts.test_operations import DenseMixture, experts_of
+from tests.pipelines import ROWS, job, pipeline
 
 
 class ExchangeCounter(SoleGroup):
@@ -86,7 +89,7 @@ def test_choices_in_the_place_of_weights_are_refused() -> None:
         mixture(paddle.ones([3, 4]), paddle.ones([3, 1]), paddle.ones([3, 1]))
 
 
-WIDTH, EXPERTS, TOP_K, MICRO_BATCHES, ROWS = 8, 4, 2, 3, 2
+WIDTH, EXPERTS, TOP_K, MICRO_BATCHES, ROWS_OF_TOKENS = 8, 4, 2, 3, 2
 
 
 class Looped(nn.Layer):
@@ -122,7 +125,7 @@ class Model(nn.Layer):
 
 def batch(seed: int) -> list[Any]:
     paddle.seed(seed)
-    return [3 * paddle.randn([MICRO_BATCHES * ROWS, 5, WIDTH]) for _ in range(2)]
+    return [3 * paddle.randn([MICRO_BATCHES * ROWS_OF_TOKENS, 5, WIDTH]) for _ in range(2)]
 
 
 def check(pipe: Any) -> None:
@@ -140,7 +143,7 @@ def test_in_a_list_of_layers() -> None:
 
 def test_in_a_plain_model() -> None:
     with job(2, MICRO_BATCHES):
-        example = paddle.randn([ROWS, 5, WIDTH])
+        example = paddle.randn([ROWS_OF_TOKENS, 5, WIDTH])
         check(fleet.distributed_model(fleetpipe.pipeline(Model(), example, loss_fn=nn.MSELoss())))
 
 
@@ -160,3 +163,39 @@ def test_experts_are_the_dense_mixture() -> None:
         dense.clear_gradients()
     for got, expected in zip(*results):
         assert paddle.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+class Mixed(nn.Layer):
+    """Attention, and two mixtures of two of six experts: a list, and Paddle's layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate = nn.Linear(8, 24), nn.Linear(8, 6)
+        self.mixture = Experts(lambda: nn.Linear(8, 8), 6)
+        experts = nn.LayerList([nn.Linear(8, 8) for _ in range(6)])
+        layer: Any = MoELayer
+        self.moe = layer(8, experts, gate={"type": "naive", "top_k": 2})
+
+    def forward(self, x: Any) -> Any:
+        query, key, value = self.qkv(x).reshape([*x.shape[:2], 4, -1]).split(3, axis=-1)
+        x = sequences.attention(query, key, value).reshape(x.shape)
+        weights, choices = paddle.topk(self.gate(x.reshape([-1, 8])), 2)
+        return self.moe(self.mixture(x.reshape([-1, 8]), choices, weights).reshape(x.shape))
+
+
+def test_tokens_of_experts_and_queries_are_counted() -> None:
+    data = [paddle.randn([4 * ROWS, 5, 8]), paddle.zeros([4 * ROWS, 5, 8])]
+    with job(2):
+        model = pipeline([LayerDesc(nn.Linear, 8, 8), LayerDesc(Mixed)], loss_fn=nn.MSELoss())
+        profile = model.profile(data)
+    plain, mixed = profile.layers
+    tokens = ROWS * 5
+    assert (plain.loads, plain.queries, profile.degrees) == ((), 0, LayerDegrees())
+    assert mixed.expert_parameters == 2 * 6 * 9 * 8 * 4
+    assert mixed.routed == 2 * 2 * tokens * 8 * 4
+    assert (mixed.queries, mixed.keys, mixed.heads) == (tokens * 32, tokens * 64, (4,))
+    # In six samples.
+    assert [len(loads) for loads in mixed.loads] == [6, 6]
+    assert [sum(loads) for loads in mixed.loads] == [6 * 2 * tokens] * 2
+    assert 0 < mixed.expert_share < 1
+    assert profile.with_degrees(ep=3).layers[1].exchanges == 10

@@ -15,7 +15,7 @@ from fleetpipe.contrib.experts import AuxiliaryLoss
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import names
-from tests.contrib.experts.mixtures import DenseMixture, experts_of
+from tests.contrib.experts.test_operations import DenseMixture, experts_of
 from tests.pipelines import ROWS, job, pipeline
 
 WIDTH, LENGTH, EXPERTS, MICRO_BATCHES, WEIGHT = 8, 5, 3, 3, 0.1

@@ -11,8 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.contrib.fluid import fluid_names as fluid
-from fleetpipe.contrib.fluid.fluid_names import NAMES, Older
+from fleetpipe.contrib import fluid as fluid
+from fleetpipe.contrib.fluid import NAMES, Older
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.paddle_api.device import device_kind
 from tests.launching import ROOT

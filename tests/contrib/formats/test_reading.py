@@ -10,12 +10,11 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.contrib.formats import paddle_files
+from fleetpipe.contrib.formats import model_files
 from fleetpipe.contrib.formats.convert import convert, write_parameters
 from fleetpipe.dygraph.state import files
 from fleetpipe.errors import CheckpointError
-from fleetpipe.fleet_files.layers import LayerFile
-from fleetpipe.fleet_files.manifest import Writer
+from fleetpipe.fleet_files.manifest import LayerFile, Writer
 from tests.checkpoint.ranks.test_ranks import FORMS, contents, load, write
 from tests.checkpoint.test_hash import model, said
 from tests.fixtures import Call, Capture
@@ -57,4 +56,4 @@ def test_a_folder_that_lacks_a_layer_is_refused_by_name(tmp_path: Path) -> None:
         files.save(tmp_path, layers, 0, Writer("all/1", rank, 2))
     (tmp_path / "layer_00-tensor_00-model_states.pdparams").unlink()
     with pytest.raises(CheckpointError, match=r"is missing: layer_00-tensor_00-"):
-        paddle_files.read_layer_files(tmp_path)
+        model_files.read_layer_files(tmp_path)

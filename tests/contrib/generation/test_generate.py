@@ -1,31 +1,92 @@
-"""Tokens are those of a loop by hand with the single model, under every layout."""
+"""Tokens are those of a loop by hand with the single model; what ``generate`` refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import runpy
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.callbacks import LogSamples
-from fleetpipe.contrib.generation.sampling import Sampling, names_of
-from tests.contrib.generation.languages import (
-    LLAMA,
-    VOCABULARY,
-    batch,
-    by_hand,
-    gpt,
-    prompts,
-    single,
-    spread,
-)
+from fleetpipe.contrib.generation import Sampling, names_of
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
+from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, StateError, UsageError
+from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests.contrib.slices import sliced
-from tests.jobs import job
-from tests.pipelines import adam, bits, pipeline, train
+from tests.launching import ROOT
+from tests.pipelines import adam, bits, job, pipeline, train
+
+VOCABULARY = 16
+#: `examples/gpt.py`: its layers keep keys and values, and its weights are cut along mp.
+EXAMPLE = runpy.run_path(str(ROOT / "examples" / "gpt.py"))
+#: `examples/llm/llama.py`, for `fleetpipe.pipeline` and as a list.
+LLAMA = runpy.run_path(str(ROOT / "examples" / "llm" / "llama.py"))
+_SIZES = SimpleNamespace(width=16, heads=2, dropout=0.1, length=32, blocks=4)
+
+
+def gpt(**options: Any) -> Any:
+    """The example's model, wrapped."""
+    paddle.seed(0)
+    topology = fleet.get_hybrid_communicate_group().topology()
+    model = EXAMPLE["gpt"](_SIZES, VOCABULARY, topology=topology, **options)
+    return fleet.distributed_model(spread(model))
+
+
+def spread(model: Any) -> Any:
+    """Makes the weights of a new model larger, so that the tokens it predicts differ."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.set_value(parameter * 15.0)
+    return model
+
+
+def single(model: Any) -> Any:
+    """Returns the single model of a wrapped one, in evaluation, with its weights."""
+    alone = model.layers.single_model()
+    alone.set_state_dict(model.layers.full_state_dict())
+    alone.eval()
+    return alone
+
+
+def prompts(count: int = 50, seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to 9 tokens."""
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(0, VOCABULARY, 1 + n % 9).tolist() for n in range(count)]
+
+
+def batch(rows: int, step: int = 0) -> list[Any]:
+    """Tokens and the tokens that follow, int64 [rows, 12]."""
+    tokens = np.random.default_rng(step).integers(0, VOCABULARY, (rows, 13))
+    return [paddle.to_tensor(tokens[:, :-1]), paddle.to_tensor(tokens[:, 1:])]
+
+
+def likeliest(logits: Any, place: int) -> int:
+    """The token with the largest logit."""
+    return int(logits.argmax())
+
+
+def by_hand(
+    model: Callable[[Any], Any],
+    prompt: Sequence[int],
+    count: int,
+    choose: Callable[[Any, int], int] = likeliest,
+) -> list[int]:
+    """Continues a prompt with a plain model, in a plain loop."""
+    sequence = list(prompt)
+    with paddle.no_grad():
+        for _ in range(count):
+            logits = model(paddle.to_tensor([sequence]))[0, -1].numpy()
+            sequence.append(choose(logits, len(sequence)))
+    return sequence[len(prompt) :]
+
 
 NEW = 4
 DRAWN: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "seed": 5}
@@ -184,3 +245,131 @@ def test_fit_logs_samples(every: int | None, steps: tuple[int, ...], capsys: Any
     heads = [f"sample after step {step}: <[{begin}" for step in steps for begin in ("1, 2]", "3, ")]
     assert [line[: len(head)] for line, head in zip(lines, heads)] == heads
     assert len(lines) == len(heads)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    with job(2):
+        paddle.seed(0)
+        yield pipeline(sliced.layers())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"inputs": 5}, "inputs=5"),
+        ({"eos": "</s>"}, "eos='</s>'"),
+        ({"eos": [1, 2.5]}, "eos=[1, 2.5]"),
+        ({"tokens": []}, "tokens=[]"),
+        ({"tokens": "text"}, "tokens='text'"),
+        ({"tokens": [[1], []]}, "prompt 1 is no list"),
+        ({"tokens": [1, 2]}, "prompt 0 is no list"),
+        ({"tokens": [[1.0]]}, "prompt 0 is no list"),
+        ({"tokens": [[-1]]}, "prompt 0 is no list"),
+        ({"tokens": [[[1], [2]]]}, "prompt 0 is no list"),
+        ({"tokens": [[[1], [2, 3]]]}, "prompt 0 is no list"),
+    ],
+)
+def test_wrong_arguments_are_refused(model: Any, options: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fleetpipe.generate(model, **{"tokens": [[1]], "max_new_tokens": 2, **options})
+    assert words in str(caught.value)
+
+
+def returning(function: Callable[[Any], Any]) -> list[Any]:
+    """The layers, and a function behind them that does not say that it takes slices."""
+    return [*sliced.layers(), function]
+
+
+def head() -> list[Any]:
+    return [*sliced.layers()[:-1], VocabularyHead(sliced.WIDTH, sliced.VOCABULARY)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "error", "words"),
+    [
+        (lambda: returning(lambda x: x[:, 0]), {}, ConfigError, r"paddle.float32 \[1, 16\]"),
+        (lambda: returning(lambda x: x), {"cache": True}, ConfigError, "cache=True(.|\n)*layer 6"),
+        (lambda: returning(lambda x: x * math.nan), {}, BoundaryError, "next token are NaN"),
+        (lambda: returning(lambda x: x.abs() * math.inf), {}, BoundaryError, "or infinite"),
+        (head, {"loss": VocabularyLoss()}, ConfigError, "and a VocabularyHead"),
+    ],
+)
+def test_models_without_logits_or_a_cache_are_refused(
+    layers: Callable[[], list[Any]], options: Any, error: type[FleetPipeError], words: str
+) -> None:
+    with job(2):
+        model = pipeline(layers(), loss_fn=options.pop("loss", sliced.loss))
+        with pytest.raises(error, match=words):
+            fleetpipe.generate(model, [[1, 2]], 2, **options)
+
+
+def test_what_is_not_wrapped_or_has_ended_is_refused() -> None:
+    with job(2):
+        layers = PipelineLayer(sliced.layers(), num_stages=2)
+        with pytest.raises(UsageError, match=r"fleet.distributed_model\(model\)"):
+            fleetpipe.generate(layers, [[1]], 1)
+        model = fleet.distributed_model(layers)
+    with pytest.raises(StateError, match="job has ended"):
+        fleetpipe.generate(model, [[1]], 1)
+
+
+def differ() -> str:
+    """The error of a rank that has another prompt than the first."""
+    with job(2):
+        model = pipeline(sliced.layers())
+        rank = paddle.distributed.get_rank()
+        with pytest.raises(ConfigError) as caught:
+            fleetpipe.generate(model, [[1], [2, rank]], 2)
+        return str(caught.value)
+
+
+@pytest.mark.processes
+def test_ranks_with_different_prompts_are_refused(on_ranks: Callable[..., list[Any]]) -> None:
+    for text in on_ranks(differ, 2):
+        assert "prompt 1 = [2, 0]" in text
+        assert "prompt 1 = [2, 1]" in text
+
+
+def test_prompts_end_behind_eos_and_depend_on_no_other(model: Any) -> None:
+    prompts = [[1, 2], [3], [1, 2], [4, 5, 6]]
+    new = fleetpipe.generate(model, prompts, 8, seed=3)
+    assert new[0] != new[2]
+    for given in (prompts[:1], paddle.to_tensor([[1, 2]]), np.array([[1, 2]]), [np.array([1, 2])]):
+        assert fleetpipe.generate(model, given, 8, seed=3) == new[:1]
+    ends = {new[1][2], new[3][5]}
+    cut = [
+        row[: next((n for n, token in enumerate(row, 1) if token in ends), len(row))] for row in new
+    ]
+    assert fleetpipe.generate(model, prompts, 8, seed=3, eos=ends) == cut
+    assert cut != new
+
+
+def test_draws_have_the_shares_of_the_model() -> None:
+    logits = np.log(np.array([0.5, 0.05, 0.25, 0.2]))
+    tries = 4000
+
+    def shares(**options: Any) -> Any:
+        values = {"temperature": 1.0, "top_k": None, "top_p": None, "seed": 1, **options}
+        sampling = Sampling(**values)
+        sampling.require_valid()
+        drawn = [sampling.choose(logits, 7, 0, place) for place in range(tries)]
+        return np.bincount(drawn, minlength=4) / tries
+
+    assert np.allclose(shares(), [0.5, 0.05, 0.25, 0.2], atol=0.03)
+    assert np.allclose(shares(top_k=2), [2 / 3, 0, 1 / 3, 0], atol=0.03)
+    assert np.allclose(shares(top_p=0.8), [0.526, 0, 0.263, 0.211], atol=0.03)
+    assert np.allclose(shares(top_p=0.5), [1, 0, 0, 0])
+    assert np.allclose(shares(temperature=1e-320), [1, 0, 0, 0])
+    assert np.allclose(
+        shares(temperature=np.float32(0.5)), [0.7143, 0.0071, 0.1786, 0.1143], atol=0.03
+    )
+    assert names_of([[1], [2], [1]])[0] != names_of([[1], [2], [1]])[2]

@@ -10,9 +10,8 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.contrib.guards.guards import Guards, fingerprint
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.observed import ObservedBatch
+from fleetpipe.contrib.guards import Guards, fingerprint
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches, ObservedBatch
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.errors import ConfigError, InvariantError, PeerFailed
 from fleetpipe.fleet.meta_parallel import (
@@ -24,10 +23,8 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from fleetpipe.schedules import Edge, Recv
 from fleetpipe.transport import MessageKey
-from tests.dygraph.models import MODELS, WIDTH, FeedForward
-from tests.dygraph.tied import Tokens, logits
-from tests.jobs import job
-from tests.pipelines import adam, batch, mlp_and_sgd, pipeline
+from tests.dygraph.models import MODELS, WIDTH, FeedForward, Tokens, logits
+from tests.pipelines import adam, batch, job, mlp_and_sgd, pipeline
 
 EVERY, STEPS = 2, 4
 TEXT = MODELS["gpt"]

@@ -22,9 +22,9 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.checkpoint.files import writer
-from fleetpipe.contrib.kept_state.segment import Segment
+from fleetpipe.contrib.kept_state import Segment
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests import jobs
+from tests import pipelines
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
@@ -104,7 +104,7 @@ def main() -> None:
     steps, *words = sys.argv[1:]
     Deaths.wanted = {word for word in words if "=" in word}
     limit = 4 if words[-1:] == ["1.3=stop"] else 30
-    jobs.begin(pp=2, micro_batches=2, timeout=limit, allow=["optimizer:MortalAdam"])
+    pipelines.begin(pp=2, micro_batches=2, timeout=limit, allow=["optimizer:MortalAdam"])
     paddle.seed(7)
     layers = [LayerDesc(Mortal, FEATURES, 8), LayerDesc(nn.Dropout, 0.5)]
     layers += [LayerDesc(nn.BatchNorm1D, 8), LayerDesc(Mortal, 8, CLASSES)]

@@ -15,7 +15,7 @@ import paddle
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.contrib.kept_state.segment import Segment
+from fleetpipe.contrib.kept_state import Segment
 from fleetpipe.job.job import current_job
 from fleetpipe.static import state_dict
 from tests.contrib.healing.healing_worker import Deaths, dying
@@ -62,7 +62,7 @@ def train(steps: int, folder: str, tell: Callable[[str], object]) -> None:
 
 
 def main() -> None:
-    from fleetpipe.static.run.compiled import Compiled
+    from fleetpipe.static.run.compiled_pipeline import Compiled
     from fleetpipe.static.run.static_stage import StaticStage
 
     steps, *words = sys.argv[1:]

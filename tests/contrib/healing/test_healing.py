@@ -15,16 +15,14 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.contrib.healing import joining, records, replacement
-from fleetpipe.contrib.healing.healing import Healing
+from fleetpipe.contrib.healing import replacement, survivor
 from fleetpipe.contrib.healing.replacing import Healer
-from fleetpipe.contrib.healing.taken import Taken
+from fleetpipe.contrib.healing.survivor import Healing, Taken
 from fleetpipe.contrib.kept_state import kept_state
 from fleetpipe.errors import FleetPipeError, PeerFailed, StateError
-from fleetpipe.job import attempt_files, generation
-from fleetpipe.job.generation import Generation
+from fleetpipe.job import attempt_files
+from fleetpipe.job.attempt_files import Failure, Generation
 from fleetpipe.job.job import Job
-from fleetpipe.job.watching.failure import Failure
 from fleetpipe.mesh.axes import Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api.launcher import RankProcess
@@ -197,7 +195,7 @@ def wait_in_vain(home: Path) -> None:
 @pytest.mark.parametrize(
     ("happens", "why"),
     [
-        (generation.refuse, "the job is ended"),
+        (attempt_files.refuse_healing, "the job is ended"),
         (forget, "not every rank has kept a step, as a script does that goes by fleetpipe.resume"),
         (stop, "the job was asked to stop"),
         (refuse, "ranks are at other steps"),
@@ -213,7 +211,7 @@ def test_the_launcher_says_why_it_replaces_no_process(
     healer = Healer(home, most=0)
     held = healer.hold(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
-    assert generation.current().refused == why
+    assert attempt_files.current_generation().refused == why
     assert capsys.readouterr().err == f"fleetpipe: the job does not heal: {why}\n"
     assert attempt_files.ended_ranks(home) == [(1, -9)]
 
@@ -229,43 +227,46 @@ def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: An
     held = later.hold(RankProcess(0, Ended(0), (), {}, None))
     later._generation = Generation(1, {1: 1})
     assert held.poll() == 0
-    assert generation.current().refused == why
+    assert attempt_files.current_generation().refused == why
 
 
 def test_a_rank_that_has_ended_in_the_midst_of_the_job_is_awaited_by_nobody(home: Path) -> None:
     held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
-    assert (held.poll(), generation.current().refused) == (0, "")
+    assert (held.poll(), attempt_files.current_generation().refused) == (0, "")
     # os._exit(0) is no goodbye, and what the others have noticed is a death.
     attempt_files.tell_failure(Failure(1, "died", "it ended without a goodbye"))
     held.poll()
-    assert generation.current().refused == "rank 1 has ended its work, and meets no other process"
+    assert (
+        attempt_files.current_generation().refused
+        == "rank 1 has ended its work, and meets no other process"
+    )
 
 
 def test_a_rank_that_ends_well_is_not_replaced(home: Path) -> None:
     held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
     assert held.poll() == held.wait(1) == 0
-    assert generation.current() == Generation()
+    assert attempt_files.current_generation() == Generation()
 
 
 def test_a_generation_has_the_places_of_those_who_wait_for_it(home: Path) -> None:
-    generation.write(home, Generation(2, {1: 2}))
-    assert generation.current() == Generation(2, {1: 2})
-    generation.note_place(home, 0, 2, 7)
-    generation.note_place(home, 1, 1, 6)
-    assert generation.places(home, 2) == {0: 7}
+    attempt_files.write_generation(home, Generation(2, {1: 2}))
+    assert attempt_files.current_generation() == Generation(2, {1: 2})
+    attempt_files.note_place(home, 0, 2, 7)
+    attempt_files.note_place(home, 1, 1, 6)
+    assert attempt_files.waiting_places(home, 2) == {0: 7}
 
 
 def test_processes_that_replace_ranks_await_those_that_began_before_them(
     home: Path, monkeypatch: Patch
 ) -> None:
-    generation.write(home, Generation(3, {0: 3, 1: 1, 2: 2}))
+    attempt_files.write_generation(home, Generation(3, {0: 3, 1: 1, 2: 2}))
     job: Any = SimpleNamespace(degrees=Degrees(pp=3), timeout=0.0)
     kept: Any = SimpleNamespace(newest_of_all=lambda: None)
     for began, rank, outcome in (
         (1, 1, "ranks are at other steps"),
         (2, 2, r"ranks \[1\] did not"),
     ):
-        monkeypatch.setenv(generation.BEGAN, str(began))
+        monkeypatch.setenv(attempt_files.BEGAN, str(began))
         monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
         with pytest.raises(FleetPipeError, match=outcome):
             replacement.restore(kept, job, home)
@@ -338,11 +339,11 @@ def test_a_step_with_what_no_process_can_be_told_is_not_begun_anew(
 def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
     home: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("fleetpipe.contrib.healing.healing.meets_by_host", lambda: False)
+    monkeypatch.setattr("fleetpipe.contrib.healing.survivor.meets_by_host", lambda: False)
     Healing(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), Kept(), home, Model(), None)  # type: ignore[arg-type]
     held = Healer(home, most=1).hold(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
-    assert generation.current().refused == "the ranks' groups are not Gloo's"
+    assert attempt_files.current_generation().refused == "the ranks' groups are not Gloo's"
 
 
 @pytest.mark.parametrize(
@@ -360,20 +361,20 @@ def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
 )
 def test_the_batch_of_a_rank_that_died_is_known_by_its_record(steps: Any, found: Any) -> None:
     now = {0: steps[0].get(7)}
-    assert records.find_record(steps, now, 1, 7) == found
+    assert survivor.find_record(steps, now, 1, 7) == found
 
 
 def test_a_record_stays_beside_the_next(home: Path) -> None:
     for step in (3, 4, 5):
-        records.write(home, step, [step, None, 0])
-    assert records.read(home) == {0: {4: [4, None, 0], 5: [5, None, 0]}}
+        survivor.write_record(home, step, [step, None, 0])
+    assert survivor.read_records(home) == {0: {4: [4, None, 0], 5: [5, None, 0]}}
 
 
 @pytest.mark.parametrize("stuck", [True, False])
 def test_a_rank_that_is_stuck_in_connecting_is_killed(monkeypatch: Patch, stuck: bool) -> None:
     killed = threading.Event()
     ended: list[tuple[int, ...]] = []
-    monkeypatch.setattr(joining, "_STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(replacement, "_STUCK_SECONDS", 0.05)
 
     def kill(*whom: int) -> None:
         ended.append(whom)
@@ -381,7 +382,7 @@ def test_a_rank_that_is_stuck_in_connecting_is_killed(monkeypatch: Patch, stuck:
 
     monkeypatch.setattr(os, "kill", kill)
     watch: Any = SimpleNamespace(on_failure=lambda act: act())
-    with joining.killed_if_stuck(watch):
+    with replacement.killed_if_stuck(watch):
         killed.wait(5 * stuck)
     assert killed.wait(0.2) == stuck
     assert ended == [(os.getpid(), signal.SIGKILL)] * stuck

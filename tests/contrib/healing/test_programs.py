@@ -12,8 +12,8 @@ from fleetpipe.static import full_state_dict
 from tests.contrib.healing import program_worker
 from tests.contrib.healing.test_healing import steps
 from tests.fixtures import Launch, Patch
-from tests.jobs import begun
 from tests.launch.supervisor.commands import launched
+from tests.pipelines import begun
 from tests.static.networks import executor_of, mlp, static_mode, strategy_of
 
 WORKER = Path(program_worker.__file__)

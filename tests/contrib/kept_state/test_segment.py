@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe.contrib.kept_state.segment import Segment
+from fleetpipe.contrib.kept_state import Segment
 from fleetpipe.errors import CheckpointError
 
 pytestmark = pytest.mark.once

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fleetpipe.contrib.locator.collecting import collecting
 from fleetpipe.contrib.locator.recorder import Recorder
-from tests import jobs
+from tests import pipelines
 from tests.contrib.locator.right_programs import Loss, batch, descriptions, drawn
 from tests.pipelines import adam, pipeline
 
@@ -25,7 +25,7 @@ def main(width: int, steps: int) -> None:
     program = drawn(0)._replace(
         axes=["pp"], blocks=4, width=width, norm="LayerNorm", tied=True, micro_batches=4, rows=16
     )
-    with jobs.job(2, 4, rows=16), tempfile.TemporaryDirectory() as folder:
+    with pipelines.job(2, 4, rows=16), tempfile.TemporaryDirectory() as folder:
         model = pipeline(descriptions(program), loss_fn=Loss())
         optimizer = adam(model)
         recorder = Recorder(Path(folder), steps + 1, 0)

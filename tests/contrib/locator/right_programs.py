@@ -21,10 +21,9 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.contrib.experts import AuxiliaryLoss
-from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.causes import Location
+from fleetpipe.contrib.locator import Location, record
 from fleetpipe.contrib.locator.collecting import collecting
-from fleetpipe.contrib.locator.comparison import first_difference
+from fleetpipe.contrib.locator.locate_command import first_difference
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import sequences
@@ -35,7 +34,7 @@ from fleetpipe.fleet.meta_parallel import (
     RowParallelLinear,
     SharedLayerDesc,
 )
-from tests import byhand, jobs
+from tests import byhand, pipelines
 from tests.contrib.locator import right_layers
 
 STEPS, VOCABULARY, LENGTH = 3, 19, 6
@@ -267,7 +266,7 @@ def _replica() -> int:
 def train(program: Program) -> None:
     """Trains a program as its user would."""
     own: dict[str, Any] = {"guards": program.guards, "loss_reduction": program.reduction}
-    strategy = jobs.strategy(
+    strategy = pipelines.strategy(
         *(program.micro_batches, program.schedule),
         **{"rows": program.rows, "own": own, **dict.fromkeys(program.axes, 2)},
     )

@@ -1,4 +1,4 @@
-"""What a script's layers are recorded as, and runs that do not end."""
+"""What a script's layers are recorded as, which part of a tensor a rank has, runs without end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,18 @@ from safetensors.numpy import save_file
 
 import fleetpipe
 from fleetpipe import cli, fleet
-from fleetpipe.contrib.locator import locate_command, record
-from fleetpipe.contrib.locator.causes import Location
+from fleetpipe.contrib.locator import Location, locate_command, record
 from fleetpipe.contrib.locator.collecting import collecting
-from fleetpipe.contrib.locator.comparison import first_difference
-from fleetpipe.contrib.locator.layouts import WholeTensors
-from fleetpipe.contrib.locator.locate_command import _await_end
+from fleetpipe.contrib.locator.layouts import DimensionCut, Layout, WholeTensors, layouts, places_of
+from fleetpipe.contrib.locator.locate_command import _await_end, first_difference
 from fleetpipe.contrib.locator.locate_options import Setting
+from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
-from tests import jobs
+from tests import pipelines
 
 nn: Any = paddle.nn
 
@@ -59,7 +58,7 @@ def _located(train: Callable[[bool], None], folder: Path) -> Location | None:
             if feed is not None:
                 stack.enter_context(degrees_of_one(1))
             stack.enter_context(collecting(Recorder(folder / part, 2, 0), feed))
-            fleet.init(is_collective=True, strategy=jobs.strategy(4, pp=2))
+            fleet.init(is_collective=True, strategy=pipelines.strategy(4, pp=2))
             stack.callback(fleet.shutdown)
             paddle.seed(3)
             with suppress(Finished):
@@ -99,13 +98,13 @@ def _train(layers: list[Any] | None, factor: float) -> None:
         return nn.functional.mse_loss(output, label) * factor
 
     if layers is None:
-        pipe: Any = fleetpipe.pipeline(_Net(), paddle.ones([jobs.ROWS, 3]), loss, ["b"])
+        pipe: Any = fleetpipe.pipeline(_Net(), paddle.ones([pipelines.ROWS, 3]), loss, ["b"])
     else:
         pipe = PipelineLayer(layers, num_stages=2, loss_fn=loss)
     optimizer: Any = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
     model, optimizer = fleet.distributed_model(pipe), fleet.distributed_optimizer(optimizer)
     for step in range(2):
-        rows = paddle.arange(4.0 * jobs.ROWS * 3).reshape([-1, 3]) * (step + 1)
+        rows = paddle.arange(4.0 * pipelines.ROWS * 3).reshape([-1, 3]) * (step + 1)
         model.train_batch([rows.sin(), rows.cos()], optimizer)
 
 
@@ -208,14 +207,14 @@ def test_the_gradient_that_first_shows_how_a_bias_is_split_counts_for_it() -> No
 
 
 def test_a_pipeline_with_an_optimizer_of_its_own_is_one_model(tmp_path: Path) -> None:
-    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    fleet.init(is_collective=True, strategy=pipelines.strategy(2))
     try:
         with collecting(Recorder(tmp_path, 1, 0)):
             described = [nn.Linear(3, 3), nn.Linear(3, 2)]
             layers = PipelineLayer(described, num_stages=1, loss_fn=nn.MSELoss())
             model = fleet.distributed_model(layers)
             optimizer = paddle.optimizer.SGD(0.1, parameters=layers.parameters()[2:])
-            rows = paddle.ones([2 * jobs.ROWS, 3])
+            rows = paddle.ones([2 * pipelines.ROWS, 3])
             for _ in range(2):
                 model.forward_backward_pipeline([rows, rows[:, :2]])
             with pytest.raises(Finished):
@@ -332,3 +331,68 @@ def test_what_is_no_record_is_refused(change: dict[str, Any] | None, tmp_path: P
         save_file({"0": np.zeros(2)}, file, metadata={"record": json.dumps({**index, **change})})
     with pytest.raises(UsageError, match=r"no record of a run, or is damaged[\s\S]*rank-00000"):
         record.read(tmp_path)
+
+
+WHOLE = np.arange(8 * 6).reshape(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        ((DimensionCut(0, ("mp",)),), [4, 5, 6, 7]),
+        ((DimensionCut(0, ("mp",), parts=2),), [2, 3, 6, 7]),
+        ((DimensionCut(0, ("cp",), zigzag=True),), [2, 3, 4, 5]),
+        ((DimensionCut(0, ("sep", "mp")),), [6, 7]),
+        ((DimensionCut(0, ("cp", "sep"), zigzag=True),), [4, 5]),
+    ],
+)
+def test_a_rank_has_the_rows_of_its_coordinate(layout: Layout, rows: list[int]) -> None:
+    coordinate = {"mp": 1, "cp": 1, "sep": 1}
+    places = places_of(WHOLE.shape, layout, coordinate, {"mp": 2, "cp": 2, "sep": 2})
+    assert np.array_equal(WHOLE[places], WHOLE[rows])
+
+
+def test_all_ranks_parts_make_the_whole() -> None:
+    degrees = {"mp": 2}
+    for layout in layouts(WHOLE.shape, (4, 6), degrees):
+        whole = np.zeros_like(WHOLE)
+        for rank in range(2):
+            places = places_of(WHOLE.shape, layout, {"mp": rank}, degrees)
+            whole[places] = WHOLE[places]
+        assert np.array_equal(whole, WHOLE)
+
+
+def test_shapes_that_no_degree_explains_are_no_parts() -> None:
+    assert not list(layouts((8, 6), (3, 6), {"mp": 2}))
+    assert not list(layouts((8, 6), (8,), {"mp": 2}))
+    assert list(layouts((8, 6), (8, 6), {"mp": 2})) == [()]
+
+
+def test_the_way_in_which_two_axes_split_two_dimensions_is_among_those_that_are_tried() -> None:
+    degrees = {"mp": 2, "cp": 2}
+    ways = list(layouts((24, 2, 48), (12, 2, 24), degrees))
+    assert (DimensionCut(0, ("cp",), zigzag=True), DimensionCut(2, ("mp",))) in ways
+
+
+@pytest.mark.parametrize(
+    ("zigzag", "tokens"),
+    # The last fit pieces of both orders.
+    [(False, range(8)), (True, range(8)), (True, [4, 16, 2, 8, 14, 14, 14, 14])],
+)
+def test_masks_of_parts_are_joined_in_the_order_of_the_samples(
+    zigzag: bool, tokens: Sequence[int]
+) -> None:
+    """Members along mp have the same; along cp pieces that the samples alone put in order."""
+    degrees, cut = {"mp": 2, "cp": 2}, DimensionCut(1, ("cp",), zigzag=zigzag)
+    drawn = np.random.default_rng(3).random([2, 8]) < 0.5
+    data, kept = Meaning(0, "data", "", 0, "input"), Meaning(0, "forward", "drop", 0, "mask")
+    twin, ranks = RankTensors(0, {}), []
+    twin.tensors[data] = np.array([tokens, tokens])
+    for number in range(4):
+        here = RankTensors(number, {"mp": number % 2, "cp": number // 2})
+        for place, whole in ((data, twin.tensors[data]), (kept, drawn)):
+            here.tensors[place] = whole[places_of(whole.shape, (cut,), here.coordinate, degrees)]
+        ranks.append(here)
+    mask = WholeTensors(Record(ranks, degrees)).mask(kept, (2, 8), twin)
+    assert mask is not None
+    assert np.array_equal(mask, drawn)

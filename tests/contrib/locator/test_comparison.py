@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.causes import Location
-from fleetpipe.contrib.locator.comparison import first_difference
+from fleetpipe.contrib.locator import Location, record
+from fleetpipe.contrib.locator.locate_command import first_difference
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 from fleetpipe.errors import UsageError
 

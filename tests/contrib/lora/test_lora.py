@@ -1,4 +1,7 @@
-"""Adapters beside frozen layers have the bits of the same formula in plain Paddle."""
+"""Adapters beside frozen layers have the bits of the same formula in plain Paddle.
+
+So have runs whose stages train nothing.
+"""
 
 from __future__ import annotations
 
@@ -266,3 +269,63 @@ def test_what_was_trained_beside_the_adapters_is_asked_for_by_name(tmp_path: Pat
     fleetpipe.CheckpointManager(tmp_path).save(1, model=lora.TrainedPart(nets[0]))
     with pytest.raises(CheckpointError, match=r"(?s)3.weight, 3.bias.*stop_gradient = False"):
         fleetpipe.load_single(lora.TrainedPart(nets[1]), tmp_path)
+
+
+STEPS_OF_ALL_PARTS = 4
+#: What is trained at first, and from the third step on: the beginnings of names.
+PARTS = {
+    "the head": (("3.",), ("3.",)),
+    "the first layer": (("0.",), ("0.",)),
+    "a layer between": (("1.up",), ("1.up",)),
+    "biases of both ends": (("0.bias", "3.bias"), ("0.bias", "3.bias")),
+    "the head, then more": (("3.",), ("1.", "3.")),
+    "the first layer, then the head": (("0.",), ("3.",)),
+}
+#: Schedules with ranks, and options of the layers and of the job.
+RUNS: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
+    (4, "1F1B", {}, {}),
+    (4, "ZBH1", {"recompute_interval": 1, "recompute_ctx": {}}, {}),
+    (2, "ZBV", {}, {"order": "ready"}),
+]
+
+
+def train_alone(named: Any, beginnings: tuple[str, ...]) -> None:
+    for name, parameter in named:
+        parameter.stop_gradient = not name.startswith(beginnings)
+
+
+def plainly(begin: dict[str, Any], parts: tuple[tuple[str, ...], ...]) -> dict[str, bytes]:
+    model = Net()
+    model.set_state_dict(begin)
+    train_plainly(
+        model,
+        STEPS_OF_ALL_PARTS,
+        lambda step: train_alone(model.named_parameters(), parts[step // 2]),
+    )
+    return bits(model.state_dict())
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run[1])
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_run_goes_on_in_another_layout(parts: str, run: Any, tmp_path: Path) -> None:
+    """Two steps, then two more of a restored run, with another optimizer list."""
+    (ranks, schedule, options, own), trained = run, PARTS[parts]
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    begin: dict[str, Any] = {}
+    for half, pp in enumerate((2, ranks)):
+        with job(pp, MICRO_BATCHES, schedule if half else "1F1B", **own):
+            paddle.seed(0)
+            model = pipeline(described(), **options)
+            begin = begin or model.layers.full_state_dict()
+            train_alone(model.layers.named_parameters(), trained[half])
+            parameters = model.parameters()
+            if trained[0] == trained[1] and half:
+                parameters = [p for p in parameters if not p.stop_gradient]
+            optimizer = fleet.distributed_optimizer(adamw(parameters))
+            if half:
+                manager.restore(model=model, optimizer=optimizer)
+            for step in (2 * half, 2 * half + 1):
+                model.train_batch(batch(MICRO_BATCHES, step), optimizer)
+            manager.save(step, model=model, optimizer=optimizer)
+            state = bits(model.layers.full_state_dict())
+    assert state == plainly(begin, trained)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.pictures.panel import Panel, panel_of
-from fleetpipe.contrib.pictures.schedule_picture import Picture, draw, plot
+from fleetpipe.contrib.pictures import Panel, panel_of
+from fleetpipe.contrib.pictures.picture import Picture, draw, plot
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, build
-from fleetpipe.schedules.forms.events import Event
+from fleetpipe.schedules.forms.trace import Event
 
 
 def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ def train(config: dict[str, Any]) -> None:
 
     import fleetpipe
     from fleetpipe.contrib.ray import RayCheckpointManager
-    from tests import jobs
+    from tests import pipelines
     from tests.pipelines import batch, pipeline, sgd
 
-    jobs.begin(2, 4)
+    pipelines.begin(2, 4)
     paddle.seed(3)
     model = pipeline()
     optimizer = sgd(model)
@@ -70,7 +70,7 @@ def fit(config: dict[str, Any]) -> None:
 
     import fleetpipe
     from fleetpipe.contrib.ray import ReportCallback
-    from tests import jobs
+    from tests import pipelines
     from tests.fit.test_model import BATCH, ROWS, Digits, layers
     from tests.fit.test_model import STEPS as MICRO_BATCHES
 
@@ -82,7 +82,7 @@ def fit(config: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     paddle.seed(7)
-    jobs.begin(2, MICRO_BATCHES, rows=ROWS)
+    pipelines.begin(2, MICRO_BATCHES, rows=ROWS)
     model = fleetpipe.Model(layers())
     optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
     model.prepare(optimizer, paddle.nn.CrossEntropyLoss(), paddle.metric.Accuracy())

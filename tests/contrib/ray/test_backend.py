@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
-from fleetpipe.contrib.ray import backend
-from fleetpipe.contrib.ray.backend import RankPlace, rank_environments
+from fleetpipe.contrib.ray import paddle_trainer
+from fleetpipe.contrib.ray.paddle_trainer import RankPlace, rank_environments
 
 
 def test_each_rank_is_told_where_all_of_them_are() -> None:
@@ -48,9 +48,11 @@ def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: pytest.Monke
         listening.bind(("", 0))
         listening.listen()
         taken = listening.getsockname()[1]
-        other = next(port for port in backend.free_ports(2) if port != taken)
-        monkeypatch.setattr(backend, "_PORTS", range(min(taken, other), max(taken, other) + 1))
-        assert taken not in backend.free_ports(1)
-        monkeypatch.setattr(backend, "_PORTS", range(taken, taken + 1))
-        with pytest.raises(backend.TransportError, match="too few free ports"):
-            backend.free_ports(1)
+        other = next(port for port in paddle_trainer.free_ports(2) if port != taken)
+        monkeypatch.setattr(
+            paddle_trainer, "_PORTS", range(min(taken, other), max(taken, other) + 1)
+        )
+        assert taken not in paddle_trainer.free_ports(1)
+        monkeypatch.setattr(paddle_trainer, "_PORTS", range(taken, taken + 1))
+        with pytest.raises(paddle_trainer.TransportError, match="too few free ports"):
+            paddle_trainer.free_ports(1)

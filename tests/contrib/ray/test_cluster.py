@@ -19,8 +19,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[
 
 from ray.train import RunConfig
 
-from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, backend, ray_cluster, reaper
-from fleetpipe.contrib.ray.trainer import replicas
+from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, paddle_trainer, ray_cluster, reaper
+from fleetpipe.contrib.ray.paddle_trainer import replicas
 from fleetpipe.errors import ConfigError
 from tests.launching import ROOT
 
@@ -152,7 +152,7 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.Mo
 
 def test_where_no_ray_is_says_so_at_once() -> None:
     began = time.monotonic()
-    address = f"127.0.0.1:{backend.free_ports(1)[0]}"
+    address = f"127.0.0.1:{paddle_trainer.free_ports(1)[0]}"
     with pytest.raises(ConfigError, match=address), ray_cluster.connect(address, {}):
         pass
     with (

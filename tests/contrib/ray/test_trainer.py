@@ -21,7 +21,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 import fleetpipe
 from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, ray_cluster
 from fleetpipe.errors import ConfigError
-from tests import jobs
+from tests import pipelines
 from tests.contrib.ray import loops
 from tests.launching import ROOT
 from tests.pipelines import batch, pipeline, sgd
@@ -54,7 +54,7 @@ def run_config(folder: Path, failures: int = 0) -> RunConfig:
 
 def undisturbed(steps: int) -> tuple[list[str], dict[str, bytes]]:
     """The losses and the parameters of the same training in one process."""
-    with jobs.job(2, 4):
+    with pipelines.job(2, 4):
         paddle.seed(3)
         model = pipeline()
         optimizer = sgd(model)
@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_costs_the_steps_since_the_last_report(
         lines = (tmp_path / f"steps.{rank}").read_text().splitlines()
         assert lines == [f"{step} {losses[step]}" for step in expected]
     assert result.metrics == {"step": loops.STEPS}
-    with jobs.job(2, 4), result.checkpoint.as_directory() as folder:
+    with pipelines.job(2, 4), result.checkpoint.as_directory() as folder:
         model = pipeline()
         assert fleetpipe.CheckpointManager(folder).restore(model=model).step == loops.STEPS
         found = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}

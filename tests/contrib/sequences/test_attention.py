@@ -1,24 +1,68 @@
-"""Attention over sequences that are split over ranks is plain attention of the whole."""
+"""Attention over sequences that ranks share is plain attention of the whole; Paddle's plans of it.
+
+The ranks are threads of one process over real sockets.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 from paddle.nn import functional
 
-from fleetpipe.contrib.sequences import SequenceRanks, attention, documents_of, ring
+from fleetpipe.contrib.sequences import (
+    ContextParallel,
+    PrepareContextParallel,
+    SequenceRanks,
+    attention,
+    context_parallel,
+    documents_of,
+    ring,
+)
+from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import ConfigError, PeerFailed
-from fleetpipe.mesh import traffic
+from fleetpipe.job.job import Job
+from fleetpipe.mesh import groups
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from fleetpipe.paddle_api.tensor import tensor_bytes
-from tests.contrib.sequences.ranks import sequence_ranks
-from tests.dygraph.members import Twins, on_all
+from fleetpipe.transport import View
 from tests.fixtures import Patch
+from tests.groups import Twins, on_members, threads
+from tests.pipelines import job, pipeline
+from tests.transport.helpers import LIMIT
+
+
+@contextmanager
+def sequence_ranks(
+    sep: int, cp: int, made: Callable[[DirectGroup], Any] = lambda group: group
+) -> Iterator[list[SequenceRanks]]:
+    """Connects sep x cp ranks; ``made`` may put something around the group along cp."""
+
+    def along(whole: DirectGroup, members: list[int], name: str) -> Any:
+        if len(members) == 1:
+            return SoleGroup()
+        return made(DirectGroup(View(whole.transport, members), LIMIT, name))
+
+    def seen_by(whole: DirectGroup) -> SequenceRanks:
+        place, part = divmod(whole.rank, sep)
+        return SequenceRanks(
+            along(whole, [place * sep + other for other in range(sep)], "sep"),
+            along(whole, [other * sep + part for other in range(cp)], "cp"),
+        )
+
+    if sep * cp == 1:
+        yield [SequenceRanks(SoleGroup(), SoleGroup())]
+        return
+    with threads(sep * cp) as groups:
+        yield [seen_by(group) for group in groups]
+
 
 ROWS, SIZE = 2, 8
 
@@ -91,7 +135,7 @@ def test_split_attention_is_the_whole(
     case = Case(sep * cp * 12, heads, shared, packed)
     expected = case.results(None, causal)
     with sequence_ranks(sep, cp) as ranks:
-        for found in on_all(ranks, lambda own: case.results(own, causal)):
+        for found in on_members(ranks, lambda own: case.results(own, causal)):
             assert gap(found, expected) < 1e-5
 
 
@@ -101,8 +145,8 @@ def test_what_is_not_trained_gets_no_gradient(sep: int, cp: int, trained: str) -
     """As frozen projections of a first layer make it, whose input needs none."""
     case = Case(8, 4, 2, packed=False)
     with sequence_ranks(sep, cp) as ranks:
-        everything = on_all(ranks, lambda own: case.results(own, True))
-        parts = on_all(ranks, lambda own: case.results(own, True, trained))
+        everything = on_members(ranks, lambda own: case.results(own, True))
+        parts = on_members(ranks, lambda own: case.results(own, True, trained))
     for (output, *grads), part in zip(everything, parts):
         expected = [output, *(g for name, g in zip("qkv", grads) if name in trained)]
         assert [one.tobytes() for one in part] == [one.tobytes() for one in expected]
@@ -121,7 +165,7 @@ class Mirror(Twins):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_bytes_that_are_counted_are_those_that_cross(dtype: str) -> None:
     inputs, group = [t.astype(dtype) for t in Case(24, 4, 2, False).inputs], Mirror()
-    with traffic.counting() as seen:
+    with groups.counting_traffic() as seen:
         for _ in range(2):
             attention(*inputs, ranks=SequenceRanks(group, SoleGroup()))  # type: ignore[arg-type]
     # Half of the queries, keys, values and outputs.
@@ -134,7 +178,7 @@ def test_the_bits_depend_on_no_timing() -> None:
     found = []
     for _ in range(2):
         with sequence_ranks(1, 4) as ranks:
-            found.append(on_all(ranks, lambda own: case.results(own, True))[0])
+            found.append(on_members(ranks, lambda own: case.results(own, True))[0])
     assert all(np.array_equal(one, other) for one, other in zip(*found))
 
 
@@ -165,7 +209,7 @@ def test_no_rank_holds_more_than_two_parts_of_keys_and_values() -> None:
     case, cp = Case(64, 4, 4, False), 4
     whole = 2 * int(case.inputs[1].size)
     with sequence_ranks(1, cp, Watched) as ranks, paddle.no_grad():
-        on_all(ranks, lambda own: attention(*map(own.own_part, case.inputs), ranks=own))
+        on_members(ranks, lambda own: attention(*map(own.own_part, case.inputs), ranks=own))
         for own in ranks:
             assert len(own.cp.held) == 2 * (cp - 1)
             assert whole // cp + max(own.cp.held) <= 2 * whole // cp
@@ -184,7 +228,7 @@ def test_causal_work_is_shared_out_evenly(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(ring, "_scores", scores)
     with sequence_ranks(1, 4) as ranks:
-        on_all(ranks, lambda own: case.results(own, True))
+        on_members(ranks, lambda own: case.results(own, True))
     # Half of what all queries and all keys would be, and the diagonal.
     assert sum(work.values()) < 0.6 * 2 * ROWS * 2 * 128**2
     assert len(work) == 4
@@ -210,7 +254,7 @@ class Fixed(SoleGroup):
 def test_a_whole_sequence_is_put_together_in_its_order() -> None:
     whole = paddle.arange(2 * 24).reshape([2, 24])
     with sequence_ranks(3, 2) as ranks:
-        found = on_all(ranks, lambda own: (own.whole(own.own_part(whole)), own.places(24)))
+        found = on_members(ranks, lambda own: (own.whole(own.own_part(whole)), own.places(24)))
     assert all(np.array_equal(one.numpy(), whole.numpy()) for one, _ in found)
     # Chunks 0 and 3 of the first cp rank, cut in three.
     assert [places.tolist() for _, places in found[:3]] == [
@@ -275,7 +319,7 @@ def test_ranks_that_attend_to_something_else_are_refused(sep: int, cp: int, odd:
         return str(caught.value)
 
     with sequence_ranks(sep, cp) as ranks:
-        first, second = on_all(ranks, attend)
+        first, second = on_members(ranks, attend)
     assert "member 0 of 2" in first
     assert "member 1 of 2" in second
     says = {"places": "[2, 8, 2, 8]", "documents": "no documents", "causal": "=False"}
@@ -290,3 +334,92 @@ def test_odd_arguments_are_named() -> None:
         SequenceRanks(SoleGroup(), SoleGroup()).own_part((paddle.zeros([2, 4]), paddle.zeros([4])))
     with pytest.raises(ConfigError, match="whole number"):
         SequenceRanks(SoleGroup(), SoleGroup()).places("4")  # type: ignore[arg-type]
+
+
+class Attention(nn.Layer):
+    """Calls Paddle's function with some options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, query: Any, key: Any, value: Any) -> Any:
+        return functional.scaled_dot_product_attention(query, key, value, **self.options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_alone_a_planned_layer_is_plain_attention(causal: bool) -> None:
+    tensors = [paddle.rand([2, 6, 2, 8]) for _ in range(3)]
+    layer = Attention(is_causal=causal)
+    # Not the layer's: Paddle 2.6.2 has no kernel for it on CPU.
+    expected = plain(*tensors, causal, None)
+    stock = functional.scaled_dot_product_attention
+    ContextParallel("all2all").apply(layer)
+    assert np.allclose(layer(*tensors).numpy(), expected.numpy(), atol=1e-6)
+    assert functional.scaled_dot_product_attention is stock
+
+
+def test_a_prepared_layer_gets_this_ranks_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = SequenceRanks(SoleGroup(), Fixed(2))
+    monkeypatch.setattr(context_parallel, "sequence_ranks", lambda: ranks)
+    layer = nn.Identity()
+    PrepareContextParallel().apply(layer)
+    assert layer(paddle.arange(8).unsqueeze(0)).tolist() == [[0, 1, 6, 7]]
+    with pytest.raises(ConfigError, match="pad sequences to 8"):
+        layer(paddle.zeros([1, 6]))
+    other = nn.Identity()
+    PrepareContextParallel("all2all").apply(other)
+    with pytest.raises(ConfigError, match=r"(?s)along sep.*cp_degree=2"):
+        other(paddle.zeros([1, 8]))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"attn_mask": paddle.zeros([6, 6])}, "no mask"), ({"dropout_p": 0.5}, "no dropout")],
+)
+def test_a_mask_and_a_dropout_are_refused(options: dict[str, Any], says: str) -> None:
+    layer = Attention(**options)
+    ContextParallel().apply(layer)
+    with pytest.raises(ConfigError, match=says):
+        layer(*[paddle.rand([2, 6, 2, 8])] * 3)
+
+
+def test_what_calls_no_attention_is_refused() -> None:
+    layer = nn.Linear(4, 4)
+    ContextParallel().apply(layer)
+    with pytest.raises(ConfigError, match="Linear does not attend"):
+        layer(paddle.rand([2, 4]))
+    with pytest.raises(ConfigError, match="'p2p' or 'all2all'"):
+        ContextParallel("ring")
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a job believe that another rank has the rest of each sequence."""
+    along = Job.along
+
+    def of_two(self: Job, *axes: str) -> Any:
+        return Fixed(2) if axes == ("sep", "cp") else along(self, *axes)
+
+    monkeypatch.setattr(Job, "along", of_two)
+
+
+def layers() -> list[Any]:
+    return [nn.Linear(6, 5), nn.Linear(5, 4)]
+
+
+@pytest.mark.usefixtures("split")
+def test_sequence_chunks_are_refused_by_name() -> None:
+    with (
+        job(2, 4, "Seq1F1B", slices=2),
+        pytest.raises(ConfigError, match=r"(?s)Seq1F1B cuts sequences.*sep_degree x cp_degree = 2"),
+    ):
+        pipeline(layers(), loss_fn=nn.CrossEntropyLoss())
+
+
+@pytest.mark.usefixtures("split")
+def test_undivided_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    delayed = Switches(delay_scale_loss=True)
+    monkeypatch.setattr(Switches, "from_strategy", lambda *_: delayed)
+    with job(2), pytest.raises(ConfigError, match="delay_scale_loss"):
+        pipeline(layers(), loss_fn=nn.CrossEntropyLoss())

@@ -13,12 +13,12 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, log
-from fleetpipe.capture.running import host_memory, stages
+from fleetpipe.capture.running import captured_state, stages
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.paddle_api.tensor import shares_memory
 from tests.fixtures import LogCapture, Patch
-from tests.jobs import job
+from tests.pipelines import job
 
 ROWS = 8
 
@@ -249,7 +249,7 @@ def test_a_copy_that_trains_otherwise_is_no_measure(
 def test_a_model_that_finds_no_room_is_not_called_equal(
     monkeypatch: Patch, caplog: LogCapture
 ) -> None:
-    monkeypatch.setattr(host_memory, "_available", lambda: 1000)
+    monkeypatch.setattr(captured_state, "_available", lambda: 1000)
     test_a_copy_that_trains_otherwise_is_no_measure(Gated, "the model needs about", caplog)
 
 

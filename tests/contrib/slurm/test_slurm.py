@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe import log
-from fleetpipe.contrib.slurm import tasks as slurm
+from fleetpipe.contrib import slurm as slurm
 from fleetpipe.errors import ConfigError
 from tests.launching import ROOT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.starter import new_command
+from fleetpipe.contrib import starter
 from tests import launching
 from tests.fixtures import Capture, Launch, Patch
 from tests.ground.test_without_paddle import without_paddle
@@ -73,7 +73,7 @@ def test_the_targets_of_its_makefile(project: Path) -> None:
 
 def test_its_files_have_its_name_and_are_laid_out(project: Path) -> None:
     assert sorted(path.name for path in project.iterdir() if path.is_file()) == sorted(
-        new_command._FILES
+        starter._FILES
     )
     readme = (project / "README.md").read_text().splitlines()
     assert readme[0] == "# my_project"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetpipe.contrib.text import packed_text, token_files
+from fleetpipe.contrib.text import packed_text
 from fleetpipe.errors import CheckpointError, ConfigError, PackageNotFound
 from fleetpipe.io import DataLoader, PackedText
 from tests.fixtures import Call, Patch
@@ -98,9 +98,9 @@ def test_varied_sequences_of_a_batch_are_padded(folder: Path) -> None:
 
 def sequences_of(folder: Path) -> tuple[list[Any], int]:
     """Packs a text; returns its first sequence, and how many times this process wrote tokens."""
-    writes, write = [], token_files._write
+    writes, write = [], packed_text._write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_files, "_write", lambda *args: (writes.append(1), write(*args)))
+        patch.setattr(packed_text, "_write", lambda *args: (writes.append(1), write(*args)))
         return [part.tolist() for part in packed(folder)[3]], len(writes)
 
 
@@ -157,10 +157,10 @@ def test_a_tokenizer_of_the_users(folder: Path) -> None:
     cutting.enable_padding(length=9)
     assert documents_of(packed(folder, tokenizer=cutting)) == documents_of(trained)
     assert cutting.truncation
-    words = {**{word: 70_000 + n for n, word in enumerate(WORDS)}, token_files.END: 2}
+    words = {**{word: 70_000 + n for n, word in enumerate(WORDS)}, packed_text.END: 2}
     far = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     far.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    far.add_special_tokens([token_files.END])
+    far.add_special_tokens([packed_text.END])
     assert sorted(documents_of(packed(folder, tokenizer=far))) == sorted(texts())
 
 

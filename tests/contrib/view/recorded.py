@@ -17,8 +17,7 @@ from typing import Any
 from fleetpipe.contrib.view.reporting import BoardWriter
 from fleetpipe.job import run_files
 from fleetpipe.job.allow import Allow
-from fleetpipe.job.records import PARTS, Heard, RankRecord, StepRow
-from fleetpipe.job.run_progress import RunProgress
+from fleetpipe.job.records import PARTS, Heard, RankRecord, RunProgress, StepRow
 
 SPAN = 0.5
 #: Seconds of a step that pass between it and the one before, by part.

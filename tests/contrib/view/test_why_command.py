@@ -11,12 +11,11 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.contrib.view import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
-from fleetpipe.contrib.view.judging.slowdown import alternatives
-from fleetpipe.contrib.view.reading.traced_ops import COLUMNS
+from fleetpipe.contrib.view.slowdown import alternatives
+from fleetpipe.contrib.view.traced_ops import COLUMNS
 from fleetpipe.schedules import Placement, build
-from fleetpipe.schedules.forms.chrome import write_trace
-from fleetpipe.schedules.forms.events import Event, events_of, with_early
-from tests.contrib.view.traces import Slow, trace
+from fleetpipe.schedules.forms.trace import Event, events_of, with_early, write_trace
+from tests.contrib.view.job_records import Slow, trace
 
 pytestmark = pytest.mark.no_paddle
 

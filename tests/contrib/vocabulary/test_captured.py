@@ -18,8 +18,7 @@ from fleetpipe.errors import CaptureError, ConfigError
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.profiling import PipelinePlan
 from tests.capture.models import WIDTH, WORDS, tokens
-from tests.jobs import job
-from tests.pipelines import bits, sgd
+from tests.pipelines import bits, job, sgd
 
 LABELS = tokens(8, seed=1)
 

@@ -10,17 +10,16 @@ import paddle
 import pytest
 
 from fleetpipe import parity
-from fleetpipe.contrib.vocabulary.head import EmbeddingInParts, VocabularyEmbedding
+from fleetpipe.contrib.vocabulary import EmbeddingInParts, VocabularyEmbedding
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
-from fleetpipe.dygraph.optimizer.shards import owners
+from fleetpipe.dygraph.optimizer.replicas import owners
 from fleetpipe.dygraph.state import files
-from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
+from fleetpipe.dygraph.state.files import LayerInParts
 from fleetpipe.errors import ConfigError
-from fleetpipe.fleet_files.layers import LayerFile
-from fleetpipe.fleet_files.manifest import Writer
+from fleetpipe.fleet_files.manifest import LayerFile, Writer
 from fleetpipe.profiling import LayerCost, PipelinePlan, Profile, plan
+from tests.dygraph.observe.test_profile import M, names
 from tests.dygraph.optimizer.test_shards import SHAPES, Layers
-from tests.dygraph.test_planned import M, names
 from tests.parity.test_session import compared
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
 

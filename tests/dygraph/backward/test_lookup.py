@@ -10,11 +10,11 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph.backward import lookup
+from fleetpipe.dygraph.backward import linear_and_embedding
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build
-from tests.dygraph.backward.leaves import Steps, grads_of
+from tests.dygraph.models import Steps, grads_of
 from tests.fixtures import Patch
 from tests.pipelines import bits, job, pipeline, sgd
 
@@ -25,7 +25,7 @@ ROWS = not paddle.__version__.startswith("2.")
 
 @pytest.fixture(autouse=True)
 def _small_tables(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(lookup, "FEWEST", 1)
+    monkeypatch.setattr(linear_and_embedding, "FEWEST", 1)
 
 
 def two(**options: Any) -> tuple[Any, Steps]:
@@ -67,13 +67,13 @@ def test_every_batch_has_the_bits_of_autograd(words: int, cleared: str, options:
 
 def test_rows_are_added_without_a_gradient_of_the_table(monkeypatch: Patch) -> None:
     shapes = []
-    sum_rows = lookup.sum_rows
+    sum_rows = linear_and_embedding.sum_rows
 
     def noted(ids: Any, grad: Any, table: Any) -> Any:
         shapes.append(table.shape[0])
         return sum_rows(ids, grad, table)
 
-    monkeypatch.setattr(lookup, "sum_rows", noted)
+    monkeypatch.setattr(linear_and_embedding, "sum_rows", noted)
     plain, steps = two()
     for seed in range(2):
         shapes.clear()
@@ -145,7 +145,7 @@ def test_a_backward_that_is_not_split_has_the_bits_of_autograd(
 ) -> None:
     results = []
     for fewest in (10**9, 1):
-        monkeypatch.setattr(lookup, "FEWEST", fewest)
+        monkeypatch.setattr(linear_and_embedding, "FEWEST", fewest)
         rows = noted_rows(monkeypatch)
         paddle.seed(3)
         with job(1, 3, "1F1B"):
@@ -170,13 +170,13 @@ def test_a_backward_that_is_not_split_has_the_bits_of_autograd(
 def noted_rows(monkeypatch: Patch) -> list[int]:
     """How many look-ups each backward that was not split added row by row."""
     rows: list[int] = []
-    original = lookup._add_rows
+    original = linear_and_embedding._add_rows
 
     def noted(total: Any, ids: Any, grad: Any) -> None:
         rows.append(ids.size)
         original(total, ids, grad)
 
-    monkeypatch.setattr(lookup, "_add_rows", noted)
+    monkeypatch.setattr(linear_and_embedding, "_add_rows", noted)
     return rows
 
 

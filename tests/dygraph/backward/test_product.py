@@ -9,10 +9,10 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph.backward import product
+from fleetpipe.dygraph.backward import linear_and_embedding
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse
-from tests.dygraph.backward.leaves import Steps, grads_of, numbers, score
+from tests.dygraph.models import Steps, grads_of, numbers, score
 
 MICRO_BATCHES = 3
 #: Shapes of inputs, and numbers of a row of the output.
@@ -31,16 +31,16 @@ SIZES: list[tuple[tuple[int, ...], int]] = [
 
 @pytest.fixture(autouse=True)
 def _ways_forgotten() -> Iterator[None]:
-    product._tried.clear()
+    linear_and_embedding._tried.clear()
     yield
-    product._tried.clear()
+    linear_and_embedding._tried.clear()
     end_rehearsal()
 
 
 def way_of(shape: tuple[int, ...], outputs: int) -> Any:
     """How a Linear of float32 with a bias is made of products."""
     operands = [paddle.zeros(size) for size in (shape, (shape[-1], outputs), (outputs,))]
-    return product._way(operands, paddle.float32, None)
+    return linear_and_embedding._way(operands, paddle.float32, None)
 
 
 def two(make: Callable[[], Any]) -> tuple[Any, Steps]:
@@ -96,7 +96,7 @@ def test_a_bias_of_another_shape_is_left_to_autograd(shape: list[int]) -> None:
 
 def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(product, "_try", lambda *args: seeds.append(args[-1]) is None)
+    monkeypatch.setattr(linear_and_embedding, "_try", lambda *args: seeds.append(args[-1]) is None)
     assert way_of((2, 8), 8) is not None
     assert seeds == [0, 1, 2, 3, 4]
 
@@ -105,13 +105,13 @@ def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.Mon
 def test_a_product_of_other_bits_is_not_used(
     of_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = product.product
+    original = linear_and_embedding.product
 
     def other(left: Any, right: Any, **transposed: bool) -> Any:
         changes = (left.ndim == 1) if of_bias else "left_transposed" in transposed
         return original(left, right, **transposed).scale_(1 + 2**-20 * changes)
 
-    monkeypatch.setattr(product, "product", other)
+    monkeypatch.setattr(linear_and_embedding, "product", other)
     plain, steps = two(lambda: nn.Linear(16, 16))
     for number in range(2):
         batch(plain, steps, (8, 16), 10 * number)
@@ -137,7 +137,7 @@ def test_half_precision_has_the_bits_of_autograd(level: str, dtype: str, kept: l
         for number in range(2):
             batch(plain, steps, (2, 4, 64), 10 * number)
     assert grads_of(steps.layer) == grads_of(plain)
-    (tried,) = product._tried.values()
+    (tried,) = linear_and_embedding._tried.values()
     assert [way is None for way in tried.values()] == [bool(kept)]
 
 
@@ -251,8 +251,8 @@ def test_not_every_length_of_a_batch_is_tried() -> None:
     for rows in range(1, 21):
         batch(plain, steps, (rows, 4), rows)
     assert grads_of(steps.layer) == grads_of(plain)
-    (tried,) = product._tried.values()
-    assert set(tried) == {(rows, 4) for rows in range(1, product._MOST_SHAPES + 1)}
+    (tried,) = linear_and_embedding._tried.values()
+    assert set(tried) == {(rows, 4) for rows in range(1, linear_and_embedding._MOST_SHAPES + 1)}
 
 
 def test_a_gradient_that_is_dropped_within_a_batch_begins_anew() -> None:

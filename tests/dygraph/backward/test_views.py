@@ -12,8 +12,8 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import WIDTH
+from tests.dygraph.random_models import VIEWS, viewing_batch, viewing_list
 from tests.dygraph.train.test_random_lists import gradients
-from tests.dygraph.views import VIEWS, viewing_batch, viewing_list
 from tests.pipelines import CLASSES, accumulate, bits, job, pipeline, train
 
 #: ``python -m tests.dygraph.backward.test_views FIRST LAST`` tries others.

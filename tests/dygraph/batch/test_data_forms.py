@@ -1,22 +1,37 @@
-"""Every form in which a batch may be given, and what of them is refused."""
+"""Every form in which a batch is given, crosses stages and gets gradients; and what is refused."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, ragged_weights, split
-from fleetpipe.dygraph.batch.outputs import join_outputs
+from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, join_outputs, ragged_weights, split
+from fleetpipe.dygraph.nest import join, leaves, map_tensors, tensors_of
 from fleetpipe.errors import BoundaryError, ConfigError, UsageError
-from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
-from tests import jobs
-from tests.pipelines import ROWS, batch, mlp_and_sgd, mlp_layers, model_in_job, pipeline, sgd
+from tests import pipelines
+from tests.pipelines import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    batch,
+    mlp_and_sgd,
+    mlp_layers,
+    model_in_job,
+    pipeline,
+    sgd,
+    switch,
+    train,
+    train_plainly,
+)
 
 STEPS = 4
 INPUTS, LABELS = batch(STEPS)
@@ -235,7 +250,7 @@ def test_rows_that_do_not_fit_are_cut_only_where_that_is_allowed() -> None:
 
 def evaluated(reduction: str) -> tuple[float, float, str]:
     """Evaluates other numbers of rows on two replicas: the loss, the mean of all, the parity."""
-    jobs.begin(2, STEPS, dp=2, loss_reduction=reduction)
+    pipelines.begin(2, STEPS, dp=2, loss_reduction=reduction)
     replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
     model = pipeline(mlp_layers(blocks=1))
     part = slice(0, 5) if replica == 0 else slice(5, 8)
@@ -270,3 +285,112 @@ def test_a_number_in_an_output_is_that_of_one_micro_batch() -> None:
 def test_a_plain_value_in_a_batch_is_told_to_be_left_out() -> None:
     with pytest.raises(BoundaryError, match="leave it out, or give None"):
         split([(INPUTS, True), LABELS], CUT)
+
+
+class First(nn.Linear):
+    def forward(self, value: Any) -> Any:
+        return {"hidden": super().forward(value), "blocks": []}
+
+
+class Block(nn.Layer):
+    """Attends over what all blocks before it have added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.score = self.create_parameter([8])
+
+    def forward(self, state: Any) -> Any:
+        added = paddle.tanh(self.linear(state["hidden"])) + state["hidden"]
+        blocks = [*state["blocks"], added]
+        values = paddle.stack(blocks)
+        weights = nn.functional.softmax((values * self.score).sum(-1), axis=0)
+        return {"hidden": (weights.unsqueeze(-1) * values).sum(0), "blocks": blocks}
+
+
+class Last(nn.Linear):
+    def forward(self, state: Any) -> Any:
+        return super().forward(state["hidden"])
+
+
+def layers() -> list[Any]:
+    blocks = [LayerDesc(Block) for _ in range(4)]
+    return [LayerDesc(First, FEATURES, 8), *blocks, LayerDesc(Last, 8, CLASSES)]
+
+
+def test_a_list_that_grows_over_chunks_has_the_bits_of_the_plain_model() -> None:
+    plain = train_plainly(layers=layers())
+    chunks = {"num_virtual_pipeline_stages": 2, "seg_method": "layer:Block"}
+    assert train(layers(), schedule="Interleaved1F1B", **chunks) == plain
+    assert train(layers(), schedule="ZBH1") == plain
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("form", ["whole", "leaf", "list", "iterator", "delayed"])
+def test_inputs_that_need_a_gradient_get_it(schedule: str, form: str) -> None:
+    with model_in_job(2, schedule=schedule) as model:
+        single = model.layers.single_model()
+        inputs, labels = batch()
+        prompts = [paddle.create_parameter([6], "float32") for _ in range(2)]
+        prompts[1].set_value(prompts[0])
+        leaf = inputs.clone()
+        leaf.stop_gradient = False
+        value: Any = leaf if form == "leaf" else inputs + prompts[0]
+        if form == "list":
+            value = value.split(4)
+        if form == "delayed":
+            switch(delay_scale_loss=True)
+            model = model.__class__(model.layers)
+        data: Any = [value, labels]
+        if form == "iterator":
+            data = zip(value.split(4), labels.split(4))
+        model.train_batch(data, sgd(model))
+        total = paddle.zeros([])
+        plain = inputs + prompts[1]
+        if form == "leaf":
+            plain = inputs.clone()
+            plain.stop_gradient = False
+        for begin in range(0, 4 * ROWS, ROWS):
+            rows = slice(begin, begin + ROWS)
+            total = total + nn.functional.cross_entropy(single(plain[rows]), labels[rows]) / 4
+        total.backward()
+        got, wanted = (leaf, plain) if form == "leaf" else prompts
+        assert got.grad is not None
+        assert float((got.grad - wanted.grad).abs().max()) < 1e-7
+        assert float(wanted.grad.abs().max()) > 1e-3
+        assert model.eval_batch([value, labels]) != []
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_leaves_come_in_order_with_the_way_to_each() -> None:
+    found = list(leaves({"a": (1, [2, None]), "b": Pair("x", ())}))
+    assert found == [(("a", 0), 1), (("a", 1, 0), 2), (("a", 1, 1), None), (("b", 0), "x")]
+
+
+def test_a_derived_container_is_a_leaf_where_classes_are_exact() -> None:
+    pair, ordered = Pair(1, 2), OrderedDict(a=3)
+    assert [leaf for _, leaf in leaves([pair, ordered])] == [1, 2, 3]
+    assert [leaf for _, leaf in leaves([pair, ordered], exact=True)] == [pair, ordered]
+
+
+def test_a_value_like_another_keeps_its_containers_and_what_is_no_tensor() -> None:
+    tensor = paddle.zeros([2])
+    value = (Pair(tensor, "x"), [{"k": tensor}, ()])
+    like = map_tensors(lambda one: one + 1, value)
+    assert type(like[0]) is Pair
+    assert like[0].right == "x"
+    assert [one.tolist() for one in tensors_of(like)] == [[1, 1], [1, 1]]
+    assert like[1][1] == ()
+
+
+@pytest.mark.parametrize(
+    "values", [[(1, 2), (1,)], [(1,), [1]], [{"a": 1}, {"b": 1}], [Pair(1, 2), (1, 2)], [1, 2]]
+)
+def test_what_is_not_alike_is_joined_as_it_is(values: list[Any]) -> None:
+    seen: list[Any] = []
+    join(seen.append, [{"k": value} for value in values])
+    assert seen == [values]

@@ -15,10 +15,10 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.dygraph.batch.counted_places import places_of
-from fleetpipe.dygraph.batch.weights import PlaceWeights
+from fleetpipe.dygraph.batch.units import PlaceWeights
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh.groups import SoleGroup
-from tests.dygraph.members import on_all, threads
+from tests.groups import on_members, threads
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 pytestmark = pytest.mark.every_row
@@ -116,7 +116,7 @@ def weights(function: Any, base: list[Fraction] | None, labels: Any) -> list[lis
         return [of_places.of(0, index) for index in range(2)]
 
     with threads(2) as groups:
-        return on_all(groups, of_rank)
+        return on_members(groups, of_rank)
 
 
 def made(name: str, reduction: str) -> Any:

@@ -16,7 +16,7 @@ from fleetpipe.dygraph.layers.entries import Blueprints, pass_over
 from fleetpipe.dygraph.layers.tied import find
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
-from tests.dygraph import tied
+from tests.dygraph import models
 from tests.dygraph.models import MODELS, WIDTH
 from tests.pipelines import adam, bits, job, model_in_job, pipeline, sgd
 
@@ -93,14 +93,14 @@ def test_the_same_arguments_make_one_layer(one: Any, other: Any, same: bool) -> 
 
 def test_another_class_shares_what_is_named_and_nothing_else() -> None:
     entries = [
-        tied.tied(),
+        models.tied(),
         LayerDesc(nn.LayerNorm, WIDTH),
-        SharedLayerDesc("embed", tied.Head, None, "embedding_weight"),
+        SharedLayerDesc("embed", models.Head, None, "embedding_weight"),
     ]
     with job(2):
-        layers = pipeline(entries, loss_fn=tied.loss).layers
+        layers = pipeline(entries, loss_fn=models.loss).layers
         embed, _, head = layers.run_function
-        assert isinstance(head, tied.Head)
+        assert isinstance(head, models.Head)
         assert head.table is embed.embedding_weight
         assert list(layers.state_dict())[:2] == [
             "shared_layers.embed.scale",
@@ -351,8 +351,11 @@ def test_a_layer_called_several_times_on_a_stage_and_over_stages(schedule: str) 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_parity_compares_shared_weights_once(schedule: str) -> None:
-    entries = [*tied.layers()[:-1], SharedLayerDesc("embed", tied.Head, None, "embedding_weight")]
-    with model_in_job(2, 4, schedule, layers=entries, loss_fn=tied.loss) as pipe:
+    entries = [
+        *models.layers()[:-1],
+        SharedLayerDesc("embed", models.Head, None, "embedding_weight"),
+    ]
+    with model_in_job(2, 4, schedule, layers=entries, loss_fn=models.loss) as pipe:
         session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
         assert session.report.tolerance == 1e-5
         for step in range(2):
@@ -360,13 +363,13 @@ def test_parity_compares_shared_weights_once(schedule: str) -> None:
         assert session.report.passed, session.report.verdict()
         # The uses on several stages are added up in another order, nothing else is.
         first = [found for found in session.report.differences if found.step == 0]
-        assert {found.name for found in first} <= {"", *tied.SHARED}
+        assert {found.name for found in first} <= {"", *models.SHARED}
         assert {"loss", "output"}.isdisjoint(found.quantity for found in first)
 
 
 def test_the_chunks_have_shared_layers_by_number_or_key() -> None:
     with job(2, 4, "ZBV"):
-        layers = pipeline(tied.layers(), loss_fn=tied.loss).layers
+        layers = pipeline(models.layers(), loss_fn=models.loss).layers
         keys = [list(dict(chunk.named_children())) for chunk in layers.get_model_chunks()]
     assert keys[0][0] == "0"
     assert [key for chunk in keys for key in chunk].count("embed") == 2

@@ -1,10 +1,14 @@
-"""Measured costs: one figure for each stage and kind, and a model that is as before."""
+"""Costs are measured by stage, action and layer, and a list of layers is built by a plan."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import paddle
 import pytest
@@ -12,15 +16,111 @@ from paddle import nn
 
 from fleetpipe import systems
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.backward import product
+from fleetpipe.dygraph.backward import linear_and_embedding
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter
+from fleetpipe.dygraph.observe.measuring import ActionMeter, clock_for, in_turn
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
+from fleetpipe.engine.observer import Blocked, Played
+from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.device import allocated_bytes
-from fleetpipe.profiling import Profile
-from fleetpipe.schedules import Costs, Placement
+from fleetpipe.profiling import LayerCost, Profile, plan
+from fleetpipe.schedules import Action, Costs, Edge, Free, Op, Placement, Recv, Reduce, Send, build
+from fleetpipe.transport import MessageKey
 from tests.fixtures import Patch
-from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd
+
+
+def test_forward_and_backward_are_measured_in_turn_on_any_placement() -> None:
+    for placement in (Placement("loop", 3, 1), Placement("loop", 2, 3), Placement("vee", 2, 2)):
+        for kinds in ("B", "IW"):
+            schedule = in_turn(placement, 5, kinds)
+            schedule.verify()
+            assert sum(map(len, schedule.actions)) == 5 * placement.stages * (1 + len(kinds))
+    plain = build("1F1B", ranks=3, micro_batches=5)
+    assert in_turn(plain.placement, 5, "B").actions == plain.actions
+
+
+def test_slices_run_in_turn_as_under_seq1f1b() -> None:
+    for placement in (Placement("loop", 2, 2), Placement("vee", 2, 2)):
+        schedule = in_turn(placement, 3, "B", slices=4)
+        schedule.verify()
+        assert sum(map(len, schedule.actions)) == 3 * 4 * placement.stages * 2
+    plain = build("Seq1F1B", ranks=3, micro_batches=5, slices=2)
+    assert in_turn(plain.placement, 5, "B", slices=2).actions == plain.actions
+
+
+def test_ranks_that_share_processors_are_measured_in_processor_time(
+    monkeypatch: Patch,
+) -> None:
+    with job(2) as running:
+        assert clock_for(running) is time.perf_counter
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: ())
+        assert clock_for(running) is time.thread_time
+
+
+NOBODY = cast(Played, None)
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """Returns what it was set to."""
+        return self.now
+
+
+def test_a_batch_is_added_up_by_stage_and_the_median_of_batches_counts() -> None:
+    clock = Clock()
+    meter = ActionMeter("B", clock)
+
+    def work() -> None:
+        clock.now += seconds
+
+    ops: list[Op] = [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 0), Free(1, 0)]
+    instructions = [meter.wrap(NOBODY, op, work) for op in ops]
+    for seconds in (100.0, 1.0, 5.0, 2.0):
+        for instruction in instructions:
+            assert instruction() is None
+        meter.end_batch(counts=seconds < 100)
+    # A release counts with the backward.
+    assert meter.seconds() == {("F", 1, 0): 4.0, ("B", 1, 0): 4.0}
+
+
+def test_slices_are_added_up_one_by_one() -> None:
+    clock = Clock()
+    meter = ActionMeter("B", clock, units=2)
+
+    def work() -> None:
+        clock.now += 1
+
+    ops: list[Op] = [Action("F", 0, 0), Action("F", 0, 1), Action("F", 0, 2), Free(0, 3)]
+    for op in ops:
+        meter.wrap(NOBODY, op, work)()
+    meter.end_batch(counts=True)
+    # The third is the first slice of the next micro-batch.
+    assert meter.seconds() == {("F", 0, 0): 2.0, ("F", 0, 1): 1.0, ("B", 0, 1): 1.0}
+
+
+def test_transfers_count_with_the_stage_that_does_them_without_their_wait() -> None:
+    meter = ActionMeter("W", Clock())
+    waits: Iterator[Blocked | None] = iter([Blocked(0, MessageKey("F", 0, 1, "", 0)), None])
+    receive = meter.wrap(NOBODY, Recv("F", Edge(0, 1), 0), lambda: next(waits))
+    assert receive() is not None
+    assert receive() is None
+    for op in (Send("F", Edge(0, 1), 0), Send("B", Edge(1, 2), 0), Recv("B", Edge(3, 4), 0)):
+        meter.wrap(NOBODY, op, lambda: None)()
+    meter.end_batch(counts=True)
+    assert set(meter.seconds()) == {("R", 1, 0), ("S", 0, 0), ("S", 2, 0), ("R", 3, 0)}
+
+
+def test_what_is_none_of_these_is_left_alone() -> None:
+    def reduce() -> None:
+        pass
+
+    assert ActionMeter("B").wrap(NOBODY, Reduce(), reduce) is reduce
 
 
 def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Path) -> None:
@@ -77,7 +177,7 @@ def test_what_is_kept_between_i_and_w_is_measured(
     layer: Any, waiting: int, rows: int, monkeypatch: Patch
 ) -> None:
     # A process that has tried many shapes of such a product tries no more, and keeps the graph.
-    monkeypatch.setattr(product, "_tried", {})
+    monkeypatch.setattr(linear_and_embedding, "_tried", {})
     functions = {0: layer}
     meter = LayerMeter(1, lambda _, value: (functions, value), lambda _: {0: layer})
     run = meter.run_of(0)
@@ -129,3 +229,138 @@ def require_nothing_stays(model: Any, data: Any) -> None:
     gc.collect()
     # Less, where garbage of an earlier test goes meanwhile.
     assert allocated_bytes() <= before
+
+
+M = 4
+
+
+def names() -> list[str]:
+    """The names of the layers of the model."""
+    return ["Linear", nn.functional.tanh.__name__] * 3 + ["Linear"]
+
+
+def costs(splits: bool = True, held: int = 0) -> Profile:
+    """A profile of the model, with costs by hand: the last layer takes longest."""
+    parts = {"input_grad": 1.0, "weight_grad": 1.0} if splits else {}
+    layers = [
+        LayerCost(name, 1.0 + 4 * (i == 6), 2.0, output=8, held=held, saved=held // 2, **parts)  # type: ignore[arg-type]
+        for i, name in enumerate(names())
+    ]
+    return Profile(tuple(layers))
+
+
+def trained(**options: Any) -> dict[str, bytes]:
+    """The bits of all parameters after two steps."""
+    model = pipeline(mlp_layers(), **options)
+    optimizer = sgd(model)
+    for seed in range(2):
+        model.train_batch(batch(M, seed), optimizer)
+    return bits(model.layers.full_state_dict())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_planned_model_trains_to_the_same_bits(ranks: int, splits: bool, tmp_path: Path) -> None:
+    made = plan(costs(splits, held=100), ranks, M, memory_cap=600)
+    made.write(tmp_path / "plan.json")
+    with job(ranks, micro_batches=M):
+        expected = trained()
+        for given in (made, tmp_path / "plan.json"):
+            model = pipeline(mlp_layers(), plan=given)
+            assert model.layers.partition.boundaries == made.partition.boundaries
+            assert model.schedule == made.schedule
+            assert trained(plan=given) == expected
+
+
+def test_another_number_of_micro_batches_may_follow() -> None:
+    made = plan(costs(), 2, M)
+    with model_in_job(2, micro_batches=M, layers=mlp_layers(), plan=made) as model:
+        optimizer = sgd(model)
+        model.train_batch(batch(M), optimizer)
+        model.accumulate_steps = M - 1
+        assert float(model.train_batch(batch(M - 1), optimizer)) > 0
+        assert model.schedule.micro_batches == M - 1
+
+
+@pytest.fixture
+def blocks() -> list[Any]:
+    """Descriptions of layers that hold much."""
+    block = LayerDesc(nn.TransformerEncoderLayer, 6, 2, 2048, dropout=0.0)
+    return [LayerDesc(nn.Linear, 6, 6), block, block, LayerDesc(nn.Linear, 6, 4)]
+
+
+def test_what_the_plan_recomputes_is_not_held(blocks: Any) -> None:
+    data = [paddle.rand([M * 2, 3, 6]), paddle.zeros([M * 2, 3, 1], "int64")]
+    with model_in_job(1, micro_batches=M, layers=blocks) as model:
+        profile = model.profile(data)
+        assert [layer.saved > 0 for layer in profile.layers] == [False, True, True, False]
+        # Of the schedule that both have: times measured beside other programs choose another one.
+        chosen = functools.partial(plan, profile, 1, M, search=("recompute",), optimizer_copies=0)
+        free = chosen()
+        [peak] = free.predicted.peak_bytes
+        half = chosen(memory_cap=peak - profile.layers[1].saved // 2)
+        before, after = (_held(pipeline(blocks, plan=made), data) for made in (free, half))
+        assert half.recompute[0]
+        saved = sum(profile.layers[layer].saved for layer in half.recompute[0])
+        assert before - after == pytest.approx(saved, rel=0.02)
+
+
+def _held(model: Any, data: list[Any]) -> int:
+    """The bytes that a forward leaves, before its backward."""
+    layers = model.layers
+    layers.train()
+    value = data[0][:2]
+    value.stop_gradient = False
+    gc.collect()
+    before = allocated_bytes()
+    output = layers.owned_stages.function(0)(value, None)
+    held = allocated_bytes() - before
+    del output
+    return held
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seg_method": "balanced"}, "leave seg_method"),
+        ({"recompute_interval": 1, "recompute_ctx": {}}, "leave seg_method"),
+        ({"num_virtual_pipeline_stages": 3}, "num_virtual_pipeline_stages=3"),
+        ({"use_dualpipev": True}, "use_dualpipev=True"),
+        ({"layers": mlp_layers(blocks=2)}, "number of layers"),
+        ({"plan": "nowhere.json"}, "No such file"),
+    ],
+)
+def test_what_contradicts_a_plan_is_refused(options: dict[str, Any], message: str) -> None:
+    given = {"plan": plan(costs(), 2, M), **options}
+    with job(2, micro_batches=M), pytest.raises(ConfigError, match=message):
+        pipeline(given.pop("layers", mlp_layers()), **given)
+
+
+def test_a_plan_for_other_ranks_or_micro_batches_or_schedules_is_refused() -> None:
+    made = plan(costs(), 2, M)
+    with job(2, micro_batches=8), pytest.raises(ConfigError, match="accumulate_steps=8"):
+        pipeline(mlp_layers(), plan=made)
+    ranks = r"(?s)expected: 2 ranks.*3 ranks"
+    with job(3, micro_batches=M), pytest.raises(ConfigError, match=ranks):
+        pipeline(mlp_layers(), plan=made)
+    other = "FThenB" if made.schedule.name != "FThenB" else "ZBH1"
+    with job(2, M, other), pytest.raises(ConfigError, match=f"schedule_mode='{other}'"):
+        pipeline(mlp_layers(), plan=made)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match=r"(?s)no plan of fleetpipe's.*got: Profile")
+    with job(2, micro_batches=M), refused:
+        pipeline(mlp_layers(), plan=costs())
+
+
+def test_a_plan_does_not_lift_the_memory_cap_of_the_strategy() -> None:
+    made = plan(costs(splits=False), 2, M)
+    most = max(made.schedule.simulate().peak_activations)
+    with job(2, micro_batches=M, memory_cap=most):
+        trained(plan=made)
+    with (
+        job(2, micro_batches=M, memory_cap=most - 1),
+        pytest.raises(ScheduleError, match="passes the memory cap"),
+    ):
+        pipeline(mlp_layers(), plan=made)

@@ -1,4 +1,4 @@
-"""Fleet's checkpoint folders, state dicts and the state of optimizers: written and read."""
+"""Fleet's checkpoint folders, state dicts and the state of optimizers, and the names in them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from fleetpipe.dygraph.state import files
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
-from fleetpipe.fleet_files.layers import LayerFile
-from fleetpipe.fleet_files.manifest import Writer
-from tests.dygraph import tied
+from fleetpipe.fleet_files.manifest import LayerFile, Writer
+from tests.dygraph import models
 from tests.dygraph.models import MODELS
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline
 
@@ -139,7 +138,7 @@ def test_a_folder_is_read_by_any_number_of_ranks_and_chunks(
     for turn, (ranks, schedule, chunks) in enumerate((writer, reader)):
         with job(ranks, 4, schedule):
             layers = pipeline(
-                tied.layers(), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks
+                models.layers(), loss_fn=models.loss, num_virtual_pipeline_stages=chunks
             ).layers
             if turn == 0:
                 expected = moved(layers)
@@ -160,8 +159,8 @@ def test_what_stock_fleet_wrote_is_read(
     fleet.shutdown()
     # Without this attribute, which CPU wheels lack, Paddle's class cannot be built there.
     monkeypatch.setattr(paddle.distributed.ParallelEnv, "device_id", 0, raising=False)
-    entries = [*tied.layers(), LayerDesc(nn.Identity)]
-    options: dict[str, Any] = {"num_stages": 1, "loss_fn": tied.loss}
+    entries = [*models.layers(), LayerDesc(nn.Identity)]
+    options: dict[str, Any] = {"num_stages": 1, "loss_fn": models.loss}
     if chunks:
         options.update(num_virtual_pipeline_stages=chunks, seg_method="layer:FeedForward")
     stock = StockPipelineLayer(layers=entries, **options)
@@ -186,16 +185,16 @@ def test_what_stock_fleet_wrote_is_read(
 @pytest.mark.parametrize(
     ("functions", "written"),
     [
-        ((None, tied.logits), [0]),
-        ((tied.logits, None), [2]),
-        ((tied.logits, tied.logits), [0]),
+        ((None, models.logits), [0]),
+        ((models.logits, None), [2]),
+        ((models.logits, models.logits), [0]),
         ((None, None), [0, 2]),
     ],
 )
 def test_a_shared_layer_is_written_where_it_is_called(
     tmp_path: Path, functions: tuple[Any, Any], written: list[int]
 ) -> None:
-    entries = [tied.tied(functions[0]), nn.functional.relu, tied.tied(functions[1])]
+    entries = [models.tied(functions[0]), nn.functional.relu, models.tied(functions[1])]
     layers = PipelineLayer(entries, num_stages=1)
     expected = moved(layers)
     layers.save_state_dict(tmp_path)
@@ -282,7 +281,7 @@ def test_the_first_replica_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_state_dicts_have_fleets_keys(schedule: str) -> None:
     with job(2, 4, schedule):
-        model = pipeline(tied.layers(), loss_fn=tied.loss)
+        model = pipeline(models.layers(), loss_fn=models.loss)
         state = model.state_dict()
         assert list(state)[:2] == ["_layers.shared_layers.embed.scale", f"_layers.{WEIGHT}"]
         assert list(state) == [f"_layers.{name}" for name in model.layers.state_dict()]
@@ -321,7 +320,7 @@ def test_training_goes_on_after_a_reload_with_the_same_bits(tmp_path: Path) -> N
 
 
 def test_a_single_model_comes_and_goes_at_any_cut() -> None:
-    single = PipelineLayer(tied.layers(), num_stages=1).single_model()
+    single = PipelineLayer(models.layers(), num_stages=1).single_model()
     for parameter in single.parameters():
         parameter.set_value(paddle.randn(parameter.shape))
     ids, _ = MODELS["gpt"].batch(4, 0)
@@ -329,7 +328,7 @@ def test_a_single_model_comes_and_goes_at_any_cut() -> None:
     for ranks, schedule, chunks in [(1, "1F1B", 3), (2, "ZBV", None), (4, "FThenB", None)]:
         with job(ranks, 4, schedule):
             layers = pipeline(
-                tied.layers(), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks
+                models.layers(), loss_fn=models.loss, num_virtual_pipeline_stages=chunks
             ).layers
             for source in (single, single.state_dict()):
                 moved(layers)
@@ -341,7 +340,7 @@ def test_a_single_model_comes_and_goes_at_any_cut() -> None:
 
 
 def test_shared_entries_with_other_arguments_have_files_of_their_own(tmp_path: Path) -> None:
-    entries = [tied.tied(), SharedLayerDesc("embed", tied.Head, None, "embedding_weight")]
+    entries = [models.tied(), SharedLayerDesc("embed", models.Head, None, "embedding_weight")]
     layers = PipelineLayer(entries, num_stages=1)
     expected = moved(layers)
     layers.save_state_dict(tmp_path)
@@ -349,3 +348,47 @@ def test_shared_entries_with_other_arguments_have_files_of_their_own(tmp_path: P
     moved(layers)
     layers.set_state_dir(tmp_path)
     assert bits(layers.full_state_dict()) == expected
+
+
+class Plain(nn.Layer):
+    """Declares its layers in the other order than it runs them; both have the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(2, 2)
+        self.first = nn.Linear(2, 2)
+
+
+@pytest.fixture
+def pipe() -> Any:
+    layers = PipelineLayer([LayerDesc(nn.Linear, 2, 2) for _ in range(2)], num_stages=1)
+    layers.state.plain_names = {
+        f"{name}.{part}": f"{index}.{part}"
+        for name, index in (("second", 1), ("first", 0))
+        for part in ("weight", "bias")
+    }
+    return layers
+
+
+def test_a_plain_models_values_are_found_by_its_own_names(pipe: Any) -> None:
+    plain = Plain()
+    pipe.load_from(plain)
+    own = pipe.own_state()
+    assert bits(own)["0.weight"] == bits(plain.state_dict())["first.weight"]
+    assert pipe.state.names_in(plain)["first.weight"] == "0.weight"
+    other = Plain()
+    pipe.copy_to(other)
+    assert bits(other.state_dict()) == bits(plain.state_dict())
+
+
+def test_names_of_the_pipeline_and_an_order_still_count(pipe: Any) -> None:
+    sequential = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe.load_from(sequential)
+    assert list(bits(pipe.own_state()).values()) == list(bits(sequential.state_dict()).values())
+
+
+def test_shapes_are_looked_at_under_the_plain_models_names_too(pipe: Any) -> None:
+    plain = Plain()
+    plain.first = nn.Linear(2, 3)
+    with pytest.raises(CheckpointError, match=r"does not fit the pipeline's '0\.weight'"):
+        pipe.load_from(plain)

@@ -1,22 +1,32 @@
-"""Tied weights: one parameter in one process, copies that stay equal on several ranks."""
+"""Tied weights are one parameter on one rank, and copies that stay equal on several."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 
+from fleetpipe import parity
 from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.dygraph.state.single_model import copy_layers
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, holders
 from fleetpipe.errors import ConfigError
-from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
-from tests.dygraph import tied
-from tests.dygraph.models import MODELS
-from tests.groups import members, on_all
-from tests.pipelines import job, model_in_job, pipeline
+from fleetpipe.fleet.meta_parallel import (
+    LayerDesc,
+    LocalSharedLayerDesc,
+    PipelineLayer,
+    SharedLayerDesc,
+)
+from fleetpipe.paddle_api.tensor import shares_memory
+from tests.dygraph import models
+from tests.dygraph.models import MODELS, VOCABULARY, WIDTH, FeedForward
+from tests.groups import on_all, thread_members
+from tests.pipelines import adam, job, model_in_job, pipeline, train
 
 MICRO_BATCHES = 4
 WEIGHT = "shared_layers.embed.table.weight"
@@ -32,7 +42,7 @@ def by_hand(pipe: Any, data: list[Any]) -> dict[str, Any]:
     single = pipe.layers.single_model()
     pipe.layers.copy_to(single)
     for inputs, labels in zip(*(tensor.split(MICRO_BATCHES) for tensor in data)):
-        (tied.loss(single(inputs), labels) / MICRO_BATCHES).backward()
+        (models.loss(single(inputs), labels) / MICRO_BATCHES).backward()
     return gradients(single.state_dict())
 
 
@@ -60,7 +70,9 @@ def test_all_gradients_are_the_single_models(
     middle: bool, schedule: str, chunks: int | None, ranks: int
 ) -> None:
     with job(ranks, MICRO_BATCHES, schedule):
-        pipe = pipeline(tied.layers(middle), loss_fn=tied.loss, num_virtual_pipeline_stages=chunks)
+        pipe = pipeline(
+            models.layers(middle), loss_fn=models.loss, num_virtual_pipeline_stages=chunks
+        )
         names = [name for name, _ in pipe.layers.named_parameters()]
         assert names[:2] == ["shared_layers.embed.scale", WEIGHT]
         assert len(set(map(id, pipe.parameters()))) == len(names)
@@ -75,7 +87,7 @@ def test_all_gradients_are_the_single_models(
 
 
 def test_one_stage_has_the_bits_of_the_single_model() -> None:
-    with model_in_job(1, MICRO_BATCHES, layers=tied.layers(), loss_fn=tied.loss) as pipe:
+    with model_in_job(1, MICRO_BATCHES, layers=models.layers(), loss_fn=models.loss) as pipe:
         data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
         expected = by_hand(pipe, data)
         pipe.forward_backward_pipeline(data)
@@ -87,14 +99,14 @@ def test_the_cut_does_not_change_initial_weights() -> None:
     starts = []
     for ranks in (1, 3):
         with job(ranks):
-            layers = pipeline(tied.layers(), loss_fn=tied.loss).layers
+            layers = pipeline(models.layers(), loss_fn=models.loss).layers
             starts.append({n: t.numpy().tobytes() for n, t in layers.full_state_dict().items()})
     assert starts[0] == starts[1]
 
 
 def played(ranks: int, weights: list[SharedWeight], act: Any) -> list[dict[str, Any]]:
     """Runs ``act(rank, tensors, copies)`` on every rank; returns each rank's tensors."""
-    groups = {weight.holders: members(len(weight.holders)) for weight in weights}
+    groups = {weight.holders: thread_members(len(weight.holders)) for weight in weights}
     everyones: list[dict[str, Any]] = []
     for rank in range(ranks):
         held = [w.name for w in weights if rank in w.holders]
@@ -180,7 +192,7 @@ def test_a_sparse_gradient_is_refused() -> None:
     layer = paddle.nn.Embedding(4, 4, sparse=True)
     layer(paddle.to_tensor([1])).sum().backward()
     copies = SharedWeights(
-        [SharedWeight("a", (0, 1))], {"a": layer.weight}, 0, lambda _: members(2)[0]
+        [SharedWeight("a", (0, 1))], {"a": layer.weight}, 0, lambda _: thread_members(2)[0]
     )
     with pytest.raises(ConfigError, match="sparse"):
         copies.sum_gradients()
@@ -202,3 +214,171 @@ def test_who_holds_what_under_a_vee() -> None:
     ranks = [0, 1, 2, 2, 1, 0]
     found = {weight.name: weight.holders for weight in holders(layers, ranks.__getitem__)}
     assert found == {"shared_layers.k.w": (0, 2), "2.b": (2,)}
+
+
+#: The fully qualified name of the weight that the entries below share.
+TIED = "local_shared_layers.embed.table.weight"
+
+
+class Head(nn.Layer):
+    """A head that takes the embedding's weight, and keeps it under a name of its own."""
+
+    def __init__(self, embedding_weight: Any = None) -> None:
+        super().__init__()
+        self.rows = embedding_weight
+        if embedding_weight is None:
+            self.rows = self.create_parameter([VOCABULARY, WIDTH])
+        self.bias = self.create_parameter([VOCABULARY], is_bias=True)
+
+    @property
+    def embedding_weight(self) -> Any:
+        """The tied weight, for ``SharedLayerDesc``."""
+        return self.rows
+
+    def forward(self, x: Any) -> Any:
+        return paddle.matmul(x, self.rows, transpose_y=True) + self.bias
+
+
+def entries(kind: Any = LocalSharedLayerDesc, last: Any = Head) -> list[Any]:
+    """An embedding, two blocks, and a head that shares the embedding's weight."""
+    return [
+        kind("embed", models.Tokens, None, "embedding_weight"),
+        LayerDesc(FeedForward),
+        LayerDesc(FeedForward),
+        kind("embed", last, None, "embedding_weight"),
+    ]
+
+
+def test_the_names_are_fleets_and_the_weight_is_one() -> None:
+    layers = PipelineLayer(entries(), num_stages=1)
+    embed, *_, head = layers.run_function
+    assert head.rows is embed.table.weight
+    assert list(layers.local_shared_layers) == ["embed"]
+    names = list(layers.state_dict())
+    assert names[:2] == ["local_shared_layers.embed.scale", TIED]
+    assert "3.rows" in names
+    assert [slot.name for slot in layers.state.slots()].count(TIED) == 1
+    assert len(layers.parameters()) == len(names) - 1
+    single = layers.single_model()
+    assert single._functions[-1].rows is single._functions[0].table.weight
+
+
+def test_layers_of_one_stage_have_the_bits_of_the_single_model() -> None:
+    with model_in_job(1, 4, layers=entries(), loss_fn=models.loss) as pipe:
+        session = parity.begin(pipe, adam(pipe))
+        for step in range(3):
+            session.step(MODELS["gpt"].batch(4, step))
+    assert session.report.passed, session.report.verdict()
+    assert session.report.differences == []
+
+
+@pytest.mark.parametrize("schedule", ["DualPipeV", "ZBV"])
+def test_two_chunks_of_a_rank_share_as_shared_layers_do(schedule: str) -> None:
+    local, shared = (
+        train(
+            *(entries(kind), 2, schedule),
+            steps=3,
+            data=MODELS["gpt"].batch,
+            optimizer=adam,
+            loss_fn=models.loss,
+        )
+        for kind in (LocalSharedLayerDesc, SharedLayerDesc)
+    )
+    assert local.losses == shared.losses
+    assert [*local.state.values()] == [*shared.state.values()]
+
+
+def test_only_the_order_in_which_uses_are_added_differs_from_the_single_model() -> None:
+    with model_in_job(2, 4, "DualPipeV", layers=entries(), loss_fn=models.loss) as pipe:
+        session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
+        session.step(MODELS["gpt"].batch(4, 0))
+    assert session.report.passed, session.report.verdict()
+    assert {found.name for found in session.report.differences} <= {"", TIED}
+
+
+def test_entries_of_one_class_are_layers_of_their_own() -> None:
+    one, two = (LocalSharedLayerDesc("head", Head, None, "rows") for _ in range(2))
+    with pytest.raises(ConfigError, match=r"the weights \['rows'\][\s\S]*take the weights"):
+        PipelineLayer([one, two], num_stages=1)
+    one, two = (LocalSharedLayerDesc("head", Head, None, "embedding_weight") for _ in range(2))
+    first, second = PipelineLayer([one, nn.functional.relu, two], num_stages=1).run_function[::2]
+    assert first.rows is second.rows
+    assert first.bias is not second.bias
+
+
+def test_a_forward_func_is_called_with_its_own_layer() -> None:
+    def doubled(layer: Any, x: Any) -> Any:
+        return layer(x) * 2
+
+    whole = entries()
+    whole[-1] = LocalSharedLayerDesc("embed", Head, doubled, "embedding_weight")
+    ids, _ = MODELS["gpt"].batch(1, 0)
+    plain, twice = (PipelineLayer(e, num_stages=1)(ids) for e in (entries(), whole))
+    assert (plain * 2).numpy().tobytes() == twice.numpy().tobytes()
+
+
+class Forgetful(Head):
+    """Takes the weight and does nothing with it."""
+
+    def __init__(self, embedding_weight: Any = None) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("layers", "schedule", "message"),
+    [
+        (entries(), "1F1B", r"within one rank[\s\S]*layers 0 and 3[\s\S]*'embed'[\s\S]*0 and 1"),
+        (entries(last=Forgetful), "DualPipeV", r"does not keep[\s\S]*\['embedding_weight'\]"),
+        (entries(last=FeedForward), "DualPipeV", r"unexpected keyword[\s\S]*use SharedLayerDesc"),
+        (
+            [LocalSharedLayerDesc("k", nn.Linear, None, "table", 2, 2)] * 2,
+            "1F1B",
+            "no parameter 'table'",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_its_place(
+    layers: list[Any], schedule: str, message: str
+) -> None:
+    with job(2, 4, schedule), pytest.raises(ConfigError, match=re.compile(message)):
+        pipeline(layers, loss_fn=models.loss)
+
+
+def test_a_copy_has_names_attributes_hooks_and_modes() -> None:
+    layer = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1D(3), nn.Linear(3, 2))
+    weight, bias = layer[0].weight, layer[2].bias
+    weight.lr_group, weight.is_firstly_shared, bias.need_clip = "slow", False, False
+    layer[2].register_forward_post_hook(lambda *values: values[-1] * 2)
+    layer[1].eval()
+    layer[0].scale = [1, 2]
+    other = copy_layers([layer, paddle.tanh], [layer, paddle.tanh], [weight])[0]
+    assert [p.name for p in other.parameters()] == [p.name for p in layer.parameters()]
+    assert (other[0].weight.lr_group, other[2].bias.need_clip) == ("slow", False)
+    # What a rank says of its own copy of a tied weight is not true of another.
+    assert not hasattr(other[0].weight, "is_firstly_shared")
+    assert [part.training for part in other] == [True, False, True]
+    x = paddle.randn([4, 3])
+    assert (other(x) == layer(x)).all()
+    assert (other[0].scale, other[0].scale is layer[0].scale) == ([1, 2], False)
+    assert shares_memory(other[0].weight, weight)
+    assert not shares_memory(other[2].bias, bias)
+
+
+class CopiesItself(nn.Layer):
+    """Is copied by a method of its own, which knows no memo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        other = CopiesItself()
+        other.set_state_dict(self.state_dict())
+        return other
+
+
+def test_a_layer_that_copies_itself_keeps_names_too() -> None:
+    layer = CopiesItself()
+    other = copy_layers(layer, [layer])
+    assert [p.name for p in other.parameters()] == [p.name for p in layer.parameters()]
+    assert (other.linear.weight == layer.linear.weight).all()

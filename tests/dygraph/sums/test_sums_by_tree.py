@@ -23,7 +23,6 @@ from fleetpipe.fleet.meta_parallel import (
     SharedLayerDesc,
 )
 from fleetpipe.job.job import current_job
-from tests.jobs import job
 from tests.pipelines import (
     CLASSES,
     FEATURES,
@@ -32,6 +31,7 @@ from tests.pipelines import (
     adamw,
     batch,
     bits,
+    job,
     mlp_layers,
     pipeline,
     sgd,

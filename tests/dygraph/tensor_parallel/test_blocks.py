@@ -26,9 +26,8 @@ from fleetpipe.dygraph.tensor_parallel import (
     split_axis,
 )
 from fleetpipe.errors import ConfigError
-from tests.dygraph.members import MEMBERS
-from tests.groups import members, on_all
-from tests.jobs import job
+from tests.groups import MEMBERS, on_all, thread_members
+from tests.pipelines import job
 
 F = nn.functional
 
@@ -68,7 +67,7 @@ def on_members(
 ) -> dict[str, bytes]:
     """The bits of what the members of a group make of their layers, shards put together."""
     seen, built = [Group(rank, 200 + rank, [*range(degree)]) for rank in range(degree)], []
-    for group, thread in zip(seen, members(degree)):
+    for group, thread in zip(seen, thread_members(degree)):
         groups.connect(group, thread)
         paddle.seed(3)
         built.append(build(**({} if degree == 1 else {"mp_group": group})))

@@ -27,7 +27,7 @@ from fleetpipe.dygraph.tensor_parallel import (
 )
 from fleetpipe.errors import ConfigError, PeerFailed, StateError, UsageError
 from fleetpipe.paddle_api import device
-from tests.dygraph.members import MEMBERS, NAMES, Twins
+from tests.groups import MEMBERS, NAMES, Twins
 
 
 def drawn(make: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, bytes]:

@@ -9,14 +9,14 @@ import paddle
 import pytest
 
 import fleetpipe
-from fleetpipe.transport.wire.bridge import _import_shares
-from tests.capture.beside import trained
+from fleetpipe.transport.bridge import _import_shares
+from tests.capture.models import trained
 from tests.capture.test_models import MODELS as CAPTURED
-from tests.dygraph import tied
+from tests.dygraph import models
 from tests.dygraph.models import MODELS, Model
-from tests.dygraph.train.test_schedules import MICRO_BATCHES, SCHEDULES, check
+from tests.dygraph.train.test_training import MICRO_BATCHES, SCHEDULES, check
 from tests.pipelines import batch, bits, job, pipeline, sgd
-from tests.transport.late import LateHub, stand_in
+from tests.transport.test_late import LateHub, stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_recompute_and_convolutions(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SPLIT_AND_NOT)
 def test_tied_weights(schedule: str) -> None:
-    model = Model(tied.layers, MODELS["gpt"].batch, tied.loss)
+    model = Model(models.layers, MODELS["gpt"].batch, models.loss)
     check(model, 3 if schedule == "1F1B" else 2, schedule)
 
 

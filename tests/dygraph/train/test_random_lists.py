@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from tests.dygraph.random_lists import random_batch, random_list
+from tests.dygraph.random_models import random_batch, random_list
 from tests.pipelines import ROWS, accumulate, bits, job, pipeline
 
 #: ``python -m tests.dygraph.train.test_random_lists FIRST LAST`` tries others.

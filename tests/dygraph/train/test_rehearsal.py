@@ -21,7 +21,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.paddle_api.optimizer import base_optimizer
-from tests.dygraph import tied
+from tests.dygraph import models
 from tests.dygraph.models import MODELS
 from tests.pipelines import job
 
@@ -39,7 +39,7 @@ def momentum(parameters: list[Any]) -> Any:
     return paddle.optimizer.Momentum(0.5, parameters=parameters)
 
 
-KINDS = {**MODELS, "tied": MODELS["gpt"]._replace(layers=tied.layers)}
+KINDS = {**MODELS, "tied": MODELS["gpt"]._replace(layers=models.layers)}
 
 
 class Recipe(NamedTuple):

@@ -26,7 +26,7 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.fleet.utils import recompute
-from tests import jobs
+from tests import pipelines
 from tests.pipelines import (
     ROWS,
     batch,
@@ -544,7 +544,7 @@ def test_three_ranks_do_what_one_process_does(on_ranks: Callable[..., Any]) -> N
 def without_a_pipeline() -> tuple[list[float], int, bytes]:
     """Trains replicas of a model of one stage, and of a plain layer."""
     rank = paddle.distributed.get_rank()
-    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    fleet.init(is_collective=True, strategy=pipelines.strategy(2))
     model = PipelineLayer(mlp_layers(), num_stages=1, loss_fn=nn.CrossEntropyLoss())
     model = fleet.distributed_model(model)
     assert type(model) is NoPipelineParallel
@@ -593,7 +593,7 @@ def gradients_of_recomputing_replicas() -> float:
     wanted = [parameter.grad.clone() for parameter in plain.parameters()]
     plain.train()
     plain.clear_gradients()
-    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    fleet.init(is_collective=True, strategy=pipelines.strategy(2))
     wrapped = fleet.distributed_model(plain)
     rows = slice(rank * 2 * ROWS, (rank + 1) * 2 * ROWS)
     cross_entropy(wrapped(inputs[rows], 2.0), labels[rows]).backward()

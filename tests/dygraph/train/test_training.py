@@ -1,16 +1,33 @@
-"""Training in one process that plays all ranks: bits, shapes, schedules, data forms, memory."""
+"""Training in one process that plays all ranks, under every schedule, in one call or in three."""
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
 
-from fleetpipe.errors import BoundaryError, ConfigError
-from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd, train, train_plainly
+from fleetpipe import fleet, parity
+from fleetpipe.errors import BoundaryError, ConfigError, StateError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineDatasetPreprocessor
+from fleetpipe.schedules import names
+from tests.dygraph.models import MODELS, Model
+from tests.pipelines import (
+    adam,
+    batch,
+    bits,
+    job,
+    mlp_and_sgd,
+    model_in_job,
+    pipeline,
+    sgd,
+    switch,
+    train,
+    train_plainly,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
@@ -240,3 +257,200 @@ def test_a_model_without_a_loss_function_cannot_train_but_evaluates() -> None:
         with pytest.raises(ConfigError, match="loss_fn="):
             model.train_batch(batch(), sgd(model))
         assert len(model.eval_batch([batch()[0], None])) == 4
+
+
+MICRO_BATCHES = 4
+
+#: Seq1F1B needs layers that take slices: tests/contrib/slices.
+SCHEDULES = [name for name in names() if name != "Seq1F1B"]
+
+
+def check(
+    model: Model, ranks: int, schedule: str, micro_batches: int = MICRO_BATCHES, **options: Any
+) -> Any:
+    """Trains two steps beside the single model, the second with parameters that have moved.
+
+    Returns the schedule.
+    """
+    with job(ranks, micro_batches, schedule):
+        pipe = pipeline(model.layers(), loss_fn=model.loss, **options)
+        session = parity.begin(pipe, adam(pipe))
+        for step in range(2):
+            session.step(model.batch(micro_batches, step))
+        assert session.report.passed, session.report.verdict()
+        assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
+        assert pipe._runtime.stage._kept == {}
+        assert pipe._runtime.stage.split._tapes == {}
+        return pipe.schedule
+
+
+# Each schedule with each model, of two ranks, is compared below; of four ranks in test_late.py.
+@pytest.mark.once
+@pytest.mark.parametrize(("model", "ranks"), [("mlp", 1), ("gpt", 2), ("convolutions", 3)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_pipeline_has_the_bits_of_the_single_model(
+    model: str, schedule: str, ranks: int
+) -> None:
+    check(MODELS[model], ranks, schedule)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("micro_batches", [1, 3, 7])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) -> None:
+    check(MODELS["mlp"], 2, schedule, micro_batches)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "auto"])
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 3)])
+def test_loops_take_any_number_of_chunks(schedule: str, ranks: int, chunks: int) -> None:
+    made = check(MODELS["gpt"], ranks, schedule, num_virtual_pipeline_stages=chunks)
+    assert made.placement.stages == ranks * chunks
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_schedules_end_with_the_same_parameters(model: str) -> None:
+    kind = MODELS[model]
+    first, *others = (
+        train(kind.layers(), 2, name, data=kind.batch, optimizer=adam, loss_fn=kind.loss)
+        for name in SCHEDULES
+    )
+    assert others == [first] * len(others)
+
+
+def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
+    """A step as PaddleNLP's trainer takes it."""
+    assert not model._dp_comm_overlap
+    assert not model._sharding_comm_overlap
+    assert not model._use_batch_p2p_comm
+    data = model._prepare_training(data, optimizer, None)
+    model.optimizer = model.lr_scheduler = None
+    loss = model.forward_backward_pipeline(data, None)
+    assert isinstance(optimizer, HybridParallelOptimizer)
+    assert optimizer._hcg is fleet.get_hybrid_communicate_group()
+    for reduced_here in (optimizer._sharding_enable, optimizer._dp_enable, optimizer._sep_enable):
+        assert not reduced_here
+    optimizer._step(list(optimizer._inner_opt._parameter_list))
+    for buffers in model._chunk_2_comm_buffers.values():
+        pytest.fail(f"buffers: {buffers}")
+    optimizer.clear_grad()
+    return loss
+
+
+def test_a_step_in_three_parts_has_the_bits_of_train_batch() -> None:
+    found = []
+    for in_parts in (True, False):
+        with model_in_job(2) as model:
+            clip = paddle.nn.ClipGradByGlobalNorm(0.1)
+            adamw = paddle.optimizer.AdamW(0.1, parameters=model.parameters(), grad_clip=clip)
+            optimizer = fleet.distributed_optimizer(adamw)
+            step = by_itself if in_parts else lambda m, o, data: m.train_batch(data, o)
+            losses = [step(model, optimizer, batch(seed=s)).numpy().tobytes() for s in range(2)]
+            model._p2p_helper.clear_meta_cache()
+            evaluated = model.eval_batch(batch(seed=2), compute_loss=True).numpy().tobytes()
+            found.append((losses, evaluated, bits(model.state_dict()), optimizer.gradient_norm))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_last_part_of_a_step_is_that_of_train_batch(delayed: bool) -> None:
+    found = []
+    for in_parts in (True, False):
+        with job(2):
+            switch(delay_scale_loss=delayed)
+            model = pipeline()
+            rate = paddle.optimizer.lr.StepDecay(0.5, step_size=1)
+            inner = paddle.optimizer.Momentum(rate, parameters=model.parameters())
+            optimizer, losses = fleet.distributed_optimizer(inner), []
+            for seed in range(3):
+                if in_parts:
+                    data = model._prepare_training(batch(seed=seed), optimizer, rate)
+                    losses.append(model.forward_backward_pipeline(data))
+                    model._optimizer_step()
+                    assert all(
+                        one.grad is None or not one.grad.any() for one in inner._parameter_list
+                    )
+                else:
+                    losses.append(model.train_batch(batch(seed=seed), optimizer, rate))
+            assert rate() == 0.5 * 0.1**3
+            found.append(([loss.numpy().tobytes() for loss in losses], bits(model.state_dict())))
+    assert found[0] == found[1]
+
+
+def test_a_last_part_without_the_first_is_refused() -> None:
+    with model_in_job(2) as model:
+        model.forward_backward_pipeline(batch())
+        with pytest.raises(StateError, match="no _prepare_training before"):
+            model._optimizer_step()
+
+
+def test_an_optimizer_of_another_model_is_refused_before_the_batch() -> None:
+    with job(2):
+        model, other = pipeline(), pipeline()
+        with pytest.raises(ConfigError, match="wrong parameters"):
+            model._prepare_training(batch(), sgd(other), None)
+        with pytest.raises(ConfigError, match="wrapped for the pipeline"):
+            model._prepare_training(batch(), sgd(model).wrapped, None)
+
+
+def test_a_step_over_some_parameters_is_refused() -> None:
+    refused = pytest.raises(ConfigError, match="all parameters of the optimizer")
+    with model_in_job(2) as model, refused:
+        sgd(model)._step(model.parameters()[1:])
+
+
+def test_no_method_of_fleets_optimizer_is_in_reach() -> None:
+    inherited = {
+        name
+        for name, value in vars(HybridParallelOptimizer).items()
+        if callable(value) and not name.startswith("__")
+    }
+    with job(2):
+        optimizer = sgd(pipeline())
+        assert {"_insert_sync", "_hybrid_sync_grad"} <= inherited
+        reached = {name for name in inherited if hasattr(optimizer, name)}
+        assert reached == {"step", "_step", "minimize"}
+        # What PaddleFormers' Trainer puts there is nothing that a step calls.
+        optimizer._insert_sync = lambda *_: pytest.fail("called")
+        optimizer.step()
+
+
+def test_a_trainer_may_log_the_norm_from_within_the_clip() -> None:
+    logged = []
+
+    def log(clip: Any, distributed: Any, whole: Any) -> None:
+        assert isinstance(clip, paddle.nn.ClipGradByGlobalNorm)
+        logged.append(float(paddle.sqrt(distributed + whole)))
+
+    with model_in_job(2) as model:
+        clip = paddle.nn.ClipGradByGlobalNorm(0.1)
+        stock = paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=clip)
+        optimizer = fleet.distributed_optimizer(stock)
+        clip = optimizer._inner_opt._grad_clip
+        clip._global_norm = types.MethodType(log, clip)
+        for _ in range(2):
+            model.train_batch(batch(), optimizer)
+            assert logged[-1] == pytest.approx(optimizer.gradient_norm, rel=1e-6)
+    assert len(logged) == 2
+
+
+def test_data_that_a_function_gives_binds_the_optimizer_when_it_is_drawn() -> None:
+    with mlp_and_sgd(2) as (model, optimizer):
+
+        def prepared() -> Any:
+            return model._prepare_training(batch(), optimizer, None)
+
+        model.optimizer = model.lr_scheduler = None
+        model._prepare_pipeline_inputs_func = prepared
+        first = model.forward_backward_pipeline(PipelineDatasetPreprocessor(prepared))
+        optimizer._step(model.parameters())
+        optimizer.clear_grad()
+        second = model.forward_backward_pipeline(PipelineDatasetPreprocessor(prepared))
+        assert float(second) < float(first)
+        with pytest.raises(ConfigError, match="wrapped for the pipeline"):
+            model.forward_backward_pipeline(
+                PipelineDatasetPreprocessor(
+                    lambda: model._prepare_training(batch(), optimizer.wrapped, None)
+                )
+            )

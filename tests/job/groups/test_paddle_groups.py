@@ -10,8 +10,8 @@ import paddle
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed, TransportError
-from fleetpipe.job.groups import paddle_groups
-from tests.job.test_meeting import MemoryStore
+from fleetpipe.job import paddle_groups
+from tests.job.test_job import MemoryStore
 
 
 class FullStore(MemoryStore):

@@ -15,13 +15,12 @@ from itertools import combinations
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
-from fleetpipe.job.records import MOST_ROWS, RankRecord
-from fleetpipe.job.watching import peer as peers
-from fleetpipe.job.watching import watch as module
-from fleetpipe.job.watching.calls import CollectiveCall
-from fleetpipe.job.watching.failure import Failure
-from fleetpipe.job.watching.watch import Watch
-from fleetpipe.transport.wire.seal import Seal, Seals
+from fleetpipe.job import peer as peers
+from fleetpipe.job import watch as module
+from fleetpipe.job.attempt_files import Failure
+from fleetpipe.job.records import MOST_ROWS, CollectiveCall, RankRecord
+from fleetpipe.job.watch import Watch
+from fleetpipe.transport.message import Seal, Seals
 from tests.fixtures import Capture, Patch
 
 Begin = Callable[[int], "list[Watch]"]

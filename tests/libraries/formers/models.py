@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.libraries import families
+from tests.libraries import models
 from tests.libraries.models import LATENT, LENGTH, MICRO_BATCHES, MIXTURE, ROWS, SHARED, SIZES, YARN
 
 _SIZES = {
@@ -64,7 +64,7 @@ def version() -> str:
         return ""
 
 
-MODELS = families.chosen(VERSIONS[version()]) if version() in VERSIONS else {}
+MODELS = models.chosen(VERSIONS[version()]) if version() in VERSIONS else {}
 #: Those that are run with pp 2 alone.
 PLAIN = frozenset({"phi3", "qwen2moe", "qwen3moe", "glm4moe", "deepseekv3"})
 

@@ -15,7 +15,7 @@ from paddle.nn import functional
 
 import fleetpipe
 from fleetpipe import fleet
-from tests import jobs
+from tests import pipelines
 
 VOCABULARY, LENGTH, MICRO_BATCHES, ROWS = 96, 24, 2, 2
 #: The token of an image's place, and those around it.
@@ -102,7 +102,7 @@ def loss_fn(output: Any, labels: Any) -> Any:
 
 
 def main(package: str, file: str) -> None:
-    jobs.begin(2, MICRO_BATCHES, rows=ROWS)
+    pipelines.begin(2, MICRO_BATCHES, rows=ROWS)
     paddle.seed(0)
     model = model_of(package)
     plain = copy.deepcopy(model)

@@ -13,9 +13,9 @@ import numpy as np  # noqa: E402
 import paddle  # noqa: E402
 from paddle.distributed import fleet  # noqa: E402
 
-from tests.jobs import job  # noqa: E402
 from tests.libraries.installed import FORMERS, class_of, configuration  # noqa: E402
 from tests.libraries.models import VOCABULARY  # noqa: E402
+from tests.pipelines import job  # noqa: E402
 
 NEW = 4
 

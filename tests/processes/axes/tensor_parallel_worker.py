@@ -26,8 +26,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     own_value,
     whole_value,
 )
-from fleetpipe.job import meeting
-from fleetpipe.job.groups import paddle_groups
+from fleetpipe.job import meeting, paddle_groups
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import paddle_fleet
 

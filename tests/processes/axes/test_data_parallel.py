@@ -12,7 +12,7 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.io import DistributedBatchSampler
-from tests import jobs
+from tests import pipelines
 from tests.fixtures import Call
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, pipeline, sgd
 
@@ -22,7 +22,7 @@ STEPS = 8
 def replicas(scale: str) -> dict[str, Any]:
     """Trains two replicas of two stages, and the single model on the rows of both."""
     paddle.seed(100 + paddle.distributed.get_rank())
-    strategy = jobs.strategy(2, dp=2, pp=2)
+    strategy = pipelines.strategy(2, dp=2, pp=2)
     strategy.gradient_scale_configs = {"scale_strategy": scale}
     fleet.init(is_collective=True, strategy=strategy)
     replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
@@ -74,7 +74,7 @@ def replicas(scale: str) -> dict[str, Any]:
 
 def evaluated_with_a_frozen_head() -> str:
     """The reference takes what is not trained of the replica, as running statistics; in parts."""
-    jobs.begin(2, 2, dp=2)
+    pipelines.begin(2, 2, dp=2)
     head = VocabularyHead(8, CLASSES, paddle.ParamAttr(trainable=False))
     model = pipeline([nn.Linear(FEATURES, 8), nn.functional.tanh, head], loss_fn=VocabularyLoss())
     session = parity.begin(model, sgd(model))
@@ -87,7 +87,7 @@ def placed() -> dict[str, dict[str, Any]]:
     """Where this rank is, under two orders of the axes, and its samples."""
     found = {}
     for name, order in (("default", ()), ("pipeline first", ("pp", "dp"))):
-        jobs.begin(dp=-1, pp=2, axes=order)
+        pipelines.begin(dp=-1, pp=2, axes=order)
         hcg = fleet.get_hybrid_communicate_group()
         found[name] = {
             "data": hcg.topology().get_comm_list("data"),

@@ -1,4 +1,4 @@
-"""Experts spread over ranks: the single model's numbers, checkpoints of any layout, failures."""
+"""Experts spread over ranks: the single model's numbers, checkpoints, failures, and overlap."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import VERSION
-from tests import jobs
+from tests import pipelines
 from tests.fixtures import Call
 from tests.pipelines import ROWS, pipeline, sgd
+from tests.processes.pipeline import overlap_worker as cases
 
 WIDTH, LENGTH, EXPERTS = 8, 5, 4
 
@@ -87,7 +88,7 @@ class OnData(Stock):
 
 @contextmanager
 def job(micro_batches: int, schedule: str = "1F1B", **degrees: Any) -> Iterator[Any]:
-    fleet.init(is_collective=True, strategy=jobs.strategy(micro_batches, schedule, **degrees))
+    fleet.init(is_collective=True, strategy=pipelines.strategy(micro_batches, schedule, **degrees))
     try:
         yield current_job()
     finally:
@@ -287,3 +288,29 @@ def test_a_gate_with_a_loss_sees_no_part_of_the_tokens(on_ranks: Call) -> None:
     for message in on_ranks(built_of_parts, 4, {"pp": 2, "mp": 2}):
         assert "mp_group of a MoELayer" in message
         assert "got: GShardGate" in message
+
+
+def test_the_bits_are_those_of_halves_one_after_the_other(on_ranks: Call) -> None:
+    """With dropout, casts, recompute, and a layer that is in both stages of a rank."""
+    runs = [(overlap, *how) for how in (("keyed", 0), ("fleet", 1)) for overlap in (False, True)]
+    for found in on_ranks(cases.each, 4, runs, timeout=240):
+        for apart, together in zip(found[::2], found[1::2]):
+            assert together["numbers"] == apart["numbers"]
+            assert apart["handed"] == 0
+            assert together["handed"] > 0
+            assert together["passed"], together["verdict"]
+
+
+@pytest.mark.parametrize("how", ["backward", "dies"])
+def test_an_expert_that_fails_ends_both_halves(on_ranks: Call, how: str) -> None:
+    messages = on_ranks(cases.fails, 4, how, check=False)
+    own = messages.pop()
+    if how == "dies":
+        assert own is None
+    else:
+        assert "an expert failed" in own
+        assert "raised at rank 1, operation (F" in own
+    for message in messages:
+        assert "rank 3" in message, message
+    # The one that exchanges tokens with it.
+    assert "operation (F" in messages[2]

@@ -2,19 +2,259 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import paddle
 import pytest
+from paddle import nn
 
+from fleetpipe import fleet, parity
+from fleetpipe.errors import ConfigError
+from tests import pipelines
+from tests.dygraph import models
+from tests.dygraph.models import MODELS, Model, ScaledLoss
 from tests.fixtures import Call
-from tests.processes.axes import hybrid_worker as cases
+from tests.pipelines import ROWS, batch, bits, enabled_scaler, half_precision, pipeline
 from tests.processes.axes.tensor_parallel_worker import compared
+
+MICRO_BATCHES, STEPS = 2, 3
+KINDS = {**MODELS, "tied": Model(models.layers, MODELS["gpt"].batch, models.loss)}
+Make = Callable[[Any], Any]
+job = partial(pipelines.job, micro_batches=MICRO_BATCHES, timeout=60)
+
+
+def adamw(parameters: Any) -> Any:
+    """An optimizer with state, whose gradients are clipped by their norm."""
+    clip = nn.ClipGradByGlobalNorm(0.5)
+    return paddle.optimizer.AdamW(0.01, parameters=parameters, grad_clip=clip)
+
+
+def momentum(parameters: Any) -> Any:
+    """An optimizer with state, whose steps are in proportion to the clipped gradients."""
+    clip = nn.ClipGradByGlobalNorm(0.5)
+    return paddle.optimizer.Momentum(0.1, parameters=parameters, grad_clip=clip)
+
+
+def part(data: Any, number: int, rows: int) -> Any:
+    """Piece ``number`` of ``rows`` rows of ``[inputs, labels]``."""
+    return [tensor[number * rows : (number + 1) * rows] for tensor in data]
+
+
+def single_step(model: Any, optimizer: Any, data: Any, loss_of: Any, micro_batches: int) -> float:
+    """Trains the single model on one batch; returns the norm of its gradients."""
+    for number in range(micro_batches):
+        inputs, labels = part(data, number, ROWS)
+        (loss_of(model(inputs), labels) * (1 / micro_batches)).backward()
+    squares = [float((p.grad.astype("float64") ** 2).sum()) for p in model.parameters()]
+    optimizer.step()
+    optimizer.clear_grad()
+    return sum(squares) ** 0.5
+
+
+def gap(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference of a parameter, relative to the parameter's largest number."""
+    return max(float((ours[n] - t).abs().max() / t.abs().max()) for n, t in theirs.items())
+
+
+def trained(running: Any, make: Make = adamw, name: str = "mlp", **options: Any) -> dict[str, Any]:
+    """Trains a pipeline and its single model; returns how far apart they are."""
+    kind = KINDS[name]
+    replicas = running.degrees.replicas
+    model = pipeline(kind.layers(), loss_fn=kind.loss, **options)
+    single = model.layers.single_model()
+    single.set_state_dict(model.layers.full_state_dict())
+    optimizer = fleet.distributed_optimizer(make(model.parameters()))
+    theirs = make(single.parameters())
+    norms = []
+    for step in range(STEPS):
+        data = kind.batch(MICRO_BATCHES * replicas, step)
+        model.train_batch(part(data, running.replica, MICRO_BATCHES * ROWS), optimizer)
+        norm = single_step(single, theirs, data, kind.loss, MICRO_BATCHES * replicas)
+        norms.append((optimizer.gradient_norm, norm))
+    state = model.layers.full_state_dict()
+    return {
+        "gap": gap(state, single.state_dict()),
+        "equal": bits(state) == bits(single.state_dict()),
+        "norms": norms,
+        "bits": bits(state),
+        "moments": sum("moment1" in key or "velocity" in key for key in optimizer.state_dict()),
+        "parameters": len(single.parameters()),
+    }
+
+
+def four_stages() -> Any:
+    with job(pp=4, dp=1) as running:
+        return trained(running)
+
+
+def two_chunks() -> Any:
+    with job(pp=2, dp=2, schedule="Interleaved1F1B") as running:
+        return trained(running, momentum, num_virtual_pipeline_stages=2)
+
+
+def sharded() -> Any:
+    with job(pp=2, sharding=2) as running:
+        return trained(running, momentum)
+
+
+def sharded_alone() -> Any:
+    with job(dp=-1, sharding=2, axes=["sharding", "dp"]) as running:
+        assert running.degrees.dp == 2
+        return trained(running, momentum)
+
+
+def in_groups(parameters: Any) -> Any:
+    """Two groups with rates, decay and clips of their own."""
+    parameters = list(parameters)
+    return paddle.optimizer.Momentum(
+        0.1,
+        parameters=[
+            {"params": [p for p in parameters if len(p.shape) > 1], "weight_decay": 0.1},
+            {
+                "params": [p for p in parameters if len(p.shape) == 1],
+                "learning_rate": 0.5,
+                "grad_clip": nn.ClipGradByGlobalNorm(0.05),
+            },
+        ],
+        grad_clip=nn.ClipGradByGlobalNorm(0.4),
+    )
+
+
+def sharded_groups() -> Any:
+    with job(pp=2, sharding=2) as running:
+        return trained(running, in_groups)
+
+
+def tied_weights() -> Any:
+    """A weight that the first, a middle and the last stage share."""
+    with job(pp=int(os.environ["PADDLE_TRAINERS_NUM"]), dp=1) as running:
+        return trained(running, name="tied")
+
+
+def overflow() -> Any:
+    """Only the second stage of the first replica sees a gradient that is not finite, in step 1."""
+    found: dict[str, Any] = {"states": [], "moved": []}
+    with job(dp=2, pp=2) as running, half_precision():
+        model = pipeline()
+        optimizer = fleet.distributed_optimizer(adamw(model.parameters()))
+        scaler = fleet.distributed_scaler(
+            enabled_scaler(init_loss_scaling=256.0, incr_every_n_steps=2)
+        )
+        for step in range(4):
+            hook = None
+            if step == 1 and running.hcg.get_stage_id() == 1 and running.replica == 0:
+                weight = model.parameters()[-1]
+                hook = weight.register_hook(lambda gradient: gradient * float("nan"))
+            before = bits(model.state_dict())
+            model.train_batch(batch(MICRO_BATCHES, step), optimizer, scaler=scaler)
+            if hook is not None:
+                hook.remove()
+            found["moved"].append(bits(model.state_dict()) != before)
+            state = scaler.state_dict()
+            found["states"].append([float(state["scale"].item()), state["incr_count"]])
+    return found
+
+
+def plain_model() -> Any:
+    """No pipeline: Fleet's wrapper of a model that several sharding and dp ranks share."""
+    return plain(dp=2, sharding=2)
+
+
+def plain_replicas() -> Any:
+    """No pipeline: Paddle's ``DataParallel``, which averages the gradients in backward."""
+    return plain(dp=4)
+
+
+def plain(**degrees: int) -> Any:
+    """Trains a model that is no pipeline in Fleet's own way."""
+    with job(**degrees) as running:
+        paddle.seed(7)
+        model = fleet.distributed_model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+        paddle.seed(7)
+        single = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        optimizer = fleet.distributed_optimizer(momentum(model.parameters()))
+        theirs = momentum(single.parameters())
+        norms = []
+        for step in range(STEPS):
+            data = batch(4, step)
+            inputs, labels = part(data, running.replica, ROWS)
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            norm = single_step(single, theirs, data, nn.functional.cross_entropy, 4)
+            norms.append((optimizer.gradient_norm, norm))
+        ours = [*model.parameters()]
+        state = {str(index): parameter for index, parameter in enumerate(ours)}
+        expected = {str(index): p for index, p in enumerate(single.parameters())}
+        return {
+            "gap": gap(state, expected),
+            "norms": norms,
+            "bits": bits(state),
+            "moments": sum("velocity" in name for name in optimizer.state_dict()),
+        }
+
+
+def trained_loss() -> Any:
+    """A loss that is trained: its owners are replicas, and see other data."""
+    with job(dp=2, pp=2, timeout=50) as running:
+        # Its first value is another on each rank.
+        loss = ScaledLoss(1.0 + int(os.environ["PADDLE_TRAINER_ID"]))
+        model = pipeline(loss_fn=loss)
+        single, theirs = model.layers.single_model(), ScaledLoss()
+        single.set_state_dict(model.layers.full_state_dict())
+        theirs.scale.set_value(loss.scale)
+        wrapped = fleet.distributed_optimizer(momentum([*model.parameters(), *loss.parameters()]))
+        plain = momentum([*single.parameters(), *theirs.parameters()])
+        first = float(loss.scale.item())
+        for step in range(STEPS):
+            data = batch(2 * MICRO_BATCHES, step)
+            model.train_batch(part(data, running.replica, MICRO_BATCHES * ROWS), wrapped)
+            single_step(single, plain, data, theirs, 2 * MICRO_BATCHES)
+        return {
+            "last": running.hcg.get_stage_id() == 1,
+            "first": first,
+            "scale": float(loss.scale.item()),
+            "expected": float(theirs.scale.item()),
+        }
+
+
+def parity_with_clip() -> Any:
+    """The pipeline's own comparison with its single model, whose optimizer clips too."""
+    with job(pp=2, dp=2, schedule="Interleaved1F1B"):
+        kind = MODELS["mlp"]
+        model = pipeline(kind.layers(), loss_fn=kind.loss, num_virtual_pipeline_stages=2)
+        optimizer = fleet.distributed_optimizer(momentum(model.parameters()))
+        session = parity.begin(model, optimizer)
+        for step in range(STEPS):
+            session.step(kind.batch(MICRO_BATCHES, step))
+        return session.report.passed, session.report.verdict()
+
+
+def different_clips() -> Any:
+    """The last rank clips to another norm."""
+    with job(dp=2, pp=2) as running:
+        norm = 2.0 if running.hcg.get_global_rank() == 3 else 1.0
+        model = pipeline()
+        theirs = paddle.optimizer.SGD(
+            0.1, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(norm)
+        )
+        try:
+            model.train_batch(batch(MICRO_BATCHES), fleet.distributed_optimizer(theirs))
+        except ConfigError as error:
+            return str(error)
+
+
+def run(*cases: Callable[[], Any]) -> dict[str, Any]:
+    """Runs cases one after another; returns by name what this rank finds."""
+    return {case.__name__: case() for case in cases}
 
 
 def launched(on_ranks: Call, ranks: int, *chosen: Callable[[], Any]) -> dict[str, list[Any]]:
     """Runs cases one after another; returns by case what each rank finds."""
-    found = on_ranks(cases.run, ranks, *chosen, timeout=240)
+    found = on_ranks(run, ranks, *chosen, timeout=240)
     return {case.__name__: [rank[case.__name__] for rank in found] for case in chosen}
 
 
@@ -29,8 +269,8 @@ def assert_close(ranks: list[Any], tolerance: float = 1e-6) -> None:
 
 
 def test_stages_replicas_and_the_norm_of_all(on_ranks: Call) -> None:
-    training = (cases.four_stages, cases.tied_weights, cases.two_chunks)
-    others = (cases.overflow, cases.trained_loss, cases.parity_with_clip)
+    training = (four_stages, tied_weights, two_chunks)
+    others = (overflow, trained_loss, parity_with_clip)
     found = launched(on_ranks, 4, *training, *others)
     assert_close(found["four_stages"])
     assert [rank["equal"] for rank in found["four_stages"]] == [True] * 4
@@ -50,9 +290,9 @@ def test_stages_replicas_and_the_norm_of_all(on_ranks: Call) -> None:
 
 
 def test_ranks_that_share_the_optimizers_state(on_ranks: Call) -> None:
-    training = (cases.sharded, cases.sharded_groups, cases.sharded_alone)
-    training += (cases.plain_model, cases.plain_replicas)
-    found = launched(on_ranks, 4, *training, cases.different_clips)
+    training = (sharded, sharded_groups, sharded_alone)
+    training += (plain_model, plain_replicas)
+    found = launched(on_ranks, 4, *training, different_clips)
     for message in found["different_clips"]:
         assert "ranks 0 and 3 of the job do not run the same" in message
         assert "global_norm=2.0" in message

@@ -1,7 +1,4 @@
-"""Four ranks that split sequences, beside a pipeline: parity, checkpoints, profiles and traces.
-
-That they are plain Paddle on whole sequences is in ``combinations``.
-"""
+"""Four ranks that split sequences, beside a pipeline: parity, checkpoints, profiles and traces."""
 
 from __future__ import annotations
 
@@ -10,18 +7,224 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import paddle
 import pytest
+from paddle import nn
+from paddle.nn import functional
 
+import fleetpipe
+from fleetpipe import fleet, parity
 from fleetpipe.cli import main
+from fleetpipe.dygraph import sequences
+from fleetpipe.dygraph.tensor_parallel import share_of
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.profiling import Profile
-from tests.processes.axes.sequences_worker import (
-    LENGTH,
-    ROWS,
-    WIDTH,
-    through_layouts,
-    verdicts,
-)
+from tests import pipelines
+from tests.pipelines import adamw, bits
+
+parts: Any = fleet.utils.sequence_parallel_utils
+VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
+MICRO_BATCHES, ROWS = 2, 2
+
+
+def plain_attention(query: Any, key: Any, value: Any, documents: Any) -> Any:
+    """Causal attention of ``[rows, length, heads, size]`` within documents, by one softmax."""
+    query, key, value = (t.transpose([0, 2, 1, 3]) for t in (query, key, value))
+    scores = paddle.matmul(query, key, transpose_y=True) / query.shape[-1] ** 0.5
+    seen = paddle.tril(paddle.ones(scores.shape[-2:], dtype="bool"))
+    same = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+    scores = paddle.where(paddle.logical_and(seen, same), scores, paddle.full([], -1e30))
+    return paddle.matmul(functional.softmax(scores), value).transpose([0, 2, 1, 3])
+
+
+class Embedding(nn.Layer):
+    """Tokens and their positions; the documents go along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, value: Any) -> Any:
+        ids, positions, documents = value
+        return self.tokens(ids) + self.positions(positions), documents
+
+
+class Block(nn.Layer):
+    """Attention and two products on whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.LayerList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias_attr=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return plain_attention(query, key, value, documents)
+
+    def attention(self, x: Any, documents: Any) -> Any:
+        rows, length, _ = x.shape
+        size = WIDTH // HEADS
+        split = self.qkv(x).reshape([rows, length, -1, 3 * size]).split(3, axis=-1)
+        return self.out(self.attend(*split, documents).reshape([rows, length, -1]))
+
+    def forward(self, value: Any) -> Any:
+        x, documents = value
+        x = x + self.attention(self.norms[0](x), documents)
+        return x + self.down(functional.gelu(self.up(self.norms[1](x)))), documents
+
+
+class Head(nn.Layer):
+    """Logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, value: Any) -> Any:
+        return self.linear(value[0])
+
+
+class BlockOfParts(Block):
+    """The same on this rank's places."""
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return sequences.attention(query, key, value, documents=documents)
+
+
+class SequenceParallelEmbedding(Embedding):
+    """Gives each member a part of the sequence, which is the first axis from here on."""
+
+    def forward(self, value: Any) -> Any:
+        x, documents = super().forward(value)
+        return parts.ScatterOp.apply(x.transpose([1, 0, 2])), documents
+
+
+class SequenceParallelBlock(Block):
+    """Norms and residuals on parts of the sequence; products of shards on whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        column, row = (
+            getattr(parts, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
+        )
+        self.heads = share_of(HEADS, "num_heads")
+        self.qkv = column(WIDTH, 3 * WIDTH, has_bias=False, gather_output=False)
+        self.out = row(WIDTH, WIDTH, input_is_parallel=True)
+        self.up = column(WIDTH, 4 * WIDTH, has_bias=True, gather_output=False)
+        self.down = row(4 * WIDTH, WIDTH, input_is_parallel=True)
+        for parameter in self.norms.parameters():
+            parts.mark_as_sequence_parallel_parameter(parameter)
+
+    def attention(self, x: Any, documents: Any) -> Any:
+        whole = self.qkv(x).transpose([1, 0, 2])
+        rows, length, _ = whole.shape
+        split = whole.reshape([rows, length, self.heads, -1]).split(3, axis=-1)
+        seen = self.attend(*split, documents).reshape([rows, length, -1])
+        return self.out(seen.transpose([1, 0, 2]))
+
+
+class SequenceParallelHead(Head):
+    """Logits of whole sequences, the same on all members."""
+
+    def forward(self, value: Any) -> Any:
+        return super().forward([parts.GatherOp.apply(value[0]).transpose([1, 0, 2])])
+
+
+class MembersOfParts(SequenceParallelBlock):
+    """Of this rank's places of a sequence each member has a part again."""
+
+    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
+        return sequences.attention(query, key, value, documents=documents)
+
+
+def layers(kind: str) -> list[Any]:
+    embedding, block, head = {
+        "parts": (Embedding, BlockOfParts, Head),
+        "apart": (Embedding, Block, Head),  # wrong: a place sees this rank's places alone
+        "members of parts": (SequenceParallelEmbedding, MembersOfParts, SequenceParallelHead),
+    }[kind]
+    return [LayerDesc(embedding), *[LayerDesc(block)] * BLOCKS, LayerDesc(head)]
+
+
+def data(step: int) -> tuple[Any, Any]:
+    """Packed sequences of documents of any length; labels of 0 do not count."""
+    numbers = np.random.default_rng(step)
+    size = (MICRO_BATCHES * ROWS, LENGTH)
+    ids, labels = (numbers.integers(0, VOCABULARY, size) for _ in range(2))
+    labels[numbers.random(size) < np.linspace(0.9, 0, LENGTH)] = 0
+    begins = numbers.random(size) < 0.2
+    begins[:, 0] = True
+    places = np.arange(LENGTH)
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    inputs = (ids, positions, begins.cumsum(axis=1))
+    return tuple(map(paddle.to_tensor, inputs)), paddle.to_tensor(labels)
+
+
+def own_rows(value: Any, replicas: int) -> Any:
+    """The rows of this replica, of each tensor."""
+    hcg = fleet.get_hybrid_communicate_group()
+    rank = max(hcg.get_data_parallel_rank(), hcg.get_sharding_parallel_rank())
+    if isinstance(value, tuple):
+        return tuple(own_rows(one, replicas) for one in value)
+    return value.split(replicas)[rank]
+
+
+def verdicts(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tuple[str, str]]:
+    """What parity says of jobs: its verdict, and the first thing that differs."""
+    texts = []
+    for kind, degrees, options in cases:
+        replicas = degrees.get("dp", 1)
+        count = MICRO_BATCHES // replicas
+        fleet.init(is_collective=True, strategy=pipelines.strategy(count, own=options, **degrees))
+        model, optimizer = piped(kind, degrees)
+        session = parity.begin(model, optimizer)
+        for step in range(2):
+            session.step(list(sequences.own_part(own_rows(data(step), replicas))))
+        batch = list(sequences.own_part(own_rows(data(2), replicas)))
+        session.eval_batch(batch, compute_loss=True)
+        session.predict_batch(batch[0])
+        fleet.shutdown()
+        texts.append((session.report.verdict(), str(session.report.differences[:1])))
+    return texts
+
+
+def piped(kind: str, degrees: dict[str, int]) -> tuple[Any, Any]:
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    paddle.seed(5)
+    model = PipelineLayer(layers(kind), num_stages=degrees.get("pp", 1), loss_fn=criterion)
+    model = fleet.distributed_model(model)
+    return model, adamw(model)
+
+
+def through_layouts(folder: Path, layouts: list[dict[str, int]]) -> list[Any]:
+    """Trains a step under each layout, traced, from the checkpoint of the one before.
+
+    Returns:
+        For each the loss, the state that it begins and ends with, and a profile.
+    """
+    legs = []
+    for step, degrees in enumerate(layouts):
+        options = {"trace": str(folder / f"trace{step}")}
+        strategy = pipelines.strategy(MICRO_BATCHES, own=options, **degrees)
+        fleet.init(is_collective=True, strategy=strategy)
+        model, optimizer = piped("parts", degrees)
+        manager = fleetpipe.CheckpointManager(folder / "run")
+        if step:
+            manager.restore(step=step - 1, model=model, optimizer=optimizer)
+        states = [bits(model.layers.full_state_dict())]
+        loss = model.train_batch(list(sequences.own_part(data(step))), optimizer)
+        manager.save(step, model=model, optimizer=optimizer)
+        manager.wait()
+        states.append(bits(model.layers.full_state_dict()))
+        profile = model.profile(list(sequences.own_part(data(step))))
+        fleet.shutdown()
+        legs.append((float(loss), *states, profile.dumps()))
+    return legs
 
 
 def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> None:

@@ -17,9 +17,8 @@ from fleetpipe import fleet, parity
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.errors import FleetPipeError
 from tests.fixtures import Call
-from tests.pipelines import ROWS, bits, job, pipeline
-from tests.processes.axes.hybrid_worker import KINDS, adamw, in_groups, momentum, part
-from tests.scalers import enabled_scaler, half_precision
+from tests.pipelines import ROWS, bits, enabled_scaler, half_precision, job, pipeline
+from tests.processes.axes.test_hybrid import KINDS, adamw, in_groups, momentum, part
 
 STEPS = 3
 

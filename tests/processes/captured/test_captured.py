@@ -16,9 +16,8 @@ from paddle.base import core
 import fleetpipe
 from fleetpipe import fleet
 from tests import byhand
-from tests.capture.beside import CLASSES, images
-from tests.jobs import begin
-from tests.pipelines import momentum
+from tests.capture.models import IMAGE_CLASSES, images
+from tests.pipelines import begin, momentum
 
 
 class Tied(nn.Layer):  # type: ignore[misc]
@@ -27,12 +26,12 @@ class Tied(nn.Layer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Conv2D(3, 8, 3), nn.BatchNorm2D(8), nn.ReLU())
-        self.embed = nn.Linear(CLASSES, 8)
+        self.embed = nn.Linear(IMAGE_CLASSES, 8)
         self.body = nn.Linear(8, 8)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Any) -> Any:
-        features = self.features(x).mean([2, 3]) + self.embed(paddle.eye(CLASSES)[:1])
+        features = self.features(x).mean([2, 3]) + self.embed(paddle.eye(IMAGE_CLASSES)[:1])
         return paddle.matmul(self.body(features), self.embed.weight, transpose_y=True)
 
 
@@ -113,7 +112,7 @@ def everything(folder: Path, dp: int) -> dict[str, Any]:
         # First, for the peak.
         "lazily": lazily(),
         "resnet18": told(
-            lambda: paddle.vision.models.resnet18(num_classes=CLASSES),
+            lambda: paddle.vision.models.resnet18(num_classes=IMAGE_CLASSES),
             ["layer3"],
             32,
             folder / "resnet18",

@@ -18,8 +18,7 @@ from fleetpipe.fleet.meta_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from tests.jobs import begin, job
-from tests.pipelines import adamw
+from tests.pipelines import adamw, begin, job
 
 pytestmark = pytest.mark.once
 

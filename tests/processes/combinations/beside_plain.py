@@ -20,7 +20,7 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from tests import byhand, jobs, launching
+from tests import byhand, launching, pipelines
 
 STEPS, RATE = 3, 0.2
 #: By dtype, the largest difference that is rounding, relative to the largest number.
@@ -121,10 +121,10 @@ def differences(case: Case) -> dict[str, float]:
     """Trains a job, and plain Paddle beside it; collective."""
     stage = 1 + case.number // 3 % 2 if "sharding" in case.degrees else 1
     options = {"rows": case.rows, "own": case.options, "sharding_stage": stage}
-    strategy = jobs.strategy(case.micro_batches, case.schedule, **options, **case.degrees)
+    strategy = pipelines.strategy(case.micro_batches, case.schedule, **options, **case.degrees)
     paddle.set_default_dtype(case.dtype)
     try:
-        with jobs.begun(strategy) as job:
+        with pipelines.begun(strategy) as job:
             layers = PipelineLayer(
                 case.entries(), num_stages=case.degrees["pp"], loss_fn=case.loss_fn, **case.layout
             )

@@ -16,7 +16,7 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import VERSION
-from tests import jobs
+from tests import pipelines
 from tests.fixtures import Call
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
 from tests.processes.combinations import random_attention, random_mixtures
@@ -59,7 +59,7 @@ def gaps(pairs: Sequence[tuple[str, str]]) -> list[dict[str, float]]:
 
 
 def _gap(degrees: dict[str, int]) -> dict[str, float]:
-    strategy = jobs.strategy(MICRO_BATCHES, **{"dp": 1, "pp": 1, **degrees})
+    strategy = pipelines.strategy(MICRO_BATCHES, **{"dp": 1, "pp": 1, **degrees})
     fleet.init(is_collective=True, strategy=strategy)
     job = current_job()
     assert job is not None

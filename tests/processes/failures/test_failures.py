@@ -131,7 +131,7 @@ def test_a_stopped_rank_makes_the_others_time_out(tmp_path: Path) -> None:
         assert re.search(r"rank 1 is silent for \d\.\d s: stopped, or its host", log)
         assert "it was at: operation F1.0 (stage 1, micro-batch 0)" in log
         assert "(most recent call first)" in log
-        assert 'transport/sockets/transport.py", line' in log
+        assert 'transport/sockets.py", line' in log
     text = "".join(ranks[rank].log for rank in (0, 2))
     # Whoever waited longest says for whom; the other repeats it and adds where it is itself.
     assert "waited 4 s for a message of rank 1" in text

@@ -26,8 +26,8 @@ from paddle.autograd import PyLayer
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.job.job import current_job
-from fleetpipe.transport.joining import hosts
-from tests import jobs
+from fleetpipe.transport import hosts
+from tests import pipelines
 from tests.byhand import kill_now
 from tests.pipelines import CLASSES, FEATURES, batch, bits, pipeline, sgd
 
@@ -94,7 +94,7 @@ def train(model: Any, optimizer: Any, steps: int = 4, between: Trouble | None = 
 
 def begin(width: int = WIDTH, **changes: Any) -> tuple[Any, Any]:
     """Begins a job of all ranks as one pipeline; returns the model and the optimizer."""
-    jobs.begin(**{"pp": RANKS, "timeout": TIMEOUT, **changes})
+    pipelines.begin(**{"pp": RANKS, "timeout": TIMEOUT, **changes})
     paddle.seed(1)
     model = pipeline(layers(width))
     return model, sgd(model)

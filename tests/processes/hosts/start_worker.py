@@ -20,7 +20,7 @@ import paddle
 from fleetpipe.job import job as jobs
 from fleetpipe.job import meeting, start
 from fleetpipe.mesh.groups import DirectGroup
-from fleetpipe.paddle_api.gloo.process_groups import _paddle_collective
+from fleetpipe.paddle_api.distributed import _paddle_collective
 from tests.pipelines import batch, job, pipeline, sgd
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])

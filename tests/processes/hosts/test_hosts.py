@@ -25,7 +25,7 @@ from tests.processes.hosts.namespaces import (
     started,
     why_not,
 )
-from tests.repository import test_kubernetes
+from tests.repository import test_repository
 
 pytestmark = [pytest.mark.processes, pytest.mark.once]
 
@@ -162,7 +162,7 @@ def test_two_nodes_of_slurm(hosts: tuple[Host, ...], tmp_path: Path) -> None:
 def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
     def told(number: int) -> dict[str, str]:
         # But for the secret, whose volume is not here.
-        said = test_kubernetes.told(number, pods[number].address)
+        said = test_repository.told(number, pods[number].address)
         return {name: text for name, text in said.items() if name != "FLEETPIPE_SECRET_FILE"}
 
     launch(pods, WORKER, tmp_path, {}, told=told)

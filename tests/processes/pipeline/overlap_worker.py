@@ -18,9 +18,9 @@ from fleetpipe.contrib.experts import AuxiliaryLoss, Experts
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh import turns
-from tests import jobs
+from tests import pipelines
 from tests.pipelines import ROWS, pipeline
-from tests.transport.delayed import DelayedTransport
+from tests.transport.test_late import DelayedTransport
 
 WIDTH, LENGTH, EXPERTS, MICRO_BATCHES = 8, 5, 4, 4
 DEGREES = {"pp": 2, "sharding": 2, "ep": 2}
@@ -86,7 +86,7 @@ class Block(nn.Layer):
 @contextmanager
 def job(overlap: bool, seconds: float = 0.0, **own: Any) -> Iterator[Any]:
     own = {"overlap": overlap, **own}
-    strategy = jobs.strategy(MICRO_BATCHES, "DualPipeV", own=own, **DEGREES)
+    strategy = pipelines.strategy(MICRO_BATCHES, "DualPipeV", own=own, **DEGREES)
     fleet.init(is_collective=True, strategy=strategy)
     try:
         group: Any = current_job().expert_parallel()

@@ -14,15 +14,13 @@ import pytest
 from paddle import nn
 
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph.train.order import _Envelopes, _require_free
+from fleetpipe.dygraph.train.runtime import _Envelopes, _require_free
 from fleetpipe.engine import ready
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.mesh.axes import Degrees
-from tests.dygraph.models import MODELS, VOCABULARY, FeedForward
-from tests.dygraph.tied import Tokens, logits
-from tests.jobs import job
-from tests.pipelines import CLASSES, FEATURES, adam, model_in_job, pipeline, sgd, train
+from tests.dygraph.models import MODELS, VOCABULARY, FeedForward, Tokens, logits
+from tests.pipelines import CLASSES, FEATURES, adam, job, model_in_job, pipeline, sgd, train
 
 MICRO_BATCHES = 6
 TEXT = MODELS["gpt"].batch

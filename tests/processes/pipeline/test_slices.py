@@ -26,7 +26,7 @@ from fleetpipe.fleet.meta_parallel import (
     get_rng_state_tracker,
 )
 from fleetpipe.job.job import current_job
-from tests import jobs
+from tests import pipelines
 from tests.fixtures import Call
 from tests.pipelines import adamw, bits, momentum, sgd
 from tests.pipelines import pipeline as wrapped_pipeline
@@ -34,7 +34,7 @@ from tests.pipelines import pipeline as wrapped_pipeline
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 WORLD = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
 VOCABULARY, WIDTH, LENGTH = 12, 6, 4
-begin = partial(jobs.begin, micro_batches=2)
+begin = partial(pipelines.begin, micro_batches=2)
 
 
 class Language(nn.Layer):

@@ -11,8 +11,8 @@ import pytest
 
 from fleetpipe.schedules import Costs, Edge, Schedule, build, chain, names
 from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.check.envelope import Envelope, without_fusion
-from fleetpipe.schedules.edges import Dependencies, checked_edges
+from fleetpipe.schedules.envelope import Envelope, without_fusion
+from fleetpipe.schedules.placement import Dependencies, checked_edges
 
 FAMILIES = [name for name in names() if name != "auto"]
 

@@ -21,7 +21,7 @@ from fleetpipe.schedules import (
     chain,
     forward_only,
 )
-from tests.schedules.helpers import follow, random_edges, random_schedule, schedule_of
+from tests.schedules.sample_schedules import follow, random_edges, random_schedule, schedule_of
 
 
 def plan_of(*rows: str, ranks: int = 2, micro_batches: int = 1, edges: str = "0>1") -> Plan:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Placement, Schedule, Timeline, build
 from fleetpipe.schedules.action import Action
-from fleetpipe.schedules.families.interleaved import balanced_groups, interleaved_one_f_one_b
-from tests.schedules.declared import OF_HANAYO, value
+from fleetpipe.schedules.families.one_f_one_b import balanced_groups, interleaved_one_f_one_b
+from tests.schedules.sample_schedules import OF_HANAYO, value
 
 
 def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: object) -> Timeline:

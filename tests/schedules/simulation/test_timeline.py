@@ -6,8 +6,8 @@ import pytest
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Action, Costs, Edge, Fused, Placement, Recv, build, chain
-from fleetpipe.schedules.forms.events import Event, events_of, figures_of
-from tests.schedules.helpers import WHOLE, schedule_of
+from fleetpipe.schedules.forms.trace import Event, events_of, figures_of
+from tests.schedules.sample_schedules import WHOLE, schedule_of
 
 
 @pytest.mark.parametrize(

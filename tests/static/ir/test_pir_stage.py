@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.static.cut.split import split
+from fleetpipe.static.cut import split
 from fleetpipe.static.ir.readers import read
 from tests.static.networks import mlp, static_mode
 

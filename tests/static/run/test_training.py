@@ -15,9 +15,9 @@ from paddle.static import device_guard
 from fleetpipe import fleet
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.schedules import build
-from tests.engine.test_trace import actions
+from tests.engine.test_observer import actions
 from tests.fixtures import LogCapture
-from tests.jobs import begun
+from tests.pipelines import begun
 from tests.static.networks import (
     CLASSES,
     FEATURES,
@@ -32,7 +32,7 @@ from tests.static.networks import (
     strategy_of,
     unsplit,
 )
-from tests.transport.late import stand_in
+from tests.transport.test_late import stand_in
 
 
 def momentum(rate: Any = 0.1, **more: Any) -> Any:

@@ -8,18 +8,18 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from fleetpipe.errors import PipelineTimeout, TransportError
-from fleetpipe.transport import SocketTransport, connect
-from fleetpipe.transport.joining import connections, hosts
-from fleetpipe.transport.joining.handshake import connects
-from fleetpipe.transport.wire.message import VERSION
+from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.transport import SocketTransport, base, connect, hosts, peer_connections
+from fleetpipe.transport.base import Limit, await_keys
+from fleetpipe.transport.handshake import connects
+from fleetpipe.transport.message import VERSION
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
 
 pytestmark = pytest.mark.once
@@ -103,8 +103,8 @@ def test_ranks_of_a_host_use_unix_sockets_and_are_all_connected() -> None:
 def test_streams_are_told_apart(threads: ThreadPoolExecutor) -> None:
     store, ranks = ThreadStore(), range(3)
 
-    def join(rank: int) -> list[connections.Joined]:
-        return connections.join(
+    def join(rank: int) -> list[peer_connections.Joined]:
+        return peer_connections.join(
             rank=rank, ranks=3, store=store, namespace="test", timeout=LIMIT, streams=2
         )
 
@@ -190,7 +190,7 @@ def test_ranks_whose_host_has_no_identity_use_tcp(monkeypatch: pytest.MonkeyPatc
 
 def test_an_address_that_is_missing_is_named() -> None:
     with pytest.raises(TransportError, match="rank 3 does not listen") as caught:
-        connections._best(3, ["unix fleetpipe-1"], beside=False)
+        peer_connections._best(3, ["unix fleetpipe-1"], beside=False)
     assert "an address of kind tcp" in str(caught.value)
 
 
@@ -267,7 +267,7 @@ def test_strangers_do_no_harm(threads: ThreadPoolExecutor, said: bytes) -> None:
         stranger.sendall(said)
     begun = time.monotonic()
     finish(rank_0, join_rank_1(threads, store))
-    assert time.monotonic() - begun < connections.STRANGER_SECONDS
+    assert time.monotonic() - begun < peer_connections.STRANGER_SECONDS
     for stranger in strangers:
         stranger.close()
 
@@ -304,7 +304,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_named_once_and_does_no_harm(
 def test_silent_strangers_are_dropped_in_time(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr(peer_connections, "STRANGER_SECONDS", 0.2)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
     with knock(address_of(store)) as stranger:
@@ -317,7 +317,7 @@ def test_silent_strangers_are_dropped_in_time(
 def test_a_crowd_of_strangers_keeps_nobody_out(threads: ThreadPoolExecutor) -> None:
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
-    strangers = [knock(address_of(store)) for _ in range(connections.MOST_STRANGERS + 20)]
+    strangers = [knock(address_of(store)) for _ in range(peer_connections.MOST_STRANGERS + 20)]
     finish(rank_0, join_rank_1(threads, store))
     for stranger in strangers:
         stranger.close()
@@ -327,9 +327,9 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, free = threading.Event(), threading.Event()
-    accepted: list[connections.PendingConnection] = []
+    accepted: list[peer_connections.PendingConnection] = []
 
-    class Noted(connections.PendingConnection):
+    class Noted(peer_connections.PendingConnection):
         def __init__(self, *options: Any) -> None:
             super().__init__(*options)
             accepted.append(self)
@@ -340,11 +340,11 @@ def test_a_stranger_that_has_to_go_in_the_turn_in_which_it_speaks(
                 free.wait(LIMIT)
             return super().advance()
 
-    monkeypatch.setattr(connections, "PendingConnection", Noted)
+    monkeypatch.setattr(peer_connections, "PendingConnection", Noted)
     store = ThreadStore()
     rank_0 = waiting_rank(threads, store)
-    strangers = [knock(address_of(store)) for _ in range(connections.MOST_STRANGERS)]
-    wait_until(lambda: len(accepted) == connections.MOST_STRANGERS)
+    strangers = [knock(address_of(store)) for _ in range(peer_connections.MOST_STRANGERS)]
+    wait_until(lambda: len(accepted) == peer_connections.MOST_STRANGERS)
     strangers[1].sendall(b"GET")
     assert busy.wait(LIMIT)
     strangers.append(knock(address_of(store)))
@@ -372,7 +372,7 @@ def test_ten_thousand_strangers_keep_nobody_out(threads: ThreadPoolExecutor) -> 
                 count += 1
                 with contextlib.suppress(OSError):
                     crowd[-1].send(b"FLEETPIP" * (count % 20))
-                if len(crowd) > 2 * connections.MOST_STRANGERS:
+                if len(crowd) > 2 * peer_connections.MOST_STRANGERS:
                     crowd.popleft().close()
                 if count == 10_000:
                     many.set()
@@ -413,3 +413,61 @@ def test_a_card_that_is_none_is_refused_by_name(threads: ThreadPoolExecutor, car
     with pytest.raises(TransportError, match="as the card of rank 1 is none") as raised:
         begin(threads, store, 0).result()
     assert len(str(raised.value)) < 1000
+
+
+KEYS = {rank: f"here/{rank}" for rank in range(100)}
+
+
+class CountingStore(ThreadStore):
+    """Counts what is asked; each rank comes when it has been asked for thrice."""
+
+    def __init__(self, never: Collection[int] = ()) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self._never = {KEYS[rank] for rank in never}
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked[key] += 1
+        return int(self.asked[key] >= 3 and key not in self._never)
+
+
+def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
+    kind = PeerFailed if ended else PipelineTimeout
+    return kind(f"{missing} {sorted(ended)}")
+
+
+def test_each_key_is_asked_for_until_its_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base.time, "sleep", lambda _: None)
+    store = CountingStore()
+    assert list(await_keys(store, KEYS, Limit(60), failure)) == list(KEYS)
+    assert set(store.asked.values()) == {3}
+
+
+def test_at_the_limit_all_who_are_missing_are_named() -> None:
+    store = CountingStore(never=[2, 5])
+    for rank in KEYS:
+        store.asked[KEYS[rank]] = 3
+    arriving = await_keys(store, KEYS, Limit(0), failure)
+    with pytest.raises(PipelineTimeout, match=r"^\[2, 5\] \[\]"):
+        list(arriving)
+
+
+def test_who_has_ended_before_it_came_ends_the_wait() -> None:
+    store = CountingStore(never=[2, 5])
+    arriving = await_keys(store, KEYS, Limit(60), failure, lambda: [5])
+    with pytest.raises(PeerFailed, match=r"\[5\]$"):
+        list(arriving)
+
+
+def test_who_has_come_may_end_while_others_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CountingStore(never=[2])
+    store.asked[KEYS[5]] = 3
+    naps: list[float] = []
+    monkeypatch.setattr(base.time, "sleep", naps.append)
+    arriving = await_keys(
+        store, KEYS, Limit(60), failure, lambda: [5], given_up=lambda: len(naps) > 20
+    )
+    with pytest.raises(PipelineTimeout, match=r"^\[2\] \[\]"):
+        list(arriving)
+    # It sleeps between its looks, longer and longer.
+    assert naps[0] < naps[-1] == max(naps)

@@ -8,8 +8,8 @@ import pytest
 
 from fleetpipe import systems
 from fleetpipe.errors import TransportError
-from fleetpipe.job.groups import paddle_groups
-from fleetpipe.transport.joining import hosts
+from fleetpipe.job import paddle_groups
+from fleetpipe.transport import hosts
 
 pytestmark = pytest.mark.once
 

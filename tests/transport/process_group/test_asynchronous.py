@@ -12,7 +12,7 @@ import pytest
 
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout
 from fleetpipe.transport import MemoryHub, ProcessGroupTransport
-from fleetpipe.transport.process_group.lane import Lane
+from fleetpipe.transport.lanes import Lane
 from tests.transport.helpers import DTYPES, LIMIT, backward, forward, same, sample
 
 #: What ``phi::ToNCCLDataType`` takes in 2.6.2 and in 3.3.1; it throws at any other dtype.

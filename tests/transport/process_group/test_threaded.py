@@ -13,7 +13,7 @@ import pytest
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport
-from fleetpipe.transport.process_group.lane import Lane
+from fleetpipe.transport.lanes import Lane
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 pytestmark = pytest.mark.once

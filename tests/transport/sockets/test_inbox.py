@@ -1,23 +1,29 @@
-"""Streams that are cut, damaged or not a peer's at all."""
+"""What arrives: in any order, in the host's memory, or from streams that are cut or damaged."""
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetpipe.errors import PeerFailed, TransportError
-from fleetpipe.transport import SocketTransport
-from fleetpipe.transport.sockets.inbox import STAGE_BYTES
-from fleetpipe.transport.wire.message import HEADER_BYTES, MESSAGE, Route, pack_header
-from fleetpipe.transport.wire.structure import Structure, encode
-from tests.transport.helpers import LIMIT, forward, same, sample
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.mesh.groups import DirectGroup
+from fleetpipe.transport import SocketTransport, bridge
+from fleetpipe.transport.base import View
+from fleetpipe.transport.inbox import STAGE_BYTES
+from fleetpipe.transport.message import HEADER_BYTES, MESSAGE, Route, Structure, encode, pack_header
+from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 ROUTE = Route(forward(3), 1, 0)
 
@@ -189,3 +195,80 @@ def test_what_came_before_the_death_is_delivered(
         transport.receive(1, forward(3), LIMIT)
     with pytest.raises(PeerFailed):
         transport.send(1, forward(0), sample("float32", [1 << 20]))
+
+
+Join = Callable[..., list[SocketTransport]]
+
+#: A value of rank 0, and a gradient of rank 2.
+AWAITED = [(0, forward(3)), (2, backward(1, source=1, target=2))]
+
+
+def send_late(transport: SocketTransport, index: int, value: object) -> None:
+    """Sends one of the awaited messages from its rank in a moment."""
+    threading.Timer(0.1, transport.send, (1, AWAITED[index][1], value)).start()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_one_that_comes_ends_the_wait(sockets: Join, index: int) -> None:
+    ranks = sockets(3)
+    send_late(ranks[AWAITED[index][0]], index, sample("float32", [600, 600]))
+    ranks[1].await_any(AWAITED, LIMIT, math.inf)
+    assert [ranks[1].try_receive(*one)[0] for one in AWAITED] == [index == 0, index == 1]
+
+
+def test_one_that_was_read_for_another_is_found(sockets: Join) -> None:
+    ranks = sockets(3)
+    ranks[0].send(1, forward(3), "kept")
+    ranks[0].send(1, forward(4), "wanted")
+    assert ranks[1].receive(0, forward(4), LIMIT) == "wanted"
+    ranks[1].await_any(AWAITED[::-1], LIMIT, math.inf)
+    assert ranks[1].try_receive(*AWAITED[0]) == (True, "kept")
+
+
+def test_patience_ends_without_an_error(sockets: Join) -> None:
+    begin = time.monotonic()
+    sockets(3)[1].await_any(AWAITED, LIMIT, 0.05)
+    assert 0.04 < time.monotonic() - begin < LIMIT / 2
+
+
+def test_a_timeout_names_the_first_and_counts_the_others(sockets: Join) -> None:
+    with pytest.raises(PipelineTimeout) as caught:
+        sockets(3)[1].await_any(AWAITED, 0.05, math.inf)
+    assert "waited 0.05 s for a message of rank 0" in str(caught.value)
+    assert "or one of 1 others that it could go on with" in str(caught.value)
+
+
+def test_the_death_of_any_peer_ends_the_wait(sockets: Join) -> None:
+    ranks = sockets(3)
+    ranks[2].close("out of memory")
+    with pytest.raises(PeerFailed, match="rank 2 has left: out of memory"):
+        ranks[1].await_any(AWAITED, LIMIT, math.inf)
+
+
+def test_a_view_waits_for_its_members(sockets: Join) -> None:
+    ranks = sockets(3)
+    view = View(ranks[2], [2, 0])
+    threading.Timer(0.1, ranks[0].send, (2, forward(0), 5)).start()
+    view.await_any([(1, forward(0))], LIMIT, math.inf)
+    assert view.try_receive(1, forward(0)) == (True, 5)
+
+
+def test_bytes_of_files_stay_there(
+    sockets: Callable[..., list[SocketTransport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    monkeypatch.setattr(bridge, "device_kind", lambda: "gpu")
+    # NumPy's memory takes Python's lock when it is freed, for which CUDA's threads would wait.
+    monkeypatch.setattr(bridge.dlpack, "from_dlpack", None)
+    monkeypatch.setattr(bridge, "to_device", lambda x: moved.append(int(x.size)) or x)
+    transports = sockets(2)
+    job: Any = SimpleNamespace(timeout=LIMIT)
+    one, other = (Ranks(DirectGroup(transport, LIMIT), job) for transport in transports)
+    parts = [np.arange(n, dtype="uint8") for n in (3, 200, 0)]
+    other.give(part.data for part in parts)
+    received = [one.take(1) for _ in parts]
+    assert [x.numpy().tobytes() for x in received] == [part.tobytes() for part in parts]
+    assert moved == []
+    transports[1].send(0, forward(0), sample("float32", [5]))
+    transports[0].receive(1, forward(0), LIMIT)
+    assert moved == [5]

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from fleetpipe.transport.sockets.connection import Outbox
+from fleetpipe.transport.stream import Outbox
 
 pytestmark = pytest.mark.once
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from fleetpipe.contrib.compat.colossalai import nn
 from fleetpipe.contrib.compat.colossalai.context import (
+    Engine,
     GlobalContext,
     ParallelMode,
     get_default_parser,
     gpc,
+    initialize,
     launch_from_torch,
 )
-from fleetpipe.contrib.compat.colossalai.engine import Engine, initialize
 from fleetpipe.contrib.compat.colossalai.logging import disable_existing_loggers, get_dist_logger
-from fleetpipe.contrib.compat.colossalai.pipeline.model import PipelinableModel
+from fleetpipe.contrib.compat.colossalai.pipeline import PipelinableModel
 from fleetpipe.contrib.compat.colossalai.pipeline.pipelinable import PipelinableContext
 from fleetpipe.contrib.compat.colossalai.trainer import Trainer, hooks
 from fleetpipe.contrib.compat.colossalai.utils import MultiTimer, build_cifar, get_dataloader

@@ -20,7 +20,6 @@ from fleetpipe.contrib.compat.mindspore.context import (
     set_auto_parallel_context,
     set_context,
 )
-from fleetpipe.contrib.compat.mindspore.model import Model
 from fleetpipe.contrib.compat.mindspore.nn import (
     Cell,
     PipelineCell,
@@ -28,6 +27,7 @@ from fleetpipe.contrib.compat.mindspore.nn import (
     add_pipeline_stage,
     infer_param_pipeline_stage,
 )
+from fleetpipe.contrib.compat.mindspore.train import Model
 
 __all__ = [
     "Cell",

@@ -21,10 +21,9 @@ from typing import cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 from fleetpipe.arguments import using
-from fleetpipe.contrib.view.address import TOKEN, Address
-from fleetpipe.contrib.view.judging.answers import status_of
-from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard
-from fleetpipe.contrib.view.reading.run_record import RunRecord
+from fleetpipe.contrib.view import TOKEN, Address
+from fleetpipe.contrib.view.answers import status_of
+from fleetpipe.contrib.view.board import PERIOD, JobBoard, RunRecord
 from fleetpipe.contrib.view.showing.page import page
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for

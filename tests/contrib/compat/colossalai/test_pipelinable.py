@@ -1,17 +1,24 @@
-"""A model that is made without memory, cut, and filled where it runs."""
+"""A model of ColossalAI's from exec_seq to its stages: read, made without memory, cut, filled.
+
+Figures of the policies are those that ColossalAI's own code gives.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import paddle
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from paddle import nn
 
 from fleetpipe.contrib.compat.colossalai import ParallelMode, PipelinableContext, gpc
+from fleetpipe.contrib.compat.colossalai.pipeline import LayerCall, read_sequence
+from fleetpipe.contrib.compat.colossalai.pipeline.pipelinable import boundaries
 from fleetpipe.errors import ConfigError, PartitionError, StateError
-from tests.contrib.compat.colossalai.programs import (
+from tests.contrib.compat.colossalai.test_engine import (
     EXEC_SEQ,
     NAMES,
     ResNet,
@@ -21,6 +28,173 @@ from tests.contrib.compat.colossalai.programs import (
     recorded,
 )
 from tests.pipelines import bits
+
+
+class Model(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 3)
+        self.blocks = nn.LayerList([nn.Linear(3, 3), nn.Tanh()])
+        self.tail = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+        self.again = self.head
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def halve(x: Any) -> Any:
+    return x / 2
+
+
+ALL = ["head", "blocks.0", "blocks.1", "tail"]
+
+
+def test_without_a_sequence_children_stand_as_they_were_made_and_containers_are_opened() -> None:
+    found = read_sequence(Model(), None)
+    assert [step.name for step in found.steps] == [
+        *("head", "blocks.0", "blocks.1", "tail.0", "tail.1")
+    ]
+
+
+def test_functions_stand_around_the_layers_beside_them() -> None:
+    steps = read_sequence(
+        Model(),
+        [double, "head", halve, (double, "behind"), (halve, "front"), (double, "front"), *ALL[1:]],
+    ).steps
+    assert steps[0].call.front == (double,)
+    assert steps[0].call.behind == (halve, double)
+    assert steps[1].call.front == (halve, double)
+    assert steps[1].call.behind == ()
+
+
+def test_a_second_name_of_a_layer_is_known() -> None:
+    model = Model()
+    steps = read_sequence(model, [*ALL, "again"]).steps
+    assert steps[-1].layer is model.head
+
+
+def test_marks_say_how_many_layers_stand_before_them() -> None:
+    found = read_sequence(Model(), ["head", "SPLIT_NODE", double, *ALL[1:3], "SPLIT_NODE", "tail"])
+    assert found.splits == (1, 3)
+    assert found.steps[0].call.behind == (double,)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (["haed", *ALL[1:]], "did you mean 'head'"),
+        ([*ALL, (double, "front")], "ends with a function that stands in front of nothing: double"),
+        ([(double, "behind"), *ALL], "begins with a function that stands behind nothing"),
+        (["head", "blocks", "tail"], "'blocks', which cannot be called"),
+        (["head", "tail"], "nothing for blocks.0"),
+        ([*ALL, 3], "neither the name of a sublayer nor a function"),
+        ([*ALL, (double, "after")], "neither the name of a sublayer nor a function"),
+        ([*ALL, nn.ReLU], "neither the name of a sublayer nor a function"),
+        ([*ALL, nn.Linear(2, 2)], "a layer with parameters"),
+        ([double], "ends with a function"),
+        ([], "names no layer"),
+    ],
+)
+def test_what_cannot_stand_in_a_sequence_is_refused(entries: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_sequence(Model(), entries)
+    assert words in str(caught.value).replace("\n  got", "")
+
+
+def test_a_layer_without_parameters_may_stand_as_a_function() -> None:
+    flatten = nn.Flatten()
+    assert read_sequence(Model(), [*ALL, flatten]).steps[-1].call.behind == (flatten,)
+
+
+def test_a_parameter_of_the_model_itself_is_missed() -> None:
+    model = Model()
+    model.scale = paddle.create_parameter([1], "float32")
+    with pytest.raises(ConfigError, match="nothing for scale"):
+        read_sequence(model, ALL)
+
+
+def test_functions_on_both_sides_of_a_layer_run_and_a_tuple_is_several_arguments() -> None:
+    call = LayerCall((lambda x, y: x + y,), (lambda x: (x * 10, x), lambda x, y: x + y))
+    assert float(call(nn.Identity(), (paddle.ones([]), paddle.ones([])))) == 22
+
+
+#: Of ResNet-50: conv1, bn1, relu, maxpool, layer1 to layer4, avgpool, fc with 1000 classes.
+RESNET50 = [9408, 128, 0, 0, 215808, 1219584, 7098368, 14964736, 0, 2049000]
+
+
+def cut(policy: Any, weights: list[int], ranks: int, chunks: int = 1, splits: Any = ()) -> Any:
+    stages = list(pairwise(boundaries(policy, weights, splits, ranks, chunks)))
+    return {rank: stages[rank::ranks] for rank in range(ranks)}
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "chunks", "expected"),
+    [
+        (10, 2, 1, {0: [(0, 5)], 1: [(5, 10)]}),
+        (7, 3, 1, {0: [(0, 2)], 1: [(2, 4)], 2: [(4, 7)]}),
+        (12, 2, 2, {0: [(0, 3), (6, 9)], 1: [(3, 6), (9, 12)]}),
+        # Cut into 4 stages at once it would be 2, 2, 3, 3.
+        (10, 2, 2, {0: [(0, 2), (5, 7)], 1: [(2, 5), (7, 10)]}),
+    ],
+)
+def test_uniform(count: int, ranks: int, chunks: int, expected: Any) -> None:
+    assert cut("uniform", [1] * count, ranks, chunks) == expected
+
+
+def test_the_tutorials_own_example_of_chunks() -> None:
+    # "device 1 has layer 1,2,9,10; device 2 has layer 3,4,11,12", counted from 1.
+    parts = cut("uniform", [1] * 16, 4, 2)
+    assert parts[0] == [(0, 2), (8, 10)]
+    assert parts[1] == [(2, 4), (10, 12)]
+
+
+def test_balanced_cuts_resnet_50_where_colossalai_does() -> None:
+    assert cut("balanced", RESNET50, 2) == {0: [(0, 7)], 1: [(7, 10)]}
+    heaviest = max(sum(RESNET50[slice(*part)]) for [part] in cut("balanced", RESNET50, 4).values())
+    assert heaviest == 14964736
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=9), st.integers(1, 4))
+def test_balanced_is_as_light_as_any_cut(weights: list[int], ranks: int) -> None:
+    counted = [max(weight, 1) for weight in weights]
+
+    def heaviest(bounds: tuple[int, ...]) -> int:
+        return max(sum(counted[a:b]) for a, b in pairwise(bounds))
+
+    every = combinations(range(1, len(weights)), ranks - 1)
+    best = min(heaviest((0, *inner, len(weights))) for inner in every)
+    assert heaviest(tuple(boundaries("balanced", weights, (), ranks, 1))) == best
+
+
+def test_customized_cuts_at_the_marks() -> None:
+    assert cut("customized", [1] * 5, 2, splits=(2,)) == {0: [(0, 2)], 1: [(2, 5)]}
+    assert cut("customized", [1] * 5, 2, 2, (1, 2, 3)) == {
+        0: [(0, 1), (2, 3)],
+        1: [(1, 2), (3, 5)],
+    }
+
+
+def test_a_mapping_is_taken_as_it_is() -> None:
+    policy = {0: [(0, 1), (3, 4)], 1: [(1, 3), (4, 6)]}
+    assert cut(policy, [1] * 6, 2, 2) == policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunks", "splits", "words"),
+    [
+        ("uniform", 4, (), "cannot cut 6 layers into 4 equal chunks"),
+        ("balanced", 1, (3,), "the policy is not 'customized'"),
+        ({0: [(0, 3)]}, 1, (), "does not give each rank its chunks"),
+        ({0: [(0, 3)], 1: [(3, 6)], 2: [(6, 6)]}, 1, (), "does not give each rank its chunks"),
+        ({0: [(0, 3)], 1: [(4, 6)]}, 1, (), "begins with layer 3"),
+        ({0: [(0, 3)], 1: [(2, 6)]}, 1, (), "begins with layer 3"),
+        ("balanced", 4, (), "6 layers cannot fill 8 stages"),
+    ],
+)
+def test_what_is_no_cut_is_refused(policy: Any, chunks: int, splits: Any, words: str) -> None:
+    with pytest.raises(PartitionError, match=words):
+        cut(policy, [1] * 6, 2, chunks, splits)
 
 
 class Tied(nn.Layer):

@@ -14,7 +14,7 @@ from paddle import nn
 from fleetpipe.contrib.compat.colossalai import ParallelMode, gpc
 from fleetpipe.contrib.compat.colossalai.nn.metric import Accuracy
 from fleetpipe.contrib.compat.colossalai.trainer import Trainer, hooks
-from tests.contrib.compat.colossalai.programs import (
+from tests.contrib.compat.colossalai.test_engine import (
     batch,
     engine_of,
     launched,

@@ -21,7 +21,7 @@ from fleetpipe.contrib.compat.colossalai.nn.lr_scheduler import LinearWarmupLR
 from fleetpipe.contrib.compat.colossalai.trainer import Trainer, hooks
 from fleetpipe.contrib.compat.colossalai.utils import MultiTimer, get_dataloader
 from fleetpipe.errors import StateError, UsageError
-from tests.contrib.compat.colossalai.programs import ROWS, batch, launched, partitioned, recorded
+from tests.contrib.compat.colossalai.test_engine import ROWS, batch, launched, partitioned, recorded
 from tests.pipelines import bits
 
 

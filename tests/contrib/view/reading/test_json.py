@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe.contrib.view import read_trace
-from fleetpipe.contrib.view.reading import run_folder
+from fleetpipe.contrib.view import read_trace, run_folder
 from fleetpipe.contrib.view.showing.page import page
 from tests.ground.test_json_value import DATA, Format, checks_of, stored
 

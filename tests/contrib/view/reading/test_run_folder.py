@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.reading.attempts import attempts_of
-from fleetpipe.contrib.view.reading.run_folder import read
+from fleetpipe.contrib.view.history import attempts_of
+from fleetpipe.contrib.view.run_folder import read
 from fleetpipe.contrib.view.showing.page import page
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import append_line, read_lines
 from fleetpipe.schedules import Placement
-from tests.contrib.view.runs import row, schedule, written
+from tests.contrib.view.job_records import row, schedule, written
 
 pytestmark = pytest.mark.no_paddle
 

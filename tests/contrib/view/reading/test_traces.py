@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.reading.timelines import pipeline_of
-from fleetpipe.contrib.view.reading.traced_ops import read_trace
+from fleetpipe.contrib.view.traced_ops import pipeline_of, read_trace
 from fleetpipe.engine.trace import Trace
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.schedules import build
-from fleetpipe.schedules.forms.events import figures_of
-from tests.engine.test_trace import record
+from fleetpipe.schedules.forms.trace import figures_of
+from tests.engine.test_observer import record
 from tests.fixtures import LogCapture, Patch
 from tests.gpu.late_device import QUICK, SLOW, late_device, late_model
 from tests.gpu.pretending import pretend

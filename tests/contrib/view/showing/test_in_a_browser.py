@@ -17,8 +17,8 @@ from paddle import nn
 import fleetpipe
 from fleetpipe.callbacks import MetricsLogger, ThroughputMonitor, TraceSteps
 from fleetpipe.cli import main
-from tests import jobs
-from tests.contrib.view.runs import EVIL
+from tests import pipelines
+from tests.contrib.view.job_records import EVIL
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers
 
 pytestmark = pytest.mark.once
@@ -87,7 +87,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a training on two ranks in one process."""
     home = tmp_path_factory.mktemp("report")
     run = home / "run"
-    with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS):
+    with pipelines.job(pp=2, micro_batches=STEPS, rows=ROWS):
         model = fleetpipe.Model(layers())
         optimizer = paddle.optimizer.Adam(0.01, parameters=model.parameters())
         model.prepare(optimizer, nn.CrossEntropyLoss(), paddle.metric.Accuracy(name=EVIL))

@@ -1,4 +1,4 @@
-"""The page without a browser: well formed, escaped, loads nothing, and has the figures it is of."""
+"""The page of a run, and that of several: well formed, escaped, loads nothing, right figures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ import pytest
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.reading.run_folder import read
-from fleetpipe.contrib.view.showing.chart import Chart, Curve, with_mean
-from fleetpipe.contrib.view.showing.numbers import align, labels, seconds, short, size, ticks
-from fleetpipe.contrib.view.showing.page import page
+from fleetpipe.contrib.view.run_folder import read
+from fleetpipe.contrib.view.showing.drawing import (
+    Chart,
+    Curve,
+    align,
+    labels,
+    seconds,
+    short,
+    size,
+    ticks,
+    with_mean,
+)
+from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.mesh.parts import Described
-from tests.contrib.view.runs import EVIL, row, schedule, written
+from tests.contrib.view.job_records import EVIL, row, schedule, written
 from tests.ground.test_without_paddle import without_paddle
 
 pytestmark = pytest.mark.no_paddle
@@ -302,3 +311,54 @@ def test_a_page_in_no_folder_is_refused(
 ) -> None:
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def run(folder: Path, factor: float, name: str, **figures: Any) -> Path:
+    rows = [row(step, factor / step, **figures) for step in (1, 2, 4)]
+    rows.append(row(4, 3 * factor, "eval", acc=factor / 4))
+    config = {"model": {"width": 8}, "rate": factor, EVIL: EVIL}
+    return written(folder, rows, schedule=schedule(name), config=config)
+
+
+def test_curves_figures_and_settings_of_two_runs(tmp_path: Path) -> None:
+    runs = {
+        EVIL: read(run(tmp_path / "a", 1.0, "1F1B")),
+        "b": read(run(tmp_path / "b", 2.0, "ZBH1", samples_per_second=50.0)),
+    }
+    text = comparison(runs, now=1.7e9)
+    parsed = Parsed(text)
+    assert parsed.open == []
+    assert parsed.scripts == 1
+    assert parsed.names == []
+    assert list(parsed.sections) == ["head", "figures", "settings", "curves", "throughput"]
+    loss = parsed.charts[0]["curves"]
+    assert [(each["name"], each["colour"], each["ys"]) for each in loss] == [
+        (EVIL, 0, [1, 0.5, 0.25]),
+        (f"{EVIL}, evaluation", 0, [3]),
+        ("b", 1, [2, 1, 0.5]),
+        ("b, evaluation", 1, [6]),
+    ]
+    assert [each["name"] for each in parsed.charts[-1]["curves"]] == ["b"]
+    # Captions and headings of columns, then a row for each setting that differs.
+    settings = parsed.sections["settings"].partition("setting\n")[2].split()
+    assert settings[: settings.index("Smoothing,")] == [
+        *(*EVIL.split(), "b", "schedule", "1F1B", "ZBH1", "config.rate", "1", "2")
+    ]
+    figures = parsed.sections["figures"].split()
+    assert {"0.2500", "0.5000", "3.000", "6.000", "50.00"} <= set(figures)
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
+    assert short_names(folders) == ["first/run", "second/run"]
+    assert short_names(folders[:1]) == ["run"]
+
+
+def test_the_command_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [str(run(tmp_path / name, 1.0, "1F1B")) for name in "ab"]
+    page = tmp_path / "page.html"
+    assert main(["report", *folders, "-o", str(page)]) == 0
+    assert "No setting that the runs recorded." in Parsed(page.read_text()).sections["settings"]
+    assert "fleetpipe: b: No step was traced" in capsys.readouterr().err
+    assert main(["report", folders[0], folders[0], "-o", str(page)]) == 2
+    assert "one folder is given twice" in capsys.readouterr().err

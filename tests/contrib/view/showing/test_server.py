@@ -20,14 +20,14 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.address import TOKEN, Address
-from fleetpipe.contrib.view.reading.board import PERIOD, JobBoard
-from fleetpipe.contrib.view.reading.history import History, HistoryRow
+from fleetpipe.contrib.view import TOKEN, Address
+from fleetpipe.contrib.view.board import PERIOD, JobBoard
+from fleetpipe.contrib.view.history import History, HistoryRow
 from fleetpipe.contrib.view.showing import server as module
 from fleetpipe.contrib.view.showing.server import Server
 from fleetpipe.contrib.view.watch_command import source_of
 from fleetpipe.errors import ConfigError
-from tests.contrib.view.boards import board, running
+from tests.contrib.view.job_records import board, running
 
 pytestmark = pytest.mark.no_paddle
 

@@ -1,1 +1,419 @@
-"""``colossalai.pipeline``: makes a model without memory, cuts it, and fills its stages."""
+"""``colossalai.pipeline``: makes a model without memory, cuts it, and fills its stages.
+
+A user's ``exec_seq`` becomes layers in order, each with the functions around it. The model that
+``partition`` returns is a ``PipelineLayer`` of these with the plain model's keys. Start with
+``pipelinable.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.tensor import has_memory
+
+#: Where an execution sequence is cut by the policy "customized".
+SPLIT_NODE = "SPLIT_NODE"
+_OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
+_UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
+
+
+class LayerCall(NamedTuple):
+    """How a layer is called.
+
+    Attributes:
+        front: The functions that run before it.
+        behind: The functions that run after it.
+    """
+
+    front: tuple[Callable[..., Any], ...] = ()
+    behind: tuple[Callable[..., Any], ...] = ()
+
+    def __call__(self, layer: Layer, value: Nest) -> Nest:
+        """Returns the value for the next entry, from that of the entry before."""
+        for function in (*self.front, layer, *self.behind):
+            value = function(*value) if isinstance(value, tuple) else function(value)
+        return value
+
+
+class SequenceStep(NamedTuple):
+    """A layer of an execution sequence: its name in the model, itself, and its call."""
+
+    name: str
+    layer: Layer
+    call: LayerCall
+
+
+class ExecutionSequence(NamedTuple):
+    """A model as layers in the order of their execution.
+
+    Attributes:
+        steps: The layers.
+        splits: Number of layers before each SPLIT_NODE.
+    """
+
+    steps: tuple[SequenceStep, ...]
+    splits: tuple[int, ...]
+
+
+def read_sequence(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionSequence:
+    """Returns the layers of a model in the order that ``exec_seq`` gives them.
+
+    Args:
+        model: The whole model.
+        exec_seq: Names of sublayers, functions, pairs ``(function, "front")`` or ``(function,
+            "behind")``, and SPLIT_NODE. None stands for the children in the order in which they
+            were made; LayerLists and Sequentials are replaced by their children.
+
+    Raises:
+        ConfigError: An entry is none of these, names no sublayer, or has no layer before or after
+            it; or a parameter or buffer of the model is in none of the layers.
+    """
+    reader = _Reader(model)
+    for entry in _children(model) if exec_seq is None else exec_seq:
+        reader.take(entry)
+    sequence = reader.finish()
+    _require_cover(model, sequence.steps)
+    return sequence
+
+
+class _Reader:
+    """Reads the entries of an ``exec_seq`` one after another."""
+
+    def __init__(self, model: Layer) -> None:
+        self._model = model
+        self._sublayers = dict(model.named_sublayers())
+        self._steps: list[SequenceStep] = []
+        self._front: list[Callable[..., Any]] = []
+        self._splits: list[int] = []
+
+    def take(self, entry: object) -> None:
+        if isinstance(entry, str) and entry == SPLIT_NODE:
+            self._splits.append(len(self._steps))
+        elif isinstance(entry, str):
+            call = LayerCall(front=tuple(self._front))
+            self._steps.append(SequenceStep(entry, self._layer(entry), call))
+            self._front = []
+        elif isinstance(entry, tuple) and len(entry) == 2:
+            self._take_function(*entry)
+        else:
+            self._take_function(entry, "behind" if self._steps else "front")
+
+    def finish(self) -> ExecutionSequence:
+        if self._front:
+            raise ConfigError(
+                "exec_seq ends with a function that stands in front of nothing",
+                got=", ".join(map(_name, self._front)),
+                fix='write (function, "behind"), or name the layer that it stands in front of',
+            )
+        return ExecutionSequence(tuple(self._steps), tuple(self._splits))
+
+    def _take_function(self, function: Any, place: object) -> None:
+        _require_function(function, place)
+        if place == "front":
+            self._front.append(function)
+            return
+        if not self._steps:
+            raise ConfigError(
+                "exec_seq begins with a function that stands behind nothing",
+                got=f'({_name(function)}, "behind")',
+                fix='write (function, "front"), or the function alone: it is given the inputs',
+            )
+        last = self._steps[-1]
+        call = last.call._replace(behind=(*last.call.behind, function))
+        self._steps[-1] = last._replace(call=call)
+
+    def _layer(self, name: str) -> Layer:
+        layer: Layer = self._sublayers.get(name)
+        if layer is None:
+            # A layer that the model has twice is known by its first name.
+            layer = _sublayer_at(self._model, name)
+        if layer is None:
+            raise ConfigError(
+                f"exec_seq names {name!r}, and the model has no such sublayer",
+                fix=nearest(name, self._sublayers),
+            )
+        if isinstance(layer, _UNCALLABLE):
+            raise ConfigError(
+                f"exec_seq names {name!r}, which cannot be called",
+                got=type(layer).__name__,
+                fix=f"name what is in it, as in {name + '.0'!r}",
+            )
+        return layer
+
+
+def _children(model: Layer) -> list[str]:
+    names = []
+    for name, child in model.named_children():
+        opened = child.named_children() if isinstance(child, _OPENED) else ()
+        names += [f"{name}.{inner}" for inner, _ in opened] or [name]
+    return names
+
+
+def _sublayer_at(model: Layer, name: str) -> Layer:
+    """Returns the sublayer at a dotted path; None if there is none."""
+    layer = model
+    for part in name.split("."):
+        layer = getattr(layer, part, None)
+        if not isinstance(layer, paddle.nn.Layer):
+            return None
+    return layer
+
+
+def _require_function(function: object, place: object) -> None:
+    """Refuses an entry that cannot be in an execution sequence."""
+    if place not in ("front", "behind") or not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            "an entry of exec_seq is neither the name of a sublayer nor a function",
+            expected='a name, a function, (function, "front"), (function, "behind") or '
+            f"{SPLIT_NODE!r}",
+            got=repr((function, place)),
+            fix='write (function, "behind") for what runs after the layer named before it',
+        )
+    if isinstance(function, paddle.nn.Layer) and function.state_dict():
+        raise ConfigError(
+            "a function of exec_seq is a layer with parameters, which no optimizer would train",
+            got=type(function).__name__,
+            fix="make it a sublayer of the model, and write its name",
+        )
+
+
+def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
+    """Refuses a sequence that leaves out a parameter or buffer of the model."""
+    if not steps:
+        raise ConfigError("exec_seq names no layer", fix="name at least one for each stage")
+    listed = {id(tensor) for step in steps for tensor in step.layer.state_dict().values()}
+    missing = [name for name, tensor in model.state_dict().items() if id(tensor) not in listed]
+    if missing:
+        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in missing)
+        raise ConfigError(
+            "exec_seq leaves out parameters of the model",
+            expected="all sublayers with parameters, in the order in which forward calls them",
+            got=f"nothing for {', '.join(owners)}",
+            fix="name these sublayers; put a parameter of the model itself into a sublayer",
+        )
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+_descriptions: Any = paddle_fleet.meta_parallel
+
+
+class Called(paddle.nn.Layer):
+    """A layer of the model with its call, as one layer of a ``PipelineLayer``."""
+
+    def __init__(self, layer: Layer, call: LayerCall) -> None:
+        super().__init__()
+        self.layer = layer
+        self._call = call
+
+    def forward(self, value: Nest) -> Nest:
+        """Returns the value for the next entry."""
+        return self._call(self.layer, value)
+
+
+class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
+    """Describes a layer that was made without memory."""
+
+    def __init__(self, layer: Layer, call: LayerCall) -> None:
+        super().__init__(type(layer))
+        self._layer = layer
+        self._call = call
+
+    def build_layer(self, **_extra: object) -> Called:
+        """Returns a copy of the layer with fresh weights."""
+        return Called(_with_memory(self._layer), self._call)
+
+    def blueprint(self) -> Called:
+        """Returns the layer as it is, for names and shapes."""
+        return Called(self._layer, self._call)
+
+
+class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
+    """Describes a layer that was made without memory and shares weights with other entries."""
+
+    def __init__(
+        self, key: str, name: str, layer: Layer, call: LayerCall, attributes: Sequence[str]
+    ) -> None:
+        """Describes ``layer`` as one of several entries that share weights.
+
+        Args:
+            key: The key of all entries that share a weight.
+            name: The layer's name, which tells it from others of its class.
+            layer: The layer.
+            call: Calls the layer with the functions around it.
+            attributes: The weights that it shares with other layers.
+        """
+        super().__init__(key, type(layer), call, list(attributes), name)
+        self._layer = layer
+
+    def build_layer(self, **_extra: object) -> Layer:
+        """Returns a copy of the layer with fresh weights."""
+        return _with_memory(self._layer)
+
+    def blueprint(self) -> Layer:
+        """Returns the layer as it is, for names and shapes."""
+        return self._layer
+
+
+def entries_of(steps: Sequence[SequenceStep]) -> list[Any]:
+    """Returns the entries of a ``PipelineLayer``, one for each step.
+
+    Raises:
+        ConfigError: Two layers share a parameter under different names.
+    """
+    tied = _group_by_tensor(steps)
+    entries: list[Any] = []
+    for step in steps:
+        members = tied[id(step.layer)]
+        if len(members) == 1:
+            entries.append(LazyLayer(step.layer, step.call))
+            continue
+        first = members[0]
+        layer_name = next(member.name for member in members if member.layer is step.layer)
+        attributes = _shared_attributes(first, step, members)
+        key = first.name.replace(".", "/")
+        entries.append(LazyTiedLayer(key, layer_name, step.layer, step.call, attributes))
+    return entries
+
+
+def _group_by_tensor(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
+    """Returns, by the id of each layer, the steps that share a tensor with it, itself included."""
+    groups: dict[int, list[SequenceStep]] = {}
+    user: dict[int, int] = {}
+    for step in steps:
+        group = [step]
+        for tensor in step.layer.state_dict().values():
+            other = groups.get(user.setdefault(id(tensor), id(step.layer)), group)
+            if other is not group:
+                other += group
+                group = other
+        for member in group:
+            groups[id(member.layer)] = group
+    return groups
+
+
+def _shared_attributes(
+    first: SequenceStep, step: SequenceStep, members: Sequence[SequenceStep]
+) -> list[str]:
+    """Returns the parameters that a tied layer shares with others, by their names in it."""
+    if step.layer is not first.layer:
+        return _common(first, step)
+    common = (_common(first, other) for other in members if other.layer is not first.layer)
+    return sorted({name for names in common for name in names})
+
+
+def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
+    """Returns the names of the parameters that two layers share."""
+    names = {id(tensor): name for name, tensor in first.layer.named_parameters()}
+    shared = []
+    for name, tensor in other.layer.named_parameters():
+        if id(tensor) not in names:
+            continue
+        if names[id(tensor)] != name or "." in name:
+            raise ConfigError(
+                "two layers of exec_seq share a parameter under different names",
+                got=f"{first.name}.{names[id(tensor)]} and {other.name}.{name}",
+                fix="name the sublayers that hold it, of one class or with the attribute of one "
+                "name, or fleetpipe.pipeline, which needs no exec_seq",
+            )
+        shared.append(name)
+    if not shared:
+        raise ConfigError(
+            "three layers of exec_seq are tied in a chain, with no parameter in all of them",
+            got=f"{first.name} and {other.name} share none",
+            fix="tie the others to the first of them",
+        )
+    return shared
+
+
+def _with_memory(recorded: Layer) -> Layer:
+    """Returns a copy of a layer, with initialized parameters of the same names."""
+    layer = copy.deepcopy(recorded)
+    for parameter, before in zip(layer.parameters(), recorded.parameters()):
+        parameter.name = before.name
+        if not has_memory(parameter):
+            parameter.initialize()
+    return layer
+
+
+class PipelinableModel(PipelineLayer):
+    """The stages of a model that this process owns; its state has the keys of the plain model."""
+
+    def __init__(
+        self,
+        model: Layer,
+        steps: Sequence[SequenceStep],
+        bounds: Sequence[int],
+        ranks: int,
+        chunks: int,
+    ) -> None:
+        """Builds the layers of this process's stages.
+
+        Args:
+            model: The whole model, made without memory.
+            steps: Its layers in the order of their execution.
+            bounds: The first layer of each stage, then the number of layers.
+            ranks: Ranks of the pipeline.
+            chunks: Chunks of each rank.
+        """
+        super().__init__(
+            entries_of(steps),
+            num_stages=ranks,
+            seg_method=list(bounds),
+            num_virtual_pipeline_stages=chunks,
+        )
+        self.state.plain_names = self._names_in(model, steps)
+
+    def state_dict(self, *args: Any, **named: Any) -> dict[str, Tensor]:
+        """Returns this process's parameters and buffers by their names in the plain model.
+
+        Arguments are those of ``nn.Layer.state_dict`` and have no effect.
+        """
+        state = self.own_state()
+        names = self.state.plain_names
+        return {plain: state[full] for plain, full in names.items() if full in state}
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Takes this process's parameters and buffers from a state dict of the plain model.
+
+        Args:
+            state_dict: The state dict of the whole model, or of this rank.
+            use_structured_name: Accepted without effect.
+
+        Returns:
+            The keys of this process that are missing, and those that the model does not have.
+        """
+        here = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
+        keys = {plain: here[id(tensor)] for plain, tensor in self.state_dict().items()}
+        renamed = {keys[name]: value for name, value in state_dict.items() if name in keys}
+        super().set_state_dict(renamed)
+        unknown = [name for name in state_dict if name not in self.state.plain_names]
+        return [name for name in keys if name not in state_dict], unknown
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns copies of all parameters and buffers of the model, with its keys, on every rank.
+
+        Collective over the pipeline.
+        """
+        whole = super().full_state_dict()
+        return {plain: whole[full] for plain, full in self.state.plain_names.items()}
+
+    def _names_in(self, model: Layer, steps: Sequence[SequenceStep]) -> dict[str, str]:
+        """Returns the fully qualified name of each parameter and buffer of the plain model."""
+        tied = {index: shared for shared in self._tied for index in shared.indices}
+        full: dict[int, str] = {}
+        for index, step in enumerate(steps):
+            for path, tensor in step.layer.state_dict().items():
+                name = tied[index].names[path] if index in tied else f"{index}.layer.{path}"
+                full.setdefault(id(tensor), name)
+        return {plain: full[id(tensor)] for plain, tensor in model.state_dict().items()}

@@ -15,10 +15,13 @@ from types import TracebackType
 from typing import Any
 
 from fleetpipe.aliases import Layer
+from fleetpipe.contrib.compat.colossalai import pipeline
 from fleetpipe.contrib.compat.colossalai.context import gpc
-from fleetpipe.contrib.compat.colossalai.pipeline import sequence
-from fleetpipe.contrib.compat.colossalai.pipeline.model import PipelinableModel
-from fleetpipe.contrib.compat.colossalai.pipeline.sequence import SPLIT_NODE, ExecutionSequence
+from fleetpipe.contrib.compat.colossalai.pipeline import (
+    SPLIT_NODE,
+    ExecutionSequence,
+    PipelinableModel,
+)
 from fleetpipe.dygraph.layers.entries import count_parameters
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError, PartitionError, StateError, nearest
@@ -191,7 +194,7 @@ class PipelinableContext:
                 "there is no model to list the layers of",
                 fix="with pipelinable: model = resnet50(), then pipelinable.to_layer_list(..)",
             )
-        self._sequence = sequence.read(self._model, exec_seq)
+        self._sequence = pipeline.read_sequence(self._model, exec_seq)
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> PipelinableModel:
         """Builds the layers of this process's stages.

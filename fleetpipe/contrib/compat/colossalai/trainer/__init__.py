@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fleetpipe.contrib.compat.colossalai.trainer import hooks
-from fleetpipe.contrib.compat.colossalai.trainer.trainer import Trainer
+from fleetpipe.contrib.compat.colossalai.trainer.hooks import Trainer
 
 __all__ = ["Trainer", "hooks"]

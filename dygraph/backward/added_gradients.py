@@ -1,0 +1,336 @@
+"""How gradients are added up: delayed ones, to those that parameters have, and in which order.
+
+The first gradient of a batch goes through autograd, and so does every one that a hook watches. The
+others are added in place. A report says which gradients a split backward delayed until W, and why;
+a crossing is a stage that adds in another order than one graph of the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from fleetpipe.aliases import Context, GradNode, Layer, Tensor
+from fleetpipe.dygraph.backward.leaf import Leaf, nodes_of, operands
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.eager_operations import add_in_place
+from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
+
+
+class Sums:
+    """Adds up the gradients of parameters over one batch."""
+
+    def __init__(self) -> None:
+        #: The parameters that have one, by id.
+        self.begun: set[int] = set()
+
+    def end(self) -> None:
+        """Ends the batch: the next gradients must replace zeros that ``clear_grad`` may leave."""
+        self.begun.clear()
+
+    def add(self, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Adds gradients to their parameters and runs hooks; autograd must be off.
+
+        Args:
+            grads: Parameters and gradients, each parameter once.
+        """
+        rest = []
+        for parameter, grad in grads:
+            total = self.total(parameter)
+            if total is not None and grad.is_dense() and grad.dtype == total.dtype:
+                add_in_place(total, grad)
+                run_reduce_hooks(parameter)
+            else:
+                rest.append((parameter, grad))
+        if rest:
+            _add_by_autograd(rest)
+            self.begun.update(id(parameter) for parameter, _ in rest)
+
+    def total(self, parameter: Tensor) -> Tensor | None:
+        """Returns the gradient of ``parameter`` if another may be added to it without autograd."""
+        if id(parameter) not in self.begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
+            return None
+        # A callback may have dropped it in the middle of the batch.
+        total = parameter.grad
+        return total if total is not None and total.is_dense() else None
+
+
+@cache
+def token(stop_gradient: bool = True) -> Tensor:
+    """Returns the tensor that crosses autograd in the place of a value.
+
+    It is made only when a backward needs it: the first operation of a process allocates some
+    hundreds of megabytes on a GPU, and commands that only import this module need none.
+    """
+    made = paddle.zeros([1], "float32")
+    made.stop_gradient = stop_gradient
+    return made
+
+
+class _Sum(paddle.autograd.PyLayer):
+    """Adds gradients to parameters by autograd, without the copies that ``backward()`` makes."""
+
+    @staticmethod
+    def forward(ctx: Context, handed: _Handed, *_parameters: Tensor) -> Tensor:
+        ctx.handed = handed
+        return token().detach()
+
+    @staticmethod
+    def backward(ctx: Context, _token: Tensor) -> Tensor:
+        grads, ctx.handed.grads = ctx.handed.grads, []
+        return tuple(grads) if len(grads) > 1 else grads[0]
+
+
+class _Handed:
+    """Holds gradients out of Paddle's sight, which would take each in a list for an input."""
+
+    def __init__(self, grads: list[Tensor]) -> None:
+        self.grads = grads
+
+
+def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    parameters, gradients = map(list, zip(*grads))
+    add: Callable[..., Tensor] = _Sum.apply
+    with paddle.enable_grad():
+        total = add(_Handed(gradients), *parameters)
+    total.backward()
+
+
+#: Hooks on the gradient that came and went by this module's own doing, by the parameter's id.
+_own_hooks: dict[int, int] = {}
+
+
+def count_own_hook(parameter: Tensor) -> None:
+    """Counts a hook of fleetpipe's on the gradient of ``parameter`` that is removed again."""
+    if id(parameter) not in _own_hooks:
+        weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
+    _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1
+
+
+def is_watched(parameter: Tensor) -> bool:
+    """Whether a hook was ever put on the gradient of ``parameter`` by other code than fleetpipe's.
+
+    Paddle only numbers the hooks of a parameter, and fleetpipe counts its own.
+    """
+    count_own_hook(parameter)
+    return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1
+
+
+#: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
+LayersOf = Callable[[int], Mapping[int, Layer]]
+
+
+@dataclass(frozen=True)
+class DeferralReport:
+    """A report of what a split backward delayed until W; ``str()`` is a table.
+
+    Attributes:
+        schedule: The name of the schedule.
+        reasons: For each trainable parameter of the stages, by its name in the whole model, why all
+            or part of its gradient was computed in I in the first batch; "" if none was. Empty
+            before the first batch, and if the schedule splits no backward.
+    """
+
+    schedule: str
+    reasons: Mapping[str, str]
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradients are computed and added in W."""
+        return tuple(name for name, reason in self.reasons.items() if not reason)
+
+    @property
+    def immediate(self) -> dict[str, str]:
+        """Names of the other parameters, each with the reason."""
+        return {name: reason for name, reason in self.reasons.items() if reason}
+
+    def __str__(self) -> str:
+        if not self.reasons:
+            return f"{self.schedule}: no backward was split yet"
+        lines = [
+            f"{self.schedule}: the gradients of {len(self.deferred)} of {len(self.reasons)} "
+            "parameters are computed in W"
+        ]
+        lines += [f"  {name}: computed in I: {reason}" for name, reason in self.immediate.items()]
+        return "\n".join(lines)
+
+
+class GradientArrivals:
+    """Records by hooks, in the first batch, in which action each parameter gets its gradient."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, set[str]] = {}
+        self._parameters: dict[str, Tensor] = {}
+        self._handles: list[tuple[Tensor, Any]] = []
+        self._stages: set[int] = set()
+        self._kind = ""
+        self._open = True
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        self._open = False
+        for parameter, handle in self._handles:
+            handle.remove()
+            count_own_hook(parameter)
+        self._handles.clear()
+
+    def during(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
+        """While it is open, gradients that arrive are recorded for an action of a stage."""
+        return self._noting(stage, kind, layers_of) if self._open else nullcontext()
+
+    @contextmanager
+    def _noting(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
+        if stage not in self._stages:
+            self._stages.add(stage)
+            for index, layer in layers_of(stage).items():
+                if not isinstance(layer, paddle.nn.Layer):
+                    continue
+                for path, parameter in layer.named_parameters(prefix=str(index)):
+                    self._watch(path, parameter)
+        self._kind = kind
+        try:
+            yield
+        finally:
+            self._kind = ""
+
+    def reasons(self, leaves: Mapping[int, Iterable[Leaf]]) -> dict[str, str]:
+        """Returns :attr:`DeferralReport.reasons`, in the order of the model."""
+        owners = {
+            id(p): leaf for stage in leaves.values() for leaf in stage for p in leaf.parameters
+        }
+        return {
+            name: _reason(self._kinds[name], owners.get(id(self._parameters[name])))
+            for name in sorted(self._kinds, key=lambda name: int(name.partition(".")[0]))
+        }
+
+    def halves(self) -> set[int]:
+        """Returns the ids of the parameters that got part of their gradient in I and part in W."""
+        return {id(self._parameters[name]) for name, kinds in self._kinds.items() if len(kinds) > 1}
+
+    def _watch(self, name: str, parameter: Tensor) -> None:
+        """Records in which kinds of action, I or W, a parameter gets a gradient."""
+        if parameter.stop_gradient:
+            return
+        self._parameters[name] = parameter
+        kinds = self._kinds.setdefault(name, set())
+
+        def note(_grad: Tensor) -> None:
+            if self._kind:
+                kinds.add(self._kind)
+
+        self._handles.append((parameter, parameter.register_hook(note)))
+
+
+def _reason(kinds: set[str], owner: Leaf | None) -> str:
+    if not kinds:
+        return "no gradient reached it"
+    if owner is None:
+        return "its layer has sublayers with parameters of their own"
+    if kinds == {"W"}:
+        return ""
+    return owner.reason or "it is used outside of its layer's own forward"
+
+
+#: The fields of a :class:`Meeting`.
+Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+class Meeting(NamedTuple):
+    """A tensor of a stage, and the origins of the gradients that are added in it.
+
+    Attributes:
+        edges: The number of gradients from operations of the stage.
+        outputs: The numbers of the stage's outputs that are this tensor.
+        ways: The numbers of the outputs whose backward reaches this tensor.
+    """
+
+    edges: int
+    outputs: tuple[int, ...]
+    ways: tuple[int, ...]
+
+
+class Crossing(NamedTuple):
+    """The parts of a stage's graph in which the order of sums depends on other stages.
+
+    Attributes:
+        received: The received tensors that need a gradient.
+        joined: The tensors and parameters that the backward of several outputs reaches and in which
+            three gradients may meet; equal ones appear once.
+    """
+
+    received: tuple[Meeting, ...]
+    joined: tuple[Meeting, ...]
+
+    def plain(self) -> list[list[Plain]]:
+        """Returns the crossing as lists and tuples, to send to other ranks."""
+        return [[(part.edges, part.outputs, part.ways) for part in parts] for parts in self]
+
+    @classmethod
+    def from_plain(cls, parts: list[list[Plain]]) -> Crossing:
+        """Builds a crossing from the result of :meth:`plain`."""
+        return cls(*(tuple(Meeting(*part) for part in some) for some in parts))
+
+
+def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossing:
+    """Walks the graph of a stage whose backward has run, and returns its crossing.
+
+    Args:
+        received: The received tensors that need a gradient.
+        outputs: The tensors that the stage sent, or its loss.
+    """
+    roots = [tensor.grad_fn for tensor in outputs]
+    # Paddle never lets go of a node that Python has asked for: backward has emptied these.
+    reach = [nodes_of([root], set()) for root in roots]
+    below = [(node, other) for node in set().union(*reach) for other in operands(node)]
+    edges = Counter(other for _, other in below)
+    # The layers of a stage take a copy of what it received: there its gradients meet.
+    copies = {other: node for node, other in below if node.name() == "AssignGradNode"}
+
+    def meeting(node: GradNode, itself: Sequence[int]) -> Meeting:
+        ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
+        return Meeting(edges[node], tuple(itself), ways)
+
+    meetings: set[Meeting] = set()
+    for node in edges.keys() | set(roots):
+        # Several outputs of one operation are different tensors.
+        parts: dict[int, list[int]] = {}
+        for index, tensor in enumerate(outputs):
+            if tensor.grad_fn == node:
+                parts.setdefault(id(tensor), []).append(index)
+        meetings.update(meeting(node, itself) for itself in parts.values() or [[]])
+    taken = [copies.get(leaf.grad_fn, leaf.grad_fn) for leaf in received]
+    arrivals = [
+        meeting(node, [i for i, root in enumerate(roots) if root == node]) for node in taken
+    ]
+    joined = (part for part in meetings if len(part.ways) > 1 and (part.outputs or part.edges > 2))
+    return Crossing(tuple(arrivals), tuple(sorted(joined)))
+
+
+def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
+    """Returns the stages that may add gradients in another order than one graph of the model.
+
+    Args:
+        crossings: The crossings of all stages of a chain, by stage.
+    """
+    stages = []
+    # By output of the stage: how many gradients add up to its own in one graph of the model.
+    sums: list[int] = []
+    for stage in sorted(crossings, reverse=True):
+        crossing, count = crossings[stage], sums or [1]
+        outputs = 1 + max((i for parts in crossing for part in parts for i in part.ways), default=0)
+        if outputs > len(count):
+            # A captured model has edges to later stages too, whose gradients may all be sums.
+            count = [2] * outputs
+        if any(
+            part.edges + sum(count[i] for i in part.outputs) > 2
+            and sum(count[i] > 0 for i in part.ways) > 1
+            for part in crossing.joined
+        ):
+            stages.append(stage)
+        sums = [part.edges + sum(count[i] for i in part.outputs) for part in crossing.received]
+    return stages[::-1]

@@ -1,0 +1,159 @@
+"""Observers that refuse values: NaN or Inf in a send, and what a backward leaves for forwards.
+
+The first are asked for by ``FLAGS_pp_check_naninf``. The others are wrong where ranks reorder
+actions: a hook that measures a gradient, say, and a forward that scales by it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.backward.layer_state import (
+    CONTAINERS,
+    PADDLES_ATTRIBUTES,
+    reachable_containers,
+)
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.nest import outline, tensors_of
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played, message_of
+from fleetpipe.errors import BoundaryError
+from fleetpipe.job.job import required_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import to_host
+from fleetpipe.schedules import Action, Op, Send
+from fleetpipe.transport import MessageKey, Value
+from fleetpipe.transport.bridge import checksum
+
+_FLAG = "FLAGS_pp_check_naninf"
+_WHAT = {"F": "the output", "B": "the gradient of the input"}
+
+
+class FiniteSends:
+    """An observer of the engine that checks every number before it is sent."""
+
+    @classmethod
+    def asked_for(cls) -> FiniteSends | None:
+        """Returns an observer if ``FLAGS_pp_check_naninf`` is set to a word for yes."""
+        return cls() if os.environ[_FLAG].lower() in ("1", "true", "t", "yes", "y") else None
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`.
+
+        The instruction that it returns raises :class:`BoundaryError` if the value to send has NaN
+        or Inf.
+        """
+        if not isinstance(op, Send):
+            return instruction
+        key = message_of(op)
+
+        def check() -> Blocked | None:
+            _require_finite(played.values[key], key, played.rank)
+            return instruction()
+
+        return check
+
+
+def _require_finite(value: Value, key: MessageKey, rank: int) -> None:
+    for tensor in tensors_of(value):
+        if tensor.is_floating_point() and not _finite(tensor):
+            source, target = (key.source, key.target)[:: 1 if key.kind == "F" else -1]
+            raise BoundaryError(
+                f"{_WHAT[key.kind]} of stage {source} holds NaN or Inf",
+                where=f"rank {rank}, stage {source}, micro-batch {key.micro_batch}, before it is "
+                f"sent to stage {target}",
+                got=outline(value),
+                cause="a too large learning rate, a product that passed the dtype's range, "
+                "or such numbers in the data",
+                fix=f"unset {_FLAG} to send it all the same",
+            )
+
+
+def _finite(tensor: Tensor) -> bool:
+    tensor = tensor.detach()
+    if tensor.dtype in (paddle.float16, paddle.bfloat16):
+        # Paddle's CPU kernels do not do everything for these.
+        tensor = tensor.astype("float32")
+    return bool(to_host(paddle.isfinite(tensor).all()))
+
+
+_NUMBERS = (bool, int, float, str)
+#: A schedule puts another forward in for each action.
+_LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
+#: Stands for a value that was not there before a backward.
+_ABSENT = object()
+
+
+class BackwardState(BatchObserver):
+    """Compares what layers and losses hold before and after each backward of the first batch."""
+
+    def __init__(self, layers: PipelineLayer) -> None:
+        """Takes the model whose batches it watches."""
+        self._layers = layers
+        self._over = False
+        self._parts: Mapping[str, Layer] = {}
+        self._beside: list[Any] = []
+
+    def begin(self, batch: Any) -> None:
+        """Finds the layers, and the containers that their code names, before the first batch."""
+        if not self._over:
+            parts = dict(paddle.nn.Layer.named_sublayers(self._layers))
+            for number, loss in enumerate(self._layers.loss_layers()):
+                parts.update(loss.named_sublayers(f"loss.{number}", include_self=True))
+            functions = self._layers.named_functions().values()
+            self._parts = parts
+            self._beside = [*reachable_containers([*parts.values()], functions)]
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """Returns a backward with a comparison around it; other operations as they are."""
+        if not isinstance(op, Action) or op.kind == "F":
+            return instruction
+
+        def compared() -> Blocked | None:
+            if self._over:
+                return instruction()
+            before = dict(self._values())
+            blocked = instruction()
+            for key, (name, value) in self._values():
+                _, earlier = before.get(key, ("", _ABSENT))
+                same_number = isinstance(value, _NUMBERS) and value == earlier
+                if value is not earlier and not same_number:
+                    _refuse(name)
+            return blocked
+
+        return compared
+
+    def end(self) -> None:
+        """Compares no more: what a backward does in a batch, it does in the first."""
+        self._over, self._parts, self._beside = True, {}, []
+
+    def _values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
+        """Yields a key that stays the same, the name, and the value of all that a forward may read.
+
+        A buffer or statistic is its checksum. Parameters are left out: only steps change them.
+        """
+        containers = [("beside the layers", one) for one in self._beside]
+        for path, part in self._parts.items():
+            for name, value in vars(part).items():
+                if name not in _LEFT_OUT:
+                    yield (id(part), name), (f"{path}.{name}", value)
+                    containers.append((f"{path}.{name}", value))
+            for table, name in state_slots(part):
+                yield (id(table), name), (f"{path}.{name}", checksum([table[name]]))
+        for name, value in containers:
+            if isinstance(value, CONTAINERS):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from (((id(value), key), (f"{name}[{key!r}]", one)) for key, one in items)
+
+
+def _refuse(name: str) -> None:
+    required_job("a batch").allow.refuse(
+        "state",
+        name,
+        "a backward changes what forwards may read, and order='ready' reorders them",
+        cause="a hook on a gradient, or the backward of a PyLayer, sets it",
+        fix="leave order out",
+    )

@@ -1,0 +1,228 @@
+"""Lines of the user's code: where something happens, which ones draw numbers, where a stage begins.
+
+``fleetpipe.pipe_split`` is a line in a model's forward at which a stage begins. A capture does not
+see random numbers from Python's and NumPy's generators, and would repeat the first ones for ever.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import pickle
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.aliases import Layer
+
+_listening: list[Callable[[], None]] = []
+
+
+def pipe_split() -> None:
+    """Starts a stage at this line of a forward that ``fleetpipe.pipeline`` captures.
+
+    ``split_spec=None`` makes use of it; it does nothing when a model runs by itself.
+
+    Raises:
+        CaptureError: It is in a sublayer that is captured as a whole.
+    """
+    for note in _listening:
+        note()
+
+
+def is_noting() -> bool:
+    """Whether a forward is being captured."""
+    return bool(_listening)
+
+
+@contextmanager
+def noting(note: Callable[[], None]) -> Iterator[None]:
+    """While this context is open, each call of :func:`pipe_split` calls ``note``."""
+    _listening.append(note)
+    try:
+        yield
+    finally:
+        _listening.remove(note)
+
+
+#: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
+_NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
+#: Functions of Paddle that read whether indices or lengths are within bounds, and nothing else.
+_CHECKING = {"take_along_axis", "masked_scatter"}
+#: Models that Paddle brings are like a user's.
+_MODELS = "paddle.vision.models."
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame belongs neither to Paddle nor to fleetpipe."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith(_MODELS) or name.partition(".")[0] not in _NOT_THE_USERS
+
+
+def user_place() -> str:
+    """Returns file and line of the user's innermost frame."""
+    for frame, line in traceback.walk_stack(None):
+        if is_users(frame):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "?"
+
+
+def asked_by_paddle() -> bool:
+    """Whether the innermost frame outside of fleetpipe and NumPy is Paddle's."""
+    for frame, _ in traceback.walk_stack(None):
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("fleetpipe", "numpy"):
+            return not is_users(frame)
+    return False
+
+
+def only_checked() -> bool:
+    """Whether Paddle's function reads numbers only to refuse some of them."""
+    for frame, _ in traceback.walk_stack(None):
+        if is_users(frame):
+            return False
+        if frame.f_code.co_name in _CHECKING:
+            return True
+    return False
+
+
+def only_raises() -> bool:
+    """Whether the user's innermost frame tests a tensor, and raises an error if it fails."""
+    frame = next((frame for frame, _ in traceback.walk_stack(None) if is_users(frame)), None)
+    return frame is not None and _raises_after(frame.f_code, frame.f_lasti)
+
+
+@cache
+def _raises_after(code: CodeType, offset: int) -> bool:
+    """Whether what a jump at this offset passes over ends with ``raise``."""
+    steps = {step.offset: step for step in dis.get_instructions(code)}
+    test = next((s for at, s in steps.items() if at >= offset and s.opname != "TO_BOOL"), None)
+    if test is None or not test.opname.startswith("POP_JUMP"):
+        return False
+    passed = [step for at, step in steps.items() if test.offset < at < test.argval]
+    return bool(passed) and passed[-1].opname == "RAISE_VARARGS"
+
+
+def raised_at(where: TracebackType | None) -> str:
+    """Returns file and line of the user's innermost frame that an error went through."""
+    place = "?"
+    for frame, line in traceback.walk_tb(where):
+        if is_users(frame):
+            place = f"{frame.f_code.co_filename}:{line}"
+    return place
+
+
+def forward_place(model: Layer) -> str | None:
+    """Returns file and line of a model's forward; None if it has no source."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+#: Modules whose lines draw for those that call them.
+_DRAWING = ("random", "numpy", "secrets")
+
+#: What a function of Python's that follows frames returns.
+_Follow = Callable[[FrameType, str, Any], Any]
+
+
+class Generators:
+    """The generators of Python and NumPy, of a model, and of its classes' modules."""
+
+    def __init__(self, model: Layer) -> None:
+        """Collects generators from the attributes of layers, and from lists and dicts in them."""
+        layers = model.sublayers(include_self=True)
+        modules = {sys.modules.get(kind.__module__) for kind in {*map(type, layers)}}
+        values: list[Any] = []
+        for holder in (*layers, *modules - {None}):
+            for value in vars(holder).values():
+                several = isinstance(value, (list, tuple, dict)) and not hasattr(value, "_fields")
+                items = value.values() if isinstance(value, dict) else value
+                values += items if several else [value]
+        self._python = [one for one in values if isinstance(one, random.Random)]
+        self._numpy = [
+            one for one in values if isinstance(one, (np.random.Generator, np.random.RandomState))
+        ]
+
+    def states(self) -> object:
+        """Returns a value that compares unequal when any of their states has changed."""
+        return (
+            random.getstate(),
+            pickle.dumps(np.random.get_state()),
+            [one.getstate() for one in self._python if not isinstance(one, random.SystemRandom)],
+            [pickle.dumps(_bits(one).state) for one in self._numpy],
+        )
+
+
+def _bits(generator: Any) -> Any:
+    """Returns the bit source of a NumPy generator."""
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
+
+
+class RandomLines:
+    """Reports the lines of a run that draw random numbers, except those within nodes."""
+
+    def __init__(self, generators: Generators, report: Callable[[str], None]) -> None:
+        """Prepares to watch a run.
+
+        Args:
+            generators: The generators to watch.
+            report: Called with file and line of each line that draws.
+        """
+        self._states, self._last = generators.states, generators.states()
+        self._report = report
+        self._lines: dict[FrameType, int] = {}
+        self._inside = False
+
+    @contextmanager
+    def node(self) -> Iterator[Callable[[], bool]]:
+        """Allows random numbers while it is open; yields a function that says whether any came."""
+        self._look(user_place)
+        self._inside = True
+        before = self._last
+        try:
+            yield lambda: self._last != before
+        finally:
+            self._inside = False
+            self._last = self._states()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches lines while this context is open."""
+        before = sys.gettrace()
+        sys.settrace(self._begin)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _begin(self, frame: FrameType, event: str, value: Any) -> _Follow | None:
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        follows = not self._inside and is_users(frame) and module not in _DRAWING
+        return self._line if follows else None
+
+    def _line(self, frame: FrameType, event: str, value: Any) -> _Follow:
+        if not self._inside:
+            # What a line has done shows at the next one, or within what it calls.
+            self._look(lambda: self._place(frame))
+            self._lines[frame] = frame.f_lineno
+        return self._line
+
+    def _place(self, frame: FrameType) -> str:
+        """Returns file and line of the last watched line."""
+        line = self._lines.get(frame)
+        while line is None and frame.f_back is not None:
+            frame = frame.f_back
+            line = frame.f_lineno if frame in self._lines else None
+        return f"{frame.f_code.co_filename}:{line}"
+
+    def _look(self, place: Callable[[], str]) -> None:
+        states = self._states()
+        if states != self._last:
+            self._last = states
+            self._report(place())

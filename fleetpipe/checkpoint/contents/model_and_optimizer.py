@@ -1,0 +1,458 @@
+"""A model and an optimizer in a checkpoint, of Paddle's layers or of a static program.
+
+Their tensors have fully qualified names. Paddle numbers an accumulator's name when it creates it; a
+checkpoint names it after its parameter, ``3.weight/moment1_0``, as PaddleNLP does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fleetpipe import log
+from fleetpipe.aliases import Layer, Optimizer, Tensor
+from fleetpipe.checkpoint.contents.parts import (
+    BUFFERS,
+    LATE_BUFFERS,
+    LOSS,
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    ProgramSource,
+    Saved,
+    SavedOptimizer,
+    SavedPart,
+    TensorName,
+    saved_names,
+)
+from fleetpipe.errors import CheckpointError, ConfigError, listed
+from fleetpipe.job.allow import Allow
+from fleetpipe.job.job import current_job, mp_shard
+from fleetpipe.mesh.parts import Described, LocalTensor, ModelParts, local_tensor_of, whole_name
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import layer_at, put_buffer, wrapped_layer
+from fleetpipe.paddle_api.optimizer import (
+    base_optimizer,
+    create_state,
+    forget_state,
+    groups_of,
+    master_weight_of,
+    names_in_class,
+    state_of,
+)
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
+
+_log = log.logger(__name__)
+
+_FIRST = "_0"
+#: The packages of optimizers whose state is known.
+_PADDLES = {"paddle", "paddlenlp", "paddleformers"}
+
+
+class NamedTensors(SavedPart):
+    """A model as tensors under fully qualified names.
+
+    Args:
+        parts: The tensors that this process holds.
+    """
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.plain_names = parts.plain_names
+        self._parts = parts
+        #: What takes the place of buffers when it is filled: the model or the loss, and a path.
+        self._made: list[tuple[Layer, str, Tensor]] = []
+        local = {id(one.tensor) for one in parts.tensors.values()}
+        #: What the loss functions have beside the model, on every rank.
+        self._loss = {
+            name: local_tensor_of(tensor, mp_shard)
+            for named in ("parameters", "buffers")
+            for name, tensor in (getattr(parts.loss, f"named_{named}")() if parts.loss else ())
+            if id(tensor) not in local and has_memory(tensor)
+        }
+
+    @classmethod
+    def of_layer(cls, layer: Layer) -> NamedTensors:
+        """Describes a model that this process holds whole, by the model's own names.
+
+        A tensor with several names counts under the first.
+        """
+        state = layer.state_dict()
+        names: dict[int, str] = {}
+        for name, tensor in state.items():
+            names.setdefault(id(tensor), name)
+        tensors = {name: local_tensor_of(state[name], mp_shard) for name in names.values()}
+        buffers = {
+            name: LocalTensor(tensor, differs=True)
+            for name, tensor in layer.named_buffers()
+            if name not in state and has_memory(tensor)
+        }
+        shapes = {
+            whole_name(n, local.tensor): local.described.shape for n, local in tensors.items()
+        }
+        return cls(ModelParts(tensors, shapes, buffers, root=layer))
+
+    def checkpoint_part(self) -> ModelParts:
+        """Returns the tensors that this process holds."""
+        return self._parts
+
+    def order(self) -> tuple[str, ...]:
+        """Returns the names of the whole model's parameters and buffers, in its order."""
+        return tuple(self._parts.shapes)
+
+    def require_no_added_parameters(self) -> None:
+        """Refuses to save a model whose tensors differ from those that it was built with.
+
+        Raises:
+            CheckpointError: The model has parameters that a model built anew would lack.
+        """
+        added = [
+            name for name in self._parts.tensors if self.whole_name(name) not in self._parts.shapes
+        ]
+        if added:
+            raise CheckpointError(
+                "the model has parameters that it did not have when it was built: one that is "
+                "built anew could not take what would be saved",
+                got=listed(added),
+                cause="a layer was put around another, as an adapter, after the model was made",
+                fix="put it there before the model is made, or in the layer's __init__; or save "
+                "layers.state_dict() by paddle.save on each rank",
+            )
+
+    def parameters(self) -> Mapping[str, LocalTensor]:
+        """Returns this process's parameters by fully qualified name."""
+        every = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
+        return {n: local for n, local in every.items() if _is_parameter(local.tensor)}
+
+    def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
+        for name, local in self._parts.tensors.items():
+            yield TensorName(MODEL, self.whole_name(name)), local
+        for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
+            for name, local in tensors.items():
+                yield TensorName(group, name), local
+        for name, local in self._loss.items() if self._parts.owns_loss else ():
+            yield TensorName(LOSS, name), local
+
+    def whole_name(self, name: str) -> str:
+        """Returns the name of the whole tensor of which ``name`` is a part; mostly ``name``."""
+        local = self._parts.tensors.get(name)
+        return name if local is None else whole_name(name, local.tensor)
+
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
+        names, late = self.saved_names(saved), self._late_targets(saved)
+        for path, local in self._parts.tensors.items():
+            name = TensorName(MODEL, names[self.whole_name(path)])
+            yield name, late.pop(name, local)
+        for path, local in self._parts.buffers.items():
+            if TensorName(BUFFERS, path) in saved.tensors:
+                yield TensorName(BUFFERS, path), local
+        yield from late.items()
+        yield from self._targets_of_loss(saved)
+
+    def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields what the loss has, on every rank, and what a batch has given that of the run."""
+        names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
+        for name, described in names.items():
+            local = self._loss.get(name.name) or self._make(self._parts.loss, name.name, described)
+            if local is not None:
+                yield name, local
+        missing = [name for name in self._loss if TensorName(LOSS, name) not in names]
+        if missing:
+            begins = "the loss begins as the script makes it"
+            log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
+
+    def _late_targets(self, saved: Saved) -> dict[TensorName, LocalTensor]:
+        """Returns targets for saved buffers that forwards create or resize."""
+        targets: dict[TensorName, LocalTensor] = {}
+        for name, described in saved.tensors.items():
+            late = name.group == LATE_BUFFERS
+            local = (self._parts.late if late else self._parts.tensors).get(name.name)
+            if late and local is not None and local.described == described:
+                targets[name] = local
+            elif late or (name.group == MODEL and _has_grown(local, described)):
+                made = self._make(self._parts.root, name.name, described)
+                targets.update({} if made is None else {name: made})
+        return targets
+
+    def _make(self, root: Layer, path: str, described: Described) -> LocalTensor | None:
+        """Returns what becomes a buffer at a path; None if there is no such layer here."""
+        if layer_at(root, path.rpartition(".")[0]) is None:
+            return None
+        dtype: Any = described.dtype
+        made = paddle.zeros(list(described.shape), dtype)
+        self._made.append((root, path, made))
+        return LocalTensor(made, differs=True)
+
+    def settle(self) -> None:
+        """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
+        super().settle()
+        for root, path, tensor in self._made:
+            put_buffer(root, path, tensor)
+
+    def saved_names(self, saved: Saved) -> Mapping[str, str]:
+        """Returns the name in the checkpoint of each tensor of the whole model, and of the loss."""
+        names = saved_names(self._parts, saved)
+        return {**names, **dict(zip(self._loss, self._loss))}
+
+
+def _has_grown(local: LocalTensor | None, saved: Described) -> bool:
+    """Whether a buffer has another shape in the checkpoint."""
+    return (
+        local is not None
+        and not _is_parameter(local.tensor)
+        and local.described.dtype == saved.dtype
+        and local.described.shape != saved.shape
+    )
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return hasattr(tensor, "trainable")
+
+
+def without_wrappers(model: Any) -> Any:
+    """Returns the model inside the wrappers of all kinds of parallelism; a program has none."""
+    while isinstance(model, paddle.nn.Layer) and (wrapped := wrapped_layer(model)) is not None:
+        model = wrapped
+    return model
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """Returns Paddle's optimizer inside fleetpipe's and Fleet's wrappers."""
+    return base_optimizer(getattr(optimizer, "wrapped", optimizer))
+
+
+class OptimizerState(SavedPart):
+    """The accumulators and master weights of the parameters whose state this process has.
+
+    Attributes:
+        kind: The type of the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
+        self._optimizer = unwrap(optimizer)
+        self._owned_by = optimizer if isinstance(optimizer, SavedOptimizer) else None
+        self._model = model
+        self._created: list[Tensor] = []
+        self._unsaved: list[Tensor] = []
+        self.kind = type(self._optimizer).__name__
+        _require_no_other_state(self._optimizer)
+
+    def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
+        for path, parameter in self._parameters():
+            yield from self._state(parameter, self._model.whole_name(path))
+
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
+        _require_kind(self.kind, saved)
+        names, there = self._model.saved_names(saved), _by_parameter(saved)
+        for path, parameter in self._parameters():
+            name = names[self._model.whole_name(path)]
+            if name not in there:
+                self._leave_out(parameter, name)
+            else:
+                self._create(parameter)
+                state = dict(self._state(parameter, name))
+                _require_kinds(name, set(state), there[name])
+                yield from state.items()
+
+    def settle(self) -> None:
+        """Removes the state of parameters that had none when the checkpoint was saved."""
+        super().settle()
+        for parameter in self._unsaved:
+            forget_state(self._optimizer, parameter)
+
+    def abandon(self) -> None:
+        """Removes the state that was created to be filled."""
+        for parameter in self._created:
+            forget_state(self._optimizer, parameter)
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yields the fully qualified name, group and value of each parameter with state here."""
+        named = {
+            id(local.tensor): (name, local) for name, local in self._model.parameters().items()
+        }
+        for group, parameters in enumerate(groups_of(self._optimizer)):
+            for parameter in parameters:
+                owns = self._owned_by is None or self._owned_by.owns_state(parameter)
+                if id(parameter) in named and owns:
+                    path, local = named[id(parameter)]
+                    yield path, (group, local)
+
+    def _leave_out(self, parameter: Any, name: str) -> None:
+        """Marks a parameter that has no state in the checkpoint."""
+        _, local = parameter
+        self._unsaved.append(local.tensor)
+
+    def _create(self, parameter: Any) -> None:
+        """Creates the state of a parameter that has none yet."""
+        group, local = parameter
+        if not state_of(self._optimizer, local.tensor.name):
+            self._created.append(local.tensor)
+            create_state(self._optimizer, group, [local.tensor])
+
+    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the state of a parameter, by its names in the checkpoint."""
+        _, local = parameter
+        for kind, tensor in state_of(self._optimizer, local.tensor.name).items():
+            # Powers of beta are one number, whatever a shard of the parameter has.
+            sharded = list(tensor.shape) == list(local.tensor.shape) and "pow" not in kind
+            yield state_name(path, kind), LocalTensor(tensor, local.cut if sharded else None)
+        master = master_weight_of(self._optimizer, local.tensor.name)
+        if master is not None:
+            yield TensorName(MASTER_WEIGHTS, path), LocalTensor(master, local.cut)
+
+
+def _require_no_other_state(optimizer: Optimizer) -> None:
+    """Refuses an optimizer around another, as LookAhead, or with tensors of its own.
+
+    Raises:
+        ConfigError: The script does not allow it.
+    """
+    job, kind = current_job(), type(optimizer)
+    allow = Allow() if job is None else job.allow
+    inner = [v for v in vars(optimizer).values() if isinstance(v, paddle.optimizer.Optimizer)]
+    if inner:
+        allow.refuse(
+            "optimizer",
+            kind.__name__,
+            f"no checkpoint has the state of what {kind.__name__} wraps, nor what it counts by "
+            "itself",
+            cause=f"it is around {type(inner[0]).__name__}, whose state is apart from its own",
+            fix="pass the optimizer inside of it to fleetpipe",
+        )
+    # What Paddle's optimizers keep, or PaddleNLP's, their own methods name.
+    stock = next((k for k in kind.__mro__ if k.__module__.partition(".")[0] in _PADDLES), object)
+    of_stock = names_in_class(stock)
+    for name, value in vars(optimizer).items():
+        if name not in of_stock and _has_tensors(value):
+            allow.refuse(
+                "state",
+                f"{kind.__name__}.{name}",
+                "no checkpoint has the tensors that an optimizer keeps by itself",
+                fix="keep them by its _add_accumulator, as Paddle's own do",
+            )
+
+
+def _has_tensors(value: object) -> bool:
+    """Whether there are tensors, other than parameters, in a value."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, paddle.Tensor) and not is_parameter(value)
+
+
+def _require_kind(kind: str, saved: Saved) -> None:
+    """Raises ``CheckpointError`` if the saved state is of another type of optimizer."""
+    # AdamW is Adam with another decay; their states are alike.
+    if saved.optimizer is None or saved.optimizer.rstrip("W") != kind.rstrip("W"):
+        raise CheckpointError(
+            "the checkpoint has no state of this optimizer",
+            expected=kind,
+            got=saved.optimizer or "no optimizer",
+            fix="build the optimizer that was saved, or restore the model without optimizer=",
+        )
+
+
+def state_name(path: str, kind: str) -> TensorName:
+    """Returns the name of one kind of state, as ``moment1``, of the parameter ``path``."""
+    return TensorName(OPTIMIZER, f"{path}/{kind}{_FIRST}")
+
+
+def _by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
+    """Returns the names of the saved state of each parameter."""
+    kinds: dict[str, set[TensorName]] = {}
+    for name in saved.tensors:
+        if name.group == OPTIMIZER:
+            kinds.setdefault(name.name.rpartition("/")[0], set()).add(name)
+        elif name.group == MASTER_WEIGHTS:
+            kinds.setdefault(name.name, set()).add(name)
+    return kinds
+
+
+def _require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
+    """Raises ``CheckpointError`` if the saved state of a parameter has other kinds."""
+    if kinds != saved:
+        raise CheckpointError(
+            f"the saved state of {path!r} is of an optimizer with other options",
+            expected=", ".join(sorted(map(str, kinds))) or "nothing",
+            got=", ".join(sorted(map(str, saved))) or "nothing",
+            fix="build the optimizer as it was when it was saved (amsgrad, multi_precision)",
+        )
+
+
+class ProgramState(NamedTensors):
+    """The parameters and running statistics of a program's stages.
+
+    Attributes:
+        program: The program's description of itself.
+    """
+
+    def __init__(self, program: ProgramSource) -> None:
+        super().__init__(program.parts)
+        self.program = program
+
+    def saved_names(self, saved: Saved) -> Mapping[str, str]:
+        """Returns the saved name of each tensor of the whole program."""
+        order = self.order()
+        if set(order) != set(saved.order) and not self.program.by_order:
+            missing_there = [name for name in order if name not in saved.order]
+            missing_here = [name for name in saved.order if name not in order]
+            raise ConfigError(
+                "the program and the checkpoint call parameters by other names",
+                expected=_names_text(missing_there, "of the program"),
+                got=_names_text(missing_here, "of the checkpoint"),
+                cause="Paddle counts the names of static parameters, and versions count otherwise",
+                fix='CheckpointManager(.., names={"name in the program": "name in the '
+                'checkpoint", ..}); names="order", where both declare the same layers in the '
+                "same order",
+            )
+        return super().saved_names(saved)
+
+    def optimizer(self, optimizer: Optimizer) -> ProgramOptimizer:
+        """Returns the state of the optimizer of the program's ``minimize``.
+
+        Raises:
+            ConfigError: ``optimizer`` is another one.
+        """
+        minimized_by = unwrap(self.program.minimized_by)
+        if unwrap(optimizer) is not minimized_by:
+            raise ConfigError(
+                "the program was minimized by another optimizer",
+                expected=f"that {type(self.program.minimized_by).__name__}, or what "
+                "fleet.distributed_optimizer made of it",
+                got=f"another {type(unwrap(optimizer)).__name__}",
+                fix="pass the optimizer of which minimize(loss) was called",
+            )
+        return ProgramOptimizer(self.program, self)
+
+
+class ProgramOptimizer(OptimizerState):
+    """The optimizer's variables for the parameters of this process."""
+
+    def __init__(self, program: ProgramSource, model: ProgramState) -> None:
+        super().__init__(program.minimized_by, model)
+        self._by_parameter = program.optimizer_state()
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        yield from self._by_parameter.items()
+
+    def _leave_out(self, parameter: Any, name: str) -> None:
+        if dict(self._state(parameter, name)):
+            raise CheckpointError(
+                f"the checkpoint has no state of the optimizer for {name!r}",
+                cause="it was saved before the first step, or did not train this parameter",
+                fix="restore the model alone right after the startup program has run: "
+                'only=("model",)',
+            )
+
+    def _create(self, parameter: Any) -> None:
+        """Does nothing: the startup program has allocated the variables."""
+
+    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
+        kinds, master = parameter
+        for kind, local in kinds.items():
+            yield state_name(path, kind), local
+        if master is not None:
+            yield TensorName(MASTER_WEIGHTS, path), master
+
+
+def _names_text(names: Sequence[str], whose: str) -> str:
+    shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
+    return f"{shown} {whose}" if names else f"nothing {whose}"

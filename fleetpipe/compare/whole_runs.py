@@ -1,0 +1,471 @@
+"""``fleetpipe parity --whole``: runs a whole script in several ways and compares what they leave.
+
+Each way runs in a folder of its own, and leaves a trail, files, and the lines that it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.arguments import using
+from fleetpipe.checkpoint.files.manifest import MANIFEST
+from fleetpipe.checkpoint.hash_command import digests_in
+from fleetpipe.compare import trail
+from fleetpipe.compare.trail import (
+    BEGIN,
+    CallRecord,
+    Changes,
+    Summary,
+    TrailComparison,
+    compare,
+    summaries,
+    unseeded,
+)
+from fleetpipe.errors import FleetPipeError, UsageError
+from fleetpipe.launch.script import script_words
+from fleetpipe.paddle_api import paddle
+
+#: A number with a decimal point: others count ranks and rows, and name the layout.
+_FLOAT = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+|\bnan\b|\binf\b")
+_NUMBER = re.compile(r"\d+")
+_TEXTS = {".csv", ".json", ".jsonl", ".log", ".md", ".txt", ".tsv", ".yaml", ".yml"}
+#: Of numbers in texts, which are rounded as they are written.
+_OF_TEXT = 1e-4
+
+Contents = Mapping[str, Mapping[str, Summary]]
+
+
+def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
+    """Returns what is in the files that a run has made or changed, by relative path.
+
+    A checkpoint of fleetpipe's counts by its tensors, since its files are those of the ranks.
+
+    Args:
+        folder: The working directory of the run.
+        before: The stamp of each file before the run, as :func:`stamps` returns them.
+    """
+    steps = [path.parent for path in sorted(folder.rglob(MANIFEST))]
+    contents: dict[str, Mapping[str, Summary]] = {}
+    for step in steps:
+        contents[str(step.relative_to(folder))] = _tensors_of(step)
+    for path, stamp in stamps(folder).items():
+        inside = any(step in path.parents for step in steps)
+        if before.get(path) != stamp and not inside and not path.name.startswith("."):
+            contents[str(path.relative_to(folder))] = _content(path)
+    return contents
+
+
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Returns time and size of each file below a folder."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            status = path.stat()
+            files[path] = status.st_mtime_ns, status.st_size
+    return files
+
+
+def _tensors_of(step: Path) -> Mapping[str, Summary]:
+    try:
+        return {name: Summary("tensor", digest) for name, digest in digests_in(step).items()}
+    except FleetPipeError as error:
+        return {"": Summary.of_plain(str(error))}
+
+
+def _content(path: Path) -> Mapping[str, Summary]:
+    if path.suffix in _TEXTS:
+        return dict(enumerate_lines(path.read_text("utf-8", errors="replace").splitlines()))
+    with suppress(Exception):  # of any kind: then its bytes are compared
+        if path.suffix in {".pdparams", ".pdopt", ".pdstates"}:
+            return summaries(paddle.load(str(path)))
+        if path.suffix in {".npy", ".npz"}:
+            loaded = np.load(path)
+            return summaries(dict(loaded) if path.suffix == ".npz" else loaded)
+    return {"": Summary.of_bytes("bytes", path.read_bytes())}
+
+
+def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
+    """Yields the lines of a text by what stands around their numbers, and how often it stood."""
+    seen: Counter[str] = Counter()
+    for line in lines:
+        around = _NUMBER.sub("#", _FLOAT.sub("#.#", line.strip()))
+        numbers = tuple(map(float, _FLOAT.findall(line)))
+        seen[around] += 1
+        yield f"{around} ({seen[around]})", Summary("text", repr(numbers), numbers)
+
+
+def texts_apart(one: Summary, other: Summary) -> bool:
+    """Whether the numbers of two lines differ by more than what is rounded as it is written."""
+    return one.distance(other) > _OF_TEXT
+
+
+#: A larger file is linked into a way's folder: nothing is copied that a script only reads.
+_COPIED_BYTES = 1 << 20
+#: A way that lasts longer than this many times the first one, and this many seconds, is ended.
+_SLOWER, _SECONDS = 20, 600
+#: The line of an error under its traceback, or of a refused command.
+_ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
+#: Seconds in which a process must end that is told to.
+_ENDING = 30
+#: Of a working directory; with more it is none that is meant to be copied.
+_MOST_FILES = 20_000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the script.
+
+    Attributes:
+        name: What the table calls it.
+        ranks: Processes.
+        options: Options of ``fleetpipe parity`` for the process that runs the script.
+        stop_after: Stops the script behind so many steps, and starts it once more; 0 does not.
+    """
+
+    name: str
+    ranks: int = 1
+    options: tuple[str, ...] = ()
+    stop_after: int = 0
+
+
+@dataclass
+class VariantRun:
+    """How a way ended.
+
+    Attributes:
+        folder: Holds the working directory, the trails and what was printed.
+        code: The exit code of the last start.
+        stamps: The files that were there before it.
+    """
+
+    way: Variant
+    folder: Path
+    code: int = 0
+    stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def working_directory(self) -> Path:
+        """The working directory of the script."""
+        return self.folder / "run"
+
+    def trail(self, start: int = 0) -> trail.Ranks:
+        """Returns the events of each rank in one start."""
+        return trail.read(self.folder / f"trail-{start}")
+
+    @cached_property
+    def printed(self) -> Mapping[str, Any]:
+        """The lines of all ranks, by what stands around their numbers."""
+        logs = sorted((self.folder / "logs").glob("workerlog.*")) or [self.folder / "stdout"]
+        lines_of_ranks: dict[str, Any] = {}
+        for log in logs:
+            lines = log.read_text("utf-8", errors="replace").splitlines()
+            lines_of_ranks = {**dict(enumerate_lines(lines)), **lines_of_ranks}
+        return lines_of_ranks
+
+    @cached_property
+    def files(self) -> Contents:
+        """What the script has written."""
+        return files_in(self.working_directory, self.stamps)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Returns what ``fleetpipe parity --report`` has written; nothing if it did not run."""
+        file = self.folder / "report.json"
+        return [*json.loads(file.read_text("utf-8"))] if file.is_file() else []
+
+    def error(self) -> str:
+        """Returns the line of the last error that it printed, or else its last line."""
+        lines = [line.strip() for line in self.tail(10_000).splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return (errors or lines or [""])[-1]
+
+    def tail(self, most: int = 8) -> str:
+        """Returns the last lines of what it printed, for an error."""
+        text = "".join(
+            (self.folder / name).read_text("utf-8", errors="replace")
+            for name in ("stdout", "stderr")
+        )
+        return "\n".join(text.splitlines()[-most:])
+
+
+def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) -> VariantRun:
+    """Runs a way to its end.
+
+    Args:
+        way: The way.
+        script: The script and its arguments, as on a command line.
+        folder: Is made for it.
+        limit: Seconds that it may take; None: as long as it takes.
+
+    Returns:
+        How it ended; 124 as code where it was ended by the limit.
+    """
+    done = VariantRun(way, folder)
+    _link_files(Path.cwd(), done.working_directory)
+    done.stamps = stamps(done.working_directory)
+    stops = [("--stop-after", str(way.stop_after)), ()] if way.stop_after else [()]
+    for start, stop in enumerate(stops):
+        command = [sys.executable, "-m", "fleetpipe", "parity", *way.options, *stop]
+        if "--report" not in way.options:
+            command += ["--record", str(folder / f"trail-{start}")]
+        if way.ranks > 1:
+            command += ["--nproc", str(way.ranks), "--log-dir", str(folder / "logs")]
+        done.code = _run_process([*command, *script], done, limit)
+        if done.code == 124:
+            break
+    return done
+
+
+def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) -> int:
+    with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=done.working_directory,
+            stdout=out,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            if process.poll() is None:  # its limit is over, or Ctrl-C came
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_ENDING)
+                process.kill()
+                process.wait()
+
+
+def limit_of(seconds: float) -> float:
+    """Returns the seconds that a way may take, from those that the first one took."""
+    return max(_SECONDS, _SLOWER * seconds)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Makes a folder like another: small files are copied, larger ones linked.
+
+    Raises:
+        UsageError: It has too many files.
+    """
+    placed = count(1)
+
+    def place(file: str, to: str) -> str:
+        if next(placed) > _MOST_FILES:
+            raise UsageError(
+                "each way runs in a copy of the current folder, which has too many files",
+                expected=f"at most {_MOST_FILES}",
+                got=str(source),
+                fix="run it in the folder of the script, with the data elsewhere",
+            )
+        if os.path.getsize(file) > _COPIED_BYTES:
+            os.symlink(os.path.realpath(file), to)
+        else:
+            shutil.copy2(file, to)
+        return to
+
+    def hidden(_: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith(".") or name == "__pycache__"]
+
+    shutil.copytree(
+        source, target, copy_function=place, ignore=hidden, ignore_dangling_symlinks=True
+    )
+
+
+@dataclass(frozen=True)
+class WayVerdict:
+    """A row of the verdict's table.
+
+    Attributes:
+        way: How the script ran.
+        passed: Whether nothing of it speaks against the script.
+        verdict: In words.
+    """
+
+    way: str
+    passed: bool
+    verdict: str
+
+
+def compare_ways(options: argparse.Namespace) -> int:
+    """Runs the script in each way, and prints a row for each.
+
+    Returns:
+        0 if every way agrees with the first, 1 if one does not.
+
+    Raises:
+        UsageError: The script fails by itself, or trains no pipeline.
+    """
+    with tempfile.TemporaryDirectory(prefix="fleetpipe-parity-") as folder:
+        rows = []
+        for row in _rows(options, Path(folder)):
+            rows.append(row)
+            print(f"parity: {row.way:<20} {row.verdict}", flush=True)
+    failed = [row.way for row in rows if not row.passed]
+    print("parity: " + (f"FAILED: {', '.join(failed)}" if failed else "every way agrees"))
+    if options.report:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        with using("--report", options.report, "a file that can be written"):
+            options.report.write_text(text, encoding="utf-8")
+    return 1 if failed else 0
+
+
+def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
+    script, ranks = _absolute(options), options.nproc
+    changes = [Changes.of(text) for text in options.also]
+    limited = () if options.steps is None else ("--steps", str(options.steps))
+    begin = time.monotonic()
+    first = run(Variant("one process", options=limited), script, folder / "first", None)
+    limit = limit_of(time.monotonic() - begin)
+    if first.code or not any(first.trail()):
+        raise UsageError(
+            "the script must run by itself before it is compared with itself",
+            got=f"exit code {first.code}, and {sum(map(len, first.trail()))} calls of a pipeline",
+            cause=first.tail(),
+            fix="run it by fleetpipe run until it ends with 0",
+        )
+    trained = first.trail()[0][-1].steps
+    yield WayVerdict("one process", True, f"{trained} steps, {len(first.trail()[0])} calls")
+
+    def done(number: int, way: Variant) -> VariantRun:
+        return run(way, script, folder / str(number), limit)
+
+    again = done(0, Variant("one process, again", options=limited))
+    judge = Judge(first, again)
+    yield judge.row(again)
+    if ranks > 1:
+        yield judge.row(done(1, Variant(f"{ranks} ranks", ranks, limited)))
+    way = Variant("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
+    yield _row_of_device(done(2, way))
+    if trained > 1:
+        way = Variant("stopped and resumed", 1, limited, stop_after=trained // 2)
+        yield judge.row_of_restart(done(3, way))
+    for number, change in enumerate(changes, 4):
+        way = Variant(change.text, change.ranks, (*limited, "--set", change.text))
+        yield judge.row(done(number, way))
+
+
+def _absolute(options: argparse.Namespace) -> list[str]:
+    """Returns the script and its arguments as they stand on a command line in another folder."""
+    words = script_words(options)
+    return words if words[0] == "-m" else [str(Path(words[0]).resolve()), *words[1:]]
+
+
+class Judge:
+    """Compares ways with the first one, by what that one does alike when it runs again."""
+
+    def __init__(self, first: VariantRun, again: VariantRun) -> None:
+        self._trail = first.trail()
+        self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()
+        self._lines = {
+            line: one
+            for line, one in first.printed.items()
+            if one.numbers and again.printed.get(line) == one
+        }
+        self._files = {
+            path: content
+            for path, content in first.files.items()
+            if again.files.get(path) == content
+        }
+
+    def row(self, done: VariantRun) -> WayVerdict:
+        """Returns the row of a way that ran to its end."""
+        wrong = self._of_end(done)
+        comparison = (
+            compare(self._trail, done.trail(), self._unseeded) if any(done.trail()) else None
+        )
+        return self._row(done, comparison, wrong)
+
+    def row_of_restart(self, done: VariantRun) -> WayVerdict:
+        """Returns the row of a way that was stopped in the middle, and started again."""
+        before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
+        wrong = self._of_end(done)
+        if not after:
+            return self._row(done, None, wrong or "the second start has trained nothing")
+        if compare(self._trail, [after], self._unseeded).first is None:
+            return WayVerdict(done.way.name, not wrong, wrong or "begins anew, in the same bits")
+        steps, expected = len(_steps_of(before)), _steps_of(self._trail[0])
+        begun = [replace(one, around={}) for one in after if one.call == BEGIN]
+        saved = [replace(one, state=expected[steps - 1].state) for one in begun if steps]
+        runs = [[*saved, *expected[steps:]]], [[*begun[: len(saved)], *_steps_of(after)]]
+        comparison = compare(*runs, self._unseeded)
+        return self._row(done, comparison, wrong)
+
+    def _of_end(self, done: VariantRun) -> str:
+        if done.code == 124:
+            return "did not end within the limit"
+        return f"exit code {done.code}: {done.error()}" if done.code else ""
+
+    def _row(self, done: VariantRun, comparison: TrailComparison | None, wrong: str) -> WayVerdict:
+        name = done.way.name
+        if comparison is None or wrong:
+            first = (
+                "" if comparison is None or comparison.first is None else f"{comparison.first}; "
+            )
+            return WayVerdict(name, False, f"DIFFERS: {first}{wrong or 'no call of a pipeline'}")
+        if comparison.first is not None and not comparison.rounding:
+            drawn = f"; not seeded: {', '.join(sorted(self._unseeded))}" if self._unseeded else ""
+            return WayVerdict(name, False, f"DIFFERS: {comparison.first}{drawn}")
+        beside = self._output_difference(done, exact=comparison.first is None)
+        if beside:
+            return WayVerdict(name, False, f"DIFFERS beside the calls: {beside}")
+        equal = f"{comparison.steps} steps, {comparison.calls} calls: equal "
+        how = (
+            "in every bit" if comparison.first is None else f"to rounding; first {comparison.first}"
+        )
+        return WayVerdict(name, True, equal + how)
+
+    def _output_difference(self, done: VariantRun, exact: bool) -> str:
+        """Returns the first difference in files or printed numbers; nothing if there is none.
+
+        Args:
+            done: How the way ended.
+            exact: Whether its calls have the same bits: else digests may differ, and numbers count.
+        """
+        for path, content in self._files.items():
+            other = done.files.get(path)
+            if other is None:
+                return f"{path} is not written"
+            for name, one in content.items():
+                if name not in other or ((one.numbers or exact) and texts_apart(one, other[name])):
+                    return f"{path} has another {name or 'content'}"
+        for line, one in self._lines.items():
+            printed = done.printed.get(line)
+            if printed is not None and texts_apart(one, printed):
+                return f"it prints {line!r} with {printed.digest}, not {one.digest}"
+        return ""
+
+
+def _steps_of(events: Sequence[CallRecord]) -> list[CallRecord]:
+    """Returns the events that train: what is evaluated around a stop may be done again."""
+    return [event for event in events if event.trains]
+
+
+def _row_of_device(done: VariantRun) -> WayVerdict:
+    reports = done.reports()
+    if not reports:
+        return WayVerdict(
+            done.way.name, True, f"not compared: {done.error().removeprefix('fleetpipe: ')}"
+        )
+    passed = all(report["passed"] for report in reports) and not done.code
+    bits = "equal in every bit" if all(one["bit_exact"] for one in reports) else "equal to rounding"
+    first = next((one["first_difference"] for one in reports if not one["passed"]), done.error())
+    return WayVerdict(done.way.name, passed, bits if passed else f"DIFFERS: {first}")

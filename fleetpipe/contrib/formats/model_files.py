@@ -1,0 +1,301 @@
+"""Models in files of other libraries: of ``paddle.save``, and folders of safetensors.
+
+Fleet's layer files, PaddleNLP's ``save_pretrained``, and folders of safetensors with an index:
+Hugging Face's, and unified checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+from fleetpipe import fleet_files
+from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
+from fleetpipe.checkpoint.files import tensors
+from fleetpipe.checkpoint.files.tensors import Holding, Inventory, indexes, plan_files
+from fleetpipe.contrib.formats.contents import (
+    SCHEDULER,
+    Checkpoint,
+    LazyTensor,
+    join_names,
+    lazy_array,
+    memory_of,
+    other_files,
+    paddle_tensor,
+    scheduler_in,
+    stored_tensor,
+    write_rest,
+)
+from fleetpipe.errors import CheckpointError, is_file_name, listed
+from fleetpipe.fleet_files import manifest
+from fleetpipe.fleet_files.manifest import LayerFile
+from fleetpipe.json_value import JsonValue, Source, read
+
+STATE_FILE = "model_state.pdparams"
+_LAYER_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
+
+
+def has_layer_files(folder: Path) -> bool:
+    """Whether a folder has such files."""
+    return any(folder.glob("layer_*-model_states.pdparams"))
+
+
+def read_layer_files(folder: Path) -> Checkpoint:
+    """Reads the indices of the files.
+
+    Raises:
+        CheckpointError: A file cannot be read, or holds a shard of its layer.
+    """
+    contents: dict[TensorName, LazyTensor] = {}
+    saved = manifest.save_in(folder)
+    files = [
+        (file.number, saved.path(name), file.shard)
+        for name in saved.paths
+        if (file := LayerFile.parse(name))
+    ]
+    for number, path, shard in sorted(files):
+        if shard:
+            raise CheckpointError(
+                "files of shards do not say how their layers were cut",
+                where=str(path),
+                fix="load them in a job of the same mp_degree by layers.set_state_dir(folder), "
+                "then save with a CheckpointManager",
+            )
+        saved.require(path.name)
+        for name, array in fleet_files.mapped(path).items():
+            full = TensorName(MODEL, f"{number}.{name}")
+            if full in contents:
+                raise CheckpointError(
+                    f"two files have {full}",
+                    where=str(path),
+                    cause="the folder has the files of two saves, with other numbers of chunks",
+                    fix="move the files of one of them away",
+                )
+            contents[full] = lazy_array(path, array)
+    return Checkpoint(contents)
+
+
+def write_layer_files(state: Checkpoint, folder: Path) -> None:
+    """Writes a model without shared layers; each layer has a file, even without parameters.
+
+    Raises:
+        CheckpointError: The model has shared layers, or other names than a list of layers; or a
+            tensor cannot be read.
+        OSError: A file cannot be written.
+    """
+    layers: dict[int, dict[str, LazyTensor]] = {}
+    for name, tensor in state.of(MODEL).items():
+        match = _LAYER_NAME.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{name!r} belongs to no single layer of a list",
+                cause="the layer is shared by several entries, or the model is not a PipelineLayer",
+                fix="restore the checkpoint in a job, then layers.save_state_dict(folder)",
+            )
+        layers.setdefault(int(match["layer"]), {})[match["name"]] = tensor
+    for layer in range(max(layers, default=-1) + 1):
+        read = {name: paddle_tensor(tensor) for name, tensor in layers.get(layer, {}).items()}
+        fleet_files.save(folder / LayerFile(layer).name, read)
+
+
+def is_state_file(folder: Path) -> bool:
+    """Whether a folder has such a file."""
+    return (folder / STATE_FILE).is_file()
+
+
+def read_state_file(folder: Path) -> Checkpoint:
+    """Reads the index of the file.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    return replace(read_state_dict(folder / STATE_FILE), files=other_files(folder, STATE_FILE))
+
+
+def read_state_dict(path: Path) -> Checkpoint:
+    """Reads the index of any file of a state dict.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds more than tensors.
+    """
+    contents = fleet_files.mapped(path)
+    foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
+    if foreign:
+        raise CheckpointError(
+            f"{path.name} is not a model's state dict",
+            where=str(path),
+            got=f"values that are no tensors: {listed(foreign)}",
+            fix="pass the file of model.state_dict() or full_state_dict()",
+        )
+    return Checkpoint({TensorName(MODEL, n): lazy_array(path, a) for n, a in contents.items()})
+
+
+def write_state_file(state: Checkpoint, folder: Path) -> None:
+    """Writes a model, and copies of the JSON files that were with it."""
+    tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
+    fleet_files.save(folder / STATE_FILE, tensors)
+    for file in state.files:
+        if file.suffix == ".json":
+            shutil.copy2(file, folder)
+
+
+GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+_INDEX = ".safetensors.index.json"
+_TRAINER = "trainer_state.json"
+_SOURCE = Source(
+    "this is no index of safetensors files",
+    CheckpointError,
+    "copy it again from where it was saved",
+)
+
+
+def is_there(folder: Path) -> bool:
+    """Whether a folder has a model in safetensors."""
+    return any([*folder.glob(f"{MODEL}{_INDEX}"), *folder.glob(f"{MODEL}*.safetensors")])
+
+
+def is_unified(folder: Path) -> bool:
+    """Whether the folder also has an optimizer."""
+    return is_there(folder) and any(folder.glob(f"{OPTIMIZER}*.safetensors*"))
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """Reads the indices and headers.
+
+    Raises:
+        CheckpointError: One is damaged, or they do not agree; the message names the file.
+    """
+    contents = {TensorName(g, name): one for g in GROUPS for name, one in _group(folder, g).items()}
+    for name, tensor in contents.items():
+        parameter = contents.get(TensorName(MODEL, name.name.rpartition("/")[0]), tensor)
+        if "moment" in name.name and parameter.described.shape != tensor.described.shape:
+            raise CheckpointError(
+                f"{name} has another shape than its parameter",
+                where=str(folder),
+                expected=str(parameter.described),
+                got=str(tensor.described),
+                cause="the Trainer stored the model for Hugging Face and the optimizer for Paddle",
+                fix="train with --save_to_hf false; --from huggingface reads the model alone",
+            )
+    step = None
+    if (folder / _TRAINER).is_file():
+        source = _SOURCE._replace(summary=f"{_TRAINER} is not what a Trainer writes")
+        step = read(folder / _TRAINER, source, lambda value: value["global_step"].count())
+    rest = other_files(folder, "*.safetensors", f"*{_INDEX}", SCHEDULER)
+    return Checkpoint(contents, step, scheduler_in(folder), rest, _sorted_names(contents))
+
+
+def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
+    """Returns the model's names if they are sorted, else none; an index or a dtype sorts them.
+
+    Then their order says nothing about the order in the model.
+    """
+    model = {n.name: -one.described.itemsize for n, one in contents.items() if n.group == MODEL}
+    in_order = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))
+    return tuple(model) if in_order else ()
+
+
+def read_model(folder: Path) -> Checkpoint:
+    """Reads the model only.
+
+    Raises:
+        CheckpointError: An error of :func:`read_folder`.
+    """
+    contents = {TensorName(MODEL, name): one for name, one in _group(folder, MODEL).items()}
+    rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
+    return Checkpoint(contents, None, None, rest, _sorted_names(contents))
+
+
+def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
+    index, single = folder / f"{group}{_INDEX}", folder / f"{group}.safetensors"
+    if index.is_file():
+        places = read(index, _SOURCE, _weight_map)
+    elif single.is_file():
+        places = dict.fromkeys(_layout(single, folder).tensors, single.name)
+    elif parts := sorted(folder.glob(f"{group}-*.safetensors")):
+        raise CheckpointError(
+            f"there is no {index.name}, which says what files of the {group} belong together",
+            where=str(folder),
+            got=join_names([part.name for part in parts]),
+            fix="copy it too from where it was saved",
+        )
+    else:
+        return {}
+    layouts = {file: _layout(folder / file, index) for file in dict.fromkeys(places.values())}
+    for name, file in places.items():
+        if name not in layouts[file].tensors:
+            raise tensors.damage(folder / file, f"no tensor {name!r}, which {index.name} has there")
+    unlisted = [n for f, layout in layouts.items() for n in layout.tensors if places.get(n) != f]
+    if unlisted:
+        raise tensors.damage(index, f"no place for {join_names(unlisted)}, which its files hold")
+    return {
+        name: stored_tensor(folder / file, layouts[file].tensors[name])
+        for name, file in places.items()
+    }
+
+
+def _weight_map(index: JsonValue) -> dict[str, str]:
+    quantized = index.get("ckpt_quant_stage")
+    if quantized is not None and quantized.content != "O0":
+        raise quantized.refused("an optimizer that is not quantized")
+    places = {name: file.text() for name, file in index["weight_map"].fields().items()}
+    if not places:
+        raise index["weight_map"].refused("names of tensors")
+    if not all(map(is_file_name, places.values())):
+        raise index["weight_map"].refused("names of files of the folder")
+    return places
+
+
+def _layout(path: Path, index: Path) -> tensors.Layout:
+    try:
+        return tensors.read_layout(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path.name} cannot be read, which {index.name} names",
+            where=str(path),
+            got=str(error),
+            fix="copy the whole folder from where it was saved",
+        ) from error
+
+
+def write_unified(state: Checkpoint, folder: Path) -> None:
+    """Writes a unified checkpoint for PaddleNLP and PaddleFormers."""
+    _write(state, folder, "np")
+    write_rest(state, folder)
+
+
+def write_huggingface(state: Checkpoint, folder: Path) -> None:
+    """Writes a model for libraries on PyTorch; a map supplies their names and shapes."""
+    _write(state, folder, "pt")
+    for file in state.files:
+        if file.suffix == ".json" and file.name != _TRAINER:
+            shutil.copy2(file, folder)
+
+
+def _write(state: Checkpoint, folder: Path, made_by: str) -> None:
+    holdings = {
+        name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
+    }
+    plan = plan_files([Inventory(holdings)])
+    for group, files in plan.groups.items():
+        for name in files:
+            layout = tensors.layout_of(
+                {n: one.tensor for n, one in plan.files[name].tensors.items()}, made_by
+            )
+            with FileIO(str(folder / name), "w") as file:
+                tensors.write_at(file, 0, layout.header)
+                for tensor_name, stored in layout.tensors.items():
+                    array = state.tensors[TensorName(group, tensor_name)].read()
+                    tensors.write(file, stored, None, memory_of(array))
+    for name, text in indexes(plan).items():
+        index = json.loads(text)
+        order = [n for n in state.of(name.removesuffix(_INDEX)) if n in index["weight_map"]]
+        index["weight_map"] = {n: index["weight_map"][n] for n in order}
+        (folder / name).write_text(json.dumps(index, indent=1), encoding="utf-8")

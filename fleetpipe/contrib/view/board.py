@@ -1,0 +1,445 @@
+"""The state of a job, combined from the records of its ranks, as watchers see it.
+
+A ``RunRecord`` is what is recorded of a run, live or in its folder; all questions are asked of it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fleetpipe.contrib.view.history import (
+    EVALUATED,
+    AttemptRecord,
+    History,
+    attempts_of,
+    read_history,
+)
+from fleetpipe.contrib.view.slow_ranks import SlowRank, SlowRanks
+from fleetpipe.errors import ConfigError
+from fleetpipe.job import run_files
+from fleetpipe.job.records import PARTS, Heard, RankRecord
+from fleetpipe.json_value import JsonValue, Source, parse, read
+
+if TYPE_CHECKING:
+    from fleetpipe.contrib.view.traced_ops import Pipeline
+
+
+#: The board of a job, in the folder of an attempt and in those of a run.
+FILE = "watch.json"
+#: A rank that was not heard for so long is called stopped; so is a job whose board stays as it is.
+SILENT_SECONDS = 0.6
+#: A job that has done no step for so many usual ones, and for so many seconds, is late.
+_STEPS, _LEAST_LATE = 3, 1.0
+#: Seconds from one board to the next.
+PERIOD = 0.2
+
+_SOURCE = Source("this is no board of a job", ConfigError, "watch a job of the same fleetpipe")
+
+
+@dataclass(frozen=True, order=True)
+class LastCheckpoint:
+    """The last checkpoint: its step, and the seconds since it was saved."""
+
+    step: int
+    age: float
+
+
+#: What a script gets.
+_STATUS = (
+    *("state", "step", "steps", "step_time", "samples_per_second", "eta_seconds", "shares"),
+    *("ranks", "slow", "restarts", "last_checkpoint"),
+)
+_OF_SLOW = ("rank", "what", "factor", "since")
+#: What stands in files of their own beside the board's.
+_BESIDE = ("history", "attempts")
+
+
+#: The history of a job that has done no step.
+_NONE = History()
+
+
+@dataclass(frozen=True)
+class JobBoard:
+    """The state of a job.
+
+    Attributes:
+        at: The time of this state, in seconds since 1970.
+        step: Steps that are done.
+        steps: Steps of the whole run; None if unknown.
+        step_time: Seconds of a step.
+        usual_step: The same, the median of the last steps.
+        samples_per_second: Samples per second of all replicas together.
+        ranks: The record of each rank.
+        slow: The ranks that are slow.
+        restarts: How often the job was restarted.
+        last_checkpoint: The last checkpoint; None if none was saved.
+        gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
+        news: What happened to the job, in words; empty if nothing did.
+        silence: Seconds in which nothing was heard of it.
+        history: The figures of its steps, and what happened.
+        attempts: The starts of the run, where it has a folder.
+    """
+
+    at: float
+    step: int = 0
+    steps: int | None = None
+    step_time: float = 0.0
+    usual_step: float = 0.0
+    samples_per_second: float = 0.0
+    ranks: tuple[RankRecord, ...] = ()
+    slow: tuple[SlowRank, ...] = ()
+    restarts: int = 0
+    last_checkpoint: LastCheckpoint | None = None
+    gradient_norm: float | None = None
+    news: str = ""
+    silence: float = 0.0
+    history: History = field(default=_NONE, compare=False, repr=False)
+    attempts: tuple[AttemptRecord, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds to the end of the run; None if unknown."""
+        if self.steps is None or not self.step_time:
+            return None
+        left = max(0, self.steps - self.step)
+        return None if left and self.state == "ended" else left * self.step_time
+
+    @property
+    def state(self) -> str:
+        """``starting``, ``running``, ``late``, ``stopped`` (some rank is, or all) or ``ended``."""
+        states = {rank.state for rank in self.ranks}
+        if states == {"ended"}:
+            return "ended"
+        if "stopped" in states:
+            return "stopped"
+        if self.is_late:
+            return "late"
+        return "running" if states & {"running", "waiting"} else "starting"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether steps are left, and no rank has done one for more than three usual ones."""
+        if self.steps is not None and self.step >= self.steps:
+            return False
+        ages = [rank.step_age for rank in self.ranks if rank.step_age is not None]
+        usual = self.usual_step or self.step_time
+        return bool(ages) and min(ages) > max(_STEPS * usual, _LEAST_LATE)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of wall time that a mean rank spends on each part; empty before two steps."""
+        measured = [rank.spent for rank in self.ranks if sum(rank.spent)]
+        each = [[part / sum(spent) for part in spent] for spent in measured]
+        return {part: fmean(shares) for part, shares in zip(PARTS, zip(*each))}
+
+    def content(self) -> dict[str, Any]:
+        """Returns the board without its history and attempts as a value of JSON."""
+        content = asdict(replace(self, history=_NONE, attempts=()))
+        return {name: value for name, value in content.items() if name not in _BESIDE}
+
+    def status(self) -> dict[str, Any]:
+        """Returns the figures for scripts, under keys that no version changes."""
+        more = {"state": self.state, "eta_seconds": self.eta_seconds, "shares": self.shares}
+        content = {**self.content(), **more}
+        content["slow"] = [{n: one[n] for n in _OF_SLOW} for one in content["slow"]]
+        content["ranks"] = [
+            {
+                **{name: getattr(rank, name) for name in ("rank", "stage", "state", "busy")},
+                "memory": rank.memory,
+                "last_step_age": rank.step_age,
+            }
+            for rank in self.ranks
+        ]
+        return {name: content[name] for name in _STATUS}
+
+    @classmethod
+    def of(cls, value: JsonValue) -> JobBoard:
+        """Reads a board from a value that :meth:`content` returned.
+
+        Raises:
+            ConfigError: The value is no board.
+        """
+        return value.record(
+            cls,
+            ranks=lambda ranks: tuple(map(RankRecord.read, ranks.items())),
+            slow=lambda slow: tuple(one.record(SlowRank) for one in slow.items()),
+            last_checkpoint=lambda saved: saved.record(LastCheckpoint),
+            gradient_norm=JsonValue.number,
+            history=History.of,
+            attempts=lambda value: (),
+        )
+
+    def seen_at(self, now: float) -> JobBoard:
+        """Returns the board as of ``now``, by the clock that made it; see :meth:`after`."""
+        return self.after(max(0.0, now - self.at))
+
+    def after(self, silence: float) -> JobBoard:
+        """Returns the board as of some seconds later, in which nothing was heard of the job.
+
+        After a silence its ranks count as stopped. A job that is stopped or late has neither a rate
+        nor an end, and the ranks for which others wait are slow.
+        """
+        dead = silence >= SILENT_SECONDS
+        heard = self._silent(silence) if dead else self
+        if heard.state == "ended" or not (dead or heard.is_late):
+            return heard
+        slow = heard.slow if dead else (*heard.slow, *heard._late_ranks())
+        return replace(heard, step_time=0.0, samples_per_second=0.0, slow=slow)
+
+    def _silent(self, silence: float) -> JobBoard:
+        ranks = tuple(
+            replace(
+                rank,
+                state=rank.state if rank.state == "ended" else "stopped",
+                step_age=None if rank.step_age is None else rank.step_age + silence,
+            )
+            for rank in self.ranks
+        )
+        saved = self.last_checkpoint
+        aged = None if saved is None else replace(saved, age=saved.age + silence)
+        return replace(self, ranks=ranks, last_checkpoint=aged, silence=silence)
+
+    def _late_ranks(self) -> Iterator[SlowRank]:
+        """Yields the ranks of a late job for which others wait, but for an evaluation."""
+        if any(rank.awaited is not None for rank in self.ranks):
+            for rank in self.ranks:
+                if rank.state == "running" and rank.step_age and rank.part != "evaluation":
+                    what = {"": "step", "saves": "save"}.get(rank.part, rank.part)
+                    factor = rank.step_age / (self.usual_step or self.step_time or rank.step_age)
+                    yield SlowRank(rank.rank, what, factor, "a usual step")
+
+
+def read_board(path: Path) -> JobBoard:
+    """Reads the file of a board, and what stands beside it.
+
+    Raises:
+        ConfigError: The file is missing, or is no board.
+    """
+    board = replace(read(path, _SOURCE, JobBoard.of), history=read_history(path.parent))
+    with suppress(OSError):
+        lines = run_files.read_lines(path.parent / run_files.ATTEMPTS).values
+        board = replace(board, attempts=tuple(attempts_of(lines)))
+    return board
+
+
+class BoardFile:
+    """The file of a board. A job that runs writes it again and again; one that does not is dead.
+
+    Only changes of the file count, and not the time in it: the clocks of two hosts may differ.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at: float | None = None
+        self._changed = 0.0
+
+    def __call__(self) -> JobBoard:
+        """Returns the board as of now. The first call waits for a change of the file.
+
+        Raises:
+            ConfigError: The file is missing, or is no board.
+        """
+        board = read_board(self._path)
+        if self._at is None:
+            self._at = board.at
+            deadline = time.monotonic() + SILENT_SECONDS
+            while board.at == self._at and board.state != "ended":
+                if time.monotonic() >= deadline:
+                    self._changed = time.monotonic() - max(SILENT_SECONDS, time.time() - board.at)
+                    break
+                time.sleep(PERIOD / 10)
+                board = read_board(self._path)
+        if board.at != self._at:
+            self._at, self._changed = board.at, time.monotonic()
+        if board.state == "ended":
+            return board.seen_at(time.time())
+        return board.after(time.monotonic() - self._changed)
+
+
+def board_of(text: str | bytes) -> JobBoard:
+    """Reads the text of a board; raises the errors of :func:`read_board`."""
+    return JobBoard.of(parse(text, _SOURCE))
+
+
+def checkpoint_of(record: RankRecord) -> LastCheckpoint | None:
+    """Returns the last checkpoint of a rank; None if it has saved none."""
+    if record.saved is None or record.saved_age is None:
+        return None
+    return LastCheckpoint(record.saved, record.saved_age)
+
+
+class Boards:
+    """Makes one board after another, and finds slow ranks from their steps."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._slow: SlowRanks | None = None
+
+    def next(self, heard: Mapping[int, Heard], now: float) -> JobBoard:
+        """Returns the state of the job.
+
+        Args:
+            heard: The last record of each rank, with the rows that came since the last board.
+            now: Seconds since 1970.
+        """
+        records = {rank: one.record for rank, one in heard.items()}
+        first = records[min(records)]
+        saved = max(filter(None, map(checkpoint_of, records.values())), default=None)
+        step_time, usual = (
+            median([getattr(one, name) for one in records.values() if one.step_time] or [0.0])
+            for name in ("step_time", "usual_step")
+        )
+        return JobBoard(
+            at=now,
+            step=min(one.step for one in records.values()),
+            steps=first.steps,
+            step_time=step_time,
+            usual_step=usual,
+            samples_per_second=first.samples / step_time if step_time else 0.0,
+            ranks=tuple(_state(heard[rank]) for rank in sorted(heard)),
+            slow=tuple(self._name_slow(records)),
+            last_checkpoint=saved,
+            gradient_norm=first.gradient_norm,
+        )
+
+    def _name_slow(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
+        if len(records) == 1:
+            return []  # slower than which other?
+        places = {rank: (one.stages, one.shard) for rank, one in records.items()}
+        if self._slow is None or places != self._places:
+            self._places, self._slow = places, SlowRanks(places)
+        return self._slow.add({rank: one.rows for rank, one in records.items()})
+
+
+def _state(heard: Heard) -> RankRecord:
+    record = heard.record
+    state = "running"
+    if heard.left:
+        state = "ended"
+    elif heard.silence > SILENT_SECONDS:
+        state = "stopped"
+    elif record.step_age is None:
+        state = "starting"
+    elif record.awaited is not None:
+        state = "waiting"
+    age = None if record.step_age is None else record.step_age + heard.silence
+    return replace(record, rows=(), state=state, step_age=age)
+
+
+#: Of any clock, in seconds since 1970.
+_LAST_MOMENT = 1e11
+
+
+class Series(NamedTuple):
+    """A figure by step.
+
+    Attributes:
+        steps: The steps, ascending.
+        values: The figure, NaN and infinities included.
+        times: Seconds since the run began; empty if unknown.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    times: Sequence[float]
+
+
+class Row(NamedTuple):
+    """The figures of one batch or one evaluation.
+
+    Attributes:
+        step: Batches trained by then, in all epochs.
+        epoch: Number of the epoch, from 0.
+        time: Seconds since 1970; 0 if the line has none.
+        figures: Values by name, NaN and infinities included.
+        lists: Lists with a value for each rank, by name.
+    """
+
+    step: int
+    epoch: int
+    time: float
+    figures: dict[str, float]
+    lists: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is recorded of a run: in its folder, or by a job that runs, which has its board alone.
+
+    Attributes:
+        name: The name of the folder, or of the job.
+        board: The last state of the job; if nobody wrote it, what its rows tell.
+        train: Rows of batches, by step; the later one of a step that was run twice.
+        evaluations: Rows of evaluations, by step.
+        about: ``run.json``; empty without that file.
+        pipeline: The predicted and the measured timelines; None if unknown.
+        notes: Texts about missing or damaged files, why, and what to do.
+        saved: The newest step of checkpoints in the folder, and the hash of its model.
+    """
+
+    name: str
+    board: JobBoard
+    train: Sequence[Row] = ()
+    evaluations: Sequence[Row] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    notes: Sequence[str] = ()
+    saved: tuple[int, str] | None = None
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """The figures by name, of evaluations as ``eval_loss``; rows know more than the board."""
+        series = {
+            name: Series(steps, values, self._elapsed_at(steps))
+            for name, (steps, values) in self.board.history.series().items()
+        }
+        for prefix, rows in (("", self.train), (EVALUATED, self.evaluations)):
+            for name in dict.fromkeys(name for row in rows for name in row.figures):
+                chosen = [row for row in rows if name in row.figures]
+                series[prefix + name] = Series(
+                    [row.step for row in chosen],
+                    [row.figures[name] for row in chosen],
+                    self.elapsed(chosen),
+                )
+        return series
+
+    @property
+    def points(self) -> dict[str, list[tuple[int, float]]]:
+        """The steps and figures by name, without the gaps of what is unknown."""
+        gaps = set(self.board.history.unknown().values())
+        return {
+            name: [(x, y) for x, y in zip(one.steps, one.values) if x not in gaps]
+            for name, one in self.series.items()
+        }
+
+    def _elapsed_at(self, steps: Sequence[int]) -> list[float]:
+        """Returns how long the run had lasted at each step, as the rows tell; empty if unknown."""
+        ends = [row.step for row in self.train]
+        times = self.elapsed(self.train)
+        return [times[max(0, bisect_right(ends, step) - 1)] for step in steps] if times else []
+
+    def elapsed(self, rows: Sequence[Row]) -> list[float]:
+        """Returns how long the run had lasted at each row; an empty list if unknown."""
+        begun = [each.began for each in self.board.attempts[:1]]
+        moments = [*begun, *(row.time for row in self.train[:1])]
+        begin = min(filter(_is_moment, moments), default=0.0)
+        if not begin or not all(_is_moment(row.time) for row in rows):
+            return []
+        return [max(0.0, row.time - begin) for row in rows]
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Returns a part of ``run.json``; empty if there is none of that name."""
+        value = self.about.get(name)
+        return value if isinstance(value, dict) else {}
+
+
+def _is_moment(value: float) -> bool:
+    return 0 < value < _LAST_MOMENT

@@ -1,0 +1,253 @@
+"""The figures of a run by step, its attempts, and what happened to it, in bounded memory.
+
+Of the attempts ``lives.jsonl`` says when each began and how it ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.json_value import JsonValue, Source, read
+
+#: The exit code of what Ctrl-C has ended.
+INTERRUPTED = 130
+
+
+@dataclass
+class AttemptRecord:
+    """One start of a run.
+
+    Attributes:
+        began: Seconds since 1970.
+        step: Steps that the run had done before.
+        ended: Seconds since 1970; None if not recorded.
+        last_step: The step in which it failed, or the number of steps done or saved at its end.
+        outcome: How it ended, in words; empty if not recorded.
+        details: The last output of the rank that failed.
+        failed: Whether some rank failed.
+        finished: Whether the training was completed.
+    """
+
+    began: float
+    step: int
+    ended: float | None = None
+    last_step: int | None = None
+    outcome: str = ""
+    details: str = ""
+    failed: bool = False
+    finished: bool = False
+
+
+def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
+    """Returns the attempts recorded in the lines of ``lives.jsonl``, in order.
+
+    Several trainings of one process are one attempt.
+    """
+    attempts: list[AttemptRecord] = []
+    current: object = None
+    for line in lines:
+        if line.get("event") == "begin":
+            process = (line.get("process"), line.get("life"))
+            if process != current or not attempts:
+                attempts.append(
+                    AttemptRecord(_number(line.get("time")), int(_number(line.get("step"))))
+                )
+            current = process
+            attempts[-1].ended = None
+        elif line.get("event") == "end" and attempts:
+            _end(attempts[-1], line)
+    return attempts
+
+
+def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
+    attempt.ended = _number(line.get("time"))
+    code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
+    attempt.finished = code == 0 and saved is None
+    interrupted = code == INTERRUPTED
+    attempt.failed = not attempt.finished and not interrupted and saved is None
+    last = step if saved is None else saved
+    attempt.last_step = int(_number(last)) if _is_usable(last) else None
+    if attempt.finished:
+        attempt.outcome = "finished"
+    elif saved is not None:
+        why = "interrupted" if interrupted else "asked to stop"
+        attempt.outcome = f"{why}, and saved {attempt.last_step} steps"
+    elif interrupted:
+        attempt.outcome = "interrupted"
+    else:
+        attempt.outcome = str(line.get("culprit") or f"ended with {code}")
+        attempt.details = str(line.get("details") or "")
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_usable(value) else 0.0
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e15
+
+
+#: The history of a job, beside its board.
+FILE = "watch-history.json"
+#: Rows that are kept; of more, each two become one.
+MOST = 600
+#: Events that are kept, the newest ones.
+MOST_EVENTS = 100
+#: Names of a row's figures begin so if an evaluation has measured them.
+EVALUATED = "eval_"
+
+_SOURCE = Source("this is no history of a job", ConfigError, "remove it: the job writes another")
+
+
+class HistoryRow(NamedTuple):
+    """The figures of a step, or of as many steps as a row stands for, by name."""
+
+    step: int
+    figures: Mapping[str, float]
+
+
+class RunEvent(NamedTuple):
+    """What happened to a run, once or several times in a row.
+
+    Attributes:
+        time: Seconds since 1970, at the last time.
+        step: Steps that were done by then.
+        kind: ``start``, ``restart``, ``healed``, ``save``, ``allowed``, ``warning``, ``slow``,
+            ``nan`` or ``mixed``.
+        text: What happened, in words.
+        since: Steps that were done when it began, or at the first time.
+        times: How many times it happened.
+    """
+
+    time: float
+    step: int
+    kind: str
+    text: str
+    since: int
+    times: int = 1
+
+    def __str__(self) -> str:
+        steps = f"step {self.step:,}"
+        if self.since < self.step:
+            steps = f"steps {self.since:,} to {self.step:,}"
+        return f"{steps}: {self.text}" + (f", {self.times} times" if self.times > 1 else "")
+
+
+class History:
+    """Figures by step: a row for each step, or for more of them where there would be too many rows.
+
+    A row has the last figure of its steps; a NaN or an infinity among them stays.
+
+    Attributes:
+        events: What happened, the newest last.
+        stride: How many steps a row stands for.
+        last: The last step; 0 without one.
+    """
+
+    def __init__(
+        self, rows: Iterable[HistoryRow] = (), stride: int = 1, events: Iterable[RunEvent] = ()
+    ) -> None:
+        self.stride, self.last = stride, 0
+        self.events: tuple[RunEvent, ...] = tuple(events)[-MOST_EVENTS:]
+        # A row is never changed, so that other threads may read it.
+        self._rows: dict[int, Mapping[str, float]] = {}
+        for row in rows:
+            self.add(*row)
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        """Adds figures of a step, from 1.
+
+        What was known of later steps is dropped: the run goes on from a checkpoint.
+        """
+        place = (max(1, step) - 1) // self.stride
+        if step < self.last:
+            kept = {at: row for at, row in self._rows.items() if at < place}
+            self._rows, self.stride = kept, self.stride if kept else 1
+            place = (max(1, step) - 1) // self.stride
+        self.last = step
+        self._rows[place] = _join(self._rows.get(place, {}), figures)
+        if len(self._rows) > MOST:
+            halved: dict[int, Mapping[str, float]] = {}
+            for at, row in self._rows.items():
+                halved[at // 2] = _join(halved.get(at // 2, {}), row)
+            self._rows, self.stride = halved, 2 * self.stride
+
+    def add_event(self, event: RunEvent) -> None:
+        """Adds an event; one that is as the last one is counted with that."""
+        *earlier, last = self.events or (None,)
+        if last is not None and (last.kind, last.text) == (event.kind, event.text):
+            times = last.times + event.times
+            event = event._replace(since=min(last.since, event.since), times=times)
+        elif last is not None:
+            earlier.append(last)
+        self.events = (*earlier[1 - MOST_EVENTS :], event)
+
+    def rows(self) -> list[HistoryRow]:
+        """Returns the rows, each with its last step."""
+        ends = ((self.stride * (at + 1), row) for at, row in list(self._rows.items()))
+        return [HistoryRow(min(self.last, step), row) for step, row in ends]
+
+    def series(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Returns steps and values of each figure; NaN stands at the steps of :meth:`unknown`."""
+        series: dict[str, tuple[list[int], list[float]]] = {}
+        gaps = self.unknown()
+        for step, figures in self.rows():
+            for name, value in figures.items():
+                steps, values = series.setdefault(name, ([], []))
+                if step in gaps and steps:
+                    steps.append(gaps[step])
+                    values.append(math.nan)
+                steps.append(step)
+                values.append(value)
+        return series
+
+    def unknown(self) -> dict[int, int]:
+        """Returns a step of which nothing is known, by the next one that has figures."""
+        steps = [0, *(row.step for row in self.rows())]
+        pairs = itertools.pairwise(steps)
+        return {step: x + self.stride for x, step in pairs if step - x > 2 * self.stride}
+
+    def content(self) -> dict[str, Any]:
+        """Returns the history as a value of Python's JSON, which has NaN and infinities."""
+        rows = [[step, {**row}] for step, row in self.rows()]
+        return {"stride": self.stride, "rows": rows, "events": list(map(list, self.events))}
+
+    @classmethod
+    def of(cls, value: JsonValue) -> History:
+        """Reads a history from a value that :meth:`content` returned.
+
+        Raises:
+            ConfigError: The value is no history.
+        """
+        rows, stride = value["rows"].items(), value["stride"].count()
+        if len(rows) > MOST or not stride:
+            raise value.refused(f"at most {MOST} rows")
+        events = value.get("events")  # missing in those of earlier versions
+        return cls(
+            (row.row(HistoryRow, figures=_figures) for row in rows),
+            stride,
+            () if events is None else (event.row(RunEvent) for event in events.items()),
+        )
+
+
+def _figures(value: JsonValue) -> dict[str, float]:
+    return {name: figure.number() for name, figure in value.fields().items()}
+
+
+def _join(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:
+    strange = {name: value for name, value in earlier.items() if not math.isfinite(value)}
+    return {**earlier, **later, **strange}
+
+
+def read_history(folder: Path) -> History:
+    """Reads the history in a folder; an empty one if there is none, or a damaged one."""
+    with suppress(ConfigError):
+        return read(folder / FILE, _SOURCE, History.of)
+    return History()

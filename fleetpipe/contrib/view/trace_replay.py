@@ -1,0 +1,345 @@
+"""Computes when each operation of a step ends, and where the time of the steps went.
+
+An operation begins when the one before it on its stream has ended, and its inputs have arrived:
+computations of a rank are one stream, in the order of the trace, and so is each kind of transfer. A
+computation waits for its receive, a send for its computation, a collective for the computations
+whose gradients it reduces, and the optimizer for the collectives. A send and its receive, and the
+replicas of a collective, begin together and then take their transfer time. A trace without
+transfers is replayed as if these took no time. Launch delays count as nothing.
+
+fleetpipe's own ranks have one thread: all operations of a rank are one stream, and a send does not
+wait for its receive.
+
+The account of the steps has rows whose sum is the measured step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe.contrib.view.traced_ops import (
+    COLLECTIVES,
+    COMMUNICATIONS,
+    TRANSFERS,
+    TracedOperation,
+)
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.records import BETWEEN
+from fleetpipe.json_value import JsonValue, Source
+
+#: ``[operations, cases]``: what each operation takes in each of several cases, in seconds.
+Durations = np.ndarray
+
+
+class ReplayedStep:
+    """The operations of one step, and the operations that each waits for.
+
+    Attributes:
+        operations: The operations, in the order of the trace.
+        transfer_times: [operations]; seconds of each without waits: a communication counts from the
+            begin of the last of its group to its own end.
+        span: Seconds from the end of the step before, or the begin of the first one, to its end.
+        follows: Whether the step before is in the trace.
+    """
+
+    def __init__(self, operations: Iterable[TracedOperation], one_thread: bool = False) -> None:
+        """Finds the dependencies of the operations.
+
+        Args:
+            operations: The operations of one step.
+            one_thread: Whether all operations of a rank are one stream, as in fleetpipe's traces.
+
+        Raises:
+            ConfigError: The order of the trace is impossible: operations wait in a circle.
+        """
+        self.operations = sorted(operations, key=lambda one: one.start)
+        groups = _groups(self.operations)
+        needs = _needs(self.operations, one_thread)
+        together = {index: group for group in groups for index in group}
+        if one_thread:
+            sends = [i for i, one in enumerate(self.operations) if one.kind.endswith("-send")]
+            together = {i: group for i, group in together.items() if i not in set(sends)}
+        self._waits = [
+            sorted({need for member in together.get(index, (index,)) for need in needs[member]})
+            for index in range(len(self.operations))
+        ]
+        try:
+            self._order = list(TopologicalSorter(dict(enumerate(self._waits))).static_order())
+        except CycleError as error:
+            first = self.operations[error.args[1][0]]
+            raise ConfigError(
+                "operations of the trace wait for each other in a circle",
+                where=f"step {first.step}, replica {first.replica}, stage {first.stage}, "
+                f"{first.kind} of micro-batch {first.micro_batch}",
+                cause="the clocks of the ranks differ, or two operations have one name",
+                fix="give starts on one clock, and each operation once",
+            ) from error
+        self.follows = False
+        self.span = max(one.end for one in self.operations) - self.operations[0].start
+        self.transfer_times = np.array([one.duration for one in self.operations])
+        for index, group in together.items():
+            begun = max(self.operations[member].start for member in group)
+            self.transfer_times[index] = max(self.operations[index].end - begun, 0)
+
+    def time(self, durations: Durations) -> np.ndarray:
+        """Returns how long the step takes, for each case, in seconds.
+
+        Args:
+            durations: [operations, cases].
+        """
+        longest: np.ndarray = self.ends(durations).max(axis=0)
+        return longest
+
+    def ends(self, durations: Durations) -> np.ndarray:
+        """Returns when each operation ends, in seconds from the begin of the step.
+
+        Args:
+            durations: [operations, cases], as in the result.
+        """
+        ends = np.zeros_like(durations)
+        for index in self._order:
+            waits = self._waits[index]
+            if waits:
+                np.add(ends[waits].max(axis=0), durations[index], out=ends[index])
+            else:
+                ends[index] = durations[index]
+        return ends
+
+
+def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) -> list[ReplayedStep]:
+    """Returns the steps of a trace, in order; see :class:`ReplayedStep`."""
+    by_step: defaultdict[int, list[TracedOperation]] = defaultdict(list)
+    for operation in operations:
+        by_step[operation.step].append(operation)
+    steps = [ReplayedStep(by_step[number], one_thread) for number in sorted(by_step)]
+    for before, step in itertools.pairwise(steps):
+        first = step.operations[0]
+        if one_thread and first.step == before.operations[0].step + 1:
+            step.follows = True
+            step.span += max(0.0, first.start - max(one.end for one in before.operations))
+    return steps
+
+
+def _groups(operations: Sequence[TracedOperation]) -> list[list[int]]:
+    """Returns the operations that end together: a send and its receive, a whole collective."""
+    members: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+    repeats: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    for index, one in enumerate(operations):
+        if one.kind in TRANSFERS:
+            way, end = one.kind.split("-")
+            down = (way == "forward") == (end == "send")
+            edge = one.part if down else one.part - 1
+            members[way, one.replica, edge, one.micro_batch].append(index)
+        elif one.kind in COLLECTIVES:
+            name = one.kind, one.stage, one.part, one.micro_batch
+            repeats[name, one.replica] += 1
+            again = (*name, repeats[name, one.replica])
+            members[again].append(index)
+    return [group for group in members.values() if len(group) > 1]
+
+
+def _stream(one: TracedOperation, one_thread: bool) -> tuple[object, ...]:
+    if one_thread:
+        return one.rank
+    if one.kind in TRANSFERS:
+        return (*one.rank, one.kind)
+    return (*one.rank, "collectives" if one.kind in COLLECTIVES else "computations")
+
+
+def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
+    """Returns for each operation those that it waits for, without those of its group."""
+    last: dict[tuple[object, ...], int] = {}
+    needs: list[list[int]] = []
+    places = _places(operations)
+    for index, one in enumerate(operations):
+        stream = _stream(one, one_thread)
+        needs.append([last[stream]] if stream in last else [])
+        last[stream] = index
+    parts = 1 + max((one.part for one in operations), default=0)
+    for index, one in enumerate(operations):
+        needs[index] += _inputs(one, places, parts)
+        if one.kind in COLLECTIVES:
+            needs[index] += _before_collective(one, operations, places)
+    _wait_for_collectives(operations, needs)
+    return needs
+
+
+def _places(operations: Sequence[TracedOperation]) -> Mapping[tuple[object, ...], int]:
+    """Returns the index of each computation and transfer; a fused one has several names."""
+    return {
+        (kind, one.replica, one.part, one.micro_batch): index
+        for index, one in enumerate(operations)
+        for kind in one.kind.split("|")
+    }
+
+
+def _inputs(
+    one: TracedOperation, places: Mapping[tuple[object, ...], int], parts: int
+) -> list[int]:
+    """Returns the operations whose values a computation or a send needs."""
+
+    def place(kind: str, part: int) -> int | None:
+        return places.get((kind, one.replica, part, one.micro_batch))
+
+    def first(*candidates: int | None) -> list[int]:
+        return next(([index] for index in candidates if index is not None), [])
+
+    if one.kind == "forward-send":
+        return first(place("F", one.part))
+    if one.kind == "backward-send":
+        return first(place("I", one.part), place("B", one.part))
+    if one.kind.split("|")[0] == "F":
+        return first(place("forward-recv", one.part), place("F", one.part - 1))
+    if one.kind == "W":
+        return first(place("I", one.part))
+    if one.kind not in ("B", "I"):
+        return []
+    after = one.part + 1
+    if after == parts:
+        return first(place("F", one.part))
+    received = place("backward-recv", one.part)
+    return first(received, place("I", after), place("B", after))
+
+
+def _before_collective(
+    one: TracedOperation,
+    operations: Sequence[TracedOperation],
+    places: Mapping[tuple[object, ...], int],
+) -> list[int]:
+    """Returns the backwards whose gradients a collective of gradients reduces."""
+    if not one.kind.startswith("grads"):
+        return []
+    return [
+        index
+        for (kind, replica, part, _), index in places.items()
+        if kind in ("B", "W") and (replica, part) == (one.replica, one.part)
+    ]
+
+
+def _wait_for_collectives(operations: Sequence[TracedOperation], needs: list[list[int]]) -> None:
+    """Makes forwards wait for their parameters, and the optimizer for the gradients."""
+    gathered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    reduced: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    stepped: dict[tuple[int, int], int] = {}
+    for index, one in enumerate(operations):
+        if one.kind == "params-all-gather":
+            gathered[one.replica, one.part].append(index)
+            needs[index] += [stepped[one.rank]] if one.rank in stepped else []
+        elif one.kind in COMMUNICATIONS - TRANSFERS:
+            reduced[one.rank].append(index)
+        elif one.kind == "optimizer":
+            needs[index] += reduced[one.rank]
+            stepped[one.rank] = index
+        elif one.kind.split("|")[0] == "F":
+            # One that comes after the optimizer is for the next step.
+            needs[index] += gathered[one.replica, one.part]
+
+
+#: The rows of time in which a rank had no processor.
+QUEUEING, LIMITED, STOLEN = "queueing for a core", "stopped by a limit", "stolen by the host"
+WAITING, OUTSIDE = "waiting for messages", "outside of operations"
+_SOURCE = Source("this is no trace of fleetpipe's", ConfigError, "trace the run again")
+
+
+class Machine(NamedTuple):
+    """What a trace says of the machine that ran it.
+
+    Attributes:
+        ranks: How many ranks each host has.
+        processors: How many processors these may use.
+        limited: Seconds of each step that a container's limit took.
+        stolen: Seconds of each step that the hypervisor took.
+        load: Threads that ran or waited for a processor, in the last minute.
+        between: Seconds on each of ``BETWEEN`` before each step; empty of older traces.
+    """
+
+    ranks: tuple[int, ...] = ()
+    processors: tuple[int, ...] = ()
+    limited: tuple[float, ...] = ()
+    stolen: tuple[float, ...] = ()
+    load: float = 0.0
+    between: Mapping[str, Sequence[float]] = {}
+
+    @property
+    def sentence(self) -> str:
+        """Says that ranks share processors; empty if each may have its own."""
+        for ranks, processors in zip(self.ranks, self.processors):
+            if processors < ranks:
+                if processors == 1:
+                    return f"Nothing overlaps, since {ranks} ranks share one core."
+                return f"At most {processors} of {ranks} ranks compute at a time: they share cores."
+        return ""
+
+
+def machine_of(document: Mapping[str, Any]) -> Machine:
+    """Reads what a trace says of its machine; nothing of an older one.
+
+    Raises:
+        ConfigError: It is no such record.
+    """
+    other = document.get("otherData")
+    content = other.get("machine", {}) if isinstance(other, dict) else {}
+    return JsonValue(content, _SOURCE, "otherData.machine").record(
+        Machine,
+        between=lambda parts: {name: each.figures() for name, each in parts.fields().items()},
+    )
+
+
+def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
+    """Returns the seconds of a mean step by what a mean rank did; their sum is the step."""
+    ranks = {one.rank for step in steps for one in step.operations}
+    rows: defaultdict[str, list[float]] = defaultdict(list)
+    for number, step in enumerate(steps):
+        limited = (*machine.limited, *[0.0] * len(steps))[number]
+        stolen = (*machine.stolen, *[0.0] * len(steps))[number]
+        for rank in ranks:
+            operations = [one for one in step.operations if one.rank == rank]
+            work = [one for one in operations if one.kind not in COMMUNICATIONS]
+            computing, all_of_it = _seconds_of(work), _seconds_of(operations)
+            in_work, in_all = (sum(one.queued for one in each) for each in (work, operations))
+            by_limit = min(limited, in_all)
+            by_others = min(stolen, computing - in_work)
+            rows["computing"].append(computing - in_work - by_others)
+            rows[WAITING].append(all_of_it - computing - (in_all - in_work))
+            rows[QUEUEING].append(in_all - by_limit)
+            rows[LIMITED].append(by_limit)
+            rows[STOLEN].append(by_others)
+            rows[OUTSIDE].append(step.span - all_of_it)
+    return {name: fmean(seconds) for name, seconds in rows.items()}
+
+
+def shares_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
+    """Returns the share of a mean step that a mean rank spends on each of ``PARTS``.
+
+    A step lasts from the end of the step before to its own; those that no step precedes in the
+    trace are left out. Empty of a trace that does not say what passed between two steps.
+    """
+    numbers = [number for number, step in enumerate(steps) if step.follows]
+    if not machine.between or not numbers:
+        return {}
+    following = [steps[number] for number in numbers]
+    between = {
+        part: fmean((*machine.between.get(part, ()), *[0.0] * len(steps))[n] for n in numbers)
+        for part in BETWEEN
+    }
+    waiting = account_of(following, Machine())[WAITING]
+    step = fmean(one.span for one in following)
+    compute = max(0.0, step - waiting - sum(between.values()))
+    spent = {"compute": compute, "waiting": waiting, **between}
+    return {part: seconds / (sum(spent.values()) or 1.0) for part, seconds in spent.items()}
+
+
+def _seconds_of(operations: Iterable[TracedOperation]) -> float:
+    """Returns the seconds in which one or several of the operations ran."""
+    seconds, until = 0.0, float("-inf")
+    for one in operations:
+        seconds += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return seconds

@@ -1,0 +1,388 @@
+"""Reads the operations of fleetpipe's traces and of tables: what ran when on which rank.
+
+With a schedule's text they are the predicted and measured timelines of a pipeline.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError, PackageNotFound
+from fleetpipe.extras import INSTALLED_BY
+from fleetpipe.schedules import Action, Fused, Placement, Recv, Schedule, Send, SliceNumber
+from fleetpipe.schedules.action import parts
+from fleetpipe.schedules.forms.trace import (
+    Event,
+    caveat,
+    device_of,
+    events_of,
+    median_step,
+    steps_of,
+    tracks_of,
+)
+
+#: Columns that a table has to have; ``replica``, ``chunk`` and ``micro_batch`` are 0 without one.
+COLUMNS = ("step", "replica", "stage", "chunk", "kind", "micro_batch", "start", "duration")
+_OPTIONAL = ("replica", "chunk", "micro_batch")
+
+#: Kinds that several ranks end together: a pair of neighbours, or all replicas of a stage.
+TRANSFERS = frozenset({"forward-send", "forward-recv", "backward-send", "backward-recv"})
+COLLECTIVES = frozenset({"grads-reduce-scatter", "grads-all-reduce", "params-all-gather"})
+COMMUNICATIONS = TRANSFERS | COLLECTIVES
+
+#: Kinds by the spellings of published traces.
+KINDS: Mapping[str, str] = {
+    "forward-compute": "F",
+    "forward": "F",
+    "f": "F",
+    "backward-compute": "B",
+    "backward": "B",
+    "b": "B",
+    "i": "I",
+    "w": "W",
+    **{kind: kind for kind in (*sorted(COMMUNICATIONS), "optimizer")},
+}
+
+#: The largest number of a table.
+_MOST = 1e18
+
+#: Most that the engine takes between two operations of a rank.
+_ENGINE_SECONDS = 1e-3
+
+
+class TracedOperation(NamedTuple):
+    """One operation of a rank.
+
+    Attributes:
+        step: The step that it belongs to.
+        replica: The replica of the rank, 0 if there is only one.
+        stage: The rank's number in its pipeline.
+        part: The model part, numbered along the model: stage c * p + s of a loop.
+        kind: F, B, I, W, one of ``COMMUNICATIONS``, "optimizer", or any other computation.
+        micro_batch: The micro-batch, or a slice of one.
+        start: When it began, in seconds.
+        duration: Seconds until its end, waits included.
+        early: How many actions that stand before it in the schedule began later on its rank.
+        queued: Seconds of it in which its rank waited for a processor.
+    """
+
+    step: int
+    replica: int
+    stage: int
+    part: int
+    kind: str
+    micro_batch: int
+    start: float
+    duration: float
+    early: int = 0
+    queued: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """When it ended."""
+        return self.start + self.duration
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its replica and stage."""
+        return self.replica, self.stage
+
+
+def read_columns(path: str | Path) -> list[TracedOperation]:
+    """Reads a table with a row for each operation, from CSV or (``.parquet``) Parquet.
+
+    Other columns are ignored; an unknown kind is a computation.
+
+    Raises:
+        ConfigError: A column is missing, or a value is not a number.
+        PackageNotFound: Parquet needs pyarrow.
+        OSError: The file cannot be read.
+    """
+    rows = _parquet(path) if Path(path).suffix == ".parquet" else _csv(path)
+    operations = [_operation(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    if not operations:
+        raise ConfigError("the table has no rows", where=str(path), fix="give one of a whole step")
+    ranks = 1 + max(operation.stage for operation in operations)
+    return [one._replace(part=one.part * ranks + one.stage) for one in operations]
+
+
+def read_trace(path: str | Path) -> list[TracedOperation]:
+    """Reads the measured operations from the ``trace.json`` of a traced run.
+
+    Raises:
+        ConfigError: It is not a trace of fleetpipe.
+        OSError: The file cannot be read.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        operations = [
+            operation
+            for track, events in tracks_of(document).items()
+            if track != "predicted"
+            for event in events
+            for operation in _operations_of(event)
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            "this is no trace of fleetpipe's",
+            where=str(path),
+            cause=f"{type(error).__name__}: {error}",
+            fix="give the trace.json that fleetpipe_configs['trace'] writes, or --columns "
+            "for a table",
+        ) from error
+    if not operations:
+        raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
+    stepped = _number_steps(_number_slices(operations))
+    numbers = steps_of(document, 1 + max(one.step for one in stepped), first=0)
+    return [one._replace(step=numbers[one.step]) for one in stepped]
+
+
+def _operations_of(event: Event) -> Iterator[TracedOperation]:
+    """Yields the operation of an event of a trace, with step 0."""
+    rank, times, op = event.rank, (event.start, event.end - event.start), event.op
+    if isinstance(op, (Send, Recv)):
+        name = str(op)
+        way = "forward" if name[1] == "F" else "backward"
+        kind = f"{way}-{'send' if name[0] == 'S' else 'recv'}"
+        # Its own stage: where a value leaves, or where it arrives.
+        ends = op.edge.source, op.edge.target
+        stage = ends[(name[0] == "R") == (name[1] == "F")]
+        yield TracedOperation(0, 0, rank, stage, kind, op.micro_batch, *times, queued=event.queued)
+    elif isinstance(op, (Action, Fused)):
+        first = parts(op)[0]
+        kind = "|".join(part.kind for part in parts(op))
+        place = first.stage, kind, first.micro_batch
+        yield TracedOperation(0, 0, rank, *place, *times, event.early, event.queued)
+
+
+def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
+    """Numbers slices of micro-batches by the number that the trace has of them."""
+    places = [
+        divmod(int(one.micro_batch), one.micro_batch.slices)
+        if isinstance(one.micro_batch, SliceNumber)
+        else None
+        for one in operations
+    ]
+    slices = 1 + max((place[1] for place in places if place), default=0)
+    return [
+        one._replace(micro_batch=SliceNumber(*place, slices)) if place else one
+        for one, place in zip(operations, places)
+    ]
+
+
+def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
+    """Numbers the steps: a new one begins when a rank repeats a computation.
+
+    The time before an operation counts as a part of it: a rank has one thread, and waits in a
+    receive.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    ends: dict[tuple[int, tuple[int, int]], float] = {}
+    most = _ENGINE_SECONDS if any(one.kind in TRANSFERS for one in operations) else 0.0
+    numbered = []
+    for one in sorted(operations, key=lambda operation: operation.start):
+        key = one.rank, one.part, one.kind, one.micro_batch
+        numbers[key] = numbers.get(key, -1) + 1
+        place = numbers[key], one.rank
+        gap = one.start - ends.get(place, one.start)
+        begun = one.start - gap if 0 < gap < most else one.start
+        numbered.append(one._replace(step=numbers[key], start=begun, duration=one.end - begun))
+        ends[place] = one.end
+    return numbered
+
+
+def _csv(path: str | Path) -> Iterable[Mapping[str, Any]]:
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            _require_columns(path, reader.fieldnames or ())
+            yield from reader
+    except csv.Error as error:
+        raise _unreadable(path, error) from error
+
+
+def _parquet(path: str | Path) -> Iterable[Mapping[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise PackageNotFound(
+            "a table in Parquet needs pyarrow", fix=f"{INSTALLED_BY['ray']}, or give a CSV file"
+        ) from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise _unreadable(path, error) from error
+    _require_columns(path, table.column_names)
+    rows: list[Mapping[str, Any]] = table.select(
+        [name for name in COLUMNS if name in table.column_names]
+    ).to_pylist()
+    return rows
+
+
+def _unreadable(path: str | Path, error: Exception) -> ConfigError:
+    cause = str(error)[:200]
+    return ConfigError("this is no table", where=str(path), cause=cause, fix="write it again")
+
+
+def _require_columns(path: str | Path, names: Iterable[str]) -> None:
+    missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in set(names)]
+    if missing:
+        raise ConfigError(
+            f"the table has no column {missing[0]!r}",
+            where=str(path),
+            expected=", ".join(COLUMNS),
+            got=", ".join(names),
+            fix="name its columns so, in the first line",
+        )
+
+
+def _operation(row: Mapping[str, Any], where: str) -> TracedOperation:
+    def number(name: str) -> float:
+        value = row.get(name)
+        if value in (None, "") and name in _OPTIONAL:
+            return 0
+        try:
+            value_of_column = float(str(value))
+        except ValueError:
+            value_of_column = math.nan
+        whole = name not in ("start", "duration")
+        possible = abs(value_of_column) <= _MOST and (not whole or value_of_column >= 0)
+        if not possible or (whole and value_of_column % 1):
+            raise ConfigError(
+                f"column {name!r} has no {'whole ' * whole}number",
+                where=where,
+                expected=f"from {0 if whole else -_MOST:g} to {_MOST:g}",
+                got=repr(value),
+            )
+        return value_of_column
+
+    kind = str(row.get("kind") or "").strip()
+    if not kind:
+        raise ConfigError("an operation has no kind", where=where, expected=", ".join(KINDS))
+    step, replica, stage, chunk, micro_batch = (
+        int(number(name)) for name in ("step", "replica", "stage", "chunk", "micro_batch")
+    )
+    duration = number("duration")
+    if duration < 0:
+        raise ConfigError("an operation takes less than no time", where=where, got=f"{duration:g}")
+    name = KINDS.get(kind.lower().replace("_", "-"), kind)
+    return TracedOperation(
+        step, replica, stage, chunk, name, micro_batch, number("start"), duration
+    )
+
+
+#: Ranks that a pipeline may have of which a trace does not show stages: each is a row to draw.
+_MOST_IDLE = 1000
+_TRACKS = ("predicted", "measured")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The timelines of a pipeline.
+
+    Attributes:
+        placement: Which rank owns which stage.
+        predicted: The schedule, simulated with the median costs of the trace; without a trace with
+            a cost of 1 for each of F, I and W.
+        traced: The events of each traced step; empty without a trace.
+        numbers: The numbers of these steps in the run.
+        unit: The unit of the times: ``"s"``, or empty if they are costs of 1.
+        peaks: The most forwards that each rank holds under the schedule; empty if unknown.
+        caveat: A warning about the traced steps, or empty.
+    """
+
+    placement: Placement
+    predicted: list[Event]
+    traced: list[list[Event]]
+    numbers: Sequence[int] = ()
+    unit: str = ""
+    peaks: tuple[float, ...] = ()
+    caveat: str = ""
+
+    @property
+    def measured(self) -> list[Event]:
+        """The events of the traced step with the median bubble; empty without a trace."""
+        return self.traced[median_step(self.traced)] if self.traced else []
+
+
+def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
+    """Returns the timelines of a run; None without a schedule and a trace.
+
+    Args:
+        schedule: The schedule in ``run.json``, with its text form under ``"text"``.
+        trace: A ``trace.json`` with both tracks, as a run writes it.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: The trace is not such a file.
+        FleetPipeError: The text is not a schedule.
+    """
+    text = schedule.get("text") if isinstance(schedule, dict) else None
+    simulated = Schedule.parse(text).simulate() if isinstance(text, str) else None
+    peaks = simulated.peak_activations if simulated else ()
+    if trace is None:
+        if simulated is None:
+            return None
+        return Pipeline(simulated.schedule.placement, events_of(simulated), [], peaks=peaks)
+    document = json.loads(trace.read_text(encoding="utf-8"))
+    tracks, stages = _read(document, trace.name)
+    steps = _steps(tracks["measured"])
+    return Pipeline(
+        placement_of(stages),
+        _from_zero(tracks["predicted"]),
+        [_from_zero(step) for step in steps],
+        steps_of(document, len(steps)),
+        unit="s",
+        peaks=peaks,
+        caveat=caveat(device_of(document)),
+    )
+
+
+def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
+    """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
+    events = tracks_of(document)
+    if not events.keys() <= {*_TRACKS}:
+        raise ValueError(f"{name} has the tracks {', '.join(events)}")
+    tracks = {track: [one for one in events.get(track, ()) if one.actions] for track in _TRACKS}
+    stages: dict[int, int] = {}
+    for event in chain.from_iterable(tracks.values()):
+        for action in event.actions:
+            if stages.setdefault(action.stage, event.rank) != event.rank:
+                raise ValueError(f"stage {action.stage} is on two ranks in {name}")
+    return tracks, stages
+
+
+def placement_of(stages: dict[int, int]) -> Placement:
+    """Returns the placement that puts the stages on the ranks of the trace."""
+    ranks = max(stages.values(), default=0) + 1
+    if ranks > max(_MOST_IDLE, len(stages)):
+        raise ValueError(f"no pipeline of {ranks} ranks has just {len(stages)} stages")
+    chunks = -(-max(1, len(stages)) // ranks)
+    names = ("loop", *(["vee"] if chunks == 2 else []), *(["wave"] if chunks % 2 == 0 else []))
+    for placement in (Placement(name, ranks, chunks) for name in names):
+        if all(
+            stage < placement.stages and placement.rank_of(stage) == rank
+            for stage, rank in stages.items()
+        ):
+            return placement
+    raise ValueError(f"no placement has stages {stages} (stage: rank)")
+
+
+def _steps(events: Sequence[Event]) -> list[list[Event]]:
+    """Splits a trace into steps, in each of which every action runs once."""
+    runs: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start):
+        runs[event.rank, event.name].append(event)
+    return [list(step) for step in zip(*runs.values())]
+
+
+def _from_zero(events: Sequence[Event]) -> list[Event]:
+    begin = min((event.start for event in events), default=0.0)
+    return [event._replace(start=event.start - begin, end=event.end - begin) for event in events]

@@ -1,0 +1,498 @@
+"""Callbacks that measure a run: ``ThroughputMonitor``, ``TraceSteps`` and ``MetricsLogger``.
+
+The first measures samples and tokens a second, bubble rate and memory. The second draws what runs
+in a few steps beside the prediction. The last writes a run's metrics to files, which a resumed run
+continues, ``run.json``, which describes the run, and ``lives.jsonl``, its attempts.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fleetpipe import atomic_file, systems, version
+from fleetpipe.arguments import require_folder
+from fleetpipe.engine.observer import Instruction, Played, Stopwatch
+from fleetpipe.engine.trace import Trace
+from fleetpipe.errors import ConfigError, is_whole_number, nearest
+from fleetpipe.extras import extra
+from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.job import attempt_files, run_files
+from fleetpipe.mesh.axes import AXES
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_clock, device_kind
+from fleetpipe.paddle_api.optimizer import base_optimizer
+from fleetpipe.schedules import Action, Op
+
+
+class TraceSteps(rank_policy.Callback):
+    """Records every action and transfer of some batches in the first replica.
+
+    After the last of them the first rank writes ``trace.json`` for Perfetto and, with matplotlib,
+    ``predicted.png`` and ``measured.png``, and prints the bubble rate.
+    """
+
+    def __init__(
+        self, steps: Collection[int] = (10, 11), folder: str | os.PathLike[str] = "trace"
+    ) -> None:
+        """Configures which batches to record.
+
+        Args:
+            steps: Their numbers, counted from 1 through all epochs; the first of a run is slower
+                than others.
+            folder: The folder in which the first rank writes.
+
+        Raises:
+            ConfigError: ``steps`` is empty, or has one below 1.
+        """
+        super().__init__()
+        if not steps or not all(map(is_whole_number, steps)):
+            raise ConfigError(
+                "steps are numbers of batches, from 1",
+                got=repr(steps),
+                fix="TraceSteps(steps=[10, 11])",
+            )
+        self._steps = set(steps)
+        self._folder = Path(folder).absolute()
+        self._trace: Trace | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Makes the engine report to the trace. Collective over the pipeline."""
+        job = self.model.pipeline.require_running()
+        if self._trace is None and job.leads("pp"):
+            schedule = self.model.pipeline.schedule
+            ranks, group = job.connect(), job.group()
+            self._trace = Trace(self._folder, schedule, ranks, group, progress=job.progress)
+            self.model.pipeline.observe(self._trace)
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        """Starts to record if the batch is one of ``steps``."""
+        if self._trace is not None and self.model.global_step + 1 in self._steps:
+            self._trace.begin_step()
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Ends the record of a batch of ``steps``, which is collective over the pipeline."""
+        number = self.model.global_step
+        if self._trace is None or number not in self._steps:
+            return
+        self._trace.end_step(number)
+        if number == max(self._steps):
+            summary = self._trace.write()
+            if summary is not None:
+                rank_policy.say(summary)
+
+
+#: Figures that are lists: one number for each rank of the pipeline, one for each process.
+PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
+
+
+class Busy:
+    """An observer of the engine that adds up the time that actions take on each rank."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, float] = {}
+        self._ended: dict[int, float] = {}
+        self._busy: defaultdict[int, float] = defaultdict(float)
+        self._spans: defaultdict[int, float] = defaultdict(float)
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Action):
+            return instruction
+        rank = played.rank
+
+        def add(begin: float, end: float) -> None:
+            self._begun.setdefault(rank, begin)
+            self._ended[rank] = end
+            self._busy[rank] += end - begin
+
+        return Stopwatch(instruction, add)
+
+    def end_step(self) -> None:
+        """Adds the span of a step to the sum."""
+        for rank, start in self._begun.items():
+            self._spans[rank] += self._ended[rank] - start
+        self._begun.clear()
+
+    def take(self) -> list[tuple[int, float, float]]:
+        """Returns (rank, seconds of span, seconds of work) of each rank since the last call."""
+        times = [(rank, span, self._busy[rank]) for rank, span in self._spans.items()]
+        self._spans.clear()
+        self._busy.clear()
+        return times
+
+
+class ThroughputMonitor(rank_policy.Callback):
+    """Adds ``samples_per_second`` and similar figures to the logs, for other callbacks.
+
+    Put it before the callbacks that shall see them. A figure is measured over ``log_freq`` batches.
+
+    Attributes:
+        figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
+            ``tokens_per_sample``), ``bubble_rate`` (if there is a busy share) and ``peak_held``.
+        by_rank: The last figures that are lists: ``held_by_rank``, the most activations that each
+            rank of the pipeline held; ``busy_share_by_rank``, the share of the step in which each
+            computed (only on several ranks; of replicas the busiest; not on a GPU, where a trace
+            has it); and ``peak_memory_by_process``, bytes of each process of the job: on a GPU the
+            most that Paddle allocated, else the most resident memory, libraries included.
+    """
+
+    def __init__(
+        self, log_freq: int = 10, tokens_per_sample: int | None = None, verbose: int = 1
+    ) -> None:
+        """Configures how often to measure.
+
+        Args:
+            log_freq: Batches from one figure to the next.
+            tokens_per_sample: Length of a sample of text; None measures no tokens.
+            verbose: Whether the first rank prints the figures.
+        """
+        super().__init__()
+        self._every = log_freq
+        self._tokens = tokens_per_sample
+        self._verbose = verbose
+        self._busy = Busy()
+        self._now = device_clock()
+        self._watching = False
+        self._samples = 0
+        self._batches = 0
+        self._since = 0.0
+        self.figures: dict[str, float] = {}
+        self.by_rank: dict[str, list[float]] = {}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Makes the engine report actions, on a CPU."""
+        if not self._watching and device_kind() == "cpu":
+            self.model.pipeline.observe(self._busy)
+            self._watching = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Resets the counts."""
+        self._samples = self._batches = 0
+        self._since = self._now()
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Counts the batch; measures every ``log_freq`` batches. Collective over the job then."""
+        self._busy.end_step()
+        self._samples += logs["batch_size"]
+        self._batches += 1
+        if self._batches == self._every:
+            self._measure()
+            if self._verbose and self.model.is_rank("first"):
+                figures = (f"{name} {value:.4g}" for name, value in self.figures.items())
+                rank_policy.say(f"step {step + 1}: {', '.join(figures)}")
+            self._samples = self._batches = 0
+            self._since = self._now()
+        logs.update(self.figures, **self.by_rank)
+
+    def _measure(self) -> None:
+        rate = self._samples / (self._now() - self._since)
+        self.figures = {"samples_per_second": rate}
+        if self._tokens:
+            self.figures["tokens_per_second"] = rate * self._tokens
+        held = self.model.pipeline.peak_held
+        counts_by_rank = {str(rank): count for rank, count in held.items()}
+        gathered = self.model.gather([self._busy.take(), counts_by_rank, peak_memory()])
+        most: defaultdict[int, int] = defaultdict(int)
+        for _, counts, _ in gathered:
+            for rank, count in counts.items():
+                most[int(rank)] = max(most[int(rank)], count)
+        self.figures["peak_held"] = max(most.values())
+        self.by_rank = {
+            "held_by_rank": [most[rank] for rank in sorted(most)],
+            "peak_memory_by_process": [memory for _, _, memory in gathered],
+        }
+        times = [each for taken, _, _ in gathered for each in taken]
+        if len(gathered) > 1 and times:
+            span = max(seconds for _, seconds, _ in times)
+            busy: defaultdict[int, float] = defaultdict(float)
+            for rank, _, seconds in times:
+                busy[rank] = max(busy[rank], seconds)
+            self.figures["bubble_rate"] = 1 - max(busy.values()) / span
+            self.by_rank["busy_share_by_rank"] = [busy[rank] / span for rank in sorted(busy)]
+
+
+def peak_memory() -> int:
+    """Returns the peak memory of this process in bytes: of the GPU if there is one.
+
+    Else the most resident memory; 0 if the system does not report it, as on Windows.
+    """
+    if device_kind() == "gpu":
+        return int(paddle.device.cuda.max_memory_allocated())
+    return systems.resident_bytes(peak=True)
+
+
+class Sink(Protocol):
+    """An output of rows: each is a dict that has ``step`` and ``phase``."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes a row."""
+
+    def close(self) -> None:
+        """Ends the output."""
+
+
+class MetricsLogger(rank_policy.Callback):
+    """Writes losses, metrics, learning rate and gradient norm to files.
+
+    They are ``metrics.jsonl`` and ``metrics.csv``; the norm is there if the optimizer clips by it.
+
+    Beside them stand ``run.json``, with layout, stages, schedule and versions, and ``lives.jsonl``,
+    with the begin and the end of each attempt: ``fleetpipe report`` draws them.
+
+    The first rank of the job writes. A run that resumes from a checkpoint continues the same files,
+    without the rows of steps after the checkpoint.
+    """
+
+    on_rank = "first"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        log_freq: int = 1,
+        formats: str | Iterable[str] = ("jsonl", "csv"),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Configures where and what to write.
+
+        Args:
+            folder: Is made if it does not exist.
+            log_freq: Training batches from one row to the next.
+            formats: One or several of ``"jsonl"``, ``"csv"``, ``"tensorboard"``, ``"wandb"`` and
+                ``"mlflow"``; the last three need their packages.
+            config: Settings of yours for the record, which ``run.json`` gets.
+
+        Raises:
+            ConfigError: A format is none of these, or its package is not installed.
+        """
+        super().__init__()
+        self._folder = Path(folder).absolute()
+        self._every = log_freq
+        self._formats = [formats] if isinstance(formats, str) else list(formats)
+        for name in self._formats:
+            if name not in _sinks():
+                raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _sinks()))
+        extra("callbacks").require_packages(self._formats)
+        self._config = dict(config or {})
+        self._sinks: list[Sink] = []
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the files."""
+        require_folder("MetricsLogger(folder)", self._folder)
+        write_about(self._folder, self.model, self.params, self._config)
+        begin_attempt(self._folder, self.model.global_step)
+        step = self.model.global_step
+        sinks = _sinks()
+        self._sinks = [sinks[name](self._folder, step, self._config) for name in self._formats]
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Stores the epoch's number for the rows."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Writes a row every ``log_freq`` batches."""
+        if self.model.global_step % self._every == 0:
+            norm = self.model.gradient_norm
+            norms = {} if norm is None else {"gradient_norm": norm}
+            self._write("train", {**logs, "learning_rate": self.model.learning_rate, **norms})
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        """Writes the row of an evaluation."""
+        self._write("eval", logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Closes the files."""
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+        end_attempt(self._folder, self.model.global_step)
+
+    def _write(self, phase: str, logs: dict[str, Any]) -> None:
+        values = {
+            name: _plain(name, value)
+            for name, value in logs.items()
+            if name not in ("step", "batch_size")
+        }
+        row = {"step": self.model.global_step, "epoch": self._epoch, "phase": phase}
+        for sink in self._sinks:
+            sink.write({**row, **values, "time": time.time()})
+
+
+class _JsonLines:
+    """One JSON object in each line."""
+
+    def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
+        path = folder / run_files.METRICS
+        run_files.replace_lines(path, rows_up_to(path, step))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Csv:
+    """A CSV table with a row for each figure, as evaluations and batches have different figures."""
+
+    _COLUMNS = ("step", "epoch", "phase", "time", "name", "value")
+
+    def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
+        path = folder / "metrics.csv"
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, self._COLUMNS, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(self._rows_up_to(path, step))
+        atomic_file.replace_text(path, text.getvalue())
+        self._file = path.open("a", encoding="utf-8", newline="")
+        self._table = csv.DictWriter(self._file, self._COLUMNS)
+
+    @staticmethod
+    def _rows_up_to(path: Path, step: int) -> list[dict[str, str]]:
+        """Returns the rows up to a step; an unfinished last line is left out."""
+        if not path.exists():
+            return []
+        whole = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
+        numbered = ((str(row.get("step")), row) for row in csv.DictReader(io.StringIO(whole)))
+        return [row for number, row in numbered if number.isdecimal() and int(number) <= step]
+
+    def write(self, row: dict[str, Any]) -> None:
+        keys = {name: row[name] for name in self._COLUMNS[:4]}
+        self._table.writerows(
+            {**keys, "name": n, "value": v} for n, v in extra("callbacks").numbers(row)
+        )
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _sinks() -> dict[str, Any]:
+    """Returns the class of :class:`Sink` for each format."""
+    return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks").TRACKERS}
+
+
+def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """Returns the rows of a ``metrics.jsonl`` up to a step; lines that are no rows are left out."""
+    rows = run_files.read_lines(path).values
+    return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+
+
+def _plain(name: str, value: Any) -> float | list[float]:
+    """Returns a figure as JSON takes it: a number, or a list if there is one for each rank."""
+    if isinstance(value, list):
+        return list(map(float, value)) if name in PER_RANK else float(value[0])
+    return float(value)
+
+
+#: Each of these changes the bits of a product; nothing else of the environment is written.
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
+#: Several trainings of one process are one attempt: their lines have this in common.
+_PROCESS = uuid.uuid4().hex
+
+
+def write_about(
+    folder: Path, model: Any, params: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Writes ``run.json``.
+
+    Args:
+        folder: Of the run.
+        model: The :class:`fleetpipe.Model`, prepared.
+        params: Paddle's ``params`` of callbacks: epochs, batches of an epoch, names of metrics.
+        config: The user's settings; values that JSON does not have are written as their ``str``.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    schedule, job = model.pipeline.schedule, model.pipeline.require_running()
+    degrees = job.degrees
+    about = {
+        "written": time.time(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "versions": {
+            "fleetpipe": version.__version__,
+            "paddlepaddle": paddle.version.full_version,
+            "numpy": np.__version__,
+            "Python": platform.python_version(),
+            "system": platform.platform(),
+        },
+        "environment": {name: os.environ.get(name) for name in _VARIABLES},
+        "layout": {
+            "processes": job.everyone().ranks,
+            **{axis: degrees.split(axis) for axis in AXES},
+            "device": device_kind(),
+        },
+        "training": {
+            "epochs": params.get("epochs"),
+            "batches_per_epoch": params.get("steps"),
+            "micro_batches": model.pipeline.accumulate_steps,
+            "micro_batch_size": model.pipeline.micro_batch_size,
+            "optimizer": type(base_optimizer(model.optimizer)).__name__,
+            "learning_rate": model.learning_rate,
+            "metrics": list(params.get("metrics") or ()),
+            # What is let pass by it is met in the first batch.
+            "allow": list(job.allow.entries),
+        },
+        "schedule": {"name": schedule.name, "text": str(schedule)},
+        "stages": _stages(model),
+        "config": dict(config),
+    }
+    text = json.dumps(about, indent=1, default=str, skipkeys=True)
+    atomic_file.replace_text(folder / run_files.ABOUT, text + "\n")
+
+
+def begin_attempt(folder: Path, step: int) -> None:
+    """Writes the line of ``lives.jsonl`` that says that an attempt begins.
+
+    Args:
+        folder: Of the run.
+        step: The number of steps done so far. If it is 0 in the first attempt of the job, the lines
+            of another run's attempts are dropped.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if step == 0 and attempt_files.number() <= 1:
+        run_files.replace_lines(folder / run_files.ATTEMPTS, ())
+    _tell(folder, "begin", step)
+    attempt_files.tell_record(folder)
+    extra("view.reporting").record_in(folder)
+
+
+def end_attempt(folder: Path, step: int) -> None:
+    """Writes the line that says that the training ended; raises as :func:`begin_attempt` does."""
+    _tell(folder, "end", step, code=0)
+
+
+def _tell(folder: Path, event: str, step: int, **more: int) -> None:
+    line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
+    run_files.append_line(folder / run_files.ATTEMPTS, {**line, "process": _PROCESS, **more})
+
+
+def _stages(model: Any) -> list[dict[str, Any]]:
+    placement = model.pipeline.schedule.placement
+    return [
+        {
+            "stage": part.stage,
+            "rank": placement.rank_of(part.stage),
+            "layers": [layer.name for layer in part.layers],
+            "parameters": part.parameters,
+        }
+        for part in model.network.counted_partition().stages
+    ]

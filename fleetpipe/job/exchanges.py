@@ -1,0 +1,271 @@
+"""Collective operations of ``paddle.distributed`` that Gloo lacks on CPU ranks.
+
+``alltoall``, ``alltoall_single``, ``reduce_scatter`` and ``all_gather`` into one tensor go over the
+ranks' own connections: parts straight from member to member, sums in the members' order.
+``use_calc_stream=True`` makes no difference: CPUs have no streams.
+
+If Paddle's wheel has no Gloo (3.3.1 for macOS), and for tensors on a card that ranks share, which
+Gloo does not take, ``OwnGroup`` serves as Paddle's process group. Results equal Gloo's except for
+the order of a sum: member by member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fleetpipe.aliases import PaddleGroup, PaddleStore, Tensor
+from fleetpipe.errors import UsageError
+from fleetpipe.job.job import required_job
+from fleetpipe.mesh.groups import DirectGroup, Gathering, Group
+from fleetpipe.mesh.sums import add
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.distributed import ranks_of
+from fleetpipe.transport.sockets import connect
+
+
+class Exchange:
+    """A collective operation under way; Paddle calls it a task."""
+
+    def __init__(self, gathering: Gathering, put: Callable[[list[Tensor]], None]) -> None:
+        """Calls ``put`` with the values of all members once they have arrived."""
+        self._gathering, self._put, self._done = gathering, put, False
+
+    def wait(self) -> bool:
+        """Waits for all members and fills the outputs."""
+        if not self._done:
+            with paddle.no_grad():
+                self._put(self._gathering.values())
+            self._done = True
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are filled; never blocks."""
+        return self._done or (self._gathering.arrived() and self.wait())
+
+
+class Exchanges:
+    """Methods to add to one of Paddle's process groups; all members call each of them."""
+
+    def members(self) -> Group:
+        """Returns the members; Paddle's process group must belong to the current job."""
+        job = required_job(
+            "the ranks exchange parts over the connections of a job, and there is none",
+            cause="Gloo, Paddle's CPU backend, has neither alltoall nor reduce_scatter",
+        )
+        return job.members(ranks_of(self))
+
+    def all_to_all(
+        self, out: Sequence[Tensor], parts: Sequence[Tensor], sync_op: bool = True
+    ) -> Exchange:
+        """Fills ``out``, by member, with the parts that all members have for this one."""
+        return Exchange(self.members().begin_all_to_all(parts), lambda got: _fill(out, got))
+
+    def all_to_all_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
+        """The same as :meth:`all_to_all`, with equal parts of the first dimension."""
+        if paddle.version.major == "2":  # 2.6.2 has them the other way round
+            out, tensor = tensor, out
+        return self.all_to_all_single(out, tensor, [], [], sync_op)
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_sizes: list[int],
+        sizes: list[int],
+        sync_op: bool = True,
+    ) -> Exchange:
+        """The same as :meth:`all_to_all`, with parts of the first dimension, by default equal."""
+        group = self.members()
+        parts = _split(tensor, sizes, group.ranks)
+        places = _split(out, out_sizes, group.ranks)
+
+        def put(got: list[Tensor]) -> None:
+            _require_alike(places, got)
+            out.set_value(paddle.concat(got))
+
+        return Exchange(group.begin_all_to_all(parts), put)
+
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], operation: Any, sync_op: bool = True
+    ) -> Exchange:
+        """Fills ``out`` with the sum, or another reduction, of all members' parts for this one."""
+        group = self.members()
+        return Exchange(
+            group.begin_all_to_all(parts), lambda got: _fill([out], [reduce(got, operation)])
+        )
+
+    def reduce_scatter_tensor(
+        self, out: Tensor, tensor: Tensor, operation: Any, sync_op: bool = True
+    ) -> Exchange:
+        """The same as :meth:`reduce_scatter`, with equal parts of the first dimension."""
+        return self.reduce_scatter(out, _split(tensor, [], self.members().ranks), operation)
+
+    def all_gather_into_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
+        """Fills ``out`` with the tensors of all members, along the first dimension."""
+        gathering = self.members().begin_all_gather(tensor.detach().clone())
+        return Exchange(
+            gathering, lambda got: _fill([out], [paddle.concat(got).reshape(out.shape)])
+        )
+
+
+#: What is called with a stream too.
+_WITHOUT_STREAM = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "scatter_tensor"),
+    *("send", "recv", "all_to_all", "all_to_all_tensor", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor"),
+)
+
+
+def methods() -> dict[str, Callable[..., Any]]:
+    """Returns the functions to add to a class of process groups, by name."""
+    made = {name: method for name, method in vars(Exchanges).items() if not name.startswith("_")}
+    for name in _WITHOUT_STREAM:
+        made[f"{name}_on_calc_stream"] = _on_calc_stream(name)
+    return made
+
+
+def _on_calc_stream(name: str) -> Callable[..., Any]:
+    def call(group: PaddleGroup, *arguments: Any) -> Any:
+        task = getattr(group, name)(*arguments, True)
+        task.wait()
+        return task
+
+    return call
+
+
+def reduce(parts: Sequence[Tensor], operation: Any) -> Tensor:
+    """Returns the sum, or another reduction, of the members' tensors, in the members' order.
+
+    Args:
+        parts: The members' tensors, of one shape and dtype.
+        operation: One of ``paddle.distributed.ReduceOp``, or Paddle's number for it.
+    """
+    kinds, operation = paddle.distributed.ReduceOp, int(operation)
+    stock: dict[Any, Any] = {
+        kinds.MAX: paddle.maximum,
+        kinds.MIN: paddle.minimum,
+        kinds.PROD: paddle.multiply,
+    }
+    _require_alike([parts[0]] * len(parts), parts)
+    total, *rest = parts
+    for part in rest:
+        total = stock[operation](total, part) if operation in stock else add(total, part)
+    # 2.6.2 has no average among its reductions.
+    average = hasattr(kinds, "AVG") and operation == kinds.AVG
+    return total / len(parts) if average else total
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
+    """Splits the first dimension into a part for each member; parts may be empty."""
+    rows = int(tensor.shape[0])
+    if not sizes and rows % ranks == 0:
+        sizes = [rows // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != rows:
+        raise UsageError(
+            "a tensor is cut along its first dimension into a part for each member of the group",
+            expected=f"{ranks} sizes that add up to {rows}, or none and a multiple of {ranks} rows",
+            got=str(list(sizes)) if sizes else f"{rows} rows",
+            fix="give the sizes of all parts, or pad the tensor",
+        )
+    ends = [sum(sizes[: index + 1]) for index in range(ranks)]
+    return [tensor[end - size : end] for end, size in zip(ends, sizes)]
+
+
+def _fill(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    _require_alike(places, values)
+    for place, value in zip(places, values):
+        place.set_value(value)
+
+
+def _require_alike(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for member, (place, value) in enumerate(zip(places, values)):
+        if (place.shape, place.dtype) != (value.shape, value.dtype):
+            raise UsageError(
+                "what arrives from a member of a group does not fit where it is to stand",
+                where=f"from member {member}",
+                expected=f"shape {list(place.shape)}, dtype {place.dtype}",
+                got=f"shape {list(value.shape)}, dtype {value.dtype}",
+                fix="make the outputs in the sizes that the other members send",
+            )
+
+
+class Done:
+    """A collective operation that has ended."""
+
+    def wait(self) -> bool:
+        """Returns at once."""
+        return True
+
+
+class OwnGroup(Exchanges):
+    """A process group over the ranks' own connections; all members call each method."""
+
+    def __init__(
+        self, store: PaddleStore, rank: int, ranks: int, number: int, *, timeout: float
+    ) -> None:
+        """Connects the ranks. Collective over the group.
+
+        Args:
+            store: The store in which they find each other.
+            rank: This rank's number in the group.
+            ranks: Members of the group.
+            number: The group's number among Paddle's.
+            timeout: Seconds that any wait for another member may last.
+        """
+        name = f"fleetpipe/group/{number}"
+        transport = connect(rank=rank, ranks=ranks, store=store, namespace=name, timeout=timeout)
+        self._members = DirectGroup(transport, timeout)
+
+    def members(self) -> Group:
+        """Returns the members."""
+        return self._members
+
+    def name(self) -> str:
+        """Returns the name of the backend that this group replaces."""
+        return "GLOO"
+
+    def rank(self) -> int:
+        """Returns this rank's number in the group."""
+        return self._members.rank
+
+    def size(self) -> int:
+        """Returns how many members there are."""
+        return self._members.ranks
+
+    def all_reduce(self, tensor: Any, operation: Any, sync_op: bool = True) -> Done:
+        """Replaces the tensor by the sum, or another reduction, over all members. Collective."""
+        self._reduce(tensor, operation)
+        return Done()
+
+    def reduce(self, tensor: Any, target: int, operation: Any, sync_op: bool = True) -> Done:
+        """Does the same for the tensor of member ``target`` only. Collective."""
+        self._reduce(tensor if self.rank() == target else tensor.clone(), operation)
+        return Done()
+
+    def broadcast(self, tensor: Any, source: int, sync_op: bool = True) -> Done:
+        """Replaces the tensor by that of member ``source``. Collective."""
+        self._members.broadcast_each([(tensor, source)])
+        return Done()
+
+    def all_gather(self, places: Sequence[Any], tensor: Any, sync_op: bool = True) -> Done:
+        """Fills ``places``, by member, with the tensors of all members. Collective."""
+        for place, value in zip(places, self._members.all_gather(tensor.detach().clone())):
+            place.set_value(value)
+        return Done()
+
+    def barrier(self, device: int = 0) -> Done:
+        """Waits until all members have come. Collective."""
+        self._members.all_gather(None)
+        return Done()
+
+    def _reduce(self, tensor: Any, operation: Any) -> None:
+        parts = self._members.all_gather(tensor.detach().clone())
+        tensor.set_value(reduce(parts, operation))
+
+
+for _name, _method in methods().items():
+    if _name.endswith("_on_calc_stream"):
+        setattr(OwnGroup, _name, _method)

@@ -1,1 +1,0 @@
-"""Paddle's groups of ranks, and the stores through which Gloo connects them."""

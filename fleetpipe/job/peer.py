@@ -1,0 +1,209 @@
+"""The state of another rank as the watch knows it, and the messages between the two.
+
+A message is a length, a JSON object, and a seal. It is checked before it is used: a message of
+another shape is a ``ValueError``. An invalid record is only replaced by its error: the job can do
+without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fleetpipe import log, systems
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.attempt_files import KINDS, Failure
+from fleetpipe.job.records import MOST_ROWS, CollectiveCall, RankRecord, StepRow
+from fleetpipe.json_value import JsonValue, Source, parse_small
+from fleetpipe.transport.message import SEAL_BYTES, Seal, Seals
+
+_LENGTH = struct.Struct("<I")
+_LARGEST = 1 << 20
+#: Lists and objects of a message within each other, and in all: those of a record with its rows.
+_DEEPEST, _MOST_PARTS = 5, 6 + 3 * MOST_ROWS
+_MOST_STRINGS = 40
+_SOURCE = Source("this is no message of a rank", ConfigError, "give all ranks the same fleetpipe")
+
+
+class Status(NamedTuple):
+    """A message with the record of a rank, or the error in its place, and its last call."""
+
+    record: RankRecord | ConfigError
+    call: CollectiveCall
+
+
+class Goodbye(NamedTuple):
+    """The last message of a rank that leaves."""
+
+
+def pack(message: dict[str, Any], seal: Seal | None) -> bytes:
+    """Returns the bytes of a message."""
+    text = json.dumps(message).encode()
+    frame = _LENGTH.pack(len(text)) + text
+    return frame if seal is None else frame + seal.of([frame])
+
+
+def unpack(received: bytearray, seal: Seal | None) -> Iterator[Status | Failure | Goodbye]:
+    """Removes the complete messages from ``received`` and yields them.
+
+    Raises:
+        TransportError: A message does not have the seal of its sender.
+        ValueError: The bytes are not a message.
+    """
+    while len(received) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(received)
+        if length > _LARGEST:
+            raise ValueError(f"a frame of {length} bytes")
+        end = _LENGTH.size + length
+        whole = end if seal is None else end + SEAL_BYTES
+        if len(received) < whole:
+            return
+        frame = bytes(received[:end])
+        if seal is not None:
+            seal.check([frame], received[end:whole])
+        del received[:whole]
+        text = frame[_LENGTH.size :]
+        yield _message_of(parse_small(text, _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
+
+
+def _message_of(content: Any) -> Status | Failure | Goodbye:
+    value = JsonValue(content, _SOURCE)
+    kind = value["kind"].text()
+    rest = JsonValue({name: one for name, one in content.items() if name != "kind"}, _SOURCE)
+    if kind == "status":
+        rest.require_names(("record", "call"))
+        call = rest["call"].row(CollectiveCall)
+        try:
+            return Status(RankRecord.of(rest["record"].content), call)
+        except ConfigError as error:
+            return Status(error, call)
+    if kind == "goodbye":
+        return rest.record(Goodbye)
+    failure = rest.record(Failure)
+    if kind != "failure" or failure.what not in KINDS:
+        raise value.refused("a failure of a known kind")
+    return failure
+
+
+_log = log.logger(__name__)
+
+#: A rank that was not heard for so long is called silent, and gets no records, which would fill its
+#: socket.
+SILENT_SECONDS = 2.0
+
+
+class Peer:
+    """Another rank of the job, as the watch knows it.
+
+    Attributes:
+        rank: Its rank in the job.
+        sock: The connection to it.
+        record: Its last record.
+        call: The last collective call that it has begun.
+        rows: Its steps that have not been read yet.
+        heard: Time of its last message (``time.monotonic()``).
+        left: Whether it said goodbye; no more messages come from it.
+        ended: Whether the connection has ended.
+        unsent: Bytes for it that the kernel has not taken yet.
+    """
+
+    def __init__(self, rank: int, sock: socket.socket, seals: Seals | None) -> None:
+        """Takes over a connected socket and makes it non-blocking."""
+        sock.setblocking(False)
+        self.rank = rank
+        self.sock = sock
+        self.record = RankRecord(rank, "nothing heard yet")
+        self.call = CollectiveCall()
+        self.rows: deque[StepRow] = deque(maxlen=4 * MOST_ROWS)
+        self.heard = time.monotonic()
+        self.left = False
+        self.ended = False
+        self.unsent = bytearray()
+        self._outgoing = None if seals is None else seals.outgoing
+        self._incoming = None if seals is None else seals.incoming
+        self._received = bytearray()
+        self._refused = False
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message without waiting for a rank that does not read.
+
+        Bytes that the kernel does not take wait for :meth:`send`; a record is dropped if earlier
+        messages still wait.
+        """
+        if message["kind"] != "status" or not (self.silent or self.unsent):
+            self.unsent += pack(message, self._outgoing)
+            self.send()
+
+    def send(self) -> None:
+        """Sends as many waiting bytes as the kernel takes."""
+        with contextlib.suppress(OSError):
+            sent = self.sock.send(self.unsent, systems.MSG_NOSIGNAL)
+            del self.unsent[:sent]
+
+    def hear(self) -> Iterator[Failure]:
+        """Reads the messages that have arrived, and yields the failures that they report.
+
+        Raises:
+            TransportError: A message does not have the rank's seal.
+            ValueError: The bytes are not a message.
+        """
+        try:
+            data = self.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.ended = not data
+        self._received += data
+        for message in unpack(self._received, self._incoming):
+            self.heard = time.monotonic()
+            if isinstance(message, Status):
+                self._note(message.record)
+                self.call = message.call
+                continue
+            # It leaves because of the failure, where it tells of one; its own end is no news.
+            self.left = True
+            if isinstance(message, Failure):
+                yield message
+
+    def _note(self, record: RankRecord | ConfigError) -> None:
+        if isinstance(record, RankRecord) and record.rank == self.rank:
+            self.record = record.lean
+            self.rows.extend(record.rows)
+        elif not self._refused:
+            self._refused = True
+            why = f"it is one of rank {record.rank}" if isinstance(record, RankRecord) else record
+            _log.warning("a record of rank %d was left out, and so are others: %s", self.rank, why)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since its last message."""
+        return time.monotonic() - self.heard
+
+    @property
+    def silent(self) -> bool:
+        """Whether its next record is overdue."""
+        return self.silence > SILENT_SECONDS
+
+    def whereabouts(self) -> str:
+        """Describes what it was doing at its last message."""
+        if self.silent:
+            return (
+                f"rank {self.rank} is silent for {self.silence:.1f} s: stopped, or its host or "
+                f"network is gone; it was at: {self.record.action}"
+            )
+        return f"rank {self.rank} is at: {self.record.action}"
+
+    def end(self) -> None:
+        """Closes the sending half of the connection; earlier messages are still delivered."""
+        # Bytes left unread would make TCP discard what is still on its way to the peer.
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+            while self.sock.recv(1 << 16):
+                pass

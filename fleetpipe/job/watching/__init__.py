@@ -1,1 +1,0 @@
-"""Watches the other ranks: which failed and why, known on all ranks within milliseconds."""

@@ -1,0 +1,415 @@
+"""Calls, intercepts and replaces Paddle's operations in dynamic graph, for 2.6.2 and 3.3.x.
+
+Operations are functions of ``core.eager.ops``, which modules hold by name, or methods of the Tensor
+that are written in C. Some are called here without the checks of their public functions, which take
+as long as a small kernel; autograd, automatic casts and ``capture`` treat them like any other. They
+are the same in both versions, except for :func:`mean_leaves_out_below_zero`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from threading import get_ident
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+from paddle import _C_ops, _legacy_C_ops
+from paddle.base import core
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.paddle_api import VERSION, paddle, replaced
+
+#: Whether a gather by no index has a backward (3.x); on 2.6.2 it ends the process.
+CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
+
+_matmul: Callable[..., Tensor] = _C_ops.matmul
+_add: Callable[..., Tensor] = _C_ops.add
+_expand: Callable[..., Tensor] = _C_ops.expand
+_reshape: Callable[..., Tensor] = _C_ops.reshape
+
+# As a module: Paddle's types lack a name of it.
+_paddle: ModuleType = paddle
+
+#: ``linear(x, weight, bias)``; for a GPU Paddle chooses among several.
+linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
+    _paddle.nn.functional.linear if _paddle.is_compiled_with_cuda() else _C_ops.linear
+)
+
+
+#: ``add_in_place(left, right)`` adds ``right`` to ``left``, which has its shape and dtype.
+add_in_place: Callable[[Tensor, Tensor], Tensor] = _C_ops.add_
+
+
+def product(
+    left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
+) -> Tensor:
+    """Returns ``left @ right``, either of them transposed first if asked for."""
+    return _matmul(left, right, left_transposed, right_transposed)
+
+
+def total(left: Tensor, right: Tensor) -> Tensor:
+    """Returns ``left + right``."""
+    return _add(left, right)
+
+
+def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Broadcasts a tensor to ``shape``."""
+    return _expand(tensor, shape)
+
+
+def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Reshapes a tensor to ``shape``."""
+    return _reshape(tensor, shape)
+
+
+@cache
+def mean_leaves_out_below_zero() -> bool:
+    """Whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
+
+    2.6.2 divides by the positions that count, 3.3.x by all.
+    """
+    labels = paddle.to_tensor([0, -100])
+    loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)
+    # Log 2, or half of that.
+    return float(loss) > 0.5
+
+
+#: Anything that is called: a function of Paddle's, a method in C, a layer.
+Function = Callable[..., Any]
+
+_Tensor: Any = core.eager.Tensor
+
+#: Those that put a hook on a gradient, and remove it.
+GRAD_HOOKS = ("_register_grad_hook", "_remove_grad_hook")
+#: The one by which Paddle's ``recompute`` takes what it is given.
+SHARED_BY_RECOMPUTE = "_new_shared_tensor"
+#: Methods in C of arithmetic.
+ARITHMETIC = (
+    *(f"__{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
+)
+#: Methods in C that compute a Tensor, write into one, or change its gradient.
+_METHODS = (
+    *ARITHMETIC,
+    *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
+    *("copy_", "_copy_to", "_local_value", *GRAD_HOOKS),
+    *(SHARED_BY_RECOMPUTE, "set_value", "_tensor_use_gpudnn"),
+)
+#: The one whose result stands for its tensor in the graph: backward takes no two such roots.
+_ALIAS = "_tensor_use_gpudnn"
+#: Whether ``tensor.data = other`` takes all of the other, and not its memory alone.
+DATA_ENDS_TRAINING = paddle.version.full_version.startswith("2.")
+#: Operations that write into their first argument, and leave its version as it was.
+_SILENT = frozenset({"set_value", "copy_", "assign_value_", "set_data"})
+#: Methods in C that give away a Tensor's memory, or another's to it.
+_MEMORY = (
+    *("get_tensor", "_share_buffer_to", "_share_underline_tensor_to", "_unsafe_share_buffer_to"),
+    *("_clear", "_clear_data", "_set_impl", "_inplace_assign"),
+)
+#: Methods in C that read a Tensor's numbers.
+_READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")
+#: What computes gradients.
+_BACKWARDS = ("run_backward", "run_partial_grad")
+
+
+def is_silent(function: Function) -> bool:
+    """Whether an operation writes into its first argument without raising its version."""
+    return getattr(function, "__name__", "") in _SILENT
+
+
+def raising_version(function: Function) -> Function:
+    """Wraps a silent operation so that the version of its target rises."""
+
+    @functools.wraps(function)
+    def write(tensor: Tensor, *args: Any, **named: Any) -> Any:
+        output = function(tensor, *args, **named)
+        tensor._bump_inplace_version()
+        return output
+
+    return write
+
+
+def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
+    """Returns the tensor into which an operation writes; None if it writes into none."""
+    name = getattr(function, "__name__", "")
+    if name == "assign_out_":
+        return args[1]
+    writes = name.endswith("_") and not name.endswith("__") and name != "detach_"
+    writes = writes or name == "_setitem_dygraph" or is_silent(function)
+    return args[0] if writes and args and isinstance(args[0], _Tensor) else None
+
+
+class OperationListener(Protocol):
+    """Called instead of operations; these methods just run them."""
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called instead of an operation."""
+
+    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
+        """Called instead of the call of a layer: ``call(layer, *args, **named)``."""
+
+    def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called instead of a function that turns a Tensor into Python numbers."""
+
+    def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called instead of a function that accesses a Tensor's memory."""
+
+    def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
+        """Called with the shape that somebody asks a Tensor for; returns the shape to give."""
+
+    def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Called instead of a function that computes gradients."""
+
+    def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        """Called instead of Paddle's ``recompute(function, *args)``; ``call()`` runs it."""
+
+    def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
+        """Called when an attribute of a layer is set: ``put(layer, name, value)``."""
+
+
+class _Unheard:
+    """A listener for other threads, such as a loader's, which only runs their operations."""
+
+    def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return function(*args, **named)
+
+    read = backward = memory = operation
+
+    def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
+        return call(layer, *args, **named)
+
+    def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
+        return call()
+
+    def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
+        return shape
+
+    def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
+        put(layer, name, value)
+
+
+#: Returns whom the operations of the thread that calls it go to.
+_Choice = Callable[[], OperationListener]
+
+
+@contextmanager
+def intercepting(listener: OperationListener) -> Iterator[None]:
+    """While this context is open, operations and layer calls of this thread go to ``listener``."""
+    thread, unheard = get_ident(), _Unheard()
+
+    def choose() -> OperationListener:
+        return listener if get_ident() == thread else unheard
+
+    names: list[tuple[Any, str, Any]] = [
+        (module, name, functools.partial(_called, choose, "operation", function))
+        for module, name, function in bound_operations()
+    ]
+    tensor: Mapping[str, Any] = vars(_Tensor)
+    for methods, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
+        for name in methods:
+            if name in tensor:
+                function = _with_own_node(tensor[name]) if name == _ALIAS else tensor[name]
+                names.append((_Tensor, name, _method(choose, heard, function)))
+    names += [
+        (_Tensor, "stop_gradient", _flag(choose, tensor["stop_gradient"])),
+        (_Tensor, "register_hook", _hook(tensor["register_hook"])),
+        (_Tensor, "data", _data(choose, tensor["data"])),
+        (_Tensor, "shape", _shape(choose, tensor["shape"])),
+        (_Tensor, "size", _size(tensor["size"])),
+        (paddle.nn.Layer, "__call__", _layer_call(choose, paddle.nn.Layer.__call__)),
+        (paddle.nn.Layer, "__setattr__", _setting(choose, paddle.nn.Layer.__setattr__)),
+        (core.eager.PyLayer, "apply", _apply(choose, vars(core.eager.PyLayer)["apply"])),
+    ]
+    for name in _BACKWARDS:
+        function = vars(core.eager)[name]
+        heard_by = functools.partial(_called, choose, "backward", function)
+        names.append((core.eager, name, heard_by))
+    with replaced(*names):
+        yield
+
+
+def _called(chosen: _Choice, heard: str, function: Function, /, *args: Any, **named: Any) -> Any:
+    return getattr(chosen(), heard)(function, args, named)
+
+
+def _method(chosen: _Choice, heard: str, function: Function) -> Function:
+    def method(*args: Any, **named: Any) -> Any:
+        return getattr(chosen(), heard)(function, args, named)
+
+    return method
+
+
+def _layer_call(chosen: _Choice, call: Function) -> Function:
+    def __call__(layer: Layer, *args: Any, **named: Any) -> Any:
+        return chosen().layer(call, layer, args, named)
+
+    return __call__
+
+
+def _flag(chosen: _Choice, flag: Any) -> property:
+    def put(tensor: Tensor, value: bool) -> None:
+        if flag.__get__(tensor) != value:
+            chosen().operation(set_stop_gradient, (tensor, value), {})
+
+    def set_stop_gradient(tensor: Tensor, value: bool) -> None:
+        flag.__set__(tensor, value)
+
+    return property(flag.__get__, put)
+
+
+def _with_own_node(function: Function) -> Function:
+    """Wraps a method so that its result has its own node in the graph, apart from its tensor's."""
+
+    def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:
+        return function(paddle.assign(tensor), *args)
+
+    return tensor_use_gpudnn
+
+
+class _NoHook:
+    """The handle of a hook on a gradient that is never registered."""
+
+    def remove(self) -> bool:
+        """Does nothing, as there is no hook."""
+        return False
+
+
+def _hook(register: Function) -> Function:
+    def register_hook(tensor: Tensor, hook: Function) -> Any:
+        if tensor.stop_gradient and not paddle.is_grad_enabled():
+            # A pipeline evaluates without gradients; a plain model may do so with them.
+            return _NoHook()
+        return register(tensor, hook)
+
+    return register_hook
+
+
+def _data(chosen: _Choice, data: Any) -> property:
+    def get_data(tensor: Tensor) -> Tensor:
+        return data.__get__(tensor)
+
+    def get(tensor: Tensor) -> Tensor:
+        return chosen().operation(get_data, (tensor,), {})
+
+    def put(tensor: Tensor, value: Tensor) -> None:
+        chosen().operation(set_data, (tensor, value), {})
+
+    return property(get, put)
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """Makes a tensor share the memory of another and drop its own; its other properties stay."""
+    value._share_underline_tensor_to(tensor)
+
+
+def renew(tensor: Tensor) -> None:
+    """Moves a tensor to new memory, so that a graph that uses it keeps the old values."""
+    set_data(tensor, tensor.detach().clone())
+
+
+def _shape(chosen: _Choice, shape: Any) -> property:
+    return property(lambda tensor: chosen().shape(tensor, shape.__get__(tensor)))
+
+
+def _size(size: Any) -> property:
+    def count(tensor: Tensor) -> Any:
+        shape = tensor.shape
+        plain = all(type(one) is int for one in shape)
+        # 3.x makes an int of its own of the product.
+        return size.__get__(tensor) if plain else math.prod(shape)
+
+    return property(count)
+
+
+def _setting(chosen: _Choice, put: Function) -> Function:
+    def __setattr__(layer: Layer, name: str, value: Any) -> None:
+        chosen().assigned(put, layer, name, value)
+
+    return __setattr__
+
+
+def _apply(chosen: _Choice, apply: Any) -> Any:
+    def apply_class(kind: Any, *args: Any, **named: Any) -> Any:
+        call = apply.__get__(None, kind)
+        if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
+            # ctx, the function, options in a number of their own in each version, *args.
+            options = [
+                name
+                for name, parameter in inspect.signature(kind.forward).parameters.items()
+                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            ]
+            operands = args[len(options) - 1 :]
+            return chosen().recompute(lambda: call(*args, **named), args[0], operands)
+        return chosen().operation(call, args, named)
+
+    return classmethod(apply_class)
+
+
+def bound_operations() -> Iterator[tuple[Any, str, Function]]:
+    """Yields each name by which a Python module holds an operation."""
+    for module, name, function in _found_in(frozenset(sys.modules), _C_ops.matmul):
+        if vars(module).get(name) is function:
+            yield module, name, function
+
+
+@functools.lru_cache(maxsize=1)
+def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Function]]:
+    """Returns each name by which modules hold an operation; cached, as they seldom change.
+
+    Args:
+        modules: The names of the modules that are loaded.
+        one: One of the operations, as part of the cache's key: a rehearsal replaces them all.
+    """
+    types = {
+        function
+        for module in (_C_ops, _legacy_C_ops)
+        for function in vars(module).values()
+        if _is_operation(function)
+    }
+    return [
+        (module, name, value)
+        for path, module in list(sys.modules.items())
+        # Those of the library itself are where Paddle's modules take the functions from.
+        if not path.startswith("paddle.base.libpaddle") and isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if _is_operation(value) and value in types
+    ]
+
+
+def _is_operation(value: Any) -> bool:
+    """Whether a value is a C function, or a rehearsal's wrapper of one."""
+    wrapped = getattr(value, "__wrapped__", None) if isinstance(value, FunctionType) else value
+    return isinstance(wrapped, BuiltinFunctionType)
+
+
+def provide(operations: Mapping[str, Function]) -> None:
+    """Gives Paddle's functions replacements for operations that lack a CPU kernel.
+
+    Args:
+        operations: The replacements by Paddle's name; each takes the tensors, then the attributes
+            as keywords.
+    """
+    for module in (_C_ops, _legacy_C_ops):
+        for name in operations.keys() & vars(module).keys():
+            setattr(module, name, _with_replacement(operations[name], vars(module)[name]))
+
+
+def _with_replacement(function: Function, stock: Function) -> Function:
+    """Returns an operation that calls ``function`` in dynamic graph, and else ``stock``."""
+
+    def operation(*args: Any) -> Any:
+        if not paddle.in_dynamic_mode():
+            return stock(*args)
+        # _legacy_C_ops is given the name of each attribute before its value.
+        ends = [index for index, value in enumerate(args) if isinstance(value, str)] or [len(args)]
+        attributes = dict(zip(args[ends[0] :: 2], args[ends[0] + 1 :: 2]))
+        return function(*args[: ends[0]], **attributes)
+
+    return operation

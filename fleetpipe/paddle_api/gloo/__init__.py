@@ -1,1 +1,0 @@
-"""Gloo's groups of ranks, and the stores through which their members find each other."""

@@ -1,0 +1,414 @@
+"""Imitates on a CPU how Paddle computes in bfloat16 or float16 on a GPU.
+
+A CPU holds tensors of these dtypes and casts them, but lacks most of their kernels, and
+``paddle.amp`` does nothing there. While a rehearsal is on, ``paddle.amp`` takes the CPU for a GPU,
+and an operation on such tensors runs in float32 and rounds its result. The casts around it are
+operations as well, so that autograd rounds the gradients too. For 3.3.x: the casts of 2.6.2 cut off
+digits on a CPU, and a rehearsal is refused there.
+
+Results have the dtypes of Paddle's GPU kernels: that of the first floating-point tensor, the widest
+if operands are promoted, and float32 for the statistics that a normalization returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from paddle import _C_ops
+from paddle.base import core, framework
+
+from fleetpipe import log
+from fleetpipe.aliases import DType, Tensor
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import VERSION, paddle, replaced
+from fleetpipe.paddle_api.amp import note_rehearsal, rehearsal_dtype
+from fleetpipe.paddle_api.eager_operations import ARITHMETIC, Function, bound_operations
+
+__all__ = [
+    "end_rehearsal",
+    "rehearse",
+    "require_rounding",
+]
+
+
+_Tensor: Any = core.eager.Tensor
+#: Paddle's own, whatever stands in their place during a rehearsal.
+cast: Callable[[Tensor, DType], Tensor] = _C_ops.cast
+_assign: Callable[[Tensor], Tensor] = _C_ops.assign
+_write: Callable[[Tensor, Tensor], Tensor] = _C_ops.assign_out_
+
+Arguments = tuple[Any, ...]
+#: Operations that promote their operands to the widest dtype.
+_PROMOTING = frozenset(
+    {"add", "subtract", "multiply", "divide", "remainder", "floor_divide", "elementwise_pow"}
+)
+
+
+#: Those that write into an argument, and whose names do not say so.
+_WRITING = ("_setitem_dygraph", "check_finite_and_unscale")
+
+
+def writes(operation: str) -> bool:
+    """Whether an operation writes into one of its arguments."""
+    return operation.endswith("_") or operation in _WRITING
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among the arguments of an operation, those in lists too."""
+    for value in values:
+        if isinstance(value, _Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (one for one in value if isinstance(one, _Tensor))
+
+
+def convert(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Arguments:
+    """Applies a function to each tensor among the arguments of an operation."""
+    return tuple(
+        change(value)
+        if isinstance(value, _Tensor)
+        else type(value)(change(one) if isinstance(one, _Tensor) else one for one in value)
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    )
+
+
+def compute(
+    function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
+) -> Any:
+    """Runs an operation in float32, and rounds the results that a GPU has in ``half``."""
+    rounds = _gives_half(operation, half, (*args, *named.values()))
+    widen = functools.partial(_widen, half)
+    result = function(*convert(widen, args), **dict(zip(named, convert(widen, named.values()))))
+    return _round(result, operation, half) if rounds else result
+
+
+def write(
+    function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
+) -> Any:
+    """Runs an operation that writes into its arguments on float32 copies, and copies these back.
+
+    For a parameter that an optimizer steps, the copy is its master weight, if it has one.
+    """
+    copies = _Copies(half, list(tensors_of(args)))
+    wide = convert(copies.of, args)
+    result = function(*wide, **named)
+    results = wide[:1] if result is None else result if isinstance(result, tuple) else (result,)
+    listed = tensors_of(value for value in wide if isinstance(value, list))
+    copies.write_back((*listed, *tensors_of(results)))
+    first, *rest = map(copies.original, results)
+    if first is results[0] and all(first is not value for value in wide):
+        first = _round(first, operation, half)
+    return (first, *rest) if isinstance(result, tuple) else None if result is None else first
+
+
+#: By the names of parameters, the master weights of the optimizer that steps now.
+_masters: Mapping[str, Tensor] = {}
+
+
+def with_master_weights(apply: Function) -> Function:
+    """Wraps an optimizer's method so that its master weights serve as float32 copies."""
+
+    @functools.wraps(apply)
+    def apply_optimize(optimizer: Any, *args: Any, **named: Any) -> Any:
+        global _masters
+        before, _masters = _masters, optimizer._master_weights
+        try:
+            return apply(optimizer, *args, **named)
+        finally:
+            _masters = before
+
+    return apply_optimize
+
+
+class _Copies:
+    """The float32 copies of half-precision arguments, with the argument of each."""
+
+    def __init__(self, half: DType, tensors: list[Tensor]) -> None:
+        self._half = half
+        self._masters = {t.name: _masters[t.name] for t in tensors if t.name in _masters}
+        self._of: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the copy that replaces an argument."""
+        if tensor.dtype != self._half:
+            # Some kernels of CPUs step the parameter alone, others look at both.
+            is_master = any(tensor is master for master in self._masters.values())
+            return _assign(tensor) if is_master else tensor
+        for original, copy in self._of.values():
+            if original is tensor:
+                return copy
+        copy = self._masters.get(tensor.name)
+        copy = cast(tensor, paddle.float32) if copy is None else copy
+        self._of[id(copy)] = (tensor, copy)
+        return copy
+
+    def original(self, value: Any) -> Any:
+        """Returns the argument whose copy is ``value``; else ``value`` itself."""
+        return self._of[id(value)][0] if id(value) in self._of else value
+
+    def write_back(self, values: Iterable[Tensor]) -> None:
+        """Rounds the copies among ``values`` back into their originals."""
+        for key in {id(value) for value in values} & self._of.keys():
+            tensor, copy = self._of[key]
+            _write(cast(copy, self._half), tensor)
+
+
+def _gives_half(operation: str, half: DType, values: Arguments) -> bool:
+    """Whether a GPU has the results of an operation in ``half``."""
+    if any(isinstance(value, type(paddle.float32)) for value in values):
+        # The operation makes that dtype by itself.
+        return False
+    floats = [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
+    if operation in _PROMOTING:
+        # A tensor of no dimension counts where there are no others.
+        floats = [tensor for tensor in floats if tensor.ndim] or floats
+        return all(tensor.dtype == half for tensor in floats)
+    return bool(floats[0].dtype == half)
+
+
+def _widen(half: DType, tensor: Tensor) -> Tensor:
+    return cast(tensor, paddle.float32) if tensor.dtype == half else tensor
+
+
+def _round(result: Any, operation: str, half: DType) -> Any:
+    if isinstance(result, _Tensor):
+        return cast(result, half) if result.dtype == paddle.float32 else result
+    if not isinstance(result, (tuple, list)):
+        return result
+    # What a normalization returns beside its output are statistics.
+    count = 1 if "norm" in operation else len(result)
+    rounded = [_round(one, operation, half) for one in result[:count]]
+    return type(result)([*rounded, *result[count:]])
+
+
+_log = log.logger(__name__)
+
+#: Methods in C that run operations, beside arithmetic.
+_METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
+#: Operations that change no value and write in place, or cast: a CPU has them for every dtype.
+_STAY = {
+    *("cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_", "squeeze_"),
+    *("unsqueeze_", "flatten_", "transpose_", "view_shape", "view_dtype"),
+    *("share_data", "share_data_"),
+}
+#: The operations that methods of arithmetic run; that of ``__rmul__`` is that of ``__mul__``.
+_ARITHMETIC = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "divide",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+}
+
+
+class _Rehearsal:
+    """The replacements of an active rehearsal.
+
+    Attributes:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        rounded: Whether any operation had a tensor of this dtype.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.rounded = False
+        self._replacements = ExitStack()
+
+    def begin(self) -> None:
+        """Replaces operations, and the functions by which ``paddle.amp`` looks at the device."""
+        self._replacements.enter_context(replaced(*self._of_operations(), *self._of_amp()))
+
+    def end(self) -> None:
+        """Restores the functions that :meth:`begin` replaced."""
+        self._replacements.close()
+
+    def _of_operations(self) -> Iterator[tuple[object, str, object]]:
+        for module, name, function in bound_operations():
+            # A GPU adds the bias of a Linear in the kernel of its product.
+            linear = function.__name__ == "linear"
+            operation = "fused_gemm_epilogue" if linear else function.__name__
+            if operation not in _STAY:
+                yield module, name, self._operation(function, operation)
+        for method in (*ARITHMETIC, *_METHODS):
+            if hasattr(_Tensor, method):
+                function = getattr(_Tensor, method)
+                yield _Tensor, method, self._operation(function, _operation_of(method))
+
+    def _of_amp(self) -> Iterator[tuple[object, str, object]]:
+        optimizer = paddle.optimizer.Optimizer
+        apply = with_master_weights(optimizer._apply_optimize)
+        yield optimizer, "_apply_optimize", apply
+        casts, scaling = sys.modules["paddle.amp.auto_cast"], sys.modules["paddle.amp.grad_scaler"]
+        yield casts, "_dygraph_tracer", tracer_on_gpu
+        yield scaling, "_dygraph_tracer", tracer_on_gpu
+        for dtype in HALVES:
+            yield casts, f"_is_gpu_{dtype}_supported", functools.partial(self._supports, dtype)
+            # What paddle.amp.is_bfloat16_supported and Layer.bfloat16 ask.
+            yield core, f"is_{dtype}_supported", functools.partial(_is_rehearsed, dtype)
+
+    def _supports(self, dtype: str) -> bool:
+        if dtype != self.dtype:
+            raise ConfigError(
+                f"paddle.amp is to cast to {dtype}, and the rehearsal is of {self.dtype}",
+                cause=f"auto_cast or decorate without dtype={self.dtype!r}",
+                fix=f"give each of them dtype={self.dtype!r}, or set "
+                f"strategy.fleetpipe_configs = {{'rehearse': {dtype!r}}}",
+            )
+        return True
+
+    def _operation(self, function: Function, operation: str) -> Function:
+        half = HALVES[self.dtype]
+        run = write if writes(operation) else compute
+
+        @functools.wraps(function)
+        def rehearsed_operation(*args: Any, **named: Any) -> Any:
+            tensors = list(tensors_of((*args, *named.values())))
+            if tensors and run is compute:
+                goal = automatic_dtype(operation, tensors)
+                if goal is not None:
+                    only = tensors[0] if operation in NORMS else None
+                    to_goal = functools.partial(_cast_to, goal, only)
+                    args = convert(to_goal, args)
+                    named = dict(zip(named, convert(to_goal, named.values())))
+                    tensors = list(tensors_of((*args, *named.values())))
+            if not any(tensor.dtype == half for tensor in tensors):
+                return function(*args, **named)
+            self.rounded = True
+            return run(function, operation, half, args, named)
+
+        return rehearsed_operation
+
+
+_running: _Rehearsal | None = None
+
+
+def require_rounding(dtype: str) -> None:
+    """Refuses a Paddle whose casts on a CPU truncate instead of rounding, as 2.6.2's do."""
+    half = HALVES[dtype]
+    step = paddle.finfo(half).eps
+    near = cast(paddle.to_tensor(1 + 0.75 * step, "float32"), half)
+    if float(near.astype("float32")) != 1 + step:
+        raise ConfigError(
+            f"this Paddle cannot rehearse {dtype}: on a CPU it cuts off what a GPU rounds",
+            got=f"paddlepaddle {VERSION}",
+            fix="rehearse with paddlepaddle 3.3, or leave fleetpipe_configs['rehearse'] out",
+        )
+
+
+def rehearse(dtype: str | None) -> None:
+    """Starts a rehearsal in place of the active one; None only ends that.
+
+    Args:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+    """
+    global _running
+    if dtype == rehearsal_dtype():
+        return
+    end_rehearsal()
+    if dtype is not None:
+        _running = _Rehearsal(dtype)
+        _running.begin()
+        note_rehearsal(dtype)
+
+
+def _is_rehearsed(dtype: str, place: object) -> bool:
+    return dtype == rehearsal_dtype()
+
+
+def end_rehearsal() -> None:
+    """Ends the active rehearsal, and warns if it has rounded nothing."""
+    global _running
+    ended, _running = _running, None
+    note_rehearsal(None)
+    if ended is None:
+        return
+    ended.end()
+    if not ended.rounded:
+        log.once(
+            _log.warning,
+            f"the rehearsal of {ended.dtype} had nothing to round: the script neither casts its "
+            "model, as paddle.amp.decorate does, nor computes within paddle.amp.auto_cast",
+        )
+
+
+def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
+    """Returns an operand after automatic casts; ``only``: the one operand that they change."""
+    stays = only is not None and tensor is not only
+    if stays or tensor.dtype not in CASTABLE or tensor.dtype == goal:
+        return tensor
+    return cast(tensor, goal)
+
+
+def _operation_of(method: str) -> str:
+    """Returns the name of the operation behind a C method."""
+    bare = method.strip("_")
+    return _ARITHMETIC.get(bare) or _ARITHMETIC.get(bare.removeprefix("r"), method)
+
+
+_framework: ModuleType = framework
+_core: ModuleType = core
+
+HALVES: dict[str, DType] = {"float16": paddle.float16, "bfloat16": paddle.bfloat16}
+#: What automatic casts change; float64 stays.
+CASTABLE: tuple[DType, ...] = (*HALVES.values(), paddle.float32)
+#: Operations of which automatic casts see and change the first tensor alone.
+NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})
+
+
+def automatic_dtype(operation: str, tensors: Sequence[Tensor]) -> DType | None:
+    """Returns the dtype to which automatic casts bring an operation's operands; None: no cast.
+
+    Args:
+        operation: The name of Paddle's kernel, or its older name, which the lists use.
+        tensors: The operands.
+    """
+    tracer = _framework._dygraph_tracer()
+    level = tracer._amp_level.name
+    if level == "O0":
+        return None
+    half = HALVES[tracer._amp_dtype]
+    white, black = (_kernels_of(frozenset(names)) for names in tracer._get_amp_op_list())
+    if level == "O2" and not tracer._use_promote:
+        return paddle.float32 if operation in black else half
+    if operation in white:
+        return half
+    if operation in black or level == "OD":
+        return paddle.float32
+    seen = tensors[:1] if operation in NORMS else tensors
+    return paddle.float32 if any(tensor.dtype == paddle.float32 for tensor in seen) else half
+
+
+@functools.lru_cache(maxsize=16)
+def _kernels_of(listed: frozenset[str]) -> frozenset[str]:
+    """Returns the kernels named in one of Paddle's lists, which uses older names."""
+    return listed | {_core._get_phi_kernel_name(name) for name in listed}
+
+
+class _TracerOnGpu:
+    """Paddle's tracer with a place that makes ``paddle.amp`` believe in a GPU."""
+
+    _expected_place = SimpleNamespace(
+        is_gpu_place=lambda: True, is_xpu_place=lambda: False, is_custom_place=lambda: False
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_framework._dygraph_tracer(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_framework._dygraph_tracer(), name, value)
+
+
+def tracer_on_gpu() -> Any:
+    """Returns the tracer that ``paddle.amp`` is to use."""
+    return _TracerOnGpu()

@@ -1,0 +1,315 @@
+"""Records outputs of layers, and gradients that go back over edges, to find the first that differ.
+
+Of an edge it compares the gradient that arrived at the producer of a value with the value's whole
+gradient there: one that lost a gradient shows so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.compare.differences import MARGIN, Difference, compare, unit_of, zeros_for_missing
+from fleetpipe.dygraph import PipelineLayer, SingleModel, tensor_parallel, tensors_of
+from fleetpipe.dygraph.backward.layer_state import model_kept
+from fleetpipe.dygraph.batch.units import WHOLE, Units
+from fleetpipe.dygraph.nest import has_gradient, map_tensors, tensors_by_place
+from fleetpipe.dygraph.observe.hooks import is_trial
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
+from fleetpipe.extras import extra
+from fleetpipe.job.job import current_job
+from fleetpipe.schedules import Action, Op
+from fleetpipe.transport import MessageKey, Value
+
+#: By layer, the tensors that its calls returned, in the order of the calls.
+Outputs = dict[str, list[Tensor]]
+
+
+#: Whether a backward runs in this thread.
+_in_backward = ContextVar("_in_backward", default=False)
+
+
+@contextmanager
+def backward_running() -> Iterator[None]:
+    """While it is open, no output is recorded, since a backward may recompute a layer."""
+    before = _in_backward.set(True)
+    try:
+        yield
+    finally:
+        _in_backward.reset(before)
+
+
+@contextmanager
+def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
+    """Records the outputs of every layer that owns parameters while the context is open.
+
+    Args:
+        model: A Layer.
+        names: The fully qualified name of each of its parameters and buffers.
+
+    Yields:
+        The outputs, by the layers' fully qualified names.
+    """
+    outputs: Outputs = {}
+    handles = []
+    owners = {inner.rpartition(".")[0]: name.rpartition(".")[0] for inner, name in names.items()}
+    for path, layer in model.named_sublayers(include_self=True):
+        # A part of a vocabulary head returns three numbers of a row; in one process, its input.
+        if path in owners and getattr(layer, "has_plain_output", True):
+            kept = outputs.setdefault(owners[path], [])
+            handles.append(layer.register_forward_post_hook(_keeper(kept)))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
+    """Records the outputs of this process's layers of a pipeline, as :func:`record_model` does.
+
+    It leaves out shared layers: each rank makes some of their calls, in an order of its own; and
+    the whole model, which a batch does not call: that of a capture may own parameters and buffers.
+    """
+    state = layers.state
+    names = (n for n in state.local_tensors() if "." in n and not state.has_several_calls(n))
+    return record_model(layers, {n: n for n in names})
+
+
+def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
+    def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+        # Copies: the next layer may work in place, and only where no border between stages stands
+        # before it would both sides show it.
+        if not (_in_backward.get() or is_trial()):
+            kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
+
+    return keep
+
+
+def compare_outputs(
+    outputs: Outputs, expected: Outputs, step: int, replica: int = 0, call_of: str = ""
+) -> list[Difference]:
+    """Compares the outputs of this replica with those of the reference for the same data.
+
+    Args:
+        outputs: The outputs of the pipeline's layers.
+        expected: The outputs of the reference's, for the data of all replicas or of this one.
+        step: The training step.
+        replica: The place of this replica's data in the reference's.
+        call_of: A text for the names of differences, as ``" of eval_batch"``.
+    """
+    differences = []
+    for layer, kept in outputs.items():
+        theirs_of_all = expected[layer][replica * len(kept) :]
+        for call, (ours, reference) in enumerate(zip(kept, theirs_of_all)):
+            name, part = f"{layer}, call {call}{call_of}", part_of(reference, ours)
+            if sequence_parts() and part.shape != ours.shape:
+                continue  # places that stand in another axis, as those of all rows in one
+            difference = compare("output", name, step, ours, part)
+            if difference:
+                differences.append(difference)
+                break
+    return differences
+
+
+def sequence_parts() -> Any:
+    """Returns the ``SequenceRanks`` of a job that splits sequences over ranks; else None."""
+    job = current_job()
+    if job is None or job.along("sep", "cp").ranks == 1:
+        return None
+    return extra("sequences").sequence_ranks()
+
+
+def part_of(whole: Tensor, ours: Tensor) -> Tensor:
+    """Returns the part of a reference's output that this rank has, if it has a shard of it."""
+    group, ranks = tensor_parallel.model_parallel_group(), sequence_parts()
+    for axis, (all_of_it, size) in enumerate(zip(whole.shape, ours.shape)):
+        if axis == 1 and ranks is not None and all_of_it == size * ranks.ranks:
+            whole = ranks.own_part(whole)
+        elif all_of_it != size and all_of_it == size * group.nranks:
+            return tensor_parallel.shard_of(whole, axis, group.rank, group.nranks)
+    return whole
+
+
+class At(NamedTuple):
+    """A value on an edge: the stage that produces it, its micro-batch, its path in containers."""
+
+    stage: int
+    micro_batch: int
+    path: str
+
+
+@dataclass
+class EdgeGradients:
+    """The gradients of one batch on the edges.
+
+    Attributes:
+        arrived: The gradient that the consumer sent back; None if it sent none.
+        used: The gradient that the producer's backward starts from: what arrived, plus that of the
+            producer's own uses of the value.
+    """
+
+    arrived: dict[At, Tensor | None] = field(default_factory=dict)
+    used: dict[At, Tensor | None] = field(default_factory=dict)
+
+
+def _keep(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
+    """Keeps a copy of the gradient that a tensor will get."""
+
+    def hook(gradient: Tensor) -> None:
+        gradients[at] = gradient.detach().clone()
+
+    gradients[at] = None
+    tensor.register_hook(hook)
+
+
+class EdgeWatch(BatchObserver):
+    """An observer that records the gradients on the edges of this process's stages.
+
+    Attributes:
+        first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
+        gradients: The gradients of the batch that runs.
+    """
+
+    def __init__(self) -> None:
+        self.first_micro_batch = 0
+        self.gradients = EdgeGradients()
+
+    def begin(self, batch: Any) -> None:
+        """Starts a batch without gradients."""
+        self.gradients = EdgeGradients()
+
+    def end(self) -> None:
+        """Drops the gradients."""
+        self.gradients = EdgeGradients()
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Action):
+            return instruction
+
+        def watch() -> Blocked | None:
+            if op.kind == "F":
+                blocked = instruction()
+                self._follow(op, played.values)
+                return blocked
+            if op.kind != "W":
+                self._keep_arrived(op, played.values)
+            with backward_running():
+                return instruction()
+
+        return watch
+
+    def _follow(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
+        """Starts to record the gradients of the values that a forward sends."""
+        for value in _of(op, "F", values):
+            for path, tensor in tensors_by_place(value).items():
+                if not has_gradient(tensor):
+                    continue
+                at = At(op.stage, self.first_micro_batch + op.micro_batch, path)
+                self.gradients.arrived[at] = None
+                _keep(tensor, self.gradients.used, at)
+
+    def _keep_arrived(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
+        """Records the gradients that the consumers of a stage's values sent back."""
+        arrived = self.gradients.arrived
+        here = (op.stage, self.first_micro_batch + op.micro_batch)
+        places = [at for at in arrived if at[:2] == here]
+        for grads in _of(op, "B", values):
+            for at, grad in zip(places, grads):
+                arrived[at] = None if grad is None else grad.detach().clone()
+
+
+def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:
+    """Returns the values on the edges out of an action's stage, or their gradients."""
+    wanted = (kind, op.stage, op.micro_batch)
+    return [v for key, v in values.items() if (key.kind, key.source, key.micro_batch) == wanted]
+
+
+@contextmanager
+def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeGradients]:
+    """While it is open, a model runs on copies of the values that cross between stages.
+
+    At the end parameters have their earlier gradients, and buffers their earlier values.
+
+    Yields:
+        The gradients of the micro-batches that run while it is open, numbered from 0.
+    """
+    kept = EdgeGradients()
+    borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
+    calls = dict.fromkeys(borders, 0)
+
+    def copy_value(layer: int, value: Nest) -> Nest:
+        stage, micro_batch = borders[layer], calls[layer]
+        calls[layer] += 1
+        locations = [At(stage, micro_batch, path) for path in tensors_by_place(value)]
+
+        def copy(tensor: Tensor) -> Tensor:
+            at = locations.pop(0)
+            if not has_gradient(tensor):
+                return tensor
+            _keep(tensor, kept.used, at)
+            other = tensor.clone()
+            _keep(other, kept.arrived, at)
+            return other
+
+        return map_tensors(copy, value)
+
+    layers = model.sublayers(include_self=True)
+    with model_kept(layers, model.parameters()), model.changed_before(list(borders), copy_value):
+        yield kept
+
+
+def name_of(stage: int) -> str:
+    """Returns the name of the edge from ``stage`` to the next."""
+    return f"edge {stage} -> {stage + 1}"
+
+
+def differences(
+    pipeline: EdgeGradients, reference: EdgeGradients, first: int, step: int, units: Units = WHOLE
+) -> list[Difference]:
+    """Compares the gradients on the edges of this process.
+
+    Args:
+        pipeline: The gradients that the pipeline had.
+        reference: The gradients that the reference had.
+        first: The pipeline's number of the reference's micro-batch 0.
+        step: The training step.
+        units: How the schedule cuts micro-batches; gradients are numbered by these units.
+
+    Returns:
+        One difference for each edge and value: in the first micro-batch in which it differs.
+    """
+    worst: dict[tuple[int, str], Difference] = {}
+    for which in ("arrived", "used"):
+        ours_at, theirs_at = getattr(pipeline, which), getattr(reference, which)
+        stages_seen = {stage for stage, _ in worst}
+        stages = {at.stage for at in ours_at}
+        for at, expected in theirs_at.items():
+            place = (at.stage, at.path)
+            if at.stage not in stages or at.stage in stages_seen or place in worst:
+                continue
+            ours = ours_at.get(at._replace(micro_batch=first * units.count + at.micro_batch))
+            lost = " (lost)" if ours is None else ""
+            name = f"{name_of(at.stage)}, value{at.path}{lost}, {units.name(at.micro_batch)}"
+            difference = _compare(name, step, ours, expected)
+            if difference:
+                worst[place] = difference
+    return list(worst.values())
+
+
+def _compare(
+    name: str, step: int, ours: Tensor | None, expected: Tensor | None
+) -> Difference | None:
+    """Compares one gradient; zeros stand for one that is missing."""
+    if ours is not None and expected is not None:
+        expected = part_of(expected, ours)
+    ours, expected = zeros_for_missing(ours, expected)
+    difference = compare("gradient", name, step, ours, expected)
+    if difference is None or expected is None or difference.absolute == 0:
+        return None
+    return difference if difference.relative > MARGIN * unit_of(expected.dtype) else None

@@ -1,0 +1,245 @@
+"""Predicts layers' costs if sequences or experts are split in another way than measured.
+
+Along ``ep`` a rank has 1/n of the experts, and the tokens of n ranks that go to these: its work
+changes only because some experts get more tokens than others. Along ``sep`` and ``cp`` a rank has
+1/n of all positions. The exchanged bytes follow from the tokens of experts, and from queries and
+keys; if each of n ranks has equal parts for all ranks, it sends (n-1)/n of them. Slices of a
+schedule have equal costs, although later ones attend to more positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe.errors import ConfigError, require_whole
+from fleetpipe.profiling.cost_model import LayerCost, Link, Transfer
+
+_TIMES = ("forward", "backward", "input_grad", "weight_grad")
+#: What grows with the positions of a sequence.
+_BYTES = (
+    *("output", "held", "releases", "held_split", "waiting", "working", "saved"),
+    *("routed", "queries", "keys"),
+)
+
+
+class LayerDegrees(NamedTuple):
+    """The number of ranks that share the layers of a stage, by axis.
+
+    Attributes:
+        ep: Ranks that share experts.
+        sep: Ranks that share sequences, and exchange heads for positions.
+        cp: Ranks that share sequences, and pass keys on.
+    """
+
+    ep: int = 1
+    sep: int = 1
+    cp: int = 1
+
+    @classmethod
+    def of(cls, degrees: Any) -> LayerDegrees:
+        """Returns these degrees from the degrees of a job."""
+        return cls(degrees.ep, degrees.sep, degrees.cp)
+
+    def check(self) -> None:
+        """Raises ConfigError unless all are whole numbers of at least 1."""
+        for axis, degree in self._asdict().items():
+            require_whole(f"{axis}_degree", degree)
+
+    @property
+    def sequences(self) -> int:
+        """The number of parts of a sequence."""
+        return self.sep * self.cp
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}_degree={degree}" for axis, degree in self._asdict().items())
+
+
+class _Exchanged(NamedTuple):
+    """The exchanges of a rank for a layer, in forward and backward."""
+
+    calls: int
+    messages: int
+    nbytes: float
+
+    def busy(self, transfer: Transfer) -> float:
+        """Returns the seconds that they keep a rank busy in F, and again in B or I."""
+        each = transfer.sending + transfer.receiving
+        return self.messages * each / 2 + self.nbytes * transfer.per_byte
+
+
+def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
+    """Returns the exchanges of a layer at other degrees than the measured ones."""
+    ep, sep, cp = degrees
+    parts = degrees.sequences
+    routed, queries, keys = (
+        size * measured.sequences / parts for size in (layer.routed, layer.queries, layer.keys)
+    )
+    # Counts of tokens, the tokens, and what experts make of them; backward twice.
+    experts = 5 * len(layer.loads) * (ep > 1)
+    heads = 4 * len(layer.heads) * (sep > 1)
+    # Two chunks from each, and backward again with their gradients. A causal ring leaves some out.
+    chunks = 6 * len(layer.heads) * (cp - 1)
+    return _Exchanged(
+        experts + heads + chunks,
+        experts * (ep - 1) + heads * (sep - 1) + chunks * (cp - 1),
+        4 * routed * (ep - 1) / ep
+        + 2 * (2 * queries + keys) * (sep - 1) / sep
+        + 2.5 * keys * (cp - 1),
+    )
+
+
+def _busiest(layer: LayerCost, ep: int) -> float:
+    """Returns the load of the rank whose experts have the most tokens, over an even share."""
+    every = sum(map(sum, layer.loads))
+    ranks = zip(*(_by_rank(loads, ep) for loads in layer.loads))
+    return ep * max(map(sum, ranks)) / every if every else 1.0
+
+
+def _by_rank(loads: tuple[int, ...], ep: int) -> list[int]:
+    here = len(loads) // ep
+    return [sum(loads[rank * here : (rank + 1) * here]) for rank in range(ep)]
+
+
+def costs_at(
+    layers: Sequence[LayerCost],
+    measured: LayerDegrees,
+    degrees: LayerDegrees,
+    transfer: Transfer,
+    within: Link,
+) -> list[LayerCost]:
+    """Returns the costs of layers at other degrees than the measured ones.
+
+    The latency of exchanges is left out.
+
+    Args:
+        layers: The measured costs.
+        measured: The degrees at which they were measured.
+        degrees: The wanted degrees.
+        transfer: The time that a message keeps a rank busy.
+        within: The link of exchanges whose time the costs include.
+
+    Raises:
+        ConfigError: Some layer cannot have these degrees, or its costs say nothing about them.
+    """
+    _require(layers, measured, degrees)
+    away = Link(-within.latency, -within.per_byte)
+    return [_cost(one.with_exchanges(away), measured, degrees, transfer) for one in layers]
+
+
+def _cost(
+    layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees, transfer: Transfer
+) -> LayerCost:
+    part = measured.sequences / degrees.sequences
+    more = _busiest(layer, degrees.ep) / _busiest(layer, measured.ep)
+    before, after = (_exchanges_at(layer, measured, one) for one in (measured, degrees))
+    times: dict[str, Any] = {}
+    for name in _TIMES:
+        seconds = getattr(layer, name)
+        if seconds is not None:
+            busy, again = (
+                0.0 if name == "weight_grad" else one.busy(transfer) for one in (before, after)
+            )
+            computing = seconds + (more - 1) * layer.expert_share * seconds - busy
+            times[name] = max(computing, 0.0) * part + again
+    expert_seconds = layer.expert_share * layer.forward * more * part
+    # A plain list of experts, which nothing routes tokens to, is on every rank.
+    elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1) * bool(layer.loads)
+    sizes: dict[str, Any] = {name: int(getattr(layer, name) * part) for name in _BYTES}
+    return replace(
+        layer,
+        **times,
+        **sizes,
+        parameters=int(layer.parameters + elsewhere),
+        gradients=int(layer.gradients + elsewhere),
+        exchanges=max(layer.exchanges + after.calls - before.calls, 0),
+        exchanged=int(max(layer.exchanged - before.nbytes, 0) * part + after.nbytes),
+        expert_share=min(expert_seconds / times["forward"], 1.0) if times["forward"] else 0.0,
+        expert_parameters=int(layer.expert_parameters + elsewhere),
+    )
+
+
+def _require(layers: Sequence[LayerCost], measured: LayerDegrees, degrees: LayerDegrees) -> None:
+    degrees.check()
+    experts = [(layer, len(loads)) for layer in layers for loads in layer.loads]
+    heads = [(layer, count) for layer in layers for count in layer.heads]
+    for axis, shared, what in (("ep", experts, "experts"), ("sep", heads, "heads")):
+        degree = getattr(degrees, axis)
+        for layer, count in shared:
+            if count % degree:
+                divisors = (n for n in range(1, count + 1) if count % n == 0)
+                nearest = min(divisors, key=lambda n: abs(n - degree))
+                raise ConfigError(
+                    f"{count} {what} cannot be shared out to {axis}_degree={degree} ranks",
+                    where=layer.name,
+                    fix=f"give {axis}_degree={nearest}",
+                )
+    unknown = (degrees.ep != measured.ep and not experts and "experts") or (
+        degrees[1:] != measured[1:] and not heads and "attention"
+    )
+    if unknown:
+        raise ConfigError(
+            f"the profile says nothing of {unknown}, so what other degrees cost is not known",
+            expected=f"{measured}, those of the profile",
+            got=str(degrees),
+            cause="no layer has Experts or MoELayer, or none calls "
+            "fleetpipe.dygraph.sequences.attention; or the profile is older, or written by hand",
+            fix="measure the model with these degrees, or plan with those of the profile",
+        )
+
+
+def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tuple[int, ...]:
+    """Returns the lengths of slices of the same sequences that should take equally long.
+
+    The computation-wise cut of Seq1F1B (arXiv:2406.03488), from times instead of operations: the
+    slice of the positions a to b-1 costs x (b-a) + y (b^2-a^2)/2, with x and y fitted to the
+    measured times, neither below 0.
+
+    Args:
+        lengths: The number of positions of each measured slice, in order.
+        times: How long each took, forward and backward.
+        slices: The number of slices to cut into.
+
+    Raises:
+        ConfigError: There are fewer positions than slices.
+    """
+    require_whole("slices", slices)
+    ends = list(accumulate(lengths))
+    length = ends[-1]
+    if slices > length:
+        raise ConfigError(
+            "a slice has at least one place",
+            expected=f"at most {length} slices",
+            got=f"{slices} slices",
+            fix="cut into fewer slices",
+        )
+    fitted, seen = _fit(lengths, ends, times)
+    whole = fitted * length + seen * length**2 / 2
+    lengths_found: list[int] = []
+    for index in range(1, slices + 1):
+        wanted = whole * index / slices
+        if seen * length > 1e-9 * fitted:
+            end = (math.sqrt(fitted**2 + 2 * seen * wanted) - fitted) / seen
+        else:
+            end = length * index / slices
+        before = sum(lengths_found)
+        lengths_found.append(max(1, min(round(end), length - (slices - index)) - before))
+    return tuple(lengths_found)
+
+
+def _fit(
+    lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
+) -> tuple[float, float]:
+    """Fits x and y of :func:`balanced`: the costs of a position and of each one that it sees."""
+    rounded = np.array(lengths, float)
+    seen = rounded * (np.array(ends) - rounded / 2)
+    measured = np.array(times)
+    (x, y), *_ = np.linalg.lstsq(np.stack([rounded, seen], axis=1), measured, rcond=None)
+    if y <= 0:
+        return 1.0, 0.0
+    return (float(x), float(y)) if x > 0 else (0.0, 1.0)

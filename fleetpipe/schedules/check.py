@@ -1,0 +1,406 @@
+"""Checks whether a schedule or a plan can run: complete, in order, deadlock-free, within memory.
+
+In a plan each value must be received before its use and released after it. A plan is replayed with
+sends that wait for their receives: one that passes never deadlocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NoReturn, cast
+
+from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.schedules.action import (
+    Action,
+    Free,
+    Fused,
+    Op,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    numbers,
+    ranks_of,
+)
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.explain import where, window
+from fleetpipe.schedules.placement import Edge, crossing_edges
+from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
+from fleetpipe.schedules.simulation import amounts_in_flight, replay
+
+
+def verify(
+    schedule: ScheduleRows,
+    edges: Iterable[Edge] | None = None,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+) -> None:
+    """Checks a schedule; see ``Schedule.verify``."""
+    replay(schedule, edges, Costs())
+    if memory_cap is not None:
+        _check_memory(schedule, memory_cap, costs or Costs())
+
+
+def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
+    if not cap > 0:
+        raise ConfigError(
+            "`memory_cap` must be above 0", got=str(cap), fix="give a cap above 0, or leave it out"
+        )
+    in_bytes = costs.bytes is not None
+    unit = "bytes of activations" if in_bytes else "forwards of one stage"
+    # Whatever a schedule cuts sequences into, a cap means as much: forwards of a micro-batch.
+    parts = 1 if in_bytes else schedule.slices
+    costs.check_stages(schedule.placement.stages)
+    for rank in range(schedule.placement.ranks):
+        around = amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
+        in_flight = [amount.during / parts for amount in around]
+        peak = max(in_flight, default=0)
+        if peak > cap:
+            position = next(index for index, amount in enumerate(in_flight) if amount > cap)
+            item = schedule.actions[rank][position]
+            raise ScheduleError(
+                f"rank {rank} passes the memory cap at {item}",
+                where=where(schedule, rank, position),
+                expected=f"at most {cap:.10g} {unit} in flight at a time",
+                got=f"{in_flight[position]:.10g} there, {peak:.10g} at the peak of the rank",
+                fix=f"a cap of {peak:.10g}, or a schedule that holds less",
+            )
+
+
+#: For each stage, its edges from or to another rank, with that rank.
+_Crossing = list[list[tuple[Edge, int]]]
+
+
+def verify_plan(plan: PlanRows) -> None:
+    """Checks all of ``Plan.verify`` but for deadlocks between ranks, which ``Plan.order`` finds."""
+    try:
+        verify(computations(plan), plan.edges)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"the computations of the plan are no valid schedule: {error}",
+            cause="positions count computations only, without sends, receives and releases",
+        ) from error
+    leaving, entering = crossing_edges(plan.placement, plan.edges)
+    for rank in range(plan.placement.ranks):
+        checker = _RankChecker(plan, rank, leaving, entering)
+        for position, op in enumerate(plan.ops[rank]):
+            checker.check(position, op)
+        checker.check_end()
+    check_channels(plan)
+
+
+class _RankChecker:
+    """The operations of one rank that have happened up to some position of its row.
+
+    ``marks`` has a byte for each micro-batch under (kind, stage), where "B" is also I and "W" is
+    the last use of the stage's activations, under ("FREE", stage), and under ("SF", edge), ("RF",
+    edge), ("SB", edge) and ("RB", edge) for the transfers of this rank.
+    """
+
+    def __init__(self, plan: PlanRows, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
+        self.plan, self.rank, self.row = plan, rank, plan.ops[rank]
+        self.position = 0
+        self.marks: dict[tuple[str, int | Edge], bytearray] = {}
+        self.needs: dict[tuple[str, int], tuple[Recv, ...]] = {}
+        for stage in plan.placement.stages_of(rank):
+            self._add(stage, "F", "B", "W", "FREE")
+            for edge, _ in leaving[stage]:
+                self._add(edge, "SF", "RB")
+            for edge, _ in entering[stage]:
+                self._add(edge, "RF", "SB")
+            gradients = tuple(Recv("B", edge, 0) for edge, _ in leaving[stage])
+            self.needs["F", stage] = tuple(Recv("F", edge, 0) for edge, _ in entering[stage])
+            self.needs["B", stage] = self.needs["I", stage] = gradients
+            self.needs["W", stage] = ()
+
+    def _add(self, subject: int | Edge, *kinds: str) -> None:
+        for kind in kinds:
+            self.marks[kind, subject] = bytearray(self.plan.units)
+
+    def check(self, position: int, op: Op) -> None:
+        """Checks the next op of the rank and notes that it happened."""
+        self.position = position
+        if isinstance(op, Action):
+            self._compute(op)
+        elif isinstance(op, (Send, Recv)):
+            self._transfer(op)
+        elif isinstance(op, Free):
+            self._free(op)
+        elif isinstance(op, Fused):
+            for action in op.actions:
+                self._compute(action)
+        else:
+            self._close(op)
+
+    def _compute(self, action: Action) -> None:
+        kind, stage, micro_batch = action
+        for need in self.needs[kind, stage]:
+            if not self.marks["R" + need.kind, need.edge][micro_batch]:
+                lacking = need._replace(micro_batch=micro_batch)
+                self._fail(
+                    f"{action} stands before its input has been received",
+                    f"{lacking} earlier on rank {self.rank}",
+                )
+        self.marks["B" if kind == "I" else kind, stage][micro_batch] = 1
+        if kind == "B":
+            self.marks["W", stage][micro_batch] = 1
+
+    def _transfer(self, op: Send | Recv) -> None:
+        marks = self.marks.get((op.letter + op.kind, op.edge))
+        if marks is None:
+            self._raise_misplaced(op)
+        self._mark(op, marks, op.micro_batch)
+        if isinstance(op, Recv):
+            return
+        stage = op.edge.source if op.kind == "F" else op.edge.target
+        if not self.marks[op.kind, stage][op.micro_batch]:
+            maker = f"F{stage}" if op.kind == "F" else f"B{stage} or I{stage}"
+            self._fail(
+                f"{op} stands before its value is made",
+                f"{maker}, micro-batch {op.micro_batch}, earlier on rank {self.rank}",
+            )
+        if op.kind == "F" and self.marks["FREE", stage][op.micro_batch]:
+            self._fail(
+                f"{op} stands after the activations were released",
+                f"FREE{stage}.{op.micro_batch} later on rank {self.rank}",
+            )
+
+    def _free(self, op: Free) -> None:
+        marks = self.marks.get(("FREE", op.stage))
+        if marks is None:
+            self._fail(f"{op} is of a stage that rank {self.rank} does not own", "its own stages")
+        self._mark(op, marks, op.micro_batch)
+        if not self.marks["F" if self.plan.forward_only else "W", op.stage][op.micro_batch]:
+            self._fail(
+                f"{op} stands before the last use of what it releases",
+                "F earlier" if self.plan.forward_only else "B, or I and W, earlier",
+            )
+
+    def _mark(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
+        """Notes that an operation has stood in the row, and refuses a second one of its kind."""
+        if micro_batch >= self.plan.units:
+            self._fail(
+                f"{op} is of a micro-batch that does not exist",
+                f"a micro-batch in 0..{numbers(self.plan.micro_batches, self.plan.slices)[-1]}",
+            )
+        if marks[micro_batch]:
+            self._fail(f"{op} stands twice", f"one {op}, earlier in the row")
+        marks[micro_batch] = 1
+
+    def _raise_misplaced(self, op: Send | Recv) -> NoReturn:
+        if op.edge not in self.plan.edges:
+            edges = ", ".join(map(str, self.plan.edges)) or "none"
+            self._fail(f"{op} is of an edge that the plan does not have", f"one of: {edges}")
+        ranks = ranks_of(op, self.plan.placement)
+        if ranks[0] == ranks[1]:
+            self._fail(
+                f"{op} is of an edge inside one rank", "transfers between different ranks only"
+            )
+        owner = ranks[0] if isinstance(op, Send) else ranks[1]
+        self._fail(f"{op} is on the wrong rank", f"rank {owner}")
+
+    def _close(self, op: Reduce | Step) -> None:
+        if self.plan.forward_only:
+            self._fail(f"{op} in a forward-only plan", "neither REDUCE nor STEP")
+        after = self.row[self.position + 1 :]
+        if after != ((Step(),) if isinstance(op, Reduce) else ()):
+            self._fail(
+                f"{op} stands before {after[0] if after else 'the end'}",
+                "REDUCE and then STEP at the end of the row, after the last backward",
+            )
+
+    def check_end(self) -> None:
+        """Checks that the row lacks nothing at its end."""
+        self.position = len(self.row)
+        if not self.plan.forward_only and self.row[-2:] != (Reduce(), Step()):
+            lacking = "STEP" if self.row[-1:] == (Reduce(),) else "REDUCE"
+            self._fail(f"{lacking} is missing", "REDUCE and then STEP at the end of the row")
+        for stage in self.plan.placement.stages_of(self.rank):
+            micro_batch = self.marks["FREE", stage].find(0)
+            if micro_batch >= 0:
+                self._fail(
+                    f"FREE{stage}.{micro_batch} is missing",
+                    "one FREE for each stage of the rank and each micro-batch",
+                )
+
+    def _fail(self, summary: str, expected: str) -> NoReturn:
+        raise ScheduleError(
+            summary,
+            where=f"rank {self.rank} at #{self.position}: {window(self.row, self.position)}",
+            expected=expected,
+            fix="derive the plan with schedule.lower(), which puts each entry where it belongs",
+        )
+
+
+#: Source rank, target rank, "F" or "B".
+Channel = tuple[int, int, str]
+_Positions = dict[Channel, list[int]]
+
+
+def check_channels(plan: PlanRows) -> None:
+    """Raises the ScheduleError of a plan in which the two ends of a channel disagree."""
+    sends: _Positions = defaultdict(list)
+    receives: _Positions = defaultdict(list)
+    for row in plan.ops:
+        for position, op in enumerate(row):
+            if isinstance(op, (Send, Recv)):
+                channel = (*ranks_of(op, plan.placement), op.kind)
+                (sends if isinstance(op, Send) else receives)[channel].append(position)
+    for channel in sorted(set(sends) | set(receives)):
+        _check_channel(plan, channel, sends[channel], receives[channel])
+
+
+def _check_channel(plan: PlanRows, channel: Channel, sends: list[int], receives: list[int]) -> None:
+    sender, receiver = plan.ops[channel[0]], plan.ops[channel[1]]
+    sent = [_content(sender[position]) for position in sends]
+    received = [_content(receiver[position]) for position in receives]
+    if sent == received:
+        return
+    for content in set(sent) - set(received):
+        position = sends[sent.index(content)]
+        _raise_alone(plan, channel[0], position, "receive", Recv(*content), channel[1])
+    for content in set(received) - set(sent):
+        position = receives[received.index(content)]
+        _raise_alone(plan, channel[1], position, "send", Send(*content), channel[0])
+    index = next(index for index, pair in enumerate(zip(sent, received)) if pair[0] != pair[1])
+    first, second = sends[index], receives[index]
+    raise ScheduleError(
+        f"rank {channel[0]} sends {sender[first]} where rank {channel[1]} receives"
+        f" {receiver[second]}",
+        where=f"rank {channel[0]} at #{first}: {window(sender, first)}\n"
+        f"    rank {channel[1]} at #{second}: {window(receiver, second)}",
+        expected="sends and receives of a channel (source rank, target rank, direction)"
+        " in one order",
+        got=f"they differ at entry {index} of the channel",
+        fix="derive the plan with schedule.lower(), which orders both ends of a transfer alike",
+    )
+
+
+def _content(op: Op) -> tuple[str, Edge, int]:
+    return cast("tuple[str, Edge, int]", op[:3])  # type: ignore[index]
+
+
+def _raise_alone(
+    plan: PlanRows, rank: int, position: int, what: str, partner: Send | Recv, peer: int
+) -> NoReturn:
+    raise ScheduleError(
+        f"{plan.ops[rank][position]} has no {what}",
+        where=f"rank {rank} at #{position}: {window(plan.ops[rank], position)}",
+        expected=f"{partner} on rank {peer}",
+        fix="add it, or derive the plan with schedule.lower(), which writes both ends",
+    )
+
+
+_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+#: Longer than any plan, so that reductions come after all computations and steps after those.
+_LAST = 10**15
+
+
+def linear_order(plan: PlanRows) -> tuple[int, ...]:
+    """Returns the rank of each operation in an order that never blocks; see ``Plan.order``."""
+    replay = _Rendezvous(plan)
+    replay.run()
+    # Times never fall along a rank or from a send to its receive, and the sort is stable.
+    by_time = sorted(range(len(replay.ranks)), key=replay.times.__getitem__)
+    return tuple(replay.ranks[index] for index in by_time)
+
+
+class _Rendezvous:
+    """The replay's state: each rank's position, and the ops done, with rank and nominal time."""
+
+    def __init__(self, plan: PlanRows) -> None:
+        self.plan = plan
+        self.at = [0] * len(plan.ops)
+        self.clock = [0] * len(plan.ops)
+        self.ranks: list[int] = []
+        self.times: list[int] = []
+        self.ends: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def run(self) -> None:
+        """Lets every rank go as far as it can."""
+        ready = list(range(len(self.at)))
+        while ready:
+            self._advance(ready.pop(), ready)
+        if self.at != [len(row) for row in self.plan.ops]:
+            _raise_deadlock(self.plan, self.at)
+
+    def _advance(self, rank: int, ready: list[int]) -> None:
+        row, at, clock = self.plan.ops[rank], self.at, self.clock
+        while at[rank] < len(row):
+            op = row[at[rank]]
+            if not isinstance(op, (Send, Recv)):
+                at[rank] += 1
+                clock[rank] += _cost(op)
+                self.ranks.append(rank)
+                self.times.append(clock[rank])
+                continue
+            ends = self._ends_of(op)
+            peer = ends[0] if isinstance(op, Recv) else ends[1]
+            if not _meets(self.plan, op, peer, at[peer]):
+                break
+            clock[rank] = clock[peer] = max(clock[rank], clock[peer])
+            for end in ends:
+                at[end] += 1
+                self.ranks.append(end)
+                self.times.append(clock[rank])
+            ready.append(peer)
+
+    def _ends_of(self, op: Send | Recv) -> tuple[int, int]:
+        """Returns the ranks that send and receive an op, the same for every micro-batch."""
+        key = op[:2]
+        if key not in self.ends:
+            self.ends[key] = ranks_of(op, self.plan.placement)
+        return self.ends[key]
+
+
+def _cost(op: Op) -> int:
+    if isinstance(op, Action):
+        return _COSTS[op.kind]
+    if isinstance(op, Fused):
+        return sum(_COSTS[action.kind] for action in op.actions)
+    return _LAST if isinstance(op, (Reduce, Step)) else 0
+
+
+def _meets(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
+    """Whether ``peer`` is ready for the other end of ``op``."""
+    row = plan.ops[peer]
+    if position == len(row):
+        return False
+    other = row[position]
+    return (
+        isinstance(other, Recv if isinstance(op, Send) else Send)
+        and other[2] == op[2]
+        and other[:2] == op[:2]
+    )
+
+
+def _raise_deadlock(plan: PlanRows, at: list[int]) -> NoReturn:
+    waits: dict[int, int] = {}
+    for rank, row in enumerate(plan.ops):
+        op = row[at[rank]] if at[rank] < len(row) else None
+        if isinstance(op, (Send, Recv)):
+            ends = ranks_of(op, plan.placement)
+            waits[rank] = ends[0] if isinstance(op, Recv) else ends[1]
+    rank = min(waits)
+    seen: list[int] = []
+    while rank in waits and rank not in seen:
+        seen.append(rank)
+        rank = waits[rank]
+    cycle = seen[seen.index(rank) :] if rank in seen else seen
+    lines = [_waiting(plan, at, rank, waits[rank]) for rank in cycle]
+    raise ScheduleError(
+        f"deadlock: {len(cycle)} ranks wait for each other where a send waits for its receive",
+        where="\n    ".join(f"rank {r} at #{at[r]}: {window(plan.ops[r], at[r])}" for r in cycle),
+        expected="ranks that meet at the two ends of each transfer",
+        got="\n    ".join(lines),
+        fix="derive the plan with schedule.lower(), which orders both ends of a transfer alike",
+    )
+
+
+def _waiting(plan: PlanRows, at: list[int], rank: int, peer: int) -> str:
+    ended = at[peer] == len(plan.ops[peer])
+    there = "at its end" if ended else f"at #{at[peer]} {plan.ops[peer][at[peer]]}"
+    here = f"rank {rank} at #{at[rank]} {plan.ops[rank][at[rank]]}"
+    return f"{here} waits for rank {peer}, which is {there}"

@@ -1,0 +1,179 @@
+"""What a rank may run before what its row has first, and why no arrival can block it.
+
+The row of a rank is then a hint: it runs the first entry that is *ready*, one whose inputs have
+come, instead of waiting for the next one. What may be ready early is limited three times:
+
+- *Dependencies.* An entry comes after those of its own rank that it needs.
+- *Lanes.* Forwards of a stage keep the order of the row, and so do the actions that add to its
+  parameters' gradients: B and I, and B and W. So random streams, running statistics and sums of
+  gradients are those of the row, in every bit. Stages of a rank that share a tensor share lanes.
+- *Memory.* An entry is taken early only if the rank could go on from there in the order of its row,
+  without the entry, and never hold more than its cap.
+
+No arrival blocks the ranks. Put the entries of all ranks into one order in which the schedule can
+run as it is written, and look at the first one that has not run. All before it have, so it heads
+its rank's row, and its inputs are sent or there: dependencies and lanes let it run. So does memory:
+at first a rank can go on in the order of its row, as the schedule was verified; an early entry is
+only taken if it still can; and the head is the first step of going on like that. So some rank can
+always run something, however late messages are, and each of finitely many entries runs once.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TypeVar
+
+from fleetpipe.representation import shows
+from fleetpipe.schedules.action import Action, flatten, parts
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.placement import Dependencies, Edge, checked_edges, slice_before
+from fleetpipe.schedules.rows import ScheduleRows
+from fleetpipe.schedules.simulation import amounts_in_flight
+
+#: The lanes of each kind: what reads and writes a stage's state, what autograd adds to gradients as
+#: it goes, and what a split backward adds later.
+_LANES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+
+_Rows = TypeVar("_Rows", bound=ScheduleRows)
+
+
+def without_fusion(schedule: _Rows) -> _Rows:
+    """Returns a schedule whose fused actions run one by one, so that none waits for another."""
+    return replace(schedule, actions=tuple(tuple(flatten(row)) for row in schedule.actions))
+
+
+@shows("rank", "head", "cap")
+class Envelope:
+    """What one rank may run next, in one batch.
+
+    Attributes:
+        rank: The rank.
+        head: The position in the row of the first entry that has not run; the row's length at its
+            end.
+        cap: Most that the rank may hold at once.
+        in_flight: The activations in flight on it.
+    """
+
+    def __init__(
+        self,
+        schedule: ScheduleRows,
+        rank: int,
+        edges: Iterable[Edge] | None = None,
+        memory_cap: float | None = None,
+        costs: Costs | None = None,
+        shared: bool = False,
+    ) -> None:
+        """Begins before the first entry.
+
+        Args:
+            schedule: A schedule that has been verified for these edges and this cap.
+            rank: The rank.
+            edges: Values that pass between stages; None means the chain.
+            memory_cap: As for ``Schedule.verify``; None: what the rank's own row holds at its peak.
+            costs: As there.
+            shared: Whether stages of the rank share a parameter or a buffer.
+        """
+        in_bytes = costs is not None and costs.bytes is not None
+        around = list(amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes))
+        before = [0.0, *(one.after for one in around)]
+        parts_of_cap = 1 if in_bytes else schedule.slices
+        self.rank = rank
+        self.cap = max((one.during for one in around), default=0.0)
+        if memory_cap is not None:
+            self.cap = max(self.cap, memory_cap * parts_of_cap)
+        #: What each entry adds while it runs, and in the end.
+        self._adds = [one.during - earlier for one, earlier in zip(around, before)]
+        self._keeps = [one.after - earlier for one, earlier in zip(around, before)]
+        self._during = [one.during for one in around]
+        self._needed_by: list[list[int]] = [[] for _ in around]
+        self._needs = [0 for _ in around]
+        for position, needs in enumerate(_needs(schedule, rank, edges, shared)):
+            self._needs[position] = len(needs)
+            for need in needs:
+                self._needed_by[need].append(position)
+        self.restart()
+
+    def restart(self) -> None:
+        """Goes back to the first entry."""
+        self.head, self.in_flight = 0, 0.0
+        self._left = [*self._needs]
+        self._done = [False for _ in self._needs]
+        #: What the rank would hold during each entry if it went on in the order of its row.
+        self._ahead = [*self._during]
+        self._open = [position for position, count in enumerate(self._left) if not count]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all entries have run."""
+        return self.head == len(self._done)
+
+    def candidates(self) -> Iterator[int]:
+        """Yields the positions of entries that may run as soon as messages are there, in order.
+
+        The first one is the head.
+        """
+        return (
+            position for position in self._open if position == self.head or self._fits(position)
+        )
+
+    def take(self, position: int) -> None:
+        """Says that the entry at a position, which was a candidate, runs now."""
+        kept = self._keeps[position]
+        if kept:
+            for other in range(self.head, position):
+                self._ahead[other] += kept
+        self.in_flight += kept
+        self._done[position] = True
+        while self.head < len(self._done) and self._done[self.head]:
+            self.head += 1
+        self._open.remove(position)
+        for other in self._needed_by[position]:
+            self._left[other] -= 1
+            if not self._left[other]:
+                insort(self._open, other)
+
+    def _fits(self, position: int) -> bool:
+        """Whether memory lets an entry run early."""
+        kept, cap = self._keeps[position], self.cap
+        if kept <= 0:
+            return True
+        if self.in_flight + self._adds[position] > cap:
+            return False
+        ahead = zip(self._done, self._ahead)
+        return all(
+            done or other + kept <= cap for done, other in islice(ahead, self.head, position)
+        )
+
+
+def _needs(
+    schedule: ScheduleRows, rank: int, edges: Iterable[Edge] | None, shared: bool
+) -> Iterator[set[int]]:
+    """Yields, for each entry of a row, the positions of those of the same rank that come first."""
+    placement, slices = schedule.placement, schedule.slices
+    dependencies = Dependencies(checked_edges(edges, placement), placement.stages)
+    positions: dict[tuple[str, int, int], int] = {}
+    lanes: dict[tuple[str, int], int] = {}
+
+    def lanes_of(action: Action) -> list[tuple[str, int]]:
+        return [(lane, -1 if shared else action.stage) for lane in _LANES[action.kind]]
+
+    for position, item in enumerate(schedule.actions[rank]):
+        needs: set[int | None] = set()
+        for action in parts(item):
+            kind, stage, number = action
+            needs.update(lanes.get(lane) for lane in lanes_of(action))
+            needs.update(
+                positions.get((other, at, number)) for other, at in dependencies.of(kind, stage)
+            )
+            away = slice_before(kind, number % slices, slices)
+            if away:
+                needs.add(positions.get(("B" if kind == "I" else kind, stage, number + away)))
+        yield {need for need in needs if need is not None}
+        for action in parts(item):
+            positions["B" if action.kind == "I" else action.kind, action.stage, int(action[2])] = (
+                position
+            )
+            lanes.update(dict.fromkeys(lanes_of(action), position))

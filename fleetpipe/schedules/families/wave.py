@@ -1,0 +1,202 @@
+"""Schedules in waves, which go through the ranks there and back: Hanayo and DualPipeV.
+
+Hanayo: an even number of chunks in waves, each rank running the oldest backward that is ready.
+
+Two ranks, three micro-batches, B twice as long as F, one wave of two chunks; small letters are the
+second chunk, and time runs to the right::
+
+    rank 0  F0 F1 F2 f0 b0--- f1 b1--- .  B0--- .  .  B1--- f2 b2--- .  .  .  .  B2---
+    rank 1  .  F0 f0 F1 f1 F2 b0--- B0--- b1--- B1--- f2 .  .  .  .  b2--- B2--- .  .
+
+DualPipeV: a forward and a backward run as one fused pair, so that they may hide each other.
+
+Three ranks, six micro-batches, F, I and W equally long and B = I + W; small letters are the second
+chunk, and ``F4|b1`` is a fused pair::
+
+    rank 0  F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 F5|b2--- .  .  f3|B0--- b3--- .  f4|B1--- b4--- ..
+    rank 1  .  F0 F1 F2 f0 F3 f1 i0 w0 f2 F4|b1--- .  f3|B0--- F5|b2--- f4|B1--- b3--- .  f5|B2- ..
+    rank 2  .  .  F0 f0 F1 f1 F2 f2 F3 b0--- f3|B0--- F4|b1--- f4|B1--- F5|b2--- f5|B2--- b3--- ..
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from fleetpipe.schedules.action import Action, Fused, Item, parts
+from fleetpipe.schedules.placement import Placement
+
+#: The times of an action, by which the ranks are run against each other.
+_FORWARD, _BACKWARD = 1, 2
+
+
+def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
+    """Returns the rows of Hanayo (arXiv:2308.15762): w waves of two chunks each.
+
+    At the first and the last rank a value goes on to the next chunk without a transfer. With w
+    waves a chunk, and so the warm-up, is w times as short. For m = p and B = 2F the bubble rate is
+    about (2p-2)/(3wp+p-1) for two waves or more, and less for one. A rank holds up to 2wm forwards
+    of one chunk for m <= p, and fewer than that for more, since backwards come first.
+
+    Args:
+        placement: A wave of p ranks with 2w chunks each.
+        micro_batches: Micro-batches of a batch, m.
+    """
+    waves = _Waves(placement, micro_batches)
+    waves.run()
+    return waves.rows
+
+
+class _Waves:
+    """The state of all ranks at one time: the actions that each could run, and the running ones.
+
+    An action is a number; a rank runs the smallest first: backwards come first, then the oldest
+    micro-batch, and within it the deepest stage.
+    """
+
+    def __init__(self, placement: Placement, micro_batches: int) -> None:
+        self.stages = placement.stages
+        #: The number of the first forward.
+        self.forwards = self.stages * micro_batches
+        self.owners = [placement.rank_of(stage) for stage in reversed(range(self.stages))]
+        self.order: list[list[int]] = [[] for _ in range(placement.ranks)]
+        self.ready: list[list[int]] = [[] for _ in self.order]
+        #: End, rank and action.
+        self.running: list[tuple[int, int, int]] = []
+        self.free = [True] * placement.ranks
+        #: Ranks that may have something to begin, since they became free or were given work.
+        self.woken: set[int] = set()
+        for micro_batch in range(micro_batches):
+            self._add(self.forwards + micro_batch * self.stages + self.stages - 1)
+
+    @property
+    def rows(self) -> list[list[Action]]:
+        """The actions that each rank has run."""
+        return [list(map(self._action, row)) for row in self.order]
+
+    def run(self) -> None:
+        """Lets each free rank run its first possible action, until nothing is left."""
+        now = 0
+        while self.woken:
+            for rank in self.woken:
+                if self.free[rank] and self.ready[rank]:
+                    self._begin(rank, heappop(self.ready[rank]), now)
+            self.woken = set()
+            now = self.running[0][0] if self.running else now
+            while self.running and self.running[0][0] == now:
+                _, rank, number = heappop(self.running)
+                self.free[rank] = True
+                self.woken.add(rank)
+                self._follow(number)
+
+    def _begin(self, rank: int, number: int, now: int) -> None:
+        """Records that a rank runs an action from now on."""
+        self.order[rank].append(number)
+        self.free[rank] = False
+        time = _FORWARD if number >= self.forwards else _BACKWARD
+        heappush(self.running, (now + time, rank, number))
+
+    def _follow(self, number: int) -> None:
+        """Makes the actions that waited for an action ready to run."""
+        above = number % self.stages
+        if number < self.forwards:
+            if above < self.stages - 1:
+                self._add(number + 1)
+        else:
+            self._add(number - 1 if above > 0 else number - self.forwards)
+
+    def _add(self, number: int) -> None:
+        rank = self.owners[number % self.stages]
+        heappush(self.ready[rank], number)
+        self.woken.add(rank)
+
+    def _action(self, number: int) -> Action:
+        kind, rest = divmod(number, self.forwards)
+        micro_batch, above = divmod(rest, self.stages)
+        return Action("BF"[kind], self.stages - 1 - above, micro_batch)
+
+
+def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
+    """Returns the rows of DualPipeV (DeepSeek; the cut-in-half form of arXiv:2412.19437).
+
+    With FB the time of a fused pair and B that of a whole backward of one chunk, F = I and m >= 2p:
+    the rank that idles most does so for (p-1)(FB + B - 3W). A rank holds at most min(2m, 2p+1)
+    forwards of one chunk. The order is built for at least 2p micro-batches; if m is smaller, the
+    extra ones are left out.
+    """
+    filled = max(micro_batches, 2 * placement.ranks)
+    rows = []
+    for rank in range(placement.ranks):
+        writer = _Writer(placement.stages_of(rank))
+        _write(writer, rank, placement.ranks, filled)
+        rows.append(_trim(writer.row, micro_batches) if filled > micro_batches else writer.row)
+    return rows
+
+
+def _write(writer: _Writer, rank: int, ranks: int, micro_batches: int) -> None:
+    """Writes the row of a rank; the eight parts are those of the published schedule."""
+    after = ranks - 1 - rank
+    for _ in range(2 * after):
+        writer.add("F0")
+    for _ in range(rank + 1):
+        writer.add("F0", "F1")
+    for _ in range(after):
+        writer.add("I1", "W", "F1")
+    for index in range(micro_batches - 2 * ranks + rank + 1):
+        if index == 0 and after == 0:
+            # The last rank's F0 can run while the gradient for its first B1 is under way.
+            writer.add("F0", "B1")
+        else:
+            writer.fuse("F0", "B1")
+        writer.fuse("F1", "B0")
+    for _ in range(after):
+        writer.add("B1")
+        writer.fuse("F1", "B0")
+    # Backwards are whole in the first half of these, split in the second.
+    for index in range(2 * (rank + 1)):
+        writer.add(("B" if index <= rank else "I") + "10"[index % 2])
+    for _ in range(after):
+        writer.add("W", "I0")
+    for _ in range(rank + 1):
+        writer.add("W")
+
+
+class _Writer:
+    """Builds a row from tokens of a kind and a chunk, each chunk's micro-batches ascending."""
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self.row: list[Item] = []
+        self.stages = stages
+        self.forwards, self.backwards = [0] * len(stages), [0] * len(stages)
+        self.weights: deque[Action] = deque()
+
+    def add(self, *tokens: str) -> None:
+        """Adds actions one by one."""
+        self.row += map(self._action, tokens)
+
+    def fuse(self, *tokens: str) -> None:
+        """Adds actions as one unit."""
+        self.row.append(Fused(tuple(map(self._action, tokens))))
+
+    def _action(self, token: str) -> Action:
+        """Returns the next action of ``F0``, ``B1`` or ``I1``; ``W`` is the oldest pending one."""
+        if token == "W":
+            return self.weights.popleft()
+        kind, chunk = token[0], int(token[1])
+        counts = self.forwards if kind == "F" else self.backwards
+        action = Action(kind, self.stages[chunk], counts[chunk])
+        counts[chunk] += 1
+        if kind == "I":
+            self.weights.append(action._replace(kind="W"))
+        return action
+
+
+def _trim(row: Sequence[Item], micro_batches: int) -> list[Item]:
+    """Returns ``row`` without the micro-batches from ``micro_batches`` on."""
+    kept: list[Item] = []
+    for item in row:
+        left = tuple(action for action in parts(item) if action.micro_batch < micro_batches)
+        if left:
+            kept.append(left[0] if len(left) == 1 else Fused(left))
+    return kept

@@ -1,0 +1,451 @@
+"""Simulates a schedule: when each action runs, the memory it holds, and the plan that is run.
+
+``replay`` goes as far on each rank as its dependencies allow. ``simulate`` adds costs, the bubble
+and the memory in use. ``lower`` writes a plan in which no two ranks can block each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain as concatenate
+from itertools import product, repeat
+from typing import NamedTuple, TypeVar
+
+from fleetpipe.schedules.action import (
+    KINDS,
+    Action,
+    Free,
+    Item,
+    Op,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    flatten,
+    numbers,
+    parts,
+)
+from fleetpipe.schedules.costs import Costs
+from fleetpipe.schedules.explain import raise_incomplete, raise_stalled
+from fleetpipe.schedules.placement import (
+    Dependencies,
+    Edge,
+    checked_edges,
+    crossing_edges,
+    slice_before,
+)
+from fleetpipe.schedules.rows import PlanRows, ScheduleRows, collector_paused
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The times at which each entry of each rank begins and ends.
+
+    Args:
+        starts: For each rank, the time at which each of its entries begins.
+        ends: For each rank, the time at which each of its entries ends.
+        busy: For each rank, the time that it computes in all.
+    """
+
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    busy: tuple[float, ...]
+
+
+def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -> Replay:
+    """Returns the times of all entries.
+
+    Every rank runs its row in order; an entry begins when its rank is free and its inputs have
+    arrived. The result does not depend on the order in which ranks are visited. The last result is
+    cached with the schedule, since verify, simulate and lower all need it.
+
+    Raises:
+        ScheduleError: Ranks wait for each other, or for something later in their own row; or the
+            schedule is incomplete.
+    """
+    # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
+    key = checked_edges(edges, schedule.placement), repr(asdict(costs))
+    kept: tuple[object, Replay] | None = vars(schedule).get("_replay")
+    if kept is None:
+        _require_complete(schedule)
+    if kept is None or kept[0] != key:
+        # Read back from the schedule, it might be another thread's.
+        kept = key, _simulate(schedule, Dependencies(key[0], schedule.placement.stages), costs)
+        vars(schedule)["_replay"] = kept
+    return kept[1]
+
+
+def _require_complete(schedule: ScheduleRows) -> None:
+    """Refuses a schedule with an action that is missing, doubled, unknown, or on a wrong rank."""
+    units, placement = schedule.units, schedule.placement
+    # Counted first, since the sets below have every action that there should be.
+    if sum(1 for row in schedule.actions for _ in flatten(row)) < placement.stages * units:
+        raise_incomplete(schedule)
+    for rank, row in enumerate(schedule.actions):
+        needed = set(product(placement.stages_of(rank), range(units)))
+        done: dict[str, set[tuple[int, int]]] = {kind: set() for kind in KINDS}
+        actions = 0
+        try:
+            for kind, stage, micro_batch in flatten(row):
+                done[kind].add((stage, micro_batch))
+                actions += 1
+        except (KeyError, TypeError):  # no such kind, or a number that is none
+            raise_incomplete(schedule)
+        backwards = set() if schedule.forward_only else needed
+        complete = (
+            done["F"] == needed
+            and done["B"] | done["I"] == backwards
+            and done["I"] == done["W"]
+            and actions == len(needed) + len(backwards) + len(done["W"])
+        )
+        if not complete:
+            raise_incomplete(schedule)
+
+
+def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
+    ranks = _Ranks(schedule, dependencies, costs)
+    ranks.run()
+    if any(len(ends) < len(row) for ends, row in zip(ranks.ends, schedule.actions)):
+        raise_stalled(schedule, dependencies, list(map(len, ranks.ends)))
+    return Replay(tuple(map(tuple, ranks.starts)), tuple(map(tuple, ranks.ends)), tuple(ranks.busy))
+
+
+#: When an action of one kind and stage ended, by micro-batch; None before that.
+_Ends = list[float | None]
+
+
+class _Column(NamedTuple):
+    """The actions of one kind and stage.
+
+    Attributes:
+        ends: When they ended. B and I share them: what waits for a gradient need not know which.
+        duration: How long each takes.
+        waits: What each waits for: its ends, the distance to its micro-batch or slice, and the
+            latency of the value.
+    """
+
+    ends: _Ends
+    duration: float
+    waits: list[tuple[_Ends, int, float]]
+
+
+class _Ranks:
+    """The state of a replay: for each rank the times of the entries that it has run."""
+
+    def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
+        ranks, stages = range(schedule.placement.ranks), range(schedule.placement.stages)
+        self.schedule, self.costs = schedule, costs
+        self.starts: list[list[float]] = [[] for _ in ranks]
+        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.busy: list[float] = [0 for _ in ranks]
+        ends: dict[str, list[_Ends]] = {
+            kind: [[None] * schedule.units for _ in stages] for kind in "FBW"
+        }
+        ends["I"] = ends["B"]
+        #: By slice, kind and stage.
+        self.columns = [
+            {
+                kind: [
+                    _Column(
+                        ends[kind][stage],
+                        of_slice.of(kind, stage),
+                        _waits(schedule, dependencies, of_slice, ends, (kind, stage, index)),
+                    )
+                    for stage in stages
+                ]
+                for kind in KINDS
+            }
+            for index, of_slice in enumerate(costs.by_slice(schedule.slices))
+        ]
+
+    def run(self) -> None:
+        """Runs every rank as far as possible."""
+        ranks = [self._run(rank) for rank in range(len(self.ends))]
+        before, done = -1, 0
+        while done != before:
+            for rank in ranks:
+                next(rank, None)
+            before, done = done, sum(map(len, self.ends))
+
+    def _run(self, rank: int) -> Iterator[None]:
+        """Runs a rank to its end, and yields whenever it has to wait."""
+        slices, columns = self.schedule.slices, self.columns
+        free: float = 0
+        for item in self.schedule.actions[rank]:
+            begin, duration = free, 0.0
+            actions = parts(item)
+            for kind, stage, number in actions:
+                _, duration, waits = columns[number % slices][kind][stage]
+                for ends, distance, latency in waits:
+                    while (end := ends[number + distance]) is None:
+                        yield
+                    begin = max(begin, end + latency)
+            if not isinstance(item, Action):
+                duration = self.costs.of_fused(item)
+            free = begin + duration
+            for kind, stage, number in actions:
+                columns[number % slices][kind][stage].ends[number] = free
+            self.starts[rank].append(begin)
+            self.ends[rank].append(free)
+            self.busy[rank] += duration
+
+
+def _waits(
+    schedule: ScheduleRows,
+    dependencies: Dependencies,
+    costs: Costs,
+    ends: dict[str, list[_Ends]],
+    of: tuple[str, int, int],
+) -> list[tuple[_Ends, int, float]]:
+    """Returns what an action of a kind, a stage and the index of a slice waits for."""
+    (kind, stage, index), rank_of = of, schedule.placement.rank_of
+    waits = [
+        # A value and its gradient take one edge, which the earlier stage names.
+        (
+            ends[other_kind][other],
+            0,
+            costs.comm_of(min(stage, other)) if rank_of(other) != rank_of(stage) else 0,
+        )
+        for other_kind, other in dependencies.of(kind, stage)
+    ]
+    away = slice_before(kind, index, schedule.slices)
+    return [*waits, (ends[kind][stage], away, 0)] if away else waits
+
+
+class Amounts(NamedTuple):
+    """The activations in flight on a rank during and after one of its entries.
+
+    Attributes:
+        during: While it runs, before it releases anything.
+        after: When it has ended.
+    """
+
+    during: float
+    after: float
+
+
+def amounts_in_flight(
+    schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
+) -> Iterator[Amounts]:
+    """Yields the activations in flight on a rank while each of its entries runs and after it.
+
+    Those of a forward are in flight from its start; B releases them at its end, I the share
+    ``costs.input_grad_frees`` of them and W the rest. In a forward-only schedule they are released
+    at the end of the forward itself.
+
+    Args:
+        schedule: A schedule.
+        rank: The rank.
+        costs: Says what I releases, and the bytes of each stage. Default ``Costs()``.
+        in_bytes: Count ``costs.bytes``, not forwards of one stage.
+    """
+    costs = costs or Costs()
+    rest = 1 - costs.input_grad_frees
+    by_slice = costs.by_slice(schedule.slices)
+    slices = schedule.slices
+
+    def amount_of(action: Action) -> float:
+        return by_slice[action.micro_batch % slices].bytes_of(action)
+
+    # Forwards of which nothing is released, and those of which only I is done. They are summed
+    # apart and weighted last, so that no rounding error builds up.
+    whole: float = 0
+    halves: float = 0
+    for item in schedule.actions[rank]:
+        actions = (item,) if isinstance(item, Action) else item.actions
+        for action in actions:
+            if action[0] == "F":
+                whole += amount_of(action) if in_bytes else 1
+        during = whole + rest * halves
+        for action in actions:
+            kind = action[0]
+            amount = amount_of(action) if in_bytes else 1
+            if kind == "B" or kind == "I" or schedule.forward_only:
+                whole -= amount
+            if kind == "I":
+                halves += amount
+            elif kind == "W":
+                halves -= amount
+        yield Amounts(during, whole + rest * halves)
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """The result of a simulation. Times are in the unit of the costs.
+
+    Args:
+        schedule: The schedule that was simulated.
+        costs: What its actions cost.
+        starts: For each rank, when each of its entries begins.
+        ends: For each rank, when each of its entries ends.
+        makespan: From time 0 to the end of the last action of any rank.
+        spans: For each rank the time from the start of its first action to the end of its last.
+        busy: Most that any rank computes.
+        peak_activations: For each rank, most forwards whose activations are in flight at once, in
+            forwards of one stage.
+        peak_bytes: The same in bytes, if the costs give them; else None.
+    """
+
+    schedule: ScheduleRows
+    costs: Costs
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+    makespan: float
+    spans: tuple[float, ...]
+    busy: float
+    peak_activations: tuple[float, ...]
+    peak_bytes: tuple[float, ...] | None
+
+    @property
+    def span(self) -> float:
+        """Longest time that a rank takes from its first action to its last."""
+        return max(self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Time lost: span - busy."""
+        return self.span - self.busy
+
+    @property
+    def bubble_rate(self) -> float:
+        """Share of the span that is lost, 0..1."""
+        return self.bubble / self.span if self.span else 0.0
+
+    @property
+    def events(self) -> tuple[tuple[tuple[Item, float, float], ...], ...]:
+        """For each rank, its entries as (action or fused unit, start, end)."""
+        rows = zip(self.schedule.actions, self.starts, self.ends)
+        return tuple(tuple(zip(row, starts, ends)) for row, starts, ends in rows)
+
+    def exchange_in(self, item: Item) -> float:
+        """Returns the part of an entry in which its rank only waits for an exchange."""
+        if not self.costs.exchange:
+            return 0
+        slices = self.schedule.slices
+        return self.costs.by_slice(slices)[parts(item)[0].micro_batch % slices].exchange_in(item)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline of {self.schedule.name}: span {self.span:g}, bubble {self.bubble:g}"
+            f" ({self.bubble_rate:.2%})>"
+        )
+
+
+def simulate(
+    schedule: ScheduleRows, costs: Costs | None = None, edges: Iterable[Edge] | None = None
+) -> Timeline:
+    """Simulates a schedule; see ``Schedule.simulate``."""
+    placement = schedule.placement
+    costs = (costs or Costs()).without_loss(placement)
+    costs.check_stages(placement.stages)
+    times = replay(schedule, edges, costs)
+    ranks = range(placement.ranks)
+    spans = tuple(ends[-1] - starts[0] for starts, ends in zip(times.starts, times.ends))
+    return Timeline(
+        schedule,
+        costs,
+        times.starts,
+        times.ends,
+        makespan=max(ends[-1] for ends in times.ends),
+        spans=spans,
+        busy=max(times.busy),
+        peak_activations=tuple(_peak(schedule, rank, costs) for rank in ranks),
+        peak_bytes=None
+        if costs.bytes is None
+        else tuple(_peak(schedule, rank, costs, in_bytes=True) for rank in ranks),
+    )
+
+
+def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = False) -> float:
+    return max(
+        amount.during for amount in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
+    )
+
+
+#: What appends to a row, and the ops of all micro-batches that it appends.
+_Following = tuple[Callable[[Op], None], Sequence[Op]]
+
+_Written = TypeVar("_Written", Send, Recv, Free)
+
+
+def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRows:
+    """Lowers a schedule; see ``Schedule.lower``.
+
+    All entries of all ranks are put into one linear order, that of their simulated ends, and every
+    transfer is written into both its ranks' rows at one place of that order. So all rows follow one
+    order, and sends and receives that wait for each other never form a cycle.
+    """
+    placement = schedule.placement
+    ends = replay(schedule, edges, Costs()).ends
+    ordered_edges = checked_edges(edges, placement)
+    times = list(concatenate.from_iterable(ends))
+    owners = [rank for rank, row in enumerate(ends) for _ in row]
+    items = [iter(row) for row in schedule.actions]
+    with collector_paused():
+        emitter = _Emitter(schedule, ordered_edges)
+        following = emitter.following
+        appends = [row.append for row in emitter.rows]
+        # The sort is stable: a rank's own order is kept, and ranks that tie follow their number.
+        for index in sorted(range(len(times)), key=times.__getitem__):
+            rank = owners[index]
+            item = next(items[rank])
+            appends[rank](item)
+            for kind, stage, micro_batch in (item,) if isinstance(item, Action) else item.actions:
+                for append, ops in following[kind][stage]:
+                    append(ops[micro_batch])
+    if not schedule.forward_only:
+        for row in emitter.rows:
+            row += (Reduce(), Step())
+    return PlanRows(
+        schedule.name,
+        placement,
+        schedule.micro_batches,
+        ordered_edges,
+        tuple(map(tuple, emitter.rows)),
+        schedule.forward_only,
+        schedule.slices,
+        schedule.options,
+    )
+
+
+class _Emitter:
+    """Writes the rows of a plan.
+
+    The operations after an action are created for all micro-batches at once, since creating
+    millions of them one by one would take most of the time.
+    """
+
+    def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
+        placement = schedule.placement
+        self.numbers = numbers(schedule.micro_batches, schedule.slices)
+        self.rows: list[list[Op]] = [[] for _ in range(placement.ranks)]
+        leaving, entering = crossing_edges(placement, edges)
+        #: By kind and stage: into which rows what of each micro-batch is written.
+        self.following: dict[str, list[list[_Following]]] = {kind: [] for kind in KINDS}
+        for stage in range(placement.stages):
+            row = self.rows[placement.rank_of(stage)]
+            values = [follow for end in leaving[stage] for follow in self._transfers("F", row, end)]
+            frees: list[_Following] = [(row.append, self._all(Free, stage, letter="FREE"))]
+            grads: list[_Following] = []
+            if not schedule.forward_only:
+                for end in entering[stage]:
+                    grads += self._transfers("B", row, end)
+            self.following["F"].append(values + frees * schedule.forward_only)
+            self.following["B"].append(grads + frees)
+            self.following["I"].append(grads)
+            self.following["W"].append(frees)
+
+    def _transfers(self, kind: str, row: list[Op], end: tuple[Edge, int]) -> list[_Following]:
+        """Returns the sends of an edge's value or gradient, with the receives of the other rank."""
+        edge, peer = end
+        return [
+            (row.append, self._all(Send, kind, edge, letter="S")),
+            (self.rows[peer].append, self._all(Recv, kind, edge, letter="R")),
+        ]
+
+    def _all(self, written: type[_Written], *first: object, letter: str) -> Sequence[_Written]:
+        """Returns an op for each micro-batch or slice, without a Python call for each."""
+        fields = zip(*map(repeat, first), self.numbers, repeat(letter))
+        return list(map(partial(tuple.__new__, written), fields))

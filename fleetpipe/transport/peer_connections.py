@@ -1,0 +1,413 @@
+"""Connects each rank to every other, turns away strangers, and ends connections with the process.
+
+A rank connects to all lower ones and accepts all higher ones, in one loop on one thread. They may
+open several streams at once, for uses that must not wait for each other. A rank then has ``streams
+* (ranks - 1)`` sockets, which is the first limit of a large job: with 2 streams a limit of 1024
+open files (``ulimit -n``) is enough for about 500 ranks. A forked child's copy, as in a data
+loader's worker, would keep a connection open after its parent's death, unnoticed by the peers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import selectors
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from fleetpipe import log, systems
+from fleetpipe.errors import TransportError
+from fleetpipe.transport import handshake, hosts
+from fleetpipe.transport.base import Store
+from fleetpipe.transport.handshake import Rendezvous
+from fleetpipe.transport.message import Seals
+
+
+class Abandoned(Protocol):
+    """An object that holds connections."""
+
+    def abandon(self) -> None:
+        """Closes this process's copies of the sockets after a fork; the parent's stay open."""
+
+
+class Closed(Protocol):
+    """An object whose peers are told when it is closed."""
+
+    def close(self, reason: str = "") -> None:
+        """Ends the connections; with a reason, the peers learn of a failure."""
+
+
+#: Whatever of this process has connections that are open.
+holding: weakref.WeakSet[Abandoned] = weakref.WeakSet()
+
+#: What is closed when the process ends, unless its job was ended before.
+closed_at_exit: weakref.WeakSet[Closed] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for one in list(holding):
+        one.abandon()
+
+
+def _close_all() -> None:
+    """Closes all transports at exit: messages leave, and peers learn why this rank ended."""
+    error = getattr(sys, "last_value", None)
+    reason = f"{type(error).__name__}: {error}" if error is not None else ""
+    for transport in list(closed_at_exit):
+        transport.close(reason)
+
+
+systems.call_in_forked_child(_abandon_all)
+# This module is loaded before the one that ends a job at exit, so that the job is ended first.
+atexit.register(_close_all)
+
+
+_log = log.logger(__name__)
+
+DEFAULT_TIMEOUT = 600.0
+# Seconds in which somebody who knocks must prove to be a peer; a peer that is dropped tries again.
+STRANGER_SECONDS = 5.0
+# Strangers that may knock at a time; the oldest goes when there are more.
+MOST_STRANGERS = 64
+_RETRY_SECONDS = 0.1
+
+
+class Joined(NamedTuple):
+    """One rank's connections of one stream.
+
+    Attributes:
+        sockets: A connected and authenticated stream socket in blocking mode for each peer.
+        seals: The seals for each peer, in both directions; none if the user gave no secret.
+    """
+
+    sockets: dict[int, socket.socket]
+    seals: dict[int, Seals]
+
+
+def join(
+    *,
+    rank: int,
+    ranks: int,
+    store: Store,
+    namespace: str,
+    timeout: float,
+    address: str | None = None,
+    force_tcp: bool | None = None,
+    streams: int = 1,
+    attempt: int = 0,
+) -> list[Joined]:
+    """Connects this rank to all others. Collective; see :func:`sockets.connect`.
+
+    Args:
+        rank: This process's rank.
+        ranks: Ranks that join.
+        store: The store in which they find each other.
+        namespace: Prefix of the keys in the store, new there.
+        timeout: Seconds for all ranks to arrive.
+        address: This host's address as other hosts reach it.
+        force_tcp: Use TCP within a host too.
+        streams: Connections between each two ranks, the same number on all.
+        attempt: Number of times that the job was started; a rank with another number is refused.
+
+    Returns:
+        The connections, by stream.
+
+    Raises:
+        ConfigError: The user's secret cannot be used.
+        PipelineTimeout: Some ranks did not arrive in time.
+        TransportError: The namespace was used before, no address can be bound, the ranks were
+            given different secrets, or only some of a host are to use TCP within it.
+    """
+    user_secret = handshake.user_secret()
+    meeting = Rendezvous(store, namespace, rank, ranks, timeout)
+    use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
+    card = {
+        "tcp": "1" if use_tcp else "0",
+        "host": hosts.host_identity(),
+        "secret": handshake.fingerprint(user_secret, namespace),
+        "token": secrets.token_hex(handshake.TOKEN_BYTES) if rank == 0 else "",
+    }
+    meeting.publish("host", card)
+    cards = meeting.gather("host", range(ranks), card.keys())
+    _refuse_other_secrets(cards, rank)
+    _refuse_other_ways(cards)
+    secret = handshake.secret_of_run(user_secret, namespace, cards[0]["token"])
+    listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
+    joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, attempt)
+    try:
+        meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
+        for peer, cards_of_peer in meeting.gather("addresses", range(rank), ["addresses"]).items():
+            same = cards[peer]["host"] == card["host"] != ""
+            chosen = _best(peer, cards_of_peer["addresses"].split(","), same and not use_tcp)
+            _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
+            joining.dial(peer, chosen)
+        joined = joining.run()
+        return joined if user_secret else [stream._replace(seals={}) for stream in joined]
+    finally:
+        joining.close()
+
+
+def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
+    secret = cards[rank]["secret"]
+    differing = [peer for peer in cards if cards[peer]["secret"] != secret]
+    if differing:
+        peer = differing[0]
+        raise TransportError(
+            f"rank {rank} and rank {peer} were not given the same secret",
+            expected="FLEETPIPE_SECRET, or the file of FLEETPIPE_SECRET_FILE, alike for all ranks",
+            got=", ".join(
+                f"{'a' if cards[r]['secret'] else 'no'} secret on rank {r}" for r in (rank, peer)
+            ),
+            fix="give the same secret to every rank, or to none",
+        )
+
+
+def _refuse_other_ways(cards: Mapping[int, Mapping[str, str]]) -> None:
+    first: dict[str, int] = {}
+    for peer, card in cards.items():
+        other = first.setdefault(card["host"] or f"rank {peer}", peer)
+        if card["tcp"] != cards[other]["tcp"]:
+            raise TransportError(
+                f"rank {other} and rank {peer} of one host would not meet",
+                expected="FLEETPIPE_FORCE_TCP alike on all ranks of a host",
+                got=", ".join(f"{cards[r]['tcp']} on rank {r}" for r in (other, peer)),
+                fix="give every rank FLEETPIPE_FORCE_TCP=1, or none",
+            )
+
+
+def _listen(
+    identities: list[str], rank: int, force_tcp: bool, address: str | None
+) -> list[hosts.Listener]:
+    """Opens the sockets on which the higher ranks will connect."""
+    host = identities[rank]
+    beside = [identity == host != "" and not force_tcp for identity in identities[rank + 1 :]]
+    listeners = []
+    if any(beside):
+        listeners.append(hosts.listen_unix())
+    if not all(beside):
+        alone = host != "" and len(set(identities)) == 1
+        listeners.append(
+            hosts.listen_tcp(address or ("127.0.0.1" if alone else hosts.own_address()))
+        )
+    return listeners
+
+
+def _best(peer: int, addresses: list[str], beside: bool) -> str:
+    kind = "unix" if beside else "tcp"
+    for address in addresses:
+        if address.startswith(f"{kind} "):
+            return address
+    raise TransportError(
+        f"rank {peer} does not listen where this rank would meet it",
+        expected=f"an address of kind {kind}",
+        got=", ".join(addresses),
+        fix="run the same fleetpipe on all ranks, with the same FLEETPIPE_FORCE_TCP",
+    )
+
+
+class _Dialled(NamedTuple):
+    """A connection that this rank opens to a lower rank."""
+
+    peer: int
+    stream: int
+    address: str
+
+
+class PendingConnection:
+    """A connection whose other end has not yet proved that it is a peer."""
+
+    def __init__(
+        self, sock: socket.socket, exchange: handshake.Exchange, dialled: _Dialled | None = None
+    ) -> None:
+        """Runs ``exchange`` on a non-blocking socket.
+
+        Args:
+            sock: The socket.
+            exchange: This end's side of the handshake.
+            dialled: The address to which this end connected; None if the other end connected.
+        """
+        self.sock = sock
+        self.dialled = dialled
+        self.expires = time.monotonic() + STRANGER_SECONDS
+        self._exchange = exchange
+        self._received = b""
+        self._step: bytes | int = next(exchange)
+
+    def advance(self) -> handshake.Greeting | None:
+        """Continues the handshake as far as the socket allows without waiting.
+
+        Returns:
+            The proved identity of the other end; None while that is not proved.
+
+        Raises:
+            OSError: The connection failed.
+            Stranger: The other end is no peer.
+        """
+        try:
+            while True:
+                if isinstance(self._step, bytes):
+                    # Shorter than any kernel buffer, so that it is sent whole or not at all.
+                    self.sock.send(self._step, systems.MSG_NOSIGNAL)
+                    self._step = next(self._exchange)
+                else:
+                    data = self.sock.recv(self._step - len(self._received))
+                    if not data:
+                        raise handshake.Stranger("it closed the connection")
+                    self._received += data
+                    if len(self._received) == self._step:
+                        received, self._received = self._received, b""
+                        self._step = self._exchange.send(received)
+        except BlockingIOError:
+            return None
+        except StopIteration as end:
+            greeting: handshake.Greeting = end.value
+            return greeting
+
+
+class _Joining:
+    """The loop that accepts, connects and shakes hands until all peers are connected."""
+
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        secret: bytes,
+        listeners: list[socket.socket],
+        streams: int,
+        attempt: int,
+    ) -> None:
+        self._meeting = meeting
+        self._secret = secret
+        self._attempt = attempt
+        self._refused_one = False
+        self._listeners = listeners
+        self._selector = selectors.DefaultSelector()
+        self._pending: list[PendingConnection] = []
+        self._again: list[tuple[float, _Dialled]] = []
+        self._streams = [Joined({}, {}) for _ in range(streams)]
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    def dial(self, peer: int, address: str) -> None:
+        """Starts to connect to a lower rank."""
+        streams = range(len(self._streams))
+        self._again += [(0.0, _Dialled(peer, stream, address)) for stream in streams]
+
+    def run(self) -> list[Joined]:
+        """Returns a socket and the seals for each peer and stream once all are connected."""
+        meeting = self._meeting
+        while missing := self._missing():
+            if meeting.limit.reached():
+                raise meeting.late(missing)
+            now = time.monotonic()
+            self._dial_again(now)
+            for connection in [a for a in self._strangers() if a.expires < now]:
+                self._drop(connection)
+            for key, _ in self._selector.select(_RETRY_SECONDS):
+                if not isinstance(key.data, PendingConnection):
+                    self._accept(key.data)
+                elif key.data in self._pending:  # else it went for somebody who came this turn
+                    self._advance(key.data)
+        joined, self._streams = self._streams, []
+        return joined
+
+    def close(self) -> None:
+        """Closes every socket that was not handed over for a peer."""
+        for connection in list(self._pending):
+            self._drop(connection)
+        for sock in self._listeners:
+            sock.close()
+        for stream in self._streams:
+            for sock in stream.sockets.values():
+                sock.close()
+        self._selector.close()
+
+    def _missing(self) -> set[int]:
+        peers = set(range(self._meeting.ranks)) - {self._meeting.rank}
+        return {p for p in peers if any(p not in s.sockets for s in self._streams)}
+
+    def _strangers(self) -> list[PendingConnection]:
+        return [connection for connection in self._pending if connection.dialled is None]
+
+    def _dial_again(self, now: float) -> None:
+        due = [entry for entry in self._again if entry[0] <= now]
+        self._again = [entry for entry in self._again if entry[0] > now]
+        meeting = self._meeting
+        for _, dialled in due:
+            try:
+                sock = hosts.dial(dialled.address)
+            except OSError:
+                self._again.append((now + _RETRY_SECONDS, dialled))
+                continue
+            exchange = handshake.connects(
+                self._secret,
+                meeting.rank,
+                dialled.peer,
+                meeting.ranks,
+                dialled.stream,
+                self._attempt,
+            )
+            self._follow(PendingConnection(sock, exchange, dialled), selectors.EVENT_WRITE)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        if systems.is_other_user(sock):
+            sock.close()
+            return
+        sock.setblocking(False)
+        hosts.enlarge(sock)
+        strangers = self._strangers()
+        if len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+        meeting, streams = self._meeting, len(self._streams)
+        exchange = handshake.accepts(
+            self._secret, meeting.rank, meeting.ranks, streams, self._attempt
+        )
+        self._follow(PendingConnection(sock, exchange), selectors.EVENT_READ)
+
+    def _follow(self, connection: PendingConnection, event: int) -> None:
+        self._pending.append(connection)
+        self._selector.register(connection.sock, event, connection)
+
+    def _advance(self, connection: PendingConnection) -> None:
+        try:
+            greeting = connection.advance()
+        except (OSError, handshake.Stranger) as error:
+            self._drop(connection)
+            if isinstance(error, handshake.Stale):
+                self._tell_of(error)
+            return
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+        if greeting is not None:
+            self._selector.unregister(connection.sock)
+            self._pending.remove(connection)
+            connection.sock.setblocking(True)
+            stream = self._streams[greeting.stream]
+            replaced = stream.sockets.pop(greeting.peer, None)
+            if replaced is not None:
+                replaced.close()
+            stream.sockets[greeting.peer], stream.seals[greeting.peer] = (
+                connection.sock,
+                greeting.seals,
+            )
+
+    def _tell_of(self, stale: handshake.Stale) -> None:
+        """Logs a refused rank of another attempt, once: anybody may claim any attempt."""
+        if not self._refused_one:
+            self._refused_one = True
+            _log.warning("rank %d refused %s", self._meeting.rank, stale)
+
+    def _drop(self, connection: PendingConnection) -> None:
+        """Closes a connection that leads to no peer; a peer that was dialled is tried again."""
+        self._selector.unregister(connection.sock)
+        self._pending.remove(connection)
+        connection.sock.close()
+        if connection.dialled is not None:
+            self._again.append((time.monotonic() + _RETRY_SECONDS, connection.dialled))

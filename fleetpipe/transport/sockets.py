@@ -1,0 +1,415 @@
+"""Connects ranks in separate processes by sockets, all served by one thread.
+
+While a rank waits for anything, it keeps reading from all peers, within a limit, so that two ranks
+that both send much never block each other, and the death of any rank ends every wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.representation import shows
+from fleetpipe.systems import ProcessorQueue
+from fleetpipe.transport import peer_connections
+from fleetpipe.transport.base import Limit, Store, Value
+from fleetpipe.transport.message import MessageKey, Route, Seals, check_peer, describe
+from fleetpipe.transport.peer_connections import DEFAULT_TIMEOUT, join
+from fleetpipe.transport.stream import Connection
+
+# Bytes that may wait for a peer, on either side, before send() waits itself.
+BACKLOG = 256 << 20
+CLOSING_SECONDS = 5.0
+
+
+def connect(
+    *,
+    rank: int,
+    ranks: int,
+    store: Store,
+    namespace: str,
+    timeout: float = DEFAULT_TIMEOUT,
+    address: str | None = None,
+    force_tcp: bool | None = None,
+    backlog: int = BACKLOG,
+) -> SocketTransport:
+    """Connects the ranks of a pipeline, each to every other. Collective.
+
+    Args:
+        rank: This process's rank, 0 to ``ranks - 1``.
+        ranks: Ranks of the pipeline.
+        store: The store in which they find each other, such as Paddle's ``TCPStore``.
+        namespace: Prefix of this connection's keys in the store. It must be new in that store.
+        timeout: Seconds for all ranks to arrive, and for ``send`` to wait for a slow peer.
+        address: This host's address as other hosts reach it; by default that of
+            :func:`hosts.own_address`.
+        force_tcp: Use TCP within a host too. Default: whether ``FLEETPIPE_FORCE_TCP`` is 1.
+        backlog: Bytes that may wait for one peer before ``send`` waits.
+
+    Returns:
+        This rank's connections.
+
+    Raises:
+        ConfigError: ``FLEETPIPE_SECRET`` cannot be used.
+        PipelineTimeout: Some ranks did not arrive in time; the message says which.
+        TransportError: The namespace was used before, no address can be bound, or the ranks were
+            given different secrets.
+    """
+    ((sockets, seals),) = join(
+        rank=rank,
+        ranks=ranks,
+        store=store,
+        namespace=namespace,
+        timeout=timeout,
+        address=address,
+        force_tcp=force_tcp,
+    )
+    return SocketTransport(rank, ranks, sockets, timeout=timeout, backlog=backlog, seals=seals)
+
+
+@shows("rank", "ranks")
+class SocketTransport:
+    """One rank's connections over sockets; see :class:`base.Transport`.
+
+    :func:`connect` creates it. One thread at a time may use it.
+
+    Attributes:
+        awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
+        waited: Seconds of all waits for messages of peers.
+        timeout: Seconds that ``send`` waits for a slow peer.
+        posts: See :class:`base.Transport`: the kernel receives by itself.
+        call: The kind of this rank's present collective call, as a number.
+        in_step: The peers that are at the same call when a message of theirs is taken.
+    """
+
+    posts = False
+    call = 0
+    in_step: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        sockets: Mapping[int, socket.socket],
+        *,
+        timeout: float,
+        backlog: int = BACKLOG,
+        seals: Mapping[int, Seals] | None = None,
+    ) -> None:
+        """Takes over one connected and authenticated socket for each peer.
+
+        Args:
+            rank: This process's rank.
+            ranks: Ranks of the pipeline.
+            sockets: Stream sockets, by peer.
+            timeout: Seconds that ``send`` waits for a slow peer.
+            backlog: Bytes that may wait for one peer before ``send`` waits.
+            seals: Proofs of who sent each part of a stream, by peer; None without a secret.
+        """
+        self.rank = rank
+        self.ranks = ranks
+        self.messages = 0
+        self.announcements = 0
+        self.bytes_sent = 0
+        self.awaited: int | None = None
+        self.waited = 0.0
+        self.timeout = timeout
+        self._backlog = backlog
+        self.connect_again(sockets, seals)
+
+    def connect_again(
+        self, sockets: Mapping[int, socket.socket], seals: Mapping[int, Seals] | None = None
+    ) -> None:
+        """Takes over sockets after :meth:`close`, as the constructor does."""
+        self._closed = False
+        self._interrupted = False
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._queue: ProcessorQueue | None = None
+        self._connections = {
+            peer: Connection(sock, self.rank, peer, self._wake, (seals or {}).get(peer))
+            for peer, sock in sockets.items()
+        }
+        for connection in self._connections.values():
+            self._selector.register(connection.fd, selectors.EVENT_READ, connection)
+        # What is not looked at: streams that have ended, and peers that sent more than fits here.
+        self._ended: list[Connection] = []
+        self._full: set[Connection] = set()
+        peer_connections.holding.add(self)
+        peer_connections.closed_at_exit.add(self)
+
+    def post(self, peer: int, key: MessageKey) -> None:
+        """Does nothing: the kernel receives by itself."""
+
+    def send(self, peer: int, key: MessageKey, value: Value) -> None:
+        """Hands a value to the kernel or the writer; see :meth:`base.Transport.send`.
+
+        Waits only if ``backlog`` bytes already wait for the peer.
+        """
+        connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
+        if connection.outbox.backlog >= self._backlog:
+            self._make_room(connection, key)
+        nbytes, announced = connection.send(key, value, self.call)
+        self.messages += 1
+        self.announcements += announced
+        self.bytes_sent += nbytes
+
+    def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
+        """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`.
+
+        Raises:
+            TransportError: The peer's stream is damaged.
+        """
+        connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
+        arrived, value, call = connection.inbox.take(key)
+        if arrived and call != self.call and peer in self.in_step and key.kind != "L":
+            raise PeerFailed(
+                f"rank {peer} is at another collective call than rank {self.rank}",
+                where=str(Route(key, peer, self.rank)),
+                fix="have every rank make the same calls in the same order",
+            )
+        if not arrived and connection.inbox.ended:
+            raise connection.failure(Route(key, peer, self.rank))
+        return arrived, value
+
+    def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
+        """Waits for a message; see :meth:`base.Transport.receive`.
+
+        Raises:
+            TransportError: The peer's stream is damaged.
+        """
+        limit, peers = Limit(timeout), (peer,)
+        while True:
+            arrived, value = self.try_receive(peer, key)
+            inbox = self._connections[peer].inbox
+            inbox.delay = None
+            if arrived:
+                return value
+            inbox.prepare(key)
+            self._raise_if_any_died(Route(key, peer, self.rank))
+            if not self._wait(limit, peers):
+                raise self._late(peer, key, timeout)
+
+    def await_any(
+        self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
+    ) -> None:
+        """Waits for any of some messages; see :class:`base.AnyOrderTransport`.
+
+        Raises:
+            TransportError: A peer's stream is damaged.
+        """
+        peers = [peer for peer, _ in messages]
+        limit, end = Limit(timeout), time.monotonic() + patience
+        while not self._has_any(messages):
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            peer, key = messages[0]
+            self._raise_if_any_died(Route(key, peer, self.rank))
+            if not self._wait(limit, peers, left):
+                raise self._late(peer, key, timeout, len(messages) - 1)
+
+    def _has_any(self, messages: Sequence[tuple[int, MessageKey]]) -> bool:
+        """Reads what the peers have sent; returns whether one of the messages is complete."""
+        here = False
+        for peer, key in messages:
+            connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
+            inbox = connection.inbox
+            inbox.fill(sys.maxsize)
+            inbox.delay = None
+            here = here or inbox.has(key)
+            if inbox.ended and not here:
+                raise connection.failure(Route(key, peer, self.rank))
+            inbox.prepare(key)
+        return here
+
+    def queues(self) -> tuple[int, int]:
+        """Returns the number of untaken messages and of unsent bytes; any thread may ask."""
+        connections = self._connections.values()
+        messages = sum(connection.inbox.messages for connection in connections)
+        return messages, sum(connection.outbox.backlog for connection in connections)
+
+    def flights(self) -> dict[int, float]:
+        """Returns the time of :meth:`inbox.Inbox.flight` for each peer."""
+        flights = {peer: one.inbox.flight() for peer, one in self._connections.items()}
+        return {peer: flight for peer, flight in flights.items() if flight is not None}
+
+    def flush(self, timeout: float) -> None:
+        """Waits until the kernel has taken everything; see :meth:`base.Transport.flush`."""
+        limit = Limit(timeout)
+        while True:
+            waiting = {p: c.outbox.backlog for p, c in self._connections.items()}
+            behind = [peer for peer, backlog in waiting.items() if backlog]
+            if not behind:
+                return
+            for peer in behind:
+                self._connections[peer].outbox.ask()
+            if any(self._connections[p].outbox.backlog for p in behind) and not self._wait(limit):
+                who = f"ranks {behind}" if behind[1:] else f"rank {behind[0]}"
+                raise PipelineTimeout(
+                    f"rank {self.rank} could not hand over all its messages to {who} "
+                    f"in {timeout:g} s",
+                    got="; ".join(f"{waiting[p]} bytes wait for rank {p}" for p in behind),
+                    cause="these ranks do not receive: they are computing, stuck or stopped",
+                    fix=f"read the log of {who}; raise the timeout if it is only slow",
+                )
+
+    def close(self, reason: str = "") -> None:
+        """Says goodbye to every peer and ends the connections; see :meth:`base.Transport.close`.
+
+        Waits at most ``CLOSING_SECONDS`` for peers that have not received all messages.
+
+        Args:
+            reason: Why this rank leaves before its work is done; the peers' errors repeat it.
+        """
+        if self._closed:
+            return
+        for connection in self._connections.values():
+            connection.leave(reason)
+        # After a failure nobody takes what is left, and the peers are told by other means.
+        limit = 0.0 if self._interrupted else CLOSING_SECONDS
+        with contextlib.suppress(PipelineTimeout, TransportError):
+            self.flush(limit)
+        for connection in self._connections.values():
+            connection.close(limit)
+        self._release()
+
+    def abandon(self) -> None:
+        """Closes this process's copies of the sockets after a fork; the parent's stay open."""
+        for connection in self._connections.values():
+            connection.abandon()
+        self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        self._connections = {}
+        self._queue = None
+        self._selector.close()
+        peer_connections.holding.discard(self)
+        peer_connections.closed_at_exit.discard(self)
+        self._woken.close()
+        self._waker.close()
+
+    def _raise_unconnected(self, peer: int, key: MessageKey) -> NoReturn:
+        check_peer(self.rank, self.ranks, peer, key)
+        raise TransportError(
+            f"the transport of rank {self.rank} is closed",
+            where=describe(key),
+            fix="do not use it after close()",
+        )
+
+    def _make_room(self, connection: Connection, key: MessageKey) -> None:
+        """Waits until less than ``backlog`` bytes wait for a peer."""
+        limit = Limit(self.timeout)
+        route = Route(key, self.rank, connection.peer)
+        while True:
+            connection.outbox.ask()
+            if connection.outbox.backlog < self._backlog:
+                return
+            self._raise_if_any_died(route)
+            if not self._wait(limit):
+                raise PipelineTimeout(
+                    f"rank {self.rank} could not send for {self.timeout:g} s",
+                    where=str(route),
+                    expected=f"less than {self._backlog} bytes of earlier messages to be waiting",
+                    got=f"{connection.outbox.backlog} bytes wait for rank {connection.peer}",
+                    cause=f"rank {connection.peer} is stuck, stopped or much slower",
+                    fix="see where that rank is; raise the timeout if it only needs longer",
+                )
+
+    def _wait(self, limit: Limit, awaited: Sequence[int] = (), most: float = math.inf) -> bool:
+        """Sleeps until something arrives or leaves; reads messages of other peers meanwhile.
+
+        The caller reads messages of ``awaited`` peers itself; ``most`` is above 0, in seconds.
+
+        Returns:
+            False if the limit is reached.
+        """
+        nap = min(limit.nap(), most)
+        if not nap:
+            return False
+        for connection in list(self._full):
+            if connection.peer in awaited or connection.inbox.nbytes < self._backlog:
+                self._full.discard(connection)
+                self._selector.register(connection.fd, selectors.EVENT_READ, connection)
+        self.awaited = next(iter(awaited), None)
+        # Made here: it is that of the thread that waits.
+        queue = self._queue = self._queue or ProcessorQueue()
+        queued, begin = queue.seconds(), time.monotonic()
+        ready = self._selector.select(nap)
+        delay = queue.seconds() - queued
+        if awaited:
+            self.waited += time.monotonic() - begin
+        self.awaited = None
+        for key, _ in ready:
+            if key.data is None:
+                self._woken.recv(4096)
+                continue
+            key.data.inbox.delay = delay
+            if key.data.peer not in awaited:
+                self._read_ahead(key.data)
+                key.data.inbox.delay = None
+        return True
+
+    def _read_ahead(self, connection: Connection) -> None:
+        """Stores messages that a peer has sent early, as far as they fit."""
+        inbox = connection.inbox
+        try:
+            inbox.fill(self._backlog)
+        finally:
+            full = inbox.nbytes >= self._backlog
+            if inbox.ended:
+                self._ended.append(connection)
+            elif full:
+                self._full.add(connection)
+            if inbox.ended or full:
+                self._selector.unregister(connection.fd)
+
+    def interrupt(self) -> None:
+        """Ends every wait of the thread that uses this transport; called from another thread."""
+        self._interrupted = True
+        if not self._closed:
+            self._wake()
+
+    def _raise_if_any_died(self, route: Route) -> None:
+        if self._interrupted:
+            raise interruption(route)
+        for connection in self._ended:
+            inbox = connection.inbox
+            if not inbox.orderly or inbox.reason:
+                raise connection.failure(route)
+
+    def _late(self, peer: int, key: MessageKey, timeout: float, more: int = 0) -> PipelineTimeout:
+        inbox = self._connections[peer].inbox
+        instead = f", or one of {more} others that it could go on with" * (more > 0)
+        return PipelineTimeout(
+            f"rank {self.rank} waited {timeout:g} s for a message of rank {peer}",
+            where=str(Route(key, peer, self.rank)),
+            expected=f"{describe(key)} to arrive{instead}",
+            got=f"from rank {peer}: {inbox.summary()}",
+            cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
+            fix=f"see where rank {peer} is; raise the timeout if it only needs longer",
+        )
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"w")
+
+
+def interruption(route: Route) -> PeerFailed:
+    """Returns the error of a wait that ends because some rank of the job failed."""
+    return PeerFailed(
+        "a rank of the job failed while this one waited",
+        where=str(route),
+        fix="read the logs of the other ranks",
+    )

@@ -1,0 +1,351 @@
+"""One stream to one peer: values become frames on the way out and values again on the way in.
+
+The sending half needs no thread for what the kernel takes at once. A hand-off to a Python thread
+costs more than a small message does, so bytes are sent on the caller's thread without blocking.
+Only bytes that do not fit into the kernel's buffer go to a writer thread, which starts when first
+needed; while it has work, later bytes queue behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fleetpipe import systems
+from fleetpipe.errors import PeerFailed, TransportError
+from fleetpipe.transport import bridge, message
+from fleetpipe.transport.base import Value
+from fleetpipe.transport.bridge import Tensor, Unfit, take_apart
+from fleetpipe.transport.inbox import Inbox
+from fleetpipe.transport.message import Seals, Structure, encode
+
+LONGEST_REASON = 4096
+DRAINED_AT_END = 1 << 24
+
+
+class _Channel:
+    """The structure last announced for (kind, source, target, name) on this connection."""
+
+    def __init__(self, number: int, fixed: tuple[str, int, int, str]) -> None:
+        kind, source, target, self.name = fixed
+        self.fixed = (message.MESSAGE, ord(kind), source, target, number)
+        self.announced = 0
+        self.structure: Structure | None = None
+
+    def header(
+        self, key: message.MessageKey, structure: Structure, announcement: bytes, call: int
+    ) -> bytes:
+        """Returns the header of a message and the announcement, and remembers the latter."""
+        if announcement:
+            self.structure = structure
+            self.announced += 1
+        variable = (self.announced, key.micro_batch, len(announcement), structure.nbytes)
+        try:
+            return message.pack_header(self.fixed + variable, call) + announcement
+        except (struct.error, TypeError):
+            message.check_key(key)
+            raise
+
+
+class Connection:
+    """The stream between this rank and one peer.
+
+    Attributes:
+        peer: The peer's rank.
+        inbox: The receiving half.
+        outbox: The sending half.
+        fd: The socket's file descriptor.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        rank: int,
+        peer: int,
+        wake: Callable[[], None],
+        seals: Seals | None = None,
+    ) -> None:
+        """Takes over a connected and authenticated socket and makes it non-blocking.
+
+        Args:
+            sock: The socket.
+            rank: This rank.
+            peer: The peer's rank.
+            wake: Called from the writer thread after :meth:`Outbox.ask`, when bytes have left.
+            seals: Proofs of who sent each part of the stream, if the job has a secret.
+        """
+        self.peer = peer
+        self.inbox = Inbox(sock, peer, None if seals is None else seals.incoming)
+        self.outbox = Outbox(sock, wake)
+        self.fd = sock.fileno()
+        self._rank = rank
+        self._sock = sock
+        self._seal = None if seals is None else seals.outgoing
+        self._channels: dict[tuple[Any, ...], _Channel] = {}
+
+    def send(self, key: message.MessageKey, value: Value, call: int = 0) -> tuple[int, bool]:
+        """Sends a value without waiting; ``call`` is that of its header.
+
+        Returns:
+            The bytes of tensor data, and whether the structure had to be announced.
+
+        Raises:
+            BoundaryError: Something in the value cannot cross.
+            PeerFailed: The stream has ended.
+        """
+        try:
+            tree, tensors = take_apart(value)
+        except Unfit as unfit:
+            raise unfit.error(message.Route(key, self._rank, self.peer)) from None
+        channel = self._channels.get(key[:4])
+        if channel is None:
+            message.check_key(key)
+            channel = self._channels[key[:4]] = _Channel(len(self._channels), key[:4])
+        announcement = b""
+        structure = channel.structure
+        if structure is None or structure.tree != tree:
+            structure = Structure(tree)
+            announcement = encode(
+                channel.name, structure, message.Route(key, self._rank, self.peer)
+            )
+        tensors = bridge.plain(tensors)
+        memories = bridge.memories(tensors, structure.leaves)
+        head = channel.header(key, structure, announcement, call)
+        try:
+            self._put(head, memories, len(head) + structure.nbytes, tensors)
+        except OSError as error:
+            raise self.failure(message.Route(key, self._rank, self.peer), error) from error
+        return structure.nbytes, bool(announcement)
+
+    def failure(self, route: message.Route, error: OSError | None = None) -> PeerFailed:
+        """Returns the error that says why the connection to the peer has ended."""
+        inbox = self.inbox
+        if error is not None:
+            # The peer's goodbye, with its reason, may have come before the break was noticed.
+            with contextlib.suppress(TransportError):
+                inbox.fill(DRAINED_AT_END)
+        what = inbox.ended or (error and f"its connection broke ({error.strerror or error})")
+        summary = f"rank {self.peer} is gone: {what}"
+        if inbox.orderly:
+            summary = f"rank {self.peer} has left" + (inbox.reason and f": {inbox.reason}")
+        return PeerFailed(
+            summary,
+            where=str(route),
+            got=f"from rank {self.peer}: {inbox.summary()}",
+            cause=None
+            if inbox.orderly
+            else "its process died or was killed, or the network between the hosts failed",
+            fix=f"read the log of rank {self.peer} first: its error came before this one",
+        )
+
+    def leave(self, reason: str) -> None:
+        """Queues the goodbye, which tells the peer that this end closes without an error."""
+        text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
+        header = message.pack_header((message.GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
+        with contextlib.suppress(OSError):
+            self._put(header + text, [], len(header) + len(text), [])
+
+    def close(self, limit: float) -> None:
+        """Closes the socket and ends the writer thread; queued messages are dropped.
+
+        Args:
+            limit: Seconds to wait until the peer's host has received the bytes in the kernel.
+        """
+        # Bytes left unread would make TCP discard what is still on its way to the peer.
+        with contextlib.suppress(TransportError):
+            self.inbox.fill(DRAINED_AT_END)
+        deadline = time.monotonic() + limit
+        while self._holds_bytes() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self.outbox.close()
+        self._sock.close()
+
+    def abandon(self) -> None:
+        """Closes this process's copy of the socket without a word to the peer."""
+        self._sock.close()
+
+    def _put(
+        self, head: bytes, memories: list[memoryview], nbytes: int, tensors: list[Tensor]
+    ) -> None:
+        """Sends a header, the announcement or reason after it, and the bytes of tensors."""
+        pieces: list[Buffer] = [head, *memories]
+        if self._seal is not None:
+            header, rest = head[: message.HEADER_BYTES], head[message.HEADER_BYTES :]
+            pieces = []
+            for part in ([header], [rest] if rest else [], memories):
+                if part:
+                    pieces += [*part, self._seal.of(part)]
+            nbytes = sum(map(len, pieces))
+        if nbytes <= _JOINED:
+            # Bytes of their own: no tensor has to stay alive for them.
+            self.outbox.put([b"".join(pieces)], nbytes, list)
+        else:
+            self.outbox.put(pieces, nbytes, functools.partial(bridge.detach, tensors))
+
+    def _holds_bytes(self) -> bool:
+        """Whether TCP still holds bytes; a unix-domain socket has delivered them already."""
+        if self._sock.family == systems.AF_UNIX or self.outbox.error or self.inbox.ended:
+            return False
+        return systems.unacknowledged_bytes(self._sock) > 0
+
+
+Buffer = bytes | memoryview
+
+# To join the pieces of a small message takes less time than to have the kernel gather them.
+_JOINED = 1 << 12
+# Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
+_MOST_PIECES = 1024
+
+
+class _Entry(NamedTuple):
+    """Bytes that the writer thread has to send, and the objects that must stay alive until then."""
+
+    pieces: list[Buffer]
+    nbytes: int
+    kept: object
+
+
+class Outbox:
+    """The queue of bytes for one peer.
+
+    Attributes:
+        backlog: Bytes that the kernel has not taken yet.
+        error: The error that ended the stream, or None.
+    """
+
+    def __init__(self, sock: socket.socket, wake: Callable[[], None]) -> None:
+        """Sends on ``sock``.
+
+        Args:
+            sock: A connected stream socket; it becomes non-blocking.
+            wake: Called from the writer thread after :meth:`ask`, when bytes have left.
+        """
+        # Not by a flag of each call: macOS heeds MSG_DONTWAIT only where it receives.
+        sock.setblocking(False)
+        self.backlog = 0
+        self.error: OSError | None = None
+        self._sock = sock
+        self._wake = wake
+        self._wanted = False
+        # None, when reached, ends the writer thread.
+        self._queue: deque[_Entry | None] = deque()
+        self._changed = threading.Condition()
+        self._writer: threading.Thread | None = None
+
+    def put(self, pieces: Sequence[Buffer], nbytes: int, keep: Callable[[], object]) -> None:
+        """Sends pieces in order, after the earlier ones; never blocks.
+
+        Args:
+            pieces: The bytes, gathered by the kernel without being joined.
+            nbytes: Bytes of all pieces.
+            keep: Returns the objects that must stay alive until the kernel has taken the pieces;
+                called only if the kernel does not take them at once.
+
+        Raises:
+            OSError: The stream has ended.
+        """
+        sent = 0
+        if not self.backlog and self.error is None:
+            sent = self._send_at_once(pieces)
+            if sent == nbytes:
+                return
+        with self._changed:
+            if self.error is not None:
+                raise self.error
+            self._queue.append(_Entry(_after(pieces, sent), nbytes - sent, keep()))
+            self.backlog += nbytes - sent
+            self._changed.notify()
+        if self._writer is None:
+            self._writer = threading.Thread(
+                target=self._write, name="fleetpipe-writer", daemon=True
+            )
+            self._writer.start()
+
+    def ask(self) -> None:
+        """Requests one call of ``wake`` when the backlog next shrinks."""
+        with self._changed:
+            self._wanted = True
+
+    def close(self) -> None:
+        """Ends the writer thread; the socket must have been shut down."""
+        with self._changed:
+            self._queue.append(None)
+            self._changed.notify()
+        if self._writer is not None:
+            self._writer.join()
+
+    def _send_at_once(self, pieces: Sequence[Buffer]) -> int:
+        total = 0
+        while True:
+            try:
+                sent = systems.send_pieces(self._sock, pieces[:_MOST_PIECES])
+            except BlockingIOError:
+                return total
+            except OSError as error:
+                self.error = error
+                raise
+            total += sent
+            if len(pieces) <= _MOST_PIECES:
+                return total
+            pieces = _after(pieces, sent)
+
+    def _write(self) -> None:
+        # Each in a call of its own, which keeps no entry alive while the next one is waited for.
+        while self.error is None and self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue)
+            entry = self._queue[0]
+        if entry is None:
+            return False
+        error = None
+        try:
+            self._send_all(entry.pieces)
+        except OSError as raised:
+            error = raised
+        self._count_out(entry, error)
+        return True
+
+    def _count_out(self, entry: _Entry, error: OSError | None) -> None:
+        with self._changed:
+            self.error = error
+            if error is None:
+                self._queue.popleft()
+                self.backlog -= entry.nbytes
+            else:
+                self._queue.clear()
+                self.backlog = 0
+            wanted, self._wanted = self._wanted, False
+        if wanted:
+            self._wake()
+
+    def _send_all(self, pieces: list[Buffer]) -> None:
+        left: Sequence[Buffer] = pieces
+        while left:
+            try:
+                left = _after(left, systems.send_pieces(self._sock, left[:_MOST_PIECES]))
+            except BlockingIOError:
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self._sock, selectors.EVENT_WRITE)
+                    selector.select()
+
+
+def _after(pieces: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """Returns the rest of ``pieces`` after their first ``sent`` bytes."""
+    for index, piece in enumerate(pieces):
+        if sent < len(piece):
+            return [memoryview(piece)[sent:], *pieces[index + 1 :]]
+        sent -= len(piece)
+    return []

@@ -1,0 +1,498 @@
+"""Assigns the operations of a user's program to stages, and finds the values that cross.
+
+It works with numbers and names, not with Paddle's operations. ``GraphReader`` and ``StageProgram``
+are the interface between readers and runs, which exchange variables of a scope by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from fleetpipe.aliases import Optimizer, Program, Variable
+from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
+from fleetpipe.schedules import Edge
+from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation, dependencies
+
+PREFIX = "fleetpipe@"
+_pipelines = itertools.count()
+
+
+class Names:
+    """Names of variables that are unique in the process.
+
+    A new executor creates some variables again, so that another pipeline with the same names would
+    use freed memory.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = f"{PREFIX}{next(_pipelines)}."
+        #: What every gradient is multiplied by where the norm of all stages is clipped.
+        self.clip_factor = f"{self._prefix}clip"
+
+    def fed(self, name: str) -> str:
+        """Returns the variable in which stages find the data of a feed."""
+        return f"{self._prefix}fed.{name}"
+
+    def incoming(self, stage: int, value: int) -> str:
+        """Returns the variable in which a stage finds a value of an earlier stage."""
+        return f"{self._prefix}{stage}.in.{value}"
+
+    def outgoing(self, stage: int, value: int) -> str:
+        """Returns the variable in which a stage puts a value that it computes."""
+        return f"{self._prefix}{stage}.out.{value}"
+
+    def gradient(self, stage: int, value: int, target: int) -> str:
+        """Returns the variable of the gradient of a stage's value, for the use ``target``."""
+        return f"{self._prefix}{stage}.grad.{value}.{target}"
+
+    def incoming_gradient(self, stage: int, value: int) -> str:
+        """Returns the variable in which a stage puts the gradient of an incoming value."""
+        return f"{self._prefix}{stage}.in.{value}.grad"
+
+    def accumulator(self, parameter: str) -> str:
+        """Returns the variable in which the gradients of a parameter are summed."""
+        return f"{self._prefix}{parameter}.sum"
+
+    def waiting(self, stage: int, number: int) -> str:
+        """Returns the variable in which the first half of a stage's backward puts a value."""
+        return f"{self._prefix}{stage}.waiting.{number}"
+
+
+GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
+
+
+@dataclass(frozen=True)
+class Split:
+    """The stage of each operation, and the values that travel between stages.
+
+    Attributes:
+        graph: The program.
+        stages: Number of stages, S.
+        stage_of: The stage of each operation by number; None if every stage has its own copy.
+        crossing: For each edge the values that travel along it, in the order of computation.
+        checkpoints: The values from which the backward recomputes all others, if the user asks for
+            it; None if all values are stored.
+        names: The names of its variables.
+        trained: The parameters that the optimizer has; None if it has all.
+    """
+
+    graph: Graph
+    stages: int
+    stage_of: Sequence[int | None]
+    crossing: Mapping[Edge, tuple[int, ...]]
+    checkpoints: frozenset[int] | None = None
+    names: Names = field(default_factory=Names)
+    trained: frozenset[str] | None = None
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges between stages, sorted."""
+        return tuple(sorted(self.crossing))
+
+    def operations_of(self, stage: int) -> list[int]:
+        """Returns the operations that a stage computes, with its copies of floating ones."""
+        placed = [number for number, at in enumerate(self.stage_of) if at == stage]
+        replicated = {number for number, at in enumerate(self.stage_of) if at is None}
+        return sorted({*placed, *dependencies(self.graph, placed, replicated)})
+
+    @cached_property
+    def stage_of_value(self) -> dict[int, int | None]:
+        """The stage that computes each value; None if every stage has its own copy."""
+        return {
+            value: self.stage_of[number]
+            for number, op in enumerate(self.graph.operations)
+            for value in op.writes
+        }
+
+    def first_of(self, stage: int) -> str:
+        """Returns the name of the first operation of a stage, for messages."""
+        return str(self.graph.operations[self.stage_of.index(stage)])
+
+    def readers(self, stage: int) -> dict[int, list[int]]:
+        """Returns the values that leave a stage, each with the stages that take it."""
+        stages_by_value: dict[int, list[int]] = {}
+        for edge, numbers in self.crossing.items():
+            for number in numbers if edge.source == stage else ():
+                stages_by_value.setdefault(number, []).append(edge.target)
+        return stages_by_value
+
+    @property
+    def persistable(self) -> set[str]:
+        """The names of all parameters and statistics."""
+        return {self.graph.names[value] for value in self.graph.persistable}
+
+    def persistable_of(self, stage: int) -> list[str]:
+        """Returns the names of the parameters and statistics that a stage uses, sorted."""
+        graph = self.graph
+        return sorted(
+            {
+                graph.names[value]
+                for number in self.operations_of(stage)
+                for value in graph.operations[number].writes
+                if value in graph.persistable
+            }
+        )
+
+
+def split(graph: Graph) -> Split:
+    """Cuts a program along the guards of its operations.
+
+    An operation without a guard, or under ``device_guard("cpu")``, belongs to the latest stage from
+    which it takes a value, else to stage 0.
+
+    Raises:
+        PartitionError: No operation has a guard, a stage has none, or a value would have to travel
+            to an earlier stage.
+        BoundaryError: Control flow reaches over several stages, or two stages change one
+            persistable value.
+    """
+    if all(op.tag is None or op.tag < 0 for op in graph.operations):
+        raise PartitionError(
+            "no operation of the program has a stage",
+            where=next((f"{op} is the first" for op in graph.operations if not op.floating), None),
+            cause="the layers were built outside of device_guard, in one without a number ('gpu', "
+            "'cpu'), before fleetpipe.fleet was imported, or between fleet.shutdown and the next "
+            "fleet.init",
+            fix=f"build each part of the network in a guard: {GUARD}",
+        )
+    stage_of: list[int | None] = []
+    at: dict[int, int | None] = {}
+    producers = graph.producers()
+    for number, op in enumerate(graph.operations):
+        stage = _stage(graph, number, [at[value] for value in op.reads if value in at])
+        for value in op.reads:
+            source = at.get(value)
+            if source is not None and (stage is None or source > stage):
+                raise _backwards(graph, producers[value], number, source, stage)
+        stage_of.append(stage)
+        at.update(dict.fromkeys(op.writes, stage))
+    stages = _count(graph, stage_of)
+    _refuse_changed_elsewhere(graph, stage_of)
+    _refuse_parted_branches(graph, stage_of)
+    return Split(graph, stages, tuple(stage_of), _crossing(graph, stage_of, at))
+
+
+def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
+    op = graph.operations[number]
+    inner = {tag for tag in op.inner if tag >= 0}
+    if len(inner | ({op.tag} if op.tag is not None and op.tag >= 0 else set())) > 1:
+        itself = f", itself in stage {op.tag}" if op.tag is not None and op.tag >= 0 else ""
+        raise _over_stages(op, f"operations of stages {sorted(inner)} in it{itself}")
+    if op.floating:
+        return None
+    if op.tag is not None and op.tag >= 0:
+        return op.tag
+    if inner:
+        return inner.pop()
+    if op.tag == EVERYWHERE:
+        _refuse_different(graph, number)
+        return None
+    return max((source for source in sources if source is not None), default=0)
+
+
+def _over_stages(op: Operation, got: str) -> BoundaryError:
+    return BoundaryError(
+        "control flow reaches over several stages",
+        where=str(op),
+        expected="a cond or while_loop, all of it within one device_guard",
+        got=got,
+        fix="put the guard around the whole of it, and none inside, and keep gradients out of it "
+        "with stop_gradient; or write it without (paddle.where chooses by value)",
+    )
+
+
+def _refuse_parted_branches(graph: Graph, stage_of: Sequence[int | None]) -> None:
+    """Refuses a ``cond`` in several stages; the older Program has an operation for each branch."""
+    producers = graph.producers()
+    for number, op in enumerate(graph.operations):
+        if op.name == "select_input":
+            makers = [producers[value] for value in op.reads]
+            branches = [n for n in makers if graph.operations[n].name == "conditional_block"]
+            stages = {stage_of[n] for n in (*branches, number)}
+            if len(stages) > 1:
+                listed = ", ".join(sorted(map(str, stages)))
+                raise _over_stages(graph.operations[branches[0]], f"branches of stages {listed}")
+
+
+def _refuse_different(graph: Graph, number: int) -> None:
+    """Refuses an operation for all stages that is random or changes a variable."""
+    op = graph.operations[number]
+    if op.draws or number in graph.written:
+        raise PartitionError(
+            "an operation under device_guard('gpu:all') would not be the same in every stage",
+            where=str(op),
+            expected="operations that give the same wherever they are computed",
+            got="random numbers, which each stage draws from a stream of its own"
+            if op.draws
+            else f"a change of {_name(graph, graph.written[number][0])} by every stage",
+            fix="put it under the guard of the first stage that uses it: values travel from there",
+        )
+
+
+def _backwards(
+    graph: Graph, producer: int, reader: int, source: int, target: int | None
+) -> PartitionError:
+    made, taken = graph.operations[producer], graph.operations[reader]
+    if target is None:
+        return PartitionError(
+            "an operation under device_guard('gpu:all') takes a value that one stage makes",
+            where=str(taken),
+            expected="inputs that every stage has: parameters, fed data, constants",
+            got=f"the result of {made} of stage {source}",
+            fix="put it under the guard of the stage that uses its result",
+        )
+    return PartitionError(
+        "a value would have to travel backwards in the forward computation",
+        where=f"{taken} of stage {target}",
+        expected=f"inputs from stage {target} or earlier",
+        got=f"the result of {made} of stage {source}",
+        fix="stages follow the order of the network: give the later operation the later guard",
+    )
+
+
+def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
+    used = {stage for stage in stage_of if stage is not None}
+    stages = max(used) + 1
+    missing = sorted(set(range(stages)) - used)
+    if missing:
+        last = max(n for n, stage in enumerate(stage_of) if stage == stages - 1)
+        raise PartitionError(
+            f"stage {missing[0]} has no operation",
+            expected=f"every stage from 0 to {stages - 1} to be used: the largest is that of "
+            f"{graph.operations[last]}",
+            got=f"operations of stages {', '.join(map(str, sorted(used)))}",
+            fix="number the guards 0, 1, 2, .. without a gap",
+        )
+    return stages
+
+
+def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> None:
+    """Refuses a value that one stage changes in place and others use: their copy would be old.
+
+    It is allowed if the stage computes the value itself and others take the final value.
+    """
+    producers = graph.producers()
+    for writer, value in [(n, value) for n, values in graph.written.items() for value in values]:
+        users = [number for number, op in enumerate(graph.operations) if value in op.reads]
+        if value not in graph.persistable:
+            users = [producers[value], *(number for number in users if number < writer)]
+        for number in users:
+            if stage_of[number] != stage_of[writer]:
+                raise BoundaryError(
+                    f"{_name(graph, value)} is changed by one stage and used by another",
+                    where=f"{graph.operations[number]} of stage {stage_of[number]}",
+                    expected="values that only the stage that uses them changes in place",
+                    got=f"{graph.operations[writer]} of stage {stage_of[writer]} changes it",
+                    fix="put both under one guard, or let one have a copy: paddle.assign(value)",
+                )
+
+
+def _name(graph: Graph, value: int) -> str:
+    """Returns a value's name for messages: under PIR few values have one."""
+    return repr(graph.names[value]) if value in graph.names else "a value"
+
+
+def _crossing(
+    graph: Graph, stage_of: Sequence[int | None], at: Mapping[int, int | None]
+) -> dict[Edge, tuple[int, ...]]:
+    values_by_edge: dict[Edge, set[int]] = {}
+    for number, op in enumerate(graph.operations):
+        target = stage_of[number]
+        for value in op.reads:
+            source = at.get(value)
+            if source is not None and target is not None and source != target:
+                values_by_edge.setdefault(Edge(source, target), set()).add(value)
+    return {edge: tuple(sorted(values)) for edge, values in values_by_edge.items()}
+
+
+def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
+    """Returns the number of ranks of a pipeline, and of stages on each.
+
+    Args:
+        cut: The cut of the program, into S stages.
+        ranks: ``pp_degree``, if the user gave one.
+        world_size: Processes of the job; 1 where one process plays all ranks.
+        interleaved: The schedule's default number of chunks on a rank.
+
+    Raises:
+        ConfigError: The stages cannot be placed.
+    """
+    stages = cut.stages
+    if ranks is None:
+        ranks = stages // interleaved if stages % interleaved == 0 else stages
+        if interleaved > 1 and 1 < world_size < ranks and stages % world_size == 0:
+            ranks = world_size
+    if stages % ranks:
+        raise ConfigError(
+            f"the {stages} stages of the program cannot be placed on {ranks} ranks alike",
+            where=f"stage {stages - 1}, the last, begins with {cut.first_of(stages - 1)}",
+            expected=f"a multiple of {ranks} stages (stage s is on rank s % {ranks})",
+            got=f"{stages} stages",
+            fix="use as many guards, or another pp_degree in strategy.hybrid_configs",
+        )
+    if world_size > 1 and (ranks > world_size or world_size % ranks):
+        beyond = min(world_size, stages - 1)
+        raise ConfigError(
+            f"the program has {stages} stages for {ranks} ranks, the job has {world_size}",
+            where=f"stage {beyond} begins with {cut.first_of(beyond)}",
+            expected=f"a multiple of {ranks} processes",
+            fix=f"launch with --nproc_per_node {ranks}, use fewer guards, or a schedule with "
+            "several stages on a rank: schedule_mode 'Interleaved1F1B'",
+        )
+    return ranks, stages // ranks
+
+
+class ProgramPiece(NamedTuple):
+    """A native program of a stage's backward.
+
+    Attributes:
+        program: The program; None if there is nothing to do.
+        kept: Names of the variables that it takes from the forward or from the forward's inputs.
+        waiting: Names of the variables that it takes from the half before it, or from that half's
+            inputs.
+        shapes: The names in ``kept`` of which it needs only the shape.
+    """
+
+    program: Program | None = None
+    kept: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    shapes: frozenset[str] = frozenset()
+
+
+class Pieces(NamedTuple):
+    """The native programs of a stage.
+
+    Attributes:
+        forward: Computes the values that leave the stage, and those stored for its backward.
+        backward: Adds to the accumulators and computes the gradients that leave the stage.
+        input_grad: Computes only those gradients, if the schedule splits the backward, and the
+            values that ``weight_grad`` takes from it.
+        weight_grad: Adds to the accumulators; comes after it.
+    """
+
+    forward: Program
+    backward: ProgramPiece = ProgramPiece()
+    input_grad: ProgramPiece = ProgramPiece()
+    weight_grad: ProgramPiece = ProgramPiece()
+
+    @property
+    def kept(self) -> dict[str, bool]:
+        """The variables that any backward takes, each with whether only its shape is needed."""
+        by_shape: dict[str, bool] = {}
+        for piece in (self.backward, self.input_grad, self.weight_grad):
+            for name in piece.kept:
+                by_shape[name] = by_shape.get(name, True) and name in piece.shapes
+        return by_shape
+
+
+class StageProgram(Protocol):
+    """A stage with its own backward, to be cut into pieces.
+
+    Attributes:
+        feeds: The variable of each data input of the stage, by name.
+        input_gradients: The variable of the gradient of each incoming value that gets one; two
+            values may share theirs.
+        accumulators: The variable of each parameter's gradient.
+    """
+
+    @property
+    def feeds(self) -> Mapping[str, str]: ...  # noqa: D102
+
+    @property
+    def input_gradients(self) -> Mapping[int, str]: ...  # noqa: D102
+
+    @property
+    def accumulators(self) -> Mapping[str, str]: ...  # noqa: D102
+
+    def incoming(self, value: int) -> str:
+        """Returns the variable in which the stage finds a value of an earlier stage."""
+
+    def outgoing(self, value: int) -> str:
+        """Returns the variable in which the stage puts a value that it computes."""
+
+    def cut(self, exports: Iterable[int], kinds: Collection[str]) -> Pieces:
+        """Cuts the stage; its forward puts the values ``exports`` into their variables.
+
+        Args:
+            exports: Values that the stage computes.
+            kinds: The kinds of backward in the schedule: ``"B"`` for a whole one, ``"I"`` and
+                ``"W"``.
+        """
+
+
+class Kept(NamedTuple):
+    """The variables of the optimizer's state for a parameter.
+
+    Attributes:
+        kinds: The variables by kind, as ``moment1``.
+        master: The variable of its float32 copy; None without one.
+    """
+
+    kinds: Mapping[str, str]
+    master: str | None
+
+
+class Update(NamedTuple):
+    """The optimizer step of a process.
+
+    Attributes:
+        step: Native program: updates the parameters from the accumulators, which it sets to 0.
+        startup: Native program: creates the optimizer's own variables.
+        rate_name: The variable of the learning rate.
+        variables: Names of the optimizer's own variables.
+        kept: The variables that belong to a parameter, by its name.
+    """
+
+    step: Program
+    startup: Program
+    rate_name: str
+    variables: tuple[str, ...]
+    kept: Mapping[str, Kept]
+
+
+class GraphReader(Protocol):
+    """Reads a forward program of one of Paddle's two IRs.
+
+    Attributes:
+        graph: The description of the program.
+        data: The declaration of each ``paddle.static.data`` of it.
+        declared: The shape of each parameter and statistic by name, in the order of creation.
+        unclipped: The parameters whose ``need_clip`` is False.
+    """
+
+    @property
+    def graph(self) -> Graph: ...  # noqa: D102
+
+    @property
+    def data(self) -> Mapping[str, Declared]: ...  # noqa: D102
+
+    @property
+    def declared(self) -> Mapping[str, Sequence[int]]: ...  # noqa: D102
+
+    @property
+    def unclipped(self) -> frozenset[str]: ...  # noqa: D102
+
+    def number(self, target: Variable | str) -> int | None:
+        """Returns the number of a value to fetch; None if it is not in this program."""
+
+    def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
+        """Adds a backward to a stage; ``weight`` is the gradient of the loss."""
+
+    def update(
+        self,
+        names: Names,
+        optimizer: Optimizer,
+        parameters: Sequence[str],
+        clipped: Collection[str],
+    ) -> Update:
+        """Builds the optimizer step; gradients of ``clipped`` are multiplied by a factor first.
+
+        The factor is a variable of the scope, ``names.clip_factor``.
+        """
+
+    def startup(self, program: Program, names: Iterable[str]) -> Program:
+        """Returns a program that initializes only the named variables, to the same values."""

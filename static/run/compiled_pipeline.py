@@ -1,0 +1,248 @@
+"""A static pipeline for one scope and device: its executors, its engine and its step.
+
+Before a step come sums over ranks, in dynamic mode, by tensors that share their data with variables
+of the scope: of tied weights, replicas, and the norm of all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fleetpipe.aliases import Optimizer, Place, Scope, ScopeTensor, Tensor
+from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.observer import Observers
+from fleetpipe.engine.step_meter import StepMeter
+from fleetpipe.engine.trace import Trace
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
+from fleetpipe.job.optimizer_table import require_clip
+from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import current_rate, gradient_clip
+from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
+from fleetpipe.schedules import Action, Fused, Plan
+from fleetpipe.schedules.action import parts
+from fleetpipe.static import cut
+from fleetpipe.static.cut import Split
+from fleetpipe.static.run.static_stage import ProgramRunner, StaticStage, Streams
+
+
+def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
+    """Sums the gradients of parameters that several ranks use. Collective over the pipeline.
+
+    Every rank gets the same bits: all add in the order of the ranks.
+
+    Args:
+        gradients: The accumulators of this rank's parameters, dynamic tensors by name.
+        names: The parameters that several ranks use, the same on all.
+        group: The ranks of the pipeline.
+    """
+    if not names or group.ranks == 1:
+        return
+    mine = {name: gradients[name].clone() for name in names if name in gradients}
+    everyone = group.all_gather(mine)
+    for name in mine:
+        first, *rest = [by_name[name] for by_name in everyone if name in by_name]
+        for other in rest:
+            first = first + other
+        paddle.assign(first, gradients[name])
+
+
+def add_replicas(gradients: Mapping[str, Tensor], replicas: Group) -> None:
+    """Sums the gradients of all replicas. Collective over the replicas."""
+    if replicas.ranks > 1:
+        replicas.all_reduce([gradients[name] for name in sorted(gradients)])
+
+
+def global_norm(optimizer: Optimizer, job: Job) -> float | None:
+    """Returns the limit of an optimizer's global-norm clip; None without such a clip.
+
+    Raises:
+        ConfigError: The clip is not known to be right over several processes.
+    """
+    clip = gradient_clip(optimizer)
+    tried = require_clip(clip, job)
+    if not tried or not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
+        return None
+    return float(clip.clip_norm)
+
+
+def gradient_norm(gradients: Mapping[str, Tensor], owned: Sequence[str], group: Group) -> Tensor:
+    """Returns the norm of the gradients of all ranks, float32 of shape [1]. Collective.
+
+    Each gradient counts once, on the rank that owns its parameter, and the squares are added up in
+    the order of the names, as Paddle does.
+
+    Args:
+        gradients: Gradients of this rank's parameters, dynamic tensors by name.
+        owned: The names of the gradients that count on this rank.
+        group: The ranks of the pipeline.
+    """
+    squares = {name: (gradients[name] * gradients[name]).sum() for name in owned}
+    everyone: dict[str, Tensor] = {}
+    for by_name in group.all_gather(squares):
+        everyone.update(by_name)
+    ordered = [everyone[name].reshape([1]).astype("float32") for name in sorted(everyone)]
+    return paddle.sqrt(paddle.add_n(ordered))
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Returns limit / max(norm, limit)."""
+    bound = paddle.full([1], limit, "float32")
+    return bound / paddle.clip(norm, min=limit)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts from which a pipeline is compiled.
+
+    Attributes:
+        split: The cut.
+        plan: The lowered schedule.
+        stages: This process's stages.
+        update: The optimizer step; None if this process has nothing to train.
+        optimizer: The user's optimizer.
+        parameters: Names of the parameters that this process trains, sorted.
+        shared: Names of the parameters that several ranks train, sorted.
+        counted: Names of the parameters that this process counts for the global norm.
+        limit: The limit of the global norm if the ranks clip together, else None.
+        job: The job.
+        trace: The trace that records steps; None without one.
+    """
+
+    split: Split
+    plan: Plan
+    stages: Mapping[int, cut.StageProgram]
+    update: cut.Update | None
+    optimizer: Optimizer
+    parameters: list[str]
+    shared: list[str]
+    counted: list[str]
+    limit: float | None
+    job: Job
+    trace: Trace | None
+
+    def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
+        """Returns the fetched values that a stage computes, ascending."""
+        of = self.split.stage_of_value
+        return sorted(number for number in fetches if of[number] == stage)
+
+    def cut(self, fetches: frozenset[int]) -> dict[int, cut.Pieces]:
+        """Cuts every stage so that fetched values can be read; needs static mode."""
+        kinds = {
+            stage: {
+                action.kind
+                for row in self.plan.ops
+                for op in row
+                if isinstance(op, (Action, Fused))
+                for action in parts(op)
+                if action.stage == stage
+            }
+            for stage in self.stages
+        }
+        return {
+            stage: program.cut(
+                {*self.fetched(fetches, stage), *self.split.readers(stage)}, kinds[stage]
+            )
+            for stage, program in self.stages.items()
+        }
+
+
+class Compiled:
+    """Runs batches; a new one is built for another scope or device, or to fetch a new value."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        pieces: Mapping[int, cut.Pieces],
+        streams: Streams,
+        fetches: frozenset[int],
+        scope: Scope,
+        place: Place,
+    ) -> None:
+        """Creates the executors; needs dynamic mode.
+
+        Raises:
+            ConfigError: The startup program has not run in ``scope``.
+        """
+        self.fetches, self.scope, self.place = fetches, scope, place
+        self._recipe = recipe
+        for name in recipe.parameters:
+            self._zero(name)
+        for name in () if recipe.update is None else recipe.update.variables:
+            self._require(name, "optimizer's variable")
+        runners = {
+            stage: ProgramRunner(
+                program,
+                pieces[stage],
+                recipe.split,
+                stage,
+                recipe.fetched(fetches, stage),
+                scope,
+                place,
+            )
+            for stage, program in recipe.stages.items()
+        }
+        self.stage = StaticStage(runners, streams)
+        ranks = recipe.job.pipeline_ranks()
+        meter = StepMeter(recipe.plan, ranks, recipe.job.progress, not recipe.job.local)
+        self.observers = Observers(*([] if recipe.trace is None else [recipe.trace]), meter)
+        connections, timeout = recipe.job.connect(), recipe.job.timeout
+        self.engine = Engine(recipe.plan, self.stage, connections, timeout, [self.observers])
+        self._run_step = None
+        if recipe.update is not None:
+            tensor_of(scope, recipe.split.names.clip_factor)
+            self._run_step = job_executor(recipe.update.step, scope, place).run
+        self._gradients = {
+            name: dynamic(tensor_of(scope, recipe.split.names.accumulator(name)))
+            for name in recipe.parameters
+        }
+
+    def reduce(self) -> None:
+        """Turns the accumulators into those of the whole batch. Collective over the job."""
+        recipe, job = self._recipe, self._recipe.job
+        add_shared(self._gradients, recipe.shared, job.group())
+        add_replicas(self._gradients, job.replicas())
+        if recipe.limit is not None:
+            norm = gradient_norm(self._gradients, recipe.counted, job.group())
+            # Read where somebody looks.
+            job.progress.gradient_norm = norm.item
+            factor = clip_factor(norm, recipe.limit)
+            share(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
+
+    def drop_gradients(self) -> None:
+        """Sets the accumulators to 0, as before a batch that has broken off."""
+        for gradient in self._gradients.values():
+            gradient.zero_()
+
+    def step(self) -> None:
+        """Updates the parameters and sets the accumulators to 0."""
+        update = self._recipe.update
+        if update is None or self._run_step is None:
+            return
+        # Also of one that has no scheduler: set_lr may have changed it.
+        tensor = tensor_of(self.scope, update.rate_name)
+        numbers = np.full_like(np.array(tensor), current_rate(self._recipe.optimizer))
+        tensor.set(numbers, self.place)
+        self._run_step([], False)
+
+    def _zero(self, parameter: str) -> None:
+        """Creates a parameter's accumulator, filled with 0."""
+        zeros = np.zeros_like(np.array(self._require(parameter, "parameter")))
+        accumulator = self._recipe.split.names.accumulator(parameter)
+        tensor_of(self.scope, accumulator).set(zeros, self.place)
+
+    def _require(self, name: str, kind: str) -> ScopeTensor:
+        """Returns the tensor of a variable that the startup program creates."""
+        tensor = found_tensor(self.scope, name)
+        if tensor is None:
+            raise ConfigError(
+                f"the {kind} {name!r} has no value",
+                cause="the startup program has not run in this scope since minimize",
+                fix="exe.run(paddle.static.default_startup_program()) after minimize, before the "
+                "first batch",
+            )
+        return tensor

@@ -1,1 +1,0 @@
-"""The extras, package by package."""

@@ -1,1 +1,0 @@
-"""Estimates for clusters that are not there."""

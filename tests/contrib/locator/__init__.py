@@ -1,1 +1,0 @@
-"""Tests of fleetpipe.contrib.locator."""

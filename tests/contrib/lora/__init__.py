@@ -1,1 +1,0 @@
-"""Adapters beside frozen layers."""

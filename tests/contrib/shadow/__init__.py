@@ -1,1 +1,0 @@
-"""The plain model beside its pipeline."""

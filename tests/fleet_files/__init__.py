@@ -1,1 +1,0 @@
-"""Files as Paddle and Fleet write them."""

@@ -1,1 +1,0 @@
-"""What fleetpipe does on a GPU, shown by a CPU that says it is one (tests/gpu/pretending.py)."""

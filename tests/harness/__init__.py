@@ -1,1 +1,0 @@
-"""Tests of what tests are started with: launched and forked processes."""

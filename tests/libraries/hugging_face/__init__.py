@@ -1,1 +1,0 @@
-"""A Llama of Hugging Face in PaddleNLP's pipeline, and back."""

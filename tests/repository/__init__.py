@@ -1,1 +1,0 @@
-"""What the repository says of itself: documentation, manifests, benchmarks, packages."""
