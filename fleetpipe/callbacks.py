@@ -10,8 +10,8 @@ from fleetpipe.fit.callbacks.metrics import MetricsLogger, ThroughputMonitor, Tr
 from fleetpipe.fit.callbacks.progress import Progress
 
 if TYPE_CHECKING:
-    from fleetpipe.contrib.callbacks.printing import LogMetricByEpoch as LogMetricByEpoch
-    from fleetpipe.contrib.callbacks.printing import LossMonitor as LossMonitor
+    from fleetpipe.contrib.callbacks import LogMetricByEpoch as LogMetricByEpoch
+    from fleetpipe.contrib.callbacks import LossMonitor as LossMonitor
     from fleetpipe.contrib.generation import LogSamples as LogSamples
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
     __getattr__ = late(
         {
-            "LogMetricByEpoch": "fleetpipe.contrib.callbacks.printing",
+            "LogMetricByEpoch": "fleetpipe.contrib.callbacks",
             "LogSamples": "fleetpipe.contrib.generation",
-            "LossMonitor": "fleetpipe.contrib.callbacks.printing",
+            "LossMonitor": "fleetpipe.contrib.callbacks",
         }
     )

@@ -12,11 +12,11 @@ from fleetpipe import paddle_api as paddle_api
 from fleetpipe.static.entry.optimizer import DataLoader, StaticOptimizer, refuse_stages
 from fleetpipe.static.entry.patches import install, uninstall
 from fleetpipe.static.graph import stage_guard
-from fleetpipe.static.ir.readers import name_of
+from fleetpipe.static.ir import name_of
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.reference import SingleProgram
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save.files import (
+from fleetpipe.static.saved_state import (
     full_state_dict,
     load,
     load_state_dict,

@@ -9,7 +9,7 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import found_tensor, is_parsed_from, operation_count
-from fleetpipe.static.ir import readers
+from fleetpipe.static import ir
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
@@ -86,7 +86,7 @@ def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
     """Refuses a program that has changed since it was minimized."""
     if operation_count(program) == getattr(program, _SIZE):
         return
-    now = readers.read(program).graph
+    now = ir.read(program).graph
     before, after = (
         [op for op in graph.operations if not op.floating] for graph in (pipeline.split.graph, now)
     )
@@ -136,7 +136,7 @@ def _taken_names(program: Program) -> frozenset[str]:
     names: frozenset[str] | None = getattr(program, _TAKEN, None)
     if names is None:
         try:
-            graph = readers.read(program).graph
+            graph = ir.read(program).graph
         except Exception:
             return frozenset()  # a compiled program, say, which Paddle itself explains
         taken = {value for op in graph.operations for value in op.reads}

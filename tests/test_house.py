@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("dygraph/sums",),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
-    ("dygraph/state", "static/save"),
+    ("dygraph/state", "static/saved_state"),
     ("dygraph/model", "static/entry"),
     ("dygraph/observe", "static/__init__ static/reference"),
     ("dygraph/train",),
@@ -110,7 +110,7 @@ FACES = (
 #: A method of the core's whose result is a value of the standard ring.
 RETURNS = ("fleetpipe.dygraph.train.pipeline_parallel", "fleetpipe.profiling.__init__")
 
-#: Folders, and a file, of which every file has a layer, and which import nothing but what stands here.
+#: Folders of which every file has a layer, and a file: they import nothing but what stands here.
 CLOSED = {
     "schedules": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras"),

@@ -188,7 +188,7 @@ class SplitBackward:
         fast = None
         if self._fast_leaves:
             layers = (leaf.layer for leaf in self._leaves_of(stage) if not leaf.static)
-            fast = extra("fast_leaves.fast_forwards").fast_forwards_of(layers)
+            fast = extra("fast_leaves").fast_forwards_of(layers)
         self._fast[stage] = fast
         return fast
 

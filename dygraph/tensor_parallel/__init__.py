@@ -61,8 +61,10 @@ else:
     _LATE = {
         "replacements": ("OPERATIONS", "connect_shards", "install", "uninstall"),
         "wrapper": ("TensorParallel", "share_whole_state", "share_with_shards"),
-        "linear": ("ColumnParallelLinear", "RowParallelLinear"),
-        "embedding": ("VocabParallelEmbedding",),
+        "linear_and_embedding": (
+            *("ColumnParallelLinear", "RowParallelLinear"),
+            "VocabParallelEmbedding",
+        ),
         "cross_entropy": ("ParallelCrossEntropy",),
         "sequence": ("sequence_parallel_utils",),
     }
@@ -72,7 +74,7 @@ else:
     if device_kind() != "cpu":
         TensorParallel = meta_parallel.TensorParallel
         sequence_parallel_utils = SEQUENCE_PARALLEL
-        for _module in ("linear", "embedding", "cross_entropy"):
+        for _module in ("linear_and_embedding", "cross_entropy"):
             globals().update({name: getattr(mpu, name) for name in _LATE[_module]})
 
 __all__ = [

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
-from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
 from fleetpipe.dygraph.tensor_parallel.groups import Members, gather, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
+from fleetpipe.dygraph.tensor_parallel.linear_and_embedding import refuse_outside
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.sums import add, tree

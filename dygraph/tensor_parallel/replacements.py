@@ -13,8 +13,8 @@ from typing import Any
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations, sequence
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
-from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.linear_and_embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.operations import refuse_beside_trees
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job

@@ -20,7 +20,10 @@ from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.groups import gather, members_of, model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.layer import marked
-from fleetpipe.dygraph.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from fleetpipe.dygraph.tensor_parallel.linear_and_embedding import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
 from fleetpipe.dygraph.tensor_parallel.operations import refuse_beside_trees
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job

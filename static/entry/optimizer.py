@@ -33,13 +33,12 @@ from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
+from fleetpipe.static import ir, saved_state
 from fleetpipe.static.cut import GraphReader, Split, ranks_for, split
 from fleetpipe.static.graph import Item
-from fleetpipe.static.ir import readers
 from fleetpipe.static.pipeline_programs import attach, refuse_second
 from fleetpipe.static.run.feeding import merge
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save import files
 
 #: Begins the job, or returns the running one if it has these degrees.
 Begin = Callable[[Degrees, PipelineConfig], Job]
@@ -139,7 +138,7 @@ class StaticOptimizer:
         program = loss.block.program
         refuse_second(program)
         startup = startup_program or paddle.static.default_startup_program()
-        reader = readers.read(program)
+        reader = ir.read(program)
         number = reader.number(loss)
         trained = _names_to_train(self.wrapped, parameters or parameter_list)
         cut = mark(replace(split(reader.graph), trained=trained), reader, self._checkpoints)
@@ -168,7 +167,7 @@ class StaticOptimizer:
             reader, cut, schedule, job, self._config, self.wrapped, (number, weight)
         )
         attach(program, startup, pipeline)
-        files.offer(program, pipeline)
+        saved_state.offer(program, pipeline)
         return [], []
 
     def _degrees(self, cut: Split) -> tuple[Degrees, int]:
@@ -204,7 +203,7 @@ class StaticOptimizer:
 
 def refuse_stages(program: Program) -> None:
     """Refuses to train a program as a whole if it was built in stages."""
-    graph = readers.read(program).graph
+    graph = ir.read(program).graph
     tagged = {op.tag: op for op in graph.operations if op.tag is not None and op.tag >= 0}
     if len(tagged) > 1:
         raise ConfigError(

@@ -33,6 +33,7 @@ from fleetpipe.paddle_api.static import (
     swap_switch_device,
     within,
 )
+from fleetpipe.static import saved_state
 from fleetpipe.static.entry.optimizer import StaticOptimizer, amp_refusal, items_for
 from fleetpipe.static.graph import stage_of_device
 from fleetpipe.static.pipeline_programs import (
@@ -46,8 +47,7 @@ from fleetpipe.static.pipeline_programs import (
     refuse_foreign,
 )
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save import files
-from fleetpipe.static.save.files import assign, fitting, tensor_in
+from fleetpipe.static.saved_state import assign, fitting, tensor_in
 
 #: What 2.6.2's ``paddle.save`` adds to a state, from other names of it to those of the program.
 _OTHER_NAMES = "StructuredToParameterName@@"
@@ -94,7 +94,7 @@ def save(
     def describe(path: str) -> None:
         original(program, path, protocol, **configs)
 
-    files.save(model_path, program, protocol, describe if pipeline.local else None)
+    saved_state.save(model_path, program, protocol, describe if pipeline.local else None)
 
 
 def load(
@@ -113,7 +113,7 @@ def load(
     if of_main(program)[0] is None:
         original(program, model_path, executor, var_list)
     else:
-        files.load(model_path, program)
+        saved_state.load(model_path, program)
 
 
 def load_program_state(
@@ -127,8 +127,8 @@ def load_program_state(
         CheckpointError: There is nothing.
     """
     job = current_job()
-    path = files.prefix_of(model_path)
-    prefix = path if job is None or job.local else files.of_rank(path, job.group().rank)
+    path = saved_state.prefix_of(model_path)
+    prefix = path if job is None or job.local else saved_state.of_rank(path, job.group().rank)
     saved_here = os.path.exists(f"{prefix}.pdparams")
     state = original(prefix if saved_here else os.fspath(model_path), var_list)
     if not state:

@@ -1,6 +1,39 @@
-"""Paddle's two representations of programs: ``pir`` (3.3) and ``program`` (2.6.2).
+"""Paddle's two representations of programs: PIR (3.3) and ``program_ir`` (2.6.2), an extra.
 
-``readers.py`` picks the one of a program. Each has a reader, which describes programs, a stage,
-which builds native programs of one stage, and a file of single operations; ``backward.py`` is
-common to both. It imports the cut, but nothing that runs programs.
+:func:`read` picks the reader of a program, which describes it. Each representation also has a
+stage, which builds native programs of one stage, and ``backward.py`` is common to both. It imports
+the cut, but nothing that runs programs.
 """
+
+from __future__ import annotations
+
+from fleetpipe.aliases import Program, Variable
+from fleetpipe.extras import extra
+from fleetpipe.paddle_api.static import is_pir
+from fleetpipe.static.cut import GraphReader
+
+
+def read(program: Program) -> GraphReader:
+    """Returns the reader of a forward program, of PIR or of the older kind."""
+    if is_pir(program):
+        from fleetpipe.static.ir.pir_reader import PirReader
+
+        return PirReader(program)
+    reader: GraphReader = extra("program_ir.program_reader").ProgramReader(program)
+    return reader
+
+
+def name_of(value: Variable) -> str:
+    """Returns a value's name for ``recompute_configs`` and ``fetch_list``, the same on all ranks.
+
+    In the older Program every value has a name, ``value.name``. Under PIR only data and parameters
+    have one, and this function names the value.
+
+    Args:
+        value: A value of a static program, before ``minimize``.
+    """
+    if hasattr(value, "get_defining_op"):
+        from fleetpipe.static.ir.pir_reader import give_name
+
+        return give_name(value)
+    return str(value.name)

@@ -48,7 +48,7 @@ ROOMS = (
     "dygraph/state",
     "dygraph/nest",
     "dygraph/random_keys",
-    "dygraph/broadcast",
+    "dygraph/layer_kinds",
     "static",
 )
 

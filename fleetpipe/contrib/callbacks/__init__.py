@@ -1,4 +1,4 @@
-"""Callbacks that log by epoch or watch a loss, in ``printing.py``, and trackers of experiments.
+"""Callbacks that log by epoch or watch a loss, and trackers of experiments.
 
 The trackers write the rows of a run to TensorBoard, Weights & Biases or MLflow. A run that goes on
 from a checkpoint continues its record, whose id is kept in the run's folder.
@@ -6,14 +6,19 @@ from a checkpoint continues its record, whose id is kept in the run's folder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fleetpipe import atomic_file
-from fleetpipe.errors import ConfigError
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.dygraph import tensors_of
+from fleetpipe.errors import BoundaryError, ConfigError, require_whole
 from fleetpipe.extras import INSTALLED_BY
+from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.paddle_api import paddle
 
 
 class TensorBoard:
@@ -121,3 +126,139 @@ def _id_of(folder: Path, package: str) -> str | None:
 
 def _note_id(folder: Path, package: str, name: str) -> None:
     atomic_file.replace_text(folder / f"{package}.id", f"{name}\n")
+
+
+class LogMetricByEpoch(rank_policy.Callback):
+    """Prints the mean loss, the metrics and the learning rate of each epoch on the first rank.
+
+    The lines are those of ColossalAI's hook of this name in its tutorial, but epochs count from 1,
+    as in all of fleetpipe's texts: ``[Epoch 1 / Train]: Loss = 1.2345 | LR = 0.001``.
+    """
+
+    def __init__(self, digits: int = 5) -> None:
+        super().__init__()
+        self._digits = digits
+        self._epoch = 0
+        self._losses: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes the number of the epoch, and drops the losses of the last one."""
+        self._epoch = epoch
+        self._losses = []
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Adds the loss of the batch to those of the epoch."""
+        self._losses += logs["loss"]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Prints the line for the training of the epoch."""
+        self._print("Train", logs, {"LR": self.model.learning_rate})
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        """Prints the line for the evaluation of the epoch."""
+        self._losses = logs.get("loss", [])
+        self._print("Test", logs, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the losses of the epoch so far."""
+        return {"losses": self._losses}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the losses of an epoch that goes on in its middle."""
+        self._losses = state["losses"]
+
+    def _print(self, what: str, logs: Any, more: dict[str, float]) -> None:
+        if not self.model.is_rank("first"):
+            return
+        values: dict[str, float] = {}
+        if self._losses:
+            values["Loss"] = sum(self._losses) / len(self._losses)
+        values.update({name: logs[name] for name in self.model.metric_names if name != "loss"})
+        values.update(more)
+        text = " | ".join(f"{name} = {value:.{self._digits}g}" for name, value in values.items())
+        rank_policy.say(f"[Epoch {self._epoch + 1} / {what}]: {text}")
+
+
+class LossMonitor(rank_policy.Callback):
+    """Prints the loss on the first rank; a loss that is NaN or Inf is an error on every rank.
+
+    MindSpore's callback of this name does the same (tutorial on pipeline parallelism, r1.6), but
+    there each rank sees another value.
+    """
+
+    def __init__(self, per_print_times: int = 1, find_layer: bool = False) -> None:
+        """Sets how often the loss is printed.
+
+        Args:
+            per_print_times: Batches from one line to the next; 0 for no lines.
+            find_layer: Whether to look at the output of every layer, so that the error can name the
+                first layer with a NaN or Inf. This takes time.
+
+        Raises:
+            ConfigError: ``per_print_times`` is no whole number of at least 0.
+        """
+        super().__init__()
+        fix = "LossMonitor(1) prints the loss of every batch, LossMonitor(0) none"
+        self._every = require_whole("per_print_times", per_print_times, 0, fix=fix)
+        self._find_layer = find_layer
+        self._epoch = 0
+        self._batches = 0
+        self._hooks: list[Any] = []
+        self._first: list[Any] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Puts a hook on each layer of this rank if ``find_layer`` is set."""
+        if self._find_layer:
+            for name, layer in self.model.network.named_sublayers():
+                self._hooks.append(layer.register_forward_post_hook(self._watching(name)))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes the number of the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Prints the loss, and raises an error if it is not finite.
+
+        Raises:
+            BoundaryError: The loss is NaN or Inf.
+        """
+        (loss,) = logs["loss"]
+        if not math.isfinite(loss):
+            self._refuse(step, loss)
+        self._batches += 1
+        if self._every and self._batches % self._every == 0 and self.model.is_rank("first"):
+            rank_policy.say(f"epoch: {self._epoch + 1} step: {step + 1}, loss is {loss}")
+
+    def _refuse(self, step: int, loss: float) -> None:
+        shares = self.model.micro_batch_losses
+        number = next(i for i, share in enumerate(shares) if not math.isfinite(share))
+        firsts = [first for first in self.model.gather(self._first) if first]
+        first = min(firsts, default=None)
+        raise BoundaryError(
+            f"the loss is {loss}",
+            where=f"epoch {self._epoch + 1}, step {step + 1}, micro-batch {number}"
+            + (f", layer {first[2]!r} of stage rank {first[1]}" if first else ""),
+            cause="a too large learning rate, a product that passed the dtype's range, or such "
+            "numbers in the data",
+            fix="lower the learning rate, or clip gradients"
+            if self._find_layer
+            else "LossMonitor(find_layer=True) names the layer that has it first",
+        )
+
+    def _watching(self, name: str) -> Any:
+        def note(_layer: Layer, _inputs: Nest, output: Nest) -> None:
+            if self._first is None and not all(
+                bool(paddle.isfinite(tensor).all())
+                for tensor in tensors_of(output)
+                if tensor.is_floating_point()
+            ):
+                pipeline = self.model.pipeline
+                self._first = [pipeline.micro_batch_id, pipeline.stage_id, name]
+
+        return note

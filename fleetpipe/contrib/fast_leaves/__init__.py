@@ -1,1 +1,340 @@
-"""Runs leaf layers whose backward is not split faster on CPUs, with the same bits."""
+"""Replaces the ``forward`` of leaf layers by faster ones that have the same bits, on CPUs.
+
+A Linear has a bias whose gradient takes a fraction of the time that Paddle's kernel takes; an
+Embedding has a large table.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.aliases import Context, DType, Layer, Nest, Tensor
+from fleetpipe.compare.differences import same_bits
+from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.backward.added_gradients import Sums, count_own_hook, is_watched
+from fleetpipe.dygraph.backward.linear_and_embedding import (
+    add_gradient,
+    has_large_table,
+    look_up,
+    sum_rows,
+)
+from fleetpipe.dygraph.backward.split import Forward, with_forwards
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import casts_automatically
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.eager_operations import expand, product, reshape, total
+from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, saves_freely
+
+#: Numbers of an output, and of a row of it, from which the product takes less time than the sum.
+_FEWEST, _FEWEST_COLUMNS = 2**15, 256
+
+#: Numbers of rows that are tried for each size of weight: where every batch has a length of its
+#: own, to try them all would take longer than it saves.
+_MOST_ROWS = 8
+
+#: What was tried, by size and dtype of the weight, and then by the number of rows.
+_tried: dict[tuple[int, int, DType], dict[int, bool]] = {}
+
+#: What is to be tried: rows, and then size and dtype of the weight.
+_waiting: set[tuple[int, int, int, DType]] = set()
+
+#: Columns in which all kinds of numbers are tried: no sum knows of those beside it.
+_MOST_COLUMNS = 1024
+
+plain_linear_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
+plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
+
+
+def may_gain(layer: Layer) -> bool:
+    """Whether some number of rows makes the product faster in this Linear."""
+    return layer.bias is not None and layer.weight.shape[1] >= _FEWEST_COLUMNS
+
+
+def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
+    """Computes what ``paddle.nn.Linear.forward`` does, with a faster backward.
+
+    Args:
+        layer: A Linear.
+        input: [.., inputs], under Paddle's name for it, which callers may use.
+    """
+    x, weight, bias = input, layer.weight, layer.bias
+    if bias is None or bias.stop_gradient or not paddle.is_grad_enabled():
+        return plain_linear_forward(layer, x)
+    if bias.shape != weight.shape[1:]:
+        # A bias of another shape is added to rows as well, and its gradient has that shape.
+        return plain_linear_forward(layer, x)
+    *lengths, inputs = x.shape
+    rows, columns = math.prod(lengths), weight.shape[1]
+    if columns < _FEWEST_COLUMNS or rows * columns < _FEWEST:
+        return plain_linear_forward(layer, x)
+    if not x.dtype == weight.dtype == bias.dtype or casts_automatically():
+        return plain_linear_forward(layer, x)
+    if not _has_same_bits(rows, inputs, weight):
+        return plain_linear_forward(layer, x)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    repeat: Callable[..., Tensor] = _Repeated.apply
+    output = product(x, weight)
+    return total(output, repeat(bias, output.shape))
+
+
+class _Repeated(paddle.autograd.PyLayer):
+    """Repeats a vector in every row. It saves no tensor, and can be differentiated twice.
+
+    The sum stands outside: Paddle ignores hooks on what a PyLayer returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, vector: Tensor, shape: Sequence[int]) -> Tensor:
+        return expand(vector, shape)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        rows = reshape(grad, [-1, grad.shape[-1]])
+        return reshape(product(_ones(rows.shape[0], rows.dtype), rows), [-1])
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(rows: int, dtype: DType) -> Tensor:
+    return paddle.ones([1, rows], dtype)
+
+
+def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
+    """Whether :func:`_try` succeeded for these sizes; each size is tried once."""
+    size = (inputs, weight.shape[1], weight.dtype)
+    tried = _tried.setdefault(size, {})
+    if rows not in tried:
+        if len(tried) >= _MOST_ROWS or device_kind() != "cpu" or weight.dtype not in DTYPES:
+            return False
+        if not saves_freely():
+            _waiting.add((rows, *size))
+            return False
+        tried[rows] = _try(rows, *size)
+    return tried[rows]
+
+
+def try_waiting() -> None:
+    """Tries the sizes that were first used in a recomputed piece, where nothing is tried."""
+    while _waiting:
+        rows, *size = _waiting.pop()
+        _tried[tuple(size)][rows] = _try(rows, *size)
+
+
+def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
+    """Tests whether a Linear of these sizes has the same bits in both ways."""
+    sizes = (rows, inputs), (inputs, columns), (rows, columns)
+    x, weight, grad = (next(matrices(size, dtype)) for size in sizes)
+    few = min(columns, _MOST_COLUMNS)
+    return _adds_alike(rows, few, dtype) and same_results(
+        plain_linear, _linear, (x, weight, grad[0]), grad
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _adds_alike(rows: int, columns: int, dtype: DType) -> bool:
+    """Tests whether sums of all kinds of numbers have the same bits in both ways."""
+    return all(
+        same_results(plain_linear, _linear, (grad[:, :1], grad[:1], grad[-1]), grad)
+        for grad in matrices((rows, columns), dtype)
+    )
+
+
+#: The dtypes for which there is a way that takes less time.
+DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
+
+
+def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
+    """Yields twenty matrices: usual numbers, all kinds of unusual ones, and views of others.
+
+    Args:
+        shape: Rows and columns.
+        dtype: One of ``DTYPES``.
+    """
+    generator, limits = np.random.default_rng(0), np.finfo(DTYPES[dtype])
+    rows, columns = shape
+    usual = generator.standard_normal(shape, DTYPES[dtype])
+    yield paddle.to_tensor(usual)
+    # Not before it is asked for: of a large weight the usual numbers are tried alone.
+    other = usual[::-1, ::-1].copy()
+    positive, rare = other > 0, generator.random(shape) < 1 / (4 * rows)
+    zeros = np.where(positive, 0.0, -0.0)
+    values = [other, usual * usual, usual * other, other**9, usual - usual[0], -usual]
+    values += [usual * 1e30, usual * 1e-30, usual * limits.tiny / 4, usual * (limits.max / 8)]
+    values += [zeros, np.abs(zeros), -np.abs(zeros), np.where(positive, usual, -0.0)]
+    values += [np.where(rare, special, usual) for special in (np.inf, np.nan)]
+    for value in values:
+        yield paddle.to_tensor(value.astype(DTYPES[dtype]))
+    wide = paddle.zeros([rows + 1, columns + 1], dtype)
+    wide[1:, 1:] = paddle.to_tensor(usual)
+    yield from (paddle.to_tensor(usual.T.copy()).t(), wide[1:, 1:], wide[:-1, :-1])
+
+
+def same_results(
+    plain: Callable[..., Tensor],
+    other: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    grad: Tensor,
+) -> bool:
+    """Whether two functions have the same bits in their outputs and in all gradients.
+
+    Args:
+        plain: The function that autograd differentiates.
+        other: The function that is compared with it.
+        operands: The arguments of both.
+        grad: The gradient of their outputs.
+    """
+    results = []
+    for function in (plain, other):
+        leaves = [operand.detach() for operand in operands]
+        for leaf in leaves:
+            leaf.stop_gradient = False
+        with paddle.amp.auto_cast(enable=False), paddle.enable_grad():
+            output = function(*leaves)
+            results.append([output, *paddle.grad(output, leaves, grad)])
+    return all(map(same_bits, *results))
+
+
+plain_embedding_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
+
+
+class LookupTable:
+    """The table of one Embedding, and the gradients of its look-ups in a backward."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        #: Whether no backward had a gradient of another use; None before the first.
+        self._alone: bool | None = None
+        #: The ids of each look-up and the gradient of what it returned; None while nobody keeps it.
+        self.calls: list[tuple[Tensor, Tensor]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes what ``paddle.nn.Embedding.forward`` does."""
+        layer, weight = self._layer, self._layer.weight
+        if weight.stop_gradient or not paddle.is_grad_enabled() or recompute.in_piece():
+            return plain_embedding_forward(layer, x)
+        if not has_large_table(layer) or not x.size:
+            return plain_embedding_forward(layer, x)
+        apply: Callable[..., Tensor] = _LookUp.apply
+        # The reshape stands outside: Paddle ignores hooks on what a PyLayer returns.
+        output = apply(weight, x.detach().clone(), self)
+        return reshape(output, output.shape)
+
+    @contextmanager
+    def adding(self, sums: Sums) -> Iterator[None]:
+        """While it is open, a backward of the stage runs; look-ups are added at its end."""
+        weight = self._layer.weight
+        if self._alone is False or weight.stop_gradient or is_watched(weight):
+            yield
+            return
+        if self._alone is None and weight.grad is not None:
+            yield
+            return
+        beside: list[bool] = []
+        hook = weight.register_hook(lambda grad: None if grad is None else beside.append(True))
+        calls: list[tuple[Tensor, Tensor]] = []
+        self.calls = calls
+        try:
+            yield
+        finally:
+            self.calls = None
+            hook.remove()
+            count_own_hook(weight)
+        if calls:
+            self._alone = not beside
+            _add(weight, calls, sums)
+
+
+class _LookUp(paddle.autograd.PyLayer):
+    """Looks up the rows of some ids in a table."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: Tensor, ids: Tensor, table: LookupTable) -> Tensor:
+        ctx.weight, ctx.ids, ctx.table = weight, ids, table
+        return look_up(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        if ctx.table.calls is None:
+            return sum_rows(ctx.ids, grad, ctx.weight.detach())
+        ctx.table.calls.append((ctx.ids, grad))
+        return None
+
+
+def _add(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums) -> None:
+    """Adds the gradients of look-ups, in the order in which they came."""
+    with paddle.no_grad():
+        if len(calls) == 1:
+            add_gradient(sums, weight, *calls[0])
+            return
+        whole, *rest = (sum_rows(ids, grad, weight) for ids, grad in calls)
+        for one in rest:
+            whole = whole + one
+        sums.add([(weight, whole)])
+
+
+def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
+    """Returns the Embeddings with large tables, each with its :class:`LookupTable`."""
+    if not CAN_RUN_REDUCE_HOOKS:
+        return []
+    return [
+        (layer, LookupTable(layer))
+        for layer in layers
+        if type(layer).forward is plain_embedding_forward and has_large_table(layer)
+    ]
+
+
+#: What takes less time, by the forward of a layer's class.
+_FORWARDS: dict[object, Callable[..., Nest]] = {plain_linear_forward: fast_linear_forward}
+
+
+class FastForwards:
+    """The leaf layers of a stage that have a faster forward."""
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        layers = list(layers)
+        ways = ((layer, type(layer).forward) for layer in layers)
+        self._ways: list[tuple[Layer, object, Forward]] = [
+            (layer, plain, functools.partial(_FORWARDS[plain], layer))
+            for layer, plain in ways
+            if plain in _FORWARDS and may_gain(layer)
+        ]
+        tables = tables_of(layers)
+        self._ways += [(layer, plain_embedding_forward, one.forward) for layer, one in tables]
+        self._tables = [table for _, table in tables]
+
+    def running(self) -> AbstractContextManager[None]:
+        """While it is open, the layers use the fast forward, unless a user replaced theirs."""
+        try_waiting()
+        return with_forwards(
+            [
+                (layer, forward)
+                for layer, plain, forward in self._ways
+                if type(layer).forward is plain and "forward" not in vars(layer)
+            ]
+        )
+
+    @contextmanager
+    def in_backward(self, sums: Sums) -> Iterator[None]:
+        """While it is open, the stage's backward runs with the fast forwards.
+
+        Args:
+            sums: The sums to which the gradients of look-ups are added.
+        """
+        with self.running(), ExitStack() as stack:
+            for table in self._tables:
+                stack.enter_context(table.adding(sums))
+            yield
+
+
+def fast_forwards_of(layers: Iterable[Layer]) -> FastForwards | None:
+    """Returns the leaf layers of a stage that have a faster forward; None if there are none."""
+    fast = FastForwards(layers)
+    return fast if fast._ways else None

@@ -12,8 +12,8 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.contrib.fast_leaves import fast_forwards
-from fleetpipe.contrib.fast_leaves.fast_forwards import matrices, same_results
+from fleetpipe.contrib import fast_leaves as leaves
+from fleetpipe.contrib.fast_leaves import matrices, same_results
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build
@@ -27,29 +27,29 @@ WHOLE = build("1F1B", ranks=1, micro_batches=1)
 SIZES = [((128, 24), 128), ((2, 64, 16), 256), ((700, 8), 40), ((1, 3), 16384), ((16384, 2), 1)]
 
 
-THRESHOLDS = fast_forwards._FEWEST, fast_forwards._FEWEST_COLUMNS
+THRESHOLDS = leaves._FEWEST, leaves._FEWEST_COLUMNS
 
 
 @pytest.fixture(autouse=True)
 def _small_layers(monkeypatch: Patch) -> None:
     """Layers are taken that are too small to gain time: so tests are short."""
-    monkeypatch.setattr(fast_forwards, "_FEWEST", 2**14)
-    monkeypatch.setattr(fast_forwards, "_FEWEST_COLUMNS", 1)
+    monkeypatch.setattr(leaves, "_FEWEST", 2**14)
+    monkeypatch.setattr(leaves, "_FEWEST_COLUMNS", 1)
 
 
 @pytest.fixture
 def fast(monkeypatch: Patch) -> list[tuple[int, ...]]:
     """The shapes of what the fast way took."""
     shapes: list[tuple[int, ...]] = []
-    original = fast_forwards._linear
+    original = leaves._linear
 
     def noted(x: Any, weight: Any, bias: Any) -> Any:
         shapes.append(tuple(x.shape))
         return original(x, weight, bias)
 
-    monkeypatch.setattr(fast_forwards, "_linear", noted)
-    monkeypatch.setattr(fast_forwards, "_tried", {})
-    fast_forwards._adds_alike.cache_clear()
+    monkeypatch.setattr(leaves, "_linear", noted)
+    monkeypatch.setattr(leaves, "_tried", {})
+    leaves._adds_alike.cache_clear()
     return shapes
 
 
@@ -112,7 +112,7 @@ def test_unusual_numbers_are_tried(dtype: str) -> None:
 def test_a_large_weight_is_tried_in_the_memory_of_a_few() -> None:
     tracemalloc.start()
     try:
-        fast_forwards._try(8, 1024, 4096, paddle.float32)
+        leaves._try(8, 1024, 4096, paddle.float32)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -132,7 +132,7 @@ def test_a_difference_in_one_bit_is_seen() -> None:
 def test_other_bits_are_not_used(monkeypatch: Patch, fast: list[tuple[int, ...]]) -> None:
     plain, other = two()
     monkeypatch.setattr(
-        fast_forwards, "_ones", lambda rows, dtype: paddle.full([1, rows], 1 + 2**-23, dtype)
+        leaves, "_ones", lambda rows, dtype: paddle.full([1, rows], 1 + 2**-23, dtype)
     )
     x = numbers(128, 24)
     with running(other):
@@ -217,7 +217,7 @@ def test_where_layers_stay_as_they_are(
     split = SplitBackward(WHOLE, lambda stage: {0: layer}, why != "off")
     if why == "cast":
         # On a CPU auto_cast itself does nothing.
-        monkeypatch.setattr(fast_forwards, "casts_automatically", lambda: True)
+        monkeypatch.setattr(leaves, "casts_automatically", lambda: True)
     expected = layer(x)
     with split.recording(0, 0), paddle.set_grad_enabled(why != "no gradients"):  # type: ignore[arg-type]
         assert layer(x).numpy().tobytes() == expected.numpy().tobytes()
@@ -231,8 +231,8 @@ def test_where_layers_stay_as_they_are(
 def test_layers_are_taken_that_gain_time(
     rows: int, outputs: int, is_fast: bool, fast: list[tuple[int, ...]], monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(fast_forwards, "_FEWEST", THRESHOLDS[0])
-    monkeypatch.setattr(fast_forwards, "_FEWEST_COLUMNS", THRESHOLDS[1])
+    monkeypatch.setattr(leaves, "_FEWEST", THRESHOLDS[0])
+    monkeypatch.setattr(leaves, "_FEWEST_COLUMNS", THRESHOLDS[1])
     with running(nn.Linear(3, outputs)) as layer:
         layer(numbers(rows, 3))
     assert ((rows, 3) in fast) == is_fast
@@ -270,8 +270,8 @@ def test_not_every_number_of_rows_is_tried(fast: list[tuple[int, ...]]) -> None:
             score(other(x)).backward()
         score(plain(x)).backward()
     assert grads_of(plain) == grads_of(other)
-    (tried,) = fast_forwards._tried.values()
-    assert set(tried) == set(range(4, 4 + fast_forwards._MOST_ROWS))
+    (tried,) = leaves._tried.values()
+    assert set(tried) == set(range(4, 4 + leaves._MOST_ROWS))
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("FThenB", 1), ("1F1B", 2)])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fleetpipe.contrib.fast_leaves import fast_forwards
+from fleetpipe.contrib import fast_leaves
 from tests.dygraph.random_models import Case
 from tests.dygraph.train.test_random_models import outcomes
 
@@ -15,13 +15,13 @@ from tests.dygraph.train.test_random_models import outcomes
 @contextmanager
 def small_leaves_too(case: Case) -> Iterator[None]:
     """Within it leaves are fast that are too small to gain time."""
-    fewest = fast_forwards._FEWEST, fast_forwards._FEWEST_COLUMNS
+    fewest = fast_leaves._FEWEST, fast_leaves._FEWEST_COLUMNS
     if not case.is_real:
-        fast_forwards._FEWEST = fast_forwards._FEWEST_COLUMNS = 1
+        fast_leaves._FEWEST = fast_leaves._FEWEST_COLUMNS = 1
     try:
         yield
     finally:
-        fast_forwards._FEWEST, fast_forwards._FEWEST_COLUMNS = fewest
+        fast_leaves._FEWEST, fast_leaves._FEWEST_COLUMNS = fewest
 
 
 @pytest.mark.once_for("2", "3")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetpipe.contrib.text import packed_text
+from fleetpipe.contrib import text as tokens_of_text
 from fleetpipe.errors import CheckpointError, ConfigError, PackageNotFound
 from fleetpipe.io import DataLoader, PackedText
 from tests.fixtures import Call, Patch
@@ -47,10 +47,10 @@ def documents_of(data: PackedText) -> list[str]:
     for ids, documents, labels in data:  # type: ignore[attr-defined]
         assert ids.shape == documents.shape == labels.shape
         for place, (token, label) in enumerate(zip(ids, labels)):
-            if documents[place] == packed_text._PADDING:
-                assert (token, label) == (data.end, packed_text.IGNORED)
+            if documents[place] == tokens_of_text._PADDING:
+                assert (token, label) == (data.end, tokens_of_text.IGNORED)
                 continue
-            if place + 1 < len(ids) and label != packed_text.IGNORED:
+            if place + 1 < len(ids) and label != tokens_of_text.IGNORED:
                 assert (label, documents[place]) == (ids[place + 1], documents[place + 1])
             if not found or found[-1][-1] == data.end:
                 found.append([])
@@ -82,8 +82,8 @@ def test_varied_sequences_of_a_batch_are_padded(folder: Path) -> None:
     ids, documents, labels = data.collate([data[0], data[2]])
     longest = len(data[2][0])
     assert ids.shape == documents.shape == labels.shape == (2, -(-longest // 6) * 6)
-    behind = documents == packed_text._PADDING
-    assert (labels[behind] == packed_text.IGNORED).all()
+    behind = documents == tokens_of_text._PADDING
+    assert (labels[behind] == tokens_of_text.IGNORED).all()
     assert behind[0].sum() == ids.shape[1] - len(data[0][0])
     loader = DataLoader(data, batch_size=2, shuffle=True, collate_fn=data.collate)
     rows = [[part.numpy() for part in batch] for batch in loader]
@@ -98,9 +98,9 @@ def test_varied_sequences_of_a_batch_are_padded(folder: Path) -> None:
 
 def sequences_of(folder: Path) -> tuple[list[Any], int]:
     """Packs a text; returns its first sequence, and how many times this process wrote tokens."""
-    writes, write = [], packed_text._write
+    writes, write = [], tokens_of_text._write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_text, "_write", lambda *args: (writes.append(1), write(*args)))
+        patch.setattr(tokens_of_text, "_write", lambda *args: (writes.append(1), write(*args)))
         return [part.tolist() for part in packed(folder)[3]], len(writes)
 
 
@@ -157,10 +157,10 @@ def test_a_tokenizer_of_the_users(folder: Path) -> None:
     cutting.enable_padding(length=9)
     assert documents_of(packed(folder, tokenizer=cutting)) == documents_of(trained)
     assert cutting.truncation
-    words = {**{word: 70_000 + n for n, word in enumerate(WORDS)}, packed_text.END: 2}
+    words = {**{word: 70_000 + n for n, word in enumerate(WORDS)}, tokens_of_text.END: 2}
     far = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     far.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    far.add_special_tokens([packed_text.END])
+    far.add_special_tokens([tokens_of_text.END])
     assert sorted(documents_of(packed(folder, tokenizer=far))) == sorted(texts())
 
 

@@ -17,7 +17,7 @@ from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.schedules import Edge
 from fleetpipe.static import stage_guard
 from fleetpipe.static.cut import ranks_for, split
-from fleetpipe.static.ir.readers import read
+from fleetpipe.static.ir import read
 from tests.static.networks import (
     CLASSES,
     FEATURES,
@@ -64,7 +64,7 @@ def test_a_program_without_a_guard() -> None:
     message = refused(PartitionError, build)
     assert "no operation of the program has a stage" in message
     assert 'device_guard("gpu:0")' in message
-    assert line(message) == "paddle.exp(data())"
+    assert line(message) == "paddle.exp(fed())"
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def counted(main: Any, exe: Any) -> object:
         (clone, "made after minimize trains nothing"),
         (dataset, "takes no dataset"),
         (minimized_again, "was minimized before"),
-        (counted, "appended to the program after minimize(?s:.*)test_other_ways"),
+        (counted, "appended to the program after minimize(?s:.*)test_patches"),
         *((way, "made after minimize trains nothing") for way in (parsed, compiled_clone) if OLDER),
     ],
 )

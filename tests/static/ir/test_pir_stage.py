@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from fleetpipe.static.cut import split
-from fleetpipe.static.ir.readers import read
+from fleetpipe.static.ir import read
 from tests.static.networks import mlp, static_mode
 
 pytestmark = pytest.mark.skipif(

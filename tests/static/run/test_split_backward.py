@@ -16,9 +16,8 @@ from paddle.static import device_guard
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api.static import is_pir
-from fleetpipe.static import name_of, pipeline_of, state_dict
+from fleetpipe.static import ir, name_of, pipeline_of, state_dict
 from fleetpipe.static.cut import split
-from fleetpipe.static.ir import readers
 from tests.fixtures import Call
 from tests.static.networks import (
     CLASSES,
@@ -300,7 +299,7 @@ def pieces(build: Callable[[], Any], stage: int) -> Any:
     """The pieces of a stage."""
     with static_mode():
         loss = build()[0]
-        reader = readers.read(loss.block.program)
+        reader = ir.read(loss.block.program)
         cut = split(reader.graph)
         return reader.stage(cut, stage, reader.number(loss), 1.0).cut(cut.readers(stage), {"I"})
 

@@ -16,7 +16,7 @@ from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.running.variants import Form
 from fleetpipe.capture.tracing.value import Node
-from fleetpipe.contrib.callbacks.printing import LossMonitor
+from fleetpipe.contrib.callbacks import LossMonitor
 from fleetpipe.contrib.compat.mindspore import context, nn
 from fleetpipe.contrib.compat.mindspore.train import callback
 from fleetpipe.dygraph import PipelineParallel

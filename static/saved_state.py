@@ -2,7 +2,7 @@
 
 The names are those of the unsplit program. Files have the form of ``paddle.static.save``,
 ``.pdparams`` and ``.pdopt``; each of several ranks writes its own. The whole network can be
-exported.
+exported. The replacements of Paddle's functions, in ``entry``, call it.
 """
 
 from __future__ import annotations
