@@ -29,7 +29,7 @@ WRITES = (
     *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
     *("launch/script", "contrib/view/serving", "launch/supervisor/", "parity/parity_command"),
     "compare/whole_runs",
-    *("profiling/plan_commands", "contrib/view/report_command"),
+    "profiling/plan_commands",
     *("schedules/schedule_commands", "contrib/starter/__init__"),
     *("contrib/view/watch_command", "contrib/view/why_command", "launch/streams"),
 )
