@@ -131,7 +131,7 @@ def test_every_step_makes_the_same_calls_as_the_one_before() -> None:
         step()
         second = own_calls(step)
         assert own_calls(step) == second
-        assert second["memory.py:send"] == second["value.py:take_apart"] == 8
+        assert second["memory.py:send"] == second["bridge.py:take_apart"] == 8
         assert second["engine.py:_compute"] == 16
 
 

@@ -506,7 +506,7 @@ def test_a_model_that_returns_no_tensor_is_refused(made: Callable[[Any], Any]) -
         def forward(self, x: Any) -> Any:
             return made(self.first(x))
 
-    with pytest.raises(CaptureError, match=r"returns what is no tensor(.|\n)*test_uncapt.*:\d+"):
+    with pytest.raises(CaptureError, match=r"returns what is no tensor(.|\n)*test_refusals.py:\d+"):
         fleetpipe.pipeline(Returns(branches), SIGNED[:2], split_spec=["first"])
 
 
