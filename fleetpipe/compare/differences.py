@@ -1,7 +1,7 @@
 """Measures how far two tensors are apart, and whether rounding explains it.
 
-The rule of all comparisons: two tensors are equal if shape, dtype and bits are. So -0.0 is not 0.0,
-and any NaN is any other. A difference is rounding if another order of a sum makes one as large.
+Two tensors are equal if their shapes, dtypes and bits are equal: -0.0 differs from 0.0, and all
+NaNs are equal. A difference is rounding if another order of a sum gives one that is as large.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.transport import bridge
 
-#: What is compared, in the order in which a step computes it.
+#: The quantities that are compared, in the order in which a step computes them.
 QUANTITIES = (
     *("initial parameter", "initial buffer", "micro-batch", "output", "loss", "gradient"),
     *("gradient norm", "learning rate", "parameter", "buffer", "last_epoch"),
 )
+
+#: The largest difference that is rounding in one float32 step, relative to the largest number.
+ROUNDING = 1e-5
+
+#: The largest difference that is rounding, as a multiple of the difference between two runs whose
+#: parameters are one unit in the last place apart: two runs are a small sample of rounding.
+MARGIN = 16.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class Difference:
         step: The training step, from 0; of an evaluation, the number of steps before it.
         absolute: Largest absolute difference.
         relative: The absolute difference over the largest absolute value of the reference.
-        ulps: Units in the last place where the difference is largest; None if shapes differ.
+        ulps: The largest difference in units in the last place; None if one value is missing, or
+            shapes or dtypes differ.
     """
 
     quantity: str
@@ -51,8 +59,8 @@ class Difference:
     def __str__(self) -> str:
         what = f"{self.quantity} of {self.name}" if self.name else self.quantity
         size = f"{self.absolute:.3g} absolute, {self.relative:.3g} relative"
-        unlike = "one is missing, or shape or dtype differ"
-        units = unlike if self.ulps is None else f"{self.ulps} ulp"
+        missing = "one is missing, or shape or dtype differ"
+        units = missing if self.ulps is None else f"{self.ulps} ulp"
         return f"step {self.step}: {what} differs by {size}, {units}"
 
 
@@ -92,7 +100,7 @@ def compare_all(
     pipeline: Mapping[str, Tensor | None],
     reference: Mapping[str, Tensor | None],
 ) -> list[Difference]:
-    """Compares tensors by name; one that is missing on a side is a difference."""
+    """Compares tensors by name; a tensor that only one side has is a difference."""
     pairs = ((name, pipeline.get(name), reference.get(name)) for name in {**reference, **pipeline})
     compared = (compare(quantity, name, step, *pair) for name, *pair in pairs)
     return [difference for difference in compared if difference]
@@ -113,8 +121,9 @@ def compare_values(
         name: See :class:`Difference`; the path in the containers is appended.
         step: The training step.
         pipeline: The pipeline's value.
-        reference: The single-device model's.
-        same: ``same(whole, ours)`` returns the part of the reference's tensor that this rank has.
+        reference: The single-device model's value.
+        same: ``same(whole, ours)`` returns the part of the reference's tensor ``whole`` that
+            corresponds to this rank's tensor ``ours``.
     """
     ours, reference_leaves = leaves(pipeline), leaves(reference)
     differences = []
@@ -133,7 +142,7 @@ def compare_values(
 def leaves(value: Nest, path: str = "") -> dict[str, Any]:
     """Returns the items of nested containers by their paths: ``{"[0]['mask']": tensor}``.
 
-    The path of a container itself has its type.
+    The path of a container has the type of the container.
     """
     if isinstance(value, (tuple, list)):
         parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -141,19 +150,22 @@ def leaves(value: Nest, path: str = "") -> dict[str, Any]:
         parts = [leaves(item, f"{path}[{key!r}]") for key, item in value.items()]
     else:
         return {path: value}
-    return {path: type(value), **{place: leaf for part in parts for place, leaf in part.items()}}
+    return {path: type(value), **{inner: leaf for part in parts for inner, leaf in part.items()}}
 
 
 def compare_numbers(
     quantity: str, name: str, step: int, pipeline: float, reference: float
 ) -> list[Difference]:
-    """Compares two numbers bit by bit; returns the difference, if there is one."""
+    """Compares two numbers; returns their difference in a list, which is empty if they are equal.
+
+    NaN equals NaN.
+    """
     if pipeline == reference or (math.isnan(pipeline) and math.isnan(reference)):
         return []
-    gap = abs(pipeline - reference)
-    relative = gap / abs(reference) if reference else math.inf
+    absolute = abs(pipeline - reference)
+    relative = absolute / abs(reference) if reference else math.inf
     numbers = np.array([pipeline, reference])
-    return [Difference(quantity, name, step, gap, relative, _units_between(*numbers))]
+    return [Difference(quantity, name, step, absolute, relative, _units_between(*numbers))]
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
@@ -175,25 +187,28 @@ def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
 def zeros_for_missing(
     one: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns two gradients, of which zeros stand for one that is missing."""
+    """Returns two gradients; replaces one that is None by zeros in the shape of the other."""
     if one is None and other is not None:
         return paddle.zeros_like(other), other
     return one, paddle.zeros_like(one) if other is None and one is not None else other
 
 
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
-    """Returns the largest difference; infinite if shapes, dtypes, or what is finite, differ."""
+    """Returns the largest absolute difference of two tensors.
+
+    It is infinite if shapes or dtypes differ, or if a number is finite in only one of them.
+    """
     difference = compare("", "", 0, one, other)
     return 0.0 if difference is None else difference.absolute
 
 
 def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """Returns the largest difference over the largest expected number; 0 for equal bits.
+    """Returns the largest difference divided by the largest expected number; 0 for equal bits.
 
     Args:
         ours: A tensor.
         expected: The expected tensor.
-        scale: The largest number of the whole tensors of which these are parts.
+        scale: The number to divide by; None takes the largest absolute number of ``expected``.
     """
     if ours.shape != expected.shape:
         return math.inf
@@ -205,7 +220,7 @@ def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> f
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """Returns the numbers of a tensor as an array; bfloat16, which NumPy lacks, as float32."""
+    """Returns the numbers of a tensor as a NumPy array, which has float32 for bfloat16."""
     with dynamic_mode(), paddle.no_grad():
         # The bits of bfloat16 are the upper half of a float32's.
         tensor = tensor.astype("float32") if _unused_bits(tensor) else tensor
@@ -219,7 +234,7 @@ def largest_of(tensor: Tensor | np.ndarray) -> float:
 
 
 def unit_of(dtype: DType | np.dtype[np.generic]) -> float:
-    """Returns the unit in the last place of the number 1."""
+    """Returns the distance from 1 to the next larger number of a floating dtype."""
     name = str(dtype).rpartition(".")[2]
     return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
 
@@ -230,24 +245,16 @@ def kind_of(tensor: Tensor | np.ndarray) -> str:
 
 
 def digest_of(content: Any) -> str:
-    """Returns a digest of bytes, of a flat array's, or of a tensor's dtype, shape and bits."""
+    """Returns a digest of bytes, of the bytes of a flat array, or of a tensor.
+
+    The digest of a tensor is that of its dtype, shape and bits.
+    """
     digest = hashlib.blake2b(digest_size=16)
     if isinstance(content, paddle.Tensor):
         digest.update(kind_of(content).encode())
         content = np.ascontiguousarray(numbers_of(content)).reshape(-1)
     digest.update(content)
     return digest.hexdigest()
-
-
-def _is_same_kind(one: Tensor, other: Tensor) -> bool:
-    return list(one.shape) == list(other.shape) and one.dtype == other.dtype
-
-
-def _bits(numbers: np.ndarray) -> bytes:
-    """Returns the bytes of numbers, in which one NaN stands for all."""
-    if numbers.dtype.kind == "f":
-        numbers = np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
-    return numbers.tobytes()
 
 
 def gaps_of(ours: Any, expected: Any) -> Any:
@@ -259,11 +266,25 @@ def gaps_of(ours: Any, expected: Any) -> Any:
     return np.where(equal, 0.0, np.where(np.isnan(gaps), np.inf, gaps))
 
 
+def _is_same_kind(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and dtype."""
+    return list(one.shape) == list(other.shape) and one.dtype == other.dtype
+
+
+def _bits(numbers: np.ndarray) -> bytes:
+    """Returns the bytes of an array, in which all NaNs have the same bits."""
+    if numbers.dtype.kind == "f":
+        numbers = np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
+    return numbers.tobytes()
+
+
 def _unused_bits(tensor: Tensor) -> int:
+    """Returns how many low bits of a tensor's float32 numbers are always 0: 16 for bfloat16."""
     return 16 if str(tensor.dtype).endswith("bfloat16") else 0
 
 
 def _units_between(one: Any, other: Any) -> int:
+    """Returns the distance of two NumPy numbers in units in the last place."""
     if one.dtype.kind == "c":
         return max(_units_between(one.real, other.real), _units_between(one.imag, other.imag))
     return abs(_ordinal(one) - _ordinal(other))
@@ -278,16 +299,8 @@ def _ordinal(value: Any) -> int:
     return sign - bits if bits >= sign else bits
 
 
-#: Of the largest number; in float32, within one step.
-ROUNDING = 1e-5
-
-#: Of what a number moves by when everything that it is computed from moves by a unit in its last
-#: place: two runs are a small sample of what rounding does.
-MARGIN = 16.0
-
-
 class Rounding:
-    """The largest difference of each gradient of a step that the order of sums explains."""
+    """Decides whether another order of sums explains a difference in a gradient of one step."""
 
     def __init__(
         self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]
@@ -296,29 +309,28 @@ class Rounding:
 
         Args:
             gradients: The gradients by the names of the parameters.
-            moved: Computes them once more with parameters that are moved by a unit in the last
-                place; called if the scale of a layer does not explain a difference.
+            moved: Computes the gradients again, from parameters that are moved by a unit in the
+                last place; it is called only for a difference above ``ROUNDING``.
         """
         self._gradients, self._moved = gradients, moved
         self._moved_gradients: Mapping[str, Tensor] | None = None
 
     def carries(self, name: str, off: float) -> bool:
-        """Whether rounding explains a difference of ``off`` in a parameter's gradient."""
+        """Whether rounding explains an absolute difference of ``off`` in a parameter's gradient."""
         if off <= ROUNDING * self.scale(name):
             return True
         if not np.isfinite(off):
             return False
         if self._moved_gradients is None:
             self._moved_gradients = self._moved()
-        return off <= MARGIN * largest_gap(
-            self._moved_gradients.get(name), self._gradients.get(name)
-        )
+        moved = self._moved_gradients.get(name)
+        return off <= MARGIN * largest_gap(moved, self._gradients.get(name))
 
     def scale(self, name: str) -> float:
-        """Returns the largest gradient among the parameters of the layer that has ``name``."""
+        """Returns the largest gradient in the layer of the parameter ``name``."""
         layer = name.rpartition(".")[0]
-        beside = (g for other, g in self._gradients.items() if other.rpartition(".")[0] == layer)
-        return max(map(largest_of, beside), default=0.0)
+        of_layer = (g for other, g in self._gradients.items() if other.rpartition(".")[0] == layer)
+        return max(map(largest_of, of_layer), default=0.0)
 
 
 @paddle.no_grad()
@@ -329,5 +341,5 @@ def move_by_a_unit(parameters: Iterable[Tensor]) -> None:
         if parameter.dtype not in (paddle.float32, paddle.float64):
             continue
         numbers = parameter.numpy()
-        ways = np.where(signs.random(numbers.shape) < 0.5, -np.inf, np.inf)
-        parameter.set_value(np.nextafter(numbers, ways.astype(numbers.dtype)))
+        directions = np.where(signs.random(numbers.shape) < 0.5, -np.inf, np.inf)
+        parameter.set_value(np.nextafter(numbers, directions.astype(numbers.dtype)))

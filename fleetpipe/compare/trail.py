@@ -1,7 +1,8 @@
-"""The trail of a run: an event for each call of the script's, recorded under any strategy.
+"""The trail of a run: one event for each call that the script makes of a pipeline.
 
-A rank writes ``rank-0.jsonl``, a line an event. A tensor stands there as its dtype and shape, a
-digest of its bytes, its norm and some of its numbers. Two trails part at their first difference.
+Start with ``run``, which records, and ``compare``, which finds the first event that differs. Rank r
+writes one line of JSON for each event into ``rank-r.jsonl``. The line has of a tensor its dtype and
+shape, a digest of its bytes, its norm and some of its numbers.
 """
 
 from __future__ import annotations
@@ -37,24 +38,25 @@ from fleetpipe.paddle_api.static import dynamic, found_tensor
 from fleetpipe.schedules.registry import canonical_name
 from fleetpipe.static.run.pipeline import StaticPipeline
 
-#: Calls that train a step.
+#: The calls that train a step.
 TRAINS = ("train_batch", "forward_backward_pipeline", "run")
-#: Stands before the first call that trains a model.
+#: The name of the event that is recorded before the first call that trains a model.
 BEGIN = "begin"
-#: Numbers of a tensor that are written, evenly spaced.
+#: How many numbers of a tensor an event has; they are evenly spaced.
 _SAMPLES = 8
-#: Of any event after the first that differs: the steps of an optimizer make rounding larger.
+#: The largest relative difference that is rounding in any event after the first that differs: the
+#: steps of an optimizer make rounding larger.
 _GROWN = 1e-3
 
 
 class Summary(NamedTuple):
-    """What a trail has of a tensor or of a plain value.
+    """The description of a tensor or of a plain value in a trail.
 
     Attributes:
         kind: Its dtype and shape, or the type of a plain value.
         digest: A digest of its bytes.
         numbers: Its norm, a sum in which each number has a weight of its own, and some of its
-            numbers; empty where these are no floats, which never differ by rounding.
+            numbers; empty for other values than floats, since those do not differ by rounding.
     """
 
     kind: str
@@ -63,7 +65,7 @@ class Summary(NamedTuple):
 
     @classmethod
     def of_bytes(cls, kind: str, content: bytes | np.ndarray) -> Summary:
-        """Summarizes what has no numbers."""
+        """Summarizes bytes by their digest alone."""
         return cls(kind, digest_of(content))
 
     @classmethod
@@ -74,7 +76,7 @@ class Summary(NamedTuple):
         if not flat.size or flat.dtype.kind != "f":
             return summary
         exact = flat.astype(np.float64)
-        # What stands in another order has the same norm, and another sum.
+        # The same numbers in another order have the same norm, and another weighted sum.
         weighed = float(exact @ np.cos(np.arange(flat.size)))
         samples = exact[np.linspace(0, flat.size - 1, min(_SAMPLES, flat.size)).astype(int)]
         norm = math.sqrt(float(exact @ exact))
@@ -86,7 +88,10 @@ class Summary(NamedTuple):
         return cls(type(value).__name__, repr(value), (value,) if isinstance(value, float) else ())
 
     def distance(self, other: Summary) -> float:
-        """Returns how far two are apart: 0 for the same bits, else relative to the largest."""
+        """Returns the largest difference of two summaries, relative to their largest number.
+
+        It is 0 for equal digests, and infinite if kinds differ or there are no numbers.
+        """
         if self[:2] == other[:2]:
             return 0.0
         alike = self.kind == other.kind and len(self.numbers) == len(other.numbers)
@@ -97,21 +102,22 @@ class Summary(NamedTuple):
             return math.inf
         both = np.isfinite(here)
         largest = max(np.abs(here[both]).max(initial=0), np.abs(there[both]).max(initial=0))
-        # Where only numbers that are not written differ, they are as far apart as these can hide.
+        # Digests differ, so if all these numbers are equal, the difference is too small for them.
         return float(np.abs(here[both] - there[both]).max(initial=0) / (largest or 1)) or 1e-16
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call, and how the run stood behind it.
+    """One event: a call, and the state of the run after it.
 
     Attributes:
-        call: What was called, as ``train_batch``; :data:`BEGIN` before the first that trains.
+        call: The name of the method, as ``train_batch``; :data:`BEGIN` for the event before the
+            first call that trains.
         line: The line of the script that called it.
         steps: Training steps so far, this one included.
-        values: What it returned, by the path of each value.
-        state: The model by fully qualified name, where the call trains.
-        around: The learning rate, the rows that were given, the states of the random generators.
+        values: What the call returned, by the path of each value.
+        state: The parameters and buffers by fully qualified name, if the call trains.
+        around: The learning rate, the rows of the batch, the states of the random generators.
     """
 
     call: str
@@ -132,7 +138,7 @@ class CallRecord:
 
     @classmethod
     def from_json(cls, text: str) -> CallRecord:
-        """Returns the event of :meth:`to_json`."""
+        """Reads an event from the line that :meth:`to_json` returned."""
         raw = json.loads(text)
         for name in ("values", "state", "around"):
             raw[name] = {
@@ -159,12 +165,12 @@ def read(folder: Path) -> list[list[CallRecord]]:
 
 
 class TrailDifference(NamedTuple):
-    """Where two trails are apart.
+    """One difference between two trails.
 
     Attributes:
-        what: The event, and what of it; where the calls are others, what stands in its place.
+        what: The value and the event that differ; or the calls, if the runs call different methods.
         line: The line of the script.
-        apart: The relative difference; infinite where shape, dtype or kind differ.
+        apart: The relative difference; infinite if shape, dtype or kind differ.
     """
 
     what: str
@@ -177,13 +183,13 @@ class TrailDifference(NamedTuple):
 
 
 class TrailComparison(NamedTuple):
-    """The result for two trails.
+    """The result of a comparison of two trails.
 
     Attributes:
         steps: Training steps that were compared.
         calls: Calls that were compared.
-        first: The first event that differs; None if no bit does.
-        worst: The largest difference of all events.
+        first: The first difference; None if all bits are equal.
+        worst: The largest relative difference of all events.
     """
 
     steps: int
@@ -193,7 +199,7 @@ class TrailComparison(NamedTuple):
 
     @property
     def rounding(self) -> bool:
-        """Whether they differ, by no more than the order of sums explains."""
+        """Whether the trails differ, by no more than another order of sums explains."""
         first = self.first
         return first is not None and first.apart <= ROUNDING and self.worst <= _GROWN
 
@@ -203,7 +209,7 @@ def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
 
     Args:
         expected: The events of a run.
-        again: Those of another that ran the same way.
+        again: The events of a second run of the same script in the same way.
     """
     one, other = (_merged(_events_at(ranks, 0), "around") for ranks in (expected, again))
     return frozenset(name for name in one if name in other and _apart(one[name], other[name]))
@@ -212,12 +218,12 @@ def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
 def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComparison:
     """Compares two runs call by call.
 
-    Values that a run has on some ranks alone are compared where they are.
+    A value that only some ranks have is compared with the values of those ranks.
 
     Args:
         expected: The events of each rank of one run.
-        got: Those of the other.
-        but: What stands around calls and is not compared.
+        got: The events of each rank of the other.
+        but: The names of values that are not compared.
     """
     first: TrailDifference | None = None
     worst, steps, calls = 0.0, 0, 0
@@ -233,14 +239,14 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComp
 
 
 def _events_at(ranks: Ranks, index: int) -> list[CallRecord]:
-    """Returns the event of each rank that has so many."""
+    """Returns the event number ``index`` of each rank that has more than ``index`` events."""
     return [events[index] for events in ranks if index < len(events)]
 
 
 def _differences(
     expected: list[CallRecord], got: list[CallRecord], but: Collection[str]
 ) -> Iterator[TrailDifference]:
-    """Yields the differences of one call, those first that are the cause of the others."""
+    """Yields the differences of one call, a cause before its effects."""
     shown = (expected or got)[0]
     where = shown.call if shown.call == BEGIN else f"{shown.call} after {shown.steps} steps"
     calls = {one.call for one in (*expected, *got)}
@@ -250,20 +256,17 @@ def _differences(
         return
     for of in ("around", "values", "state"):
         one, other = _merged(expected, of), _merged(got, of)
-        # A rank may lack a result; what it holds of the model is there on one of them.
+        # A rank may lack a result; of the model's state, some rank has each tensor.
         names = {**one, **other} if of == "state" else [n for n in one if n in other]
         for name in (name for name in names if name not in but):
             apart = _apart(one.get(name, []), other.get(name, []))
             if apart:
-                yield TrailDifference(f"{_named(of, name)} of {where} differs", shown.line, apart)
-
-
-def _named(of: str, name: str) -> str:
-    return {"around": name, "values": f"result{name}", "state": f"state {name}"}[of]
+                what = {"around": name, "values": f"result{name}", "state": f"state {name}"}[of]
+                yield TrailDifference(f"{what} of {where} differs", shown.line, apart)
 
 
 def _merged(events: Sequence[CallRecord], of: str) -> dict[str, list[Summary]]:
-    """Returns what the ranks have, by name; equal ones once."""
+    """Returns the different summaries that the ranks have for each name in the field ``of``."""
     merged: dict[str, list[Summary]] = {}
     for event in events:
         part: Mapping[str, Summary] = getattr(event, of)
@@ -274,7 +277,7 @@ def _merged(events: Sequence[CallRecord], of: str) -> dict[str, list[Summary]]:
 
 
 def _apart(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
-    """Returns the largest difference of any that one run has from the nearest of the other."""
+    """Returns the largest distance from a summary of one run to the nearest of the other run."""
     if not expected or not got:
         return math.inf
     return max(
@@ -284,17 +287,17 @@ def _apart(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
 
 
 _SCHEDULE = "schedule"
-#: Those whose product is the number of ranks.
+#: The axes whose degrees multiply to the number of ranks.
 _AXES = {"dp", "pp", "sharding", "sep", "cp", "mp"}
 
 
 class Changes(NamedTuple):
-    """What a way has otherwise than the script: ``pp=1,dp=2``, ``schedule=ZBH1``.
+    """The degrees and the schedule that replace the script's: ``pp=1,dp=2``, ``schedule=ZBH1``.
 
     Attributes:
-        text: As the user writes it.
-        degrees: By axis.
-        schedule: Its name; None leaves the script's.
+        text: The changes as the user writes them.
+        degrees: The degree of each changed axis.
+        schedule: The name of the schedule; None leaves the script's.
     """
 
     text: str
@@ -303,11 +306,11 @@ class Changes(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Changes:
-        """Reads the text.
+        """Reads the changes from the text of ``--also``.
 
         Raises:
             ConfigError: There is no such schedule.
-            UsageError: It is none.
+            UsageError: The text names another axis, or a degree is no number above 0.
         """
         pairs = dict(one.partition("=")[::2] for one in text.split(","))
         schedule = pairs.pop(_SCHEDULE, None)
@@ -324,11 +327,11 @@ class Changes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Processes: one plays all stages where no other axis is given."""
+        """The number of processes: one process runs all stages if only ``pp`` is given."""
         return math.prod(self.degrees.values()) if {*self.degrees} - {"pp"} else 1
 
     def in_force(self) -> AbstractContextManager[None]:
-        """Returns a context in which the script's strategies have these."""
+        """Returns a context in which the script's strategies have these changes."""
 
         def change(strategy: Any) -> Any:
             if self.degrees:
@@ -341,7 +344,7 @@ class Changes(NamedTuple):
 
 
 def strategies_changed(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """While it is open, ``fleet.init`` gets ``change(strategy)`` in place of the script's."""
+    """Returns a context in which ``fleet.init`` gets ``change(strategy)``, not the script's own."""
     begin = fleet.init
 
     @functools.wraps(begin)
@@ -355,9 +358,8 @@ def strategies_changed(change: Callable[[Any], Any]) -> AbstractContextManager[N
 
 
 _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
-#: Its batches are events of their own.
+#: The method of ``Model`` whose batches are recorded too, each as an event.
 _FIT = "fit"
-_OF_FIT = (_FIT, "evaluate", "predict")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -372,19 +374,19 @@ class TrailRecorder:
     """Writes the events of this process."""
 
     def __init__(self, file: TextIO, steps: int | None, stop_after: int | None) -> None:
-        """Takes the file.
+        """Stores the file and the limits.
 
         Args:
-            file: Where lines are written.
-            steps: Ends the script behind so many training steps; None leaves it to itself.
-            stop_after: Sends SIGTERM to this process behind so many training steps.
+            file: The file for the lines.
+            steps: The number of training steps after which the script ends; None sets no limit.
+            stop_after: The number of training steps after which this process gets SIGTERM.
         """
         self._file, self._last, self._stop_after = file, steps, stop_after
         self._steps = self._depth = 0
         self._begun: set[int] = set()
 
     def recording(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``call``, which is an event unless it is called within another."""
+        """Wraps a method so that a call of it is an event, unless another event encloses it."""
 
         @functools.wraps(call)
         def recorded(owner: Any, *arguments: Any, **named: Any) -> Any:
@@ -408,7 +410,13 @@ class TrailRecorder:
     def _end(self, name: str, line: str, owner: Any, arguments: list[Any], result: Any) -> None:
         trains = name in TRAINS
         self._steps += trains
-        around = {**_rate(arguments), **_rows(arguments), **_streams()}
+        around = _streams()
+        # An iterator's rows are not known before the call takes them.
+        if arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor)):
+            around = {**summaries(arguments[0], "rows"), **around}
+        rates = [float(one.get_lr()) for one in arguments if hasattr(one, "minimize")]
+        if rates:
+            around = {"learning rate": Summary.of_plain(rates[0]), **around}
         state = _state_of(owner, arguments) if trains else {}
         self._write(CallRecord(name, line, self._steps, summaries(result), state, around))
         if not trains:
@@ -425,10 +433,10 @@ class TrailRecorder:
 
 @contextmanager
 def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterator[None]:
-    """Records what is called while it is open.
+    """Records the calls of this rank while the context is open.
 
     Args:
-        folder: Where this rank's file is made.
+        folder: The folder for this rank's file.
         steps: As for :class:`TrailRecorder`.
         stop_after: As for :class:`TrailRecorder`.
     """
@@ -437,7 +445,8 @@ def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterat
     with file_of(folder, rank).open("w", encoding="utf-8") as file:
         recorder = TrailRecorder(file, steps, stop_after)
         methods: list[tuple[type[Any], str]] = [(PipelineParallel, name) for name in _BATCHES]
-        methods += [*((Model, name) for name in _OF_FIT), (StaticPipeline, "run")]
+        methods += [(Model, name) for name in (_FIT, "evaluate", "predict")]
+        methods.append((StaticPipeline, "run"))
         changed = [
             (owner, name, recorder.recording(name, getattr(owner, name))) for owner, name in methods
         ]
@@ -461,7 +470,7 @@ def _summary(value: Any) -> Summary:
 
 
 def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
-    """Returns what this rank has of the model, parameters and buffers, by name."""
+    """Summarizes the parameters and buffers that this rank has of the model, by name."""
     with dynamic_mode():
         if not isinstance(owner, StaticPipeline):
             local = Objects(owner).required_model().local_tensors()
@@ -471,24 +480,11 @@ def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
         return {name: _summary(dynamic(one)) for name, one in variables if one is not None}
 
 
-def _rate(arguments: list[Any]) -> dict[str, Summary]:
-    rates = [float(one.get_lr()) for one in arguments if hasattr(one, "minimize")]
-    return {"learning rate": Summary.of_plain(rates[0])} if rates else {}
-
-
-def _rows(arguments: list[Any]) -> dict[str, Summary]:
-    """Returns the rows that a call was given; an iterator's are not known before it takes them."""
-    listed = arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
-    return summaries(arguments[0], "rows") if listed else {}
-
-
 def _streams() -> dict[str, Summary]:
+    """Summarizes the states of the random generators, by name."""
     of_python = python_states()
-    states = {
-        "Paddle": generator_states(),
-        "NumPy": of_python["numpy"],
-        "Python": of_python["python"],
-    }
+    paddles, numpys, pythons = generator_states(), of_python["numpy"], of_python["python"]
+    states = {"Paddle": paddles, "NumPy": numpys, "Python": pythons}
     return {
         f"random numbers of {name}": Summary.of_bytes("state", repr(state).encode())
         for name, state in states.items()

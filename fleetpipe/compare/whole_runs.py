@@ -1,6 +1,7 @@
-"""``fleetpipe parity --whole``: runs a whole script in several ways and compares what they leave.
+"""``fleetpipe parity --whole``: runs a whole script in several ways, and compares the results.
 
-Each way runs in a folder of its own, and leaves a trail, files, and the lines that it prints.
+Start with ``compare_ways``. Each way runs in a folder of its own. Its results are a trail, files,
+and the lines that it prints.
 """
 
 from __future__ import annotations
@@ -43,29 +44,29 @@ from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch.script import script_words
 from fleetpipe.paddle_api import paddle
 
-#: A number with a decimal point: others count ranks and rows, and name the layout.
+#: A number with a decimal point or an exponent; integers are not compared, since they count ranks
+#: and rows.
 _FLOAT = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+|\bnan\b|\binf\b")
 _NUMBER = re.compile(r"\d+")
 _TEXTS = {".csv", ".json", ".jsonl", ".log", ".md", ".txt", ".tsv", ".yaml", ".yml"}
-#: Of numbers in texts, which are rounded as they are written.
+#: The largest relative difference of numbers in texts, where they are written rounded.
 _OF_TEXT = 1e-4
 
+#: The summaries of a file's contents, by the path of the file.
 Contents = Mapping[str, Mapping[str, Summary]]
 
 
 def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
-    """Returns what is in the files that a run has made or changed, by relative path.
+    """Summarizes the files that a run has made or changed, by relative path.
 
-    A checkpoint of fleetpipe's counts by its tensors, since its files are those of the ranks.
+    Of a checkpoint of fleetpipe its tensors are compared, since its files depend on the ranks.
 
     Args:
         folder: The working directory of the run.
         before: The stamp of each file before the run, as :func:`stamps` returns them.
     """
     steps = [path.parent for path in sorted(folder.rglob(MANIFEST))]
-    contents: dict[str, Mapping[str, Summary]] = {}
-    for step in steps:
-        contents[str(step.relative_to(folder))] = _tensors_of(step)
+    contents = {str(step.relative_to(folder)): _tensors_of(step) for step in steps}
     for path, stamp in stamps(folder).items():
         inside = any(step in path.parents for step in steps)
         if before.get(path) != stamp and not inside and not path.name.startswith("."):
@@ -74,7 +75,7 @@ def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
 
 
 def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Returns time and size of each file below a folder."""
+    """Returns the time of the last change and the size of each file below a folder."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -84,6 +85,7 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _tensors_of(step: Path) -> Mapping[str, Summary]:
+    """Summarizes the tensors of a checkpoint by name; or the error, if it cannot be read."""
     try:
         return {name: Summary("tensor", digest) for name, digest in digests_in(step).items()}
     except FleetPipeError as error:
@@ -91,9 +93,10 @@ def _tensors_of(step: Path) -> Mapping[str, Summary]:
 
 
 def _content(path: Path) -> Mapping[str, Summary]:
+    """Summarizes a file: the lines of a text, the tensors of an archive, or else its bytes."""
     if path.suffix in _TEXTS:
         return dict(enumerate_lines(path.read_text("utf-8", errors="replace").splitlines()))
-    with suppress(Exception):  # of any kind: then its bytes are compared
+    with suppress(Exception):  # a file that cannot be loaded is compared by its bytes
         if path.suffix in {".pdparams", ".pdopt", ".pdstates"}:
             return summaries(paddle.load(str(path)))
         if path.suffix in {".npy", ".npz"}:
@@ -103,7 +106,10 @@ def _content(path: Path) -> Mapping[str, Summary]:
 
 
 def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
-    """Yields the lines of a text by what stands around their numbers, and how often it stood."""
+    """Yields a key and a summary for each line of a text.
+
+    The key is the line with its numbers replaced by "#", and how often such a line came before.
+    """
     seen: Counter[str] = Counter()
     for line in lines:
         around = _NUMBER.sub("#", _FLOAT.sub("#.#", line.strip()))
@@ -113,19 +119,20 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
 
 
 def texts_apart(one: Summary, other: Summary) -> bool:
-    """Whether the numbers of two lines differ by more than what is rounded as it is written."""
+    """Whether the numbers of two lines differ by more than the rounding of written numbers."""
     return one.distance(other) > _OF_TEXT
 
 
-#: A larger file is linked into a way's folder: nothing is copied that a script only reads.
+#: A file with more bytes is linked into a way's folder, not copied: scripts mostly read such files.
 _COPIED_BYTES = 1 << 20
-#: A way that lasts longer than this many times the first one, and this many seconds, is ended.
+#: A way is ended when it takes longer than both this multiple of the first way's time, and this
+#: many seconds.
 _SLOWER, _SECONDS = 20, 600
 #: The line of an error under its traceback, or of a refused command.
 _ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
-#: Seconds in which a process must end that is told to.
+#: Seconds between SIGTERM and SIGKILL.
 _ENDING = 30
-#: Of a working directory; with more it is none that is meant to be copied.
+#: The most files of a working directory that is copied.
 _MOST_FILES = 20_000
 
 
@@ -134,10 +141,11 @@ class Variant:
     """One way to run the script.
 
     Attributes:
-        name: What the table calls it.
-        ranks: Processes.
+        name: The name in the table of results.
+        ranks: The number of processes.
         options: Options of ``fleetpipe parity`` for the process that runs the script.
-        stop_after: Stops the script behind so many steps, and starts it once more; 0 does not.
+        stop_after: The number of steps after which the script is stopped and started again; 0 runs
+            it once.
     """
 
     name: str
@@ -148,12 +156,13 @@ class Variant:
 
 @dataclass
 class VariantRun:
-    """How a way ended.
+    """The results of one way.
 
     Attributes:
-        folder: Holds the working directory, the trails and what was printed.
+        way: The way that ran.
+        folder: The folder of its working directory, its trails and what it printed.
         code: The exit code of the last start.
-        stamps: The files that were there before it.
+        stamps: The stamps of the files in the working directory before the run.
     """
 
     way: Variant
@@ -172,7 +181,7 @@ class VariantRun:
 
     @cached_property
     def printed(self) -> Mapping[str, Any]:
-        """The lines of all ranks, by what stands around their numbers."""
+        """The printed lines of all ranks, by the keys of :func:`enumerate_lines`."""
         logs = sorted((self.folder / "logs").glob("workerlog.*")) or [self.folder / "stdout"]
         lines_of_ranks: dict[str, Any] = {}
         for log in logs:
@@ -182,22 +191,22 @@ class VariantRun:
 
     @cached_property
     def files(self) -> Contents:
-        """What the script has written."""
+        """The files that the script has written."""
         return files_in(self.working_directory, self.stamps)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Returns what ``fleetpipe parity --report`` has written; nothing if it did not run."""
+        """Reads the reports that ``fleetpipe parity --report`` has written, if there are any."""
         file = self.folder / "report.json"
         return [*json.loads(file.read_text("utf-8"))] if file.is_file() else []
 
     def error(self) -> str:
-        """Returns the line of the last error that it printed, or else its last line."""
+        """Returns the line of the last error that the script printed, or else its last line."""
         lines = [line.strip() for line in self.tail(10_000).splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR.match(line)]
         return (errors or lines or [""])[-1]
 
     def tail(self, most: int = 8) -> str:
-        """Returns the last lines of what it printed, for an error."""
+        """Returns the last ``most`` lines that the script printed."""
         text = "".join(
             (self.folder / name).read_text("utf-8", errors="replace")
             for name in ("stdout", "stderr")
@@ -211,11 +220,11 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
     Args:
         way: The way.
         script: The script and its arguments, as on a command line.
-        folder: Is made for it.
-        limit: Seconds that it may take; None: as long as it takes.
+        folder: The folder for the run, which is created.
+        limit: Seconds that it may take; None sets no limit.
 
     Returns:
-        How it ended; 124 as code where it was ended by the limit.
+        The results; the exit code is 124 if the limit has ended the run.
     """
     done = VariantRun(way, folder)
     _link_files(Path.cwd(), done.working_directory)
@@ -234,14 +243,10 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
 
 
 def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) -> int:
+    """Runs a command in the working directory of a run, and returns its exit code."""
     with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=done.working_directory,
-            stdout=out,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+        process = subprocess.Popen(command, cwd=done.working_directory, **streams)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -255,16 +260,11 @@ def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) 
                 process.wait()
 
 
-def limit_of(seconds: float) -> float:
-    """Returns the seconds that a way may take, from those that the first one took."""
-    return max(_SECONDS, _SLOWER * seconds)
-
-
 def _link_files(source: Path, target: Path) -> None:
-    """Makes a folder like another: small files are copied, larger ones linked.
+    """Makes a folder with the files of another: small files are copied, larger ones linked.
 
     Raises:
-        UsageError: It has too many files.
+        UsageError: The folder has too many files.
     """
     placed = count(1)
 
@@ -292,12 +292,12 @@ def _link_files(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class WayVerdict:
-    """A row of the verdict's table.
+    """A row of the table of results.
 
     Attributes:
-        way: How the script ran.
-        passed: Whether nothing of it speaks against the script.
-        verdict: In words.
+        way: The name of the way.
+        passed: Whether the way agrees with the first one.
+        verdict: The result in words.
     """
 
     way: str
@@ -329,12 +329,15 @@ def compare_ways(options: argparse.Namespace) -> int:
 
 
 def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
-    script, ranks = _absolute(options), options.nproc
+    """Runs one way after another, and yields its row."""
+    script, ranks = script_words(options), options.nproc
+    if script[0] != "-m":  # each way runs in another folder
+        script[0] = str(Path(script[0]).resolve())
     changes = [Changes.of(text) for text in options.also]
     limited = () if options.steps is None else ("--steps", str(options.steps))
     begin = time.monotonic()
     first = run(Variant("one process", options=limited), script, folder / "first", None)
-    limit = limit_of(time.monotonic() - begin)
+    limit = max(_SECONDS, _SLOWER * (time.monotonic() - begin))
     if first.code or not any(first.trail()):
         raise UsageError(
             "the script must run by itself before it is compared with itself",
@@ -363,14 +366,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
         yield judge.row(done(number, way))
 
 
-def _absolute(options: argparse.Namespace) -> list[str]:
-    """Returns the script and its arguments as they stand on a command line in another folder."""
-    words = script_words(options)
-    return words if words[0] == "-m" else [str(Path(words[0]).resolve()), *words[1:]]
-
-
 class Judge:
-    """Compares ways with the first one, by what that one does alike when it runs again."""
+    """Compares ways with the first one, by what is equal when the first one runs again."""
 
     def __init__(self, first: VariantRun, again: VariantRun) -> None:
         self._trail = first.trail()
@@ -388,16 +385,14 @@ class Judge:
 
     def row(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that ran to its end."""
-        wrong = self._of_end(done)
-        comparison = (
-            compare(self._trail, done.trail(), self._unseeded) if any(done.trail()) else None
-        )
-        return self._row(done, comparison, wrong)
+        got = done.trail()
+        comparison = compare(self._trail, got, self._unseeded) if any(got) else None
+        return self._row(done, comparison, self._failure_of(done))
 
     def row_of_restart(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that was stopped in the middle, and started again."""
         before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
-        wrong = self._of_end(done)
+        wrong = self._failure_of(done)
         if not after:
             return self._row(done, None, wrong or "the second start has trained nothing")
         if compare(self._trail, [after], self._unseeded).first is None:
@@ -409,36 +404,34 @@ class Judge:
         comparison = compare(*runs, self._unseeded)
         return self._row(done, comparison, wrong)
 
-    def _of_end(self, done: VariantRun) -> str:
+    def _failure_of(self, done: VariantRun) -> str:
+        """Returns how a run failed, in words; "" if it ended with exit code 0."""
         if done.code == 124:
             return "did not end within the limit"
         return f"exit code {done.code}: {done.error()}" if done.code else ""
 
     def _row(self, done: VariantRun, comparison: TrailComparison | None, wrong: str) -> WayVerdict:
-        name = done.way.name
+        """Returns the row for a comparison of trails and a failure; None: there is no trail."""
+        name, first = done.way.name, comparison and comparison.first
         if comparison is None or wrong:
-            first = (
-                "" if comparison is None or comparison.first is None else f"{comparison.first}; "
-            )
-            return WayVerdict(name, False, f"DIFFERS: {first}{wrong or 'no call of a pipeline'}")
-        if comparison.first is not None and not comparison.rounding:
+            shown = f"{first}; " if first else ""
+            return WayVerdict(name, False, f"DIFFERS: {shown}{wrong or 'no call of a pipeline'}")
+        if first and not comparison.rounding:
             drawn = f"; not seeded: {', '.join(sorted(self._unseeded))}" if self._unseeded else ""
-            return WayVerdict(name, False, f"DIFFERS: {comparison.first}{drawn}")
-        beside = self._output_difference(done, exact=comparison.first is None)
+            return WayVerdict(name, False, f"DIFFERS: {first}{drawn}")
+        beside = self._output_difference(done, exact=first is None)
         if beside:
             return WayVerdict(name, False, f"DIFFERS beside the calls: {beside}")
-        equal = f"{comparison.steps} steps, {comparison.calls} calls: equal "
-        how = (
-            "in every bit" if comparison.first is None else f"to rounding; first {comparison.first}"
-        )
-        return WayVerdict(name, True, equal + how)
+        how = f"to rounding; first {first}" if first else "in every bit"
+        calls = f"{comparison.steps} steps, {comparison.calls} calls"
+        return WayVerdict(name, True, f"{calls}: equal {how}")
 
     def _output_difference(self, done: VariantRun, exact: bool) -> str:
-        """Returns the first difference in files or printed numbers; nothing if there is none.
+        """Returns the first difference in files or printed numbers; "" if there is none.
 
         Args:
-            done: How the way ended.
-            exact: Whether its calls have the same bits: else digests may differ, and numbers count.
+            done: The results of the way.
+            exact: Whether its calls have the same bits; if not, only numbers are compared.
         """
         for path, content in self._files.items():
             other = done.files.get(path)
@@ -455,16 +448,16 @@ class Judge:
 
 
 def _steps_of(events: Sequence[CallRecord]) -> list[CallRecord]:
-    """Returns the events that train: what is evaluated around a stop may be done again."""
+    """Returns the events that train; evaluations around a stop may run twice."""
     return [event for event in events if event.trains]
 
 
 def _row_of_device(done: VariantRun) -> WayVerdict:
+    """Returns the row of the comparison with one device, from the reports of that run."""
     reports = done.reports()
     if not reports:
-        return WayVerdict(
-            done.way.name, True, f"not compared: {done.error().removeprefix('fleetpipe: ')}"
-        )
+        why = done.error().removeprefix("fleetpipe: ")
+        return WayVerdict(done.way.name, True, f"not compared: {why}")
     passed = all(report["passed"] for report in reports) and not done.code
     bits = "equal in every bit" if all(one["bit_exact"] for one in reports) else "equal to rounding"
     first = next((one["first_difference"] for one in reports if not one["passed"]), done.error())

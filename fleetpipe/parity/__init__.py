@@ -1,22 +1,22 @@
 """Runs a pipeline beside its single-device model and reports whether a bit differs.
 
-:func:`begin` is for scripts that call it; ``fleetpipe parity SCRIPT`` (``parity_command``) runs a
-training script unchanged. Both make a ``session``, which compares one step after another:
+A script calls :func:`begin`; ``fleetpipe parity SCRIPT`` (``parity_command``) runs a training
+script unchanged. Both make a ``session``, which compares one step after another:
 
 1. the batch is cut a second time, and the micro-batches of both sides are compared;
-2. the ``reference``, the model on one device, takes what the script has changed on layers, and
-   runs forward and backward (``beside``); on a GPU twice, to measure how far two runs of the
-   device differ;
-3. the pipeline trains, while ``recorded_values`` has the outputs of layers (the reference's too)
-   and the gradients between stages;
-4. in place of the pipeline's optimizer the session compares the gradients, then steps both sides,
-   each at its learning rate; if a gradient differs, the reference first runs once more, to compare
-   the gradients on the edges;
-5. parameters and buffers are compared after, as is the loss; and once more before the next step,
-   since something else may have changed them.
+2. the ``reference``, the model on one device, gets the attributes that the script has changed on
+   layers, and runs forward and backward (``beside``); on a GPU it runs twice, to measure how far
+   two runs on the device differ;
+3. the pipeline trains, while ``recorded_values`` records the outputs of layers, the reference's
+   too, and the gradients between stages;
+4. the optimizer that the pipeline calls compares the gradients, then steps both sides, each at its
+   learning rate; if a gradient differs, the reference first runs once more, to compare the
+   gradients on the edges;
+5. the loss, the parameters and the buffers are compared after the step; parameters and buffers once
+   more before the next step, since something else may have changed them.
 
-``eval_batch`` and ``predict_batch`` are compared likewise. The rule of ``compare`` says
-how far two values are apart; the session merges the differences of all ranks into one ``report``.
+``eval_batch`` and ``predict_batch`` are compared likewise. ``compare.differences`` measures how far
+two values are apart; the session merges the differences of all ranks into one ``report``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def begin(
         pipeline: What ``fleet.distributed_model`` returned.
         optimizer: What ``fleet.distributed_optimizer`` returned, before its first step.
         model: A single-device Layer with the same parameters in the same order; it gets the
-            pipeline's weights. None builds the pipeline's own list of layers.
+            pipeline's weights. None builds a copy of the pipeline's list of layers.
         model_optimizer: The optimizer of ``model``. None copies the pipeline's.
         loss_of: ``loss_of(inputs, label)`` returns the loss of ``model`` for a micro-batch. None
             applies the pipeline's loss function to ``model(inputs)``.
@@ -60,9 +60,9 @@ def begin(
             with shards of layers or parts of sequences do, if stages share a weight, or if the
             model's graph makes the pipeline do so, as the report then says.
         train_batch: ``train_batch(data, optimizer, lr_scheduler, scaler)`` trains the pipeline with
-            that optimizer for a batch, and returns its loss: for a program that calls
+            that optimizer for a batch, and returns its loss. A program passes it if it calls
             ``forward_backward_pipeline`` and steps the optimizer itself. None calls the pipeline's
-            own.
+            own ``train_batch``.
 
     Returns:
         The session; call its ``step(data)`` in place of ``train_batch``, then read ``report``.

@@ -1,4 +1,4 @@
-"""Trains a reference with the batches of a pipeline, as many replicas as that has.
+"""Trains a reference with the batches of all replicas of a pipeline; start with ``Beside``.
 
 It cuts a batch into micro-batches by code of its own, as a check of the pipeline's cut.
 """
@@ -34,7 +34,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 class RepeatedBatch:
     """A user's batch that can be passed to several calls.
 
-    It calls a preprocessor once, and takes exactly the items of one step from an iterator.
+    A preprocessor is called once, and exactly the items of one step are taken from an iterator.
     """
 
     def __init__(self, data: Any, count: int) -> None:
@@ -57,7 +57,7 @@ class RepeatedBatch:
         return self._preprocessor(lambda: data) if self._preprocessor else data
 
     def differences(self, step: int) -> list[Difference]:
-        """Returns a difference if the last iterator did not have exactly all its items taken."""
+        """Returns a difference if the last call did not take exactly the items of one step."""
         if not self._is_iterator:
             return []
         items = len(self._data)
@@ -67,7 +67,7 @@ class RepeatedBatch:
         """Returns the inputs and the labels of the batch; lists if the data are an iterator."""
         if not self._is_iterator:
             return (None, None) if self._data is None else tuple(self._data)
-        inputs, labels = [list(part) for part in zip(*self._data)]
+        inputs, labels = map(list, zip(*self._data))
         return inputs, labels
 
     def cut(self, size: int) -> MicroBatches:
@@ -86,10 +86,10 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
     """Returns the micro-batches of the inputs, or of the labels, of a batch.
 
     Args:
-        value: The whole batch.
+        value: The inputs or the labels of the whole batch.
         size: Rows of a micro-batch.
-        count: The number of micro-batches, each with ``value`` itself, where ``value`` is a
-            container without any tensor or list.
+        count: The number of micro-batches. It is used if ``value`` has no tensor and no list: each
+            micro-batch gets ``value`` itself then.
     """
     if value is None:
         return None
@@ -98,7 +98,7 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
 
 
 def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
-    """Returns each micro-batch's share of all rows; None for a batch that was given cut.
+    """Returns each micro-batch's share of all rows; None if the batch is lists, cut by the user.
 
     Args:
         value: The labels of a batch.
@@ -138,6 +138,7 @@ def _pieces(value: Nest, size: int) -> list[Nest] | None:
 
 
 def _parts(value: Nest) -> list[Nest]:
+    """Returns the items of a tuple or list, or the values of a dict; else an empty list."""
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (tuple, list)) else []
@@ -155,12 +156,13 @@ class Beside:
         weights: Sequence[Fraction] | None = None,
         by_micro_batch: bool = False,
     ) -> Nest:
-        """Trains the micro-batches of all replicas; the gradients are left on the parameters.
+        """Trains the micro-batches of all replicas, and leaves the gradients on the parameters.
 
         Args:
             everyone: The micro-batches of all replicas, one replica after another.
-            weights: The weights of one replica's micro-batches; None takes the usual ones.
-            by_micro_batch: As ``return_micro_batch_loss`` of ``train_batch``.
+            weights: The weights of one replica's micro-batches; None takes the pipeline's.
+            by_micro_batch: Whether to return the loss of each micro-batch, as
+                ``return_micro_batch_loss`` of ``train_batch``.
 
         Returns:
             The loss of the batch; a list if there are several loss functions.
@@ -173,10 +175,10 @@ class Beside:
         units = pipeline.units.count if by_micro_batch else 0
         losses, gradients = [], []
         by_tokens = pipeline.token_weights(everyone.labels, SoleGroup()) if not weights else None
-        # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
+        # Replica by replica, as the pipeline adds up: the sum of two has its bits.
         for first in range(0, replicas * count, count):
             batches = MicroBatches(*(part[first : first + count] for part in everyone))
-            if by_tokens:  # of all; those of a replica are averaged with the others'
+            if by_tokens:  # these weights are shares of all replicas, whose gradients are averaged
                 weights = [weight * replicas for weight in by_tokens[first : first + count]]
             shares = self.accumulate(batches, weights or usual, first)
             losses.append([_sum_shares(of_function, units) for of_function in shares])
@@ -186,7 +188,7 @@ class Beside:
                 )
                 drop_gradients(parameters)
         share = pipeline.weights_of_all_replicas[0] / usual[0]
-        # What delay_scale_loss divides after backward.
+        # With delay_scale_loss gradients are divided after backward.
         delayed = int(usual[0] / reported)
         with paddle.no_grad():
             for parameter, of_replicas in zip(parameters, zip(*gradients)):
@@ -196,7 +198,7 @@ class Beside:
             for parameter in parameters if delayed != 1 else ():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / delayed
-        # Summed gradients are those of a summed loss; what is reported is a mean all the same.
+        # The gradients may be those of a summed loss; the reported loss is always a mean.
         mean = Fraction(1, replicas)
         undelayed = Fraction(1) if by_micro_batch else reported / usual[0]
         totals = [
@@ -208,7 +210,7 @@ class Beside:
     def _train_by_tree(
         self, everyone: MicroBatches, weights: Sequence[Fraction] | None, by_micro_batch: bool
     ) -> Nest:
-        """Does the same with sums by trees, which know no replicas."""
+        """Trains as :meth:`train` does; all replicas' micro-batches are summed by binary trees."""
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
         usual = pipeline.weights_of_all_replicas
         if weights:
@@ -219,7 +221,7 @@ class Beside:
         model = self._reference.model
         if isinstance(model, SingleModel):
             uses = model.begin_uses()
-        else:  # a user's own, which counts as one use of each of its parameters
+        else:  # a user's own model counts as one use of each of its parameters
             uses = Uses({0: {0: model.parameters()}}, lambda _number, _parameter: (), ())
         shares = self.accumulate(everyone, usual, 0, GradientTrees(uses, len(usual)))
         if by_micro_batch:
@@ -228,10 +230,10 @@ class Beside:
                 [tree(of_function[n::count], operator.add) for n in range(count)]
                 for of_function in shares
             ]
-            totals = [paddle.stack([one.reshape([]) for one in of_one]) for of_one in shares]
+            totals = [_stack(of_function) for of_function in shares]
         else:
             totals = [tree(of_function, operator.add) for of_function in shares]
-        # Summed gradients are those of a summed loss; what is reported is a mean all the same.
+        # The gradients may be those of a summed loss; the reported loss is always a mean.
         mean = pipeline.weights_in_backward[0] / pipeline.weights_of_all_replicas[0] / replicas
         totals = [weighted(total, mean) for total in totals]
         return totals if len(totals) > 1 else totals[0]
@@ -245,10 +247,15 @@ class Beside:
     ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
-        Under the keys of a batch (``random_keys.under_keys``) micro-batch 0 has the random stream
-        of the global micro-batch ``first``, and so on. The units of a micro-batch run forward one
-        after another, and backward in reverse, as in a stage. The pipeline's loss functions
-        set the weight of a unit in the loss. ``trees`` sum the gradients, if they are given.
+        The units of a micro-batch run forward one after another, and backward in reverse, as in a
+        stage. The pipeline's loss functions set the weight of a unit in the loss.
+
+        Args:
+            batches: The micro-batches.
+            weights: The weight of each micro-batch in the loss.
+            first: The global number of micro-batch 0, which selects the random stream under the
+                keys of a batch (``random_keys.under_keys``).
+            trees: Sum the gradients; None sums them in the order of the micro-batches.
 
         Returns:
             For each loss function, the share of each unit in the loss of the batch; the gradients
@@ -265,7 +272,7 @@ class Beside:
             if keys is not None:
                 keys.micro_batch = GlobalMicroBatch(first * units.count + number)
             with states.forward(0, number):
-                # Of copies, for the same micro-batches may run again.
+                # Copies, since the same micro-batches may run again.
                 losses = reference.losses_of(copy_of(value), copy_of(label))
             shares.append([weighted(loss, weight_of(i, number)) for i, loss in enumerate(losses)])
             if (number + 1) % units.count == 0:
@@ -284,7 +291,7 @@ class Beside:
 
 @backward_running()
 def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
-    """Runs the backward of a unit from its first loss, and detaches all its losses."""
+    """Runs the backward of a unit from its first loss, and detaches its losses in the list."""
     try:
         with states.backward(0, number) as (kept, grads):
             paddle.autograd.backward([losses[0], *kept], [None, *grads])
@@ -295,18 +302,26 @@ def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
 
 
 def _sum_shares(shares: Sequence[Tensor], units: int) -> Tensor:
-    """Returns the sum of shares; with ``units`` the sums of each so many, [micro-batches]."""
+    """Returns the sum of all shares; with ``units`` the sum of each micro-batch, [micro-batches].
+
+    Args:
+        shares: The share of each unit in the loss.
+        units: The number of units of a micro-batch; 0 for the sum of all.
+    """
     if not units:
         return sum_in_order(shares)
     starts = range(0, len(shares), units)
-    sums = [sum_in_order(shares[start : start + units]) for start in starts]
-    return paddle.stack([one.reshape([]) for one in sums])
+    return _stack([sum_in_order(shares[start : start + units]) for start in starts])
+
+
+def _stack(losses: Sequence[Tensor]) -> Tensor:
+    """Returns losses of one number each as a tensor, [losses]."""
+    return paddle.stack([loss.reshape([]) for loss in losses])
 
 
 @contextmanager
 def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
     """While it is open, random numbers are those of the pipeline's next batch."""
-    alone = SoleGroup()  # the keys are agreed on already
-    keyed = random_keys.under_keys(keys, alone)
+    keyed = random_keys.under_keys(keys, SoleGroup())  # all ranks have these keys already
     with random_keys.random_states_kept(), keyed, tensor_parallel.alone():
         yield

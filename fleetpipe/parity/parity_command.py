@@ -1,4 +1,4 @@
-"""``fleetpipe parity``: runs each batch of a training script through its reference too."""
+"""``fleetpipe parity``: runs a training script, and each of its batches through a reference too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -25,15 +25,15 @@ from fleetpipe.parity.parity_report import Report
 from fleetpipe.parity.reference import of_same_layers
 from fleetpipe.parity.session import Calls, Session
 
-#: The options that each rank gets too.
+#: The options that are passed on to each rank.
 _OF_A_RANK = ("report", "steps", "record", "stop_after", "set")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script, with the reference beside it.
+    """Runs the script and its reference, or with ``--whole`` the script in several ways.
 
     Returns:
-        0 if no bit differs, 1 if one does; 2 if the ranks have compared nothing.
+        0 if no difference exceeds the tolerance, 1 if one does; 2 if the ranks compare nothing.
 
     Raises:
         UsageError: As for :func:`compare_script`.
@@ -61,8 +61,8 @@ def compare_script(
     Args:
         file: The script.
         arguments: Its arguments.
-        report: Where the result is written.
-        last: Ends the script behind so many steps; None leaves it to itself.
+        report: The file for the result; None writes none.
+        last: The number of steps after which the script ends; None sets no limit.
 
     Raises:
         UsageError: The script runs no batch of a pipeline, or one that cannot be compared.
@@ -95,7 +95,7 @@ def compare_script(
                 fix="leave it out while you compare",
             )
         if not isinstance(optimizer, PipelineOptimizer):
-            return originals.train_batch(pipeline, data, optimizer)  # which refuses it
+            return originals.train_batch(pipeline, data, optimizer)  # raises an error
         session = session_of(pipeline)
         session.train_with(optimizer)
         _, loss = session.step(data, lr_scheduler, scaler, return_micro_batch_loss, weights)
@@ -103,8 +103,11 @@ def compare_script(
             raise SystemExit(0)
         return loss
 
-    def through_session(name: str) -> Callable[..., Nest]:
-        return lambda pipeline, *more, **named: getattr(session_of(pipeline), name)(*more, **named)
+    def eval_batch(pipeline: PipelineParallel, *more: Any, **named: Any) -> Nest:
+        return session_of(pipeline).eval_batch(*more, **named)
+
+    def predict_batch(pipeline: PipelineParallel, *more: Any, **named: Any) -> Nest:
+        return session_of(pipeline).predict_batch(*more, **named)
 
     def step(optimizer: PipelineOptimizer) -> None:
         stepped(optimizer)
@@ -112,10 +115,9 @@ def compare_script(
             if session.steps_with(optimizer):
                 session.step_again()
 
-    # No observer: what is compared first is how the pipeline cuts the script's own data.
-    evaluations = [(name, through_session(name)) for name in ("eval_batch", "predict_batch")]
-    calls = [("train_batch", train_batch), *evaluations]
-    methods = ((PipelineParallel, name, method) for name, method in calls)
+    # No observer, since the session first compares how the pipeline cuts the script's own data.
+    calls = Calls(train_batch, eval_batch, predict_batch)
+    methods = ((PipelineParallel, name, method) for name, method in calls._asdict().items())
     try:
         with replaced(*methods, (PipelineOptimizer, "step", step)), in_place_of_paddles():
             script.execute(file, arguments)

@@ -1,7 +1,8 @@
-"""The result of a comparison: all differences, the first of them, and what passes.
+"""The report of a comparison: all differences, the first of them, and which of them pass.
 
-Another order of sums passes, and what a device does not repeat: on a GPU each step of the reference
-runs twice, which measures whether it repeats its bits.
+``Orders`` finds places where the pipeline adds up gradients in another order, which raise the
+tolerance. ``Repetition`` runs each step of the reference twice on a GPU, and measures how far two
+runs differ: such differences pass.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from fleetpipe.parity.recorded_values import Outputs, record_model
 from fleetpipe.parity.reference import Reference
 from fleetpipe.representation import shows
 
-#: The most that passes where a device does not repeat its bits: what differs by more tells nothing
-#: of a pipeline.
+#: The largest relative difference that passes on a device that does not repeat its bits.
 _LARGEST = 0.1
 
 
@@ -46,9 +46,10 @@ class Report:
         tolerance: Largest relative difference that passes; 0 asks for the same bits.
         evaluations: Number of compared calls of ``eval_batch`` and ``predict_batch``.
         orders: The reasons why the pipeline may add gradients up in another order than one graph.
-        spread: By place, the relative difference of two runs of the reference, or the dtype's last
-            place; empty if all runs have the same bits.
-        largest_spread: The largest such difference, and its place.
+        spread: By place, the relative difference of two runs of the reference, or the unit in the
+            last place if that is larger; empty if all runs have the same bits.
+        largest_spread: The largest relative difference of two runs, and its place.
+        allowed: The rule of each entry of ``fleetpipe_configs["allow"]`` that was used.
     """
 
     holds_for: dict[str, str]
@@ -78,14 +79,14 @@ class Report:
         return self.beyond(self.differences)
 
     def beyond(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns those of some differences that do not pass."""
+        """Returns the differences that do not pass."""
         return [one for one in differences if not one.relative <= self.limit(one)]
 
     def limit(self, difference: Difference) -> float:
         """Returns the largest relative difference that passes for this quantity and place."""
         if not self.spread:
             return self.tolerance
-        # Of the norm, of edges and of what a step leaves nothing is measured.
+        # The norm, edges and the state after a step are not measured: the largest spread counts.
         place = place_of(difference.quantity, difference.name)
         size = self.spread.get(place, self.largest_spread[0])
         return max(self.tolerance, min(MARGIN * size, _LARGEST))
@@ -107,7 +108,7 @@ class Report:
 
     @property
     def max_abs_param_diff(self) -> float:
-        """Largest absolute difference of a parameter or buffer, running statistics say."""
+        """Largest absolute difference of a parameter or a buffer, as running statistics."""
         return max((d.absolute for d in self._of("parameter", "buffer")), default=0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -145,13 +146,11 @@ class Report:
         lines.append(f"parity: first difference: {self.failures[0]}")
         if self.first_of_a_layer not in (None, self.failures[0]):
             lines.append(f"parity: first layer: {self.first_of_a_layer}")
-        return "\n".join(
-            [
-                *lines,
-                f"parity: FAILED, largest difference {self.max_abs_diff:.3g} of a loss and "
-                f"{self.max_abs_param_diff:.3g} of a parameter",
-            ]
+        lines.append(
+            f"parity: FAILED, largest difference {self.max_abs_diff:.3g} of a loss and "
+            f"{self.max_abs_param_diff:.3g} of a parameter"
         )
+        return "\n".join(lines)
 
     def _of(self, *quantities: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.quantity in quantities]
@@ -175,15 +174,14 @@ def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[D
 
     def key(difference: Difference) -> tuple[int, int]:
         place = position.get(difference.name.partition(",")[0], len(layers))
-        # Gradients are computed from the loss backwards.
-        return QUANTITIES.index(difference.quantity), (
-            -place if difference.quantity == "gradient" else place
-        )
+        if difference.quantity == "gradient":
+            place = -place  # gradients are computed from the loss backwards
+        return QUANTITIES.index(difference.quantity), place
 
     return sorted(differences, key=key)
 
 
-#: What a step of a reference computes, by place.
+#: The tensors that a step of a reference computes, by place.
 Computed = dict[str, list[Tensor]]
 
 
@@ -193,11 +191,11 @@ def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:
         return 0.0
     shards = tensor_parallel.model_parallel_group().nranks
     state = pipeline.layers.state
-    # An expert adds up the tokens of all ranks by micro-batch.
+    # Experts on several ranks add up the tokens of all ranks by micro-batch.
     several = shards > 1 or pipeline.sequence.ranks > 1
     if several or state.adds_up_uses or state.spreads_experts:
         return ROUNDING
-    # Gloo adds up more than two in an order of its own.
+    # Gloo adds up more than two tensors in an order of its own.
     return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6
 
 
@@ -205,25 +203,22 @@ class Orders:
     """Finds places where the pipeline adds gradients up in another order than one graph."""
 
     def __init__(self, pipeline: PipelineParallel, report: Report) -> None:
-        """Prepares the search, which runs in the first steps and when other parameters train.
+        """Prepares the search; it runs in the first two steps, and when other parameters train.
 
         Args:
             pipeline: The wrapped model.
-            report: Gets the reasons, and a higher tolerance if there are any.
+            report: The report that gets the reasons, and a higher tolerance if there are any.
         """
         self._pipeline, self._report = pipeline, report
         self._trained: frozenset[str] = frozenset()
 
     def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """While it is open, the graphs of the stages are recorded, if a search is due.
-
-        Collective.
-        """
+        """Returns a context that records the stages' graphs, if a search is due. Collective."""
         parameters = self._pipeline.layers.named_parameters()
         before = self._trained
         self._trained = frozenset(name for name, p in parameters if not p.stop_gradient)
         changed = any(all_ranks().all_gather(self._trained != before))
-        # In its first run a stage has a graph of its own: it finds out what it has to copy.
+        # The graph of a stage's first run is another: the stage finds out there what to copy.
         return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
 
     def note(self, crossings: Mapping[int, Crossing]) -> None:
@@ -258,11 +253,11 @@ class Repetition:
     def train(
         self, train: Callable[[], Nest], drawing: Callable[[], AbstractContextManager[None]]
     ) -> tuple[Outputs, Nest]:
-        """Runs a step, on a GPU twice. Collective there; a CPU repeats its bits.
+        """Runs a step: on a GPU twice, and collectively; on a CPU once, since it repeats its bits.
 
         Args:
             train: Runs the step forward and backward, and returns the loss.
-            drawing: Returns the context that sets its random streams.
+            drawing: Returns the context that sets the step's random streams.
 
         Returns:
             The outputs of layers, and the loss.
@@ -298,6 +293,7 @@ class Repetition:
             self._report.spread, self._report.largest_spread = self._spread, self._largest
 
     def _values_of(self, outputs: Outputs, loss: Nest) -> Computed:
+        """Returns the outputs of layers, the loss and copies of the gradients, by place."""
         computed = {place_of("output", layer): tensors for layer, tensors in outputs.items()}
         computed["loss"] = list(tensors_of(loss))
         gradients = self._reference.gradients().items()

@@ -1,7 +1,7 @@
-"""Records outputs of layers, and gradients that go back over edges, to find the first that differ.
+"""Records outputs of layers and gradients on edges, on both sides, to find the first that differs.
 
-Of an edge it compares the gradient that arrived at the producer of a value with the value's whole
-gradient there: one that lost a gradient shows so.
+On an edge both the gradient that the consumer sends back and the whole gradient of the value at its
+producer are compared, which shows where a gradient is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from fleetpipe.transport import MessageKey, Value
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
 Outputs = dict[str, list[Tensor]]
-
 
 #: Whether a backward runs in this thread.
 _in_backward = ContextVar("_in_backward", default=False)
@@ -58,7 +57,7 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     handles = []
     owners = {inner.rpartition(".")[0]: name.rpartition(".")[0] for inner, name in names.items()}
     for path, layer in model.named_sublayers(include_self=True):
-        # A part of a vocabulary head returns three numbers of a row; in one process, its input.
+        # A shard of a vocabulary head returns three numbers of a row; in one process, its input.
         if path in owners and getattr(layer, "has_plain_output", True):
             kept = outputs.setdefault(owners[path], [])
             handles.append(layer.register_forward_post_hook(_keeper(kept)))
@@ -72,8 +71,8 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
 def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     """Records the outputs of this process's layers of a pipeline, as :func:`record_model` does.
 
-    It leaves out shared layers: each rank makes some of their calls, in an order of its own; and
-    the whole model, which a batch does not call: that of a capture may own parameters and buffers.
+    It leaves out shared layers, since each rank makes some of their calls, in an order of its own.
+    It also leaves out the whole model, which a batch does not call.
     """
     state = layers.state
     names = (n for n in state.local_tensors() if "." in n and not state.has_several_calls(n))
@@ -81,9 +80,10 @@ def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
 
 
 def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
+    """Returns a hook that appends copies of a layer's outputs to a list."""
+
     def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
-        # Copies: the next layer may work in place, and only where no border between stages stands
-        # before it would both sides show it.
+        # Copies, since the next layer may work in place; across a border of stages it cannot.
         if not (_in_backward.get() or is_trial()):
             kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
@@ -97,18 +97,18 @@ def compare_outputs(
 
     Args:
         outputs: The outputs of the pipeline's layers.
-        expected: The outputs of the reference's, for the data of all replicas or of this one.
+        expected: The outputs of the reference's layers, for the data of all replicas or of this.
         step: The training step.
-        replica: The place of this replica's data in the reference's.
-        call_of: A text for the names of differences, as ``" of eval_batch"``.
+        replica: The index of this replica's data in the reference's; 0 if it has only these.
+        call_of: A suffix for the names of differences, as ``" of eval_batch"``.
     """
     differences = []
     for layer, kept in outputs.items():
-        theirs_of_all = expected[layer][replica * len(kept) :]
-        for call, (ours, reference) in enumerate(zip(kept, theirs_of_all)):
+        reference_outputs = expected[layer][replica * len(kept) :]
+        for call, (ours, reference) in enumerate(zip(kept, reference_outputs)):
             name, part = f"{layer}, call {call}{call_of}", part_of(reference, ours)
             if sequence_parts() and part.shape != ours.shape:
-                continue  # places that stand in another axis, as those of all rows in one
+                continue  # the sequence is on another axis, as after a reshape to one row
             difference = compare("output", name, step, ours, part)
             if difference:
                 differences.append(difference)
@@ -117,7 +117,7 @@ def compare_outputs(
 
 
 def sequence_parts() -> Any:
-    """Returns the ``SequenceRanks`` of a job that splits sequences over ranks; else None."""
+    """Returns the ``SequenceRanks`` of a job that splits sequences over ranks, or None."""
     job = current_job()
     if job is None or job.along("sep", "cp").ranks == 1:
         return None
@@ -125,18 +125,18 @@ def sequence_parts() -> Any:
 
 
 def part_of(whole: Tensor, ours: Tensor) -> Tensor:
-    """Returns the part of a reference's output that this rank has, if it has a shard of it."""
+    """Returns the part of a reference's output that corresponds to this rank's tensor ``ours``."""
     group, ranks = tensor_parallel.model_parallel_group(), sequence_parts()
-    for axis, (all_of_it, size) in enumerate(zip(whole.shape, ours.shape)):
-        if axis == 1 and ranks is not None and all_of_it == size * ranks.ranks:
+    for axis, (full_size, size) in enumerate(zip(whole.shape, ours.shape)):
+        if axis == 1 and ranks is not None and full_size == size * ranks.ranks:
             whole = ranks.own_part(whole)
-        elif all_of_it != size and all_of_it == size * group.nranks:
+        elif full_size != size and full_size == size * group.nranks:
             return tensor_parallel.shard_of(whole, axis, group.rank, group.nranks)
     return whole
 
 
 class At(NamedTuple):
-    """A value on an edge: the stage that produces it, its micro-batch, its path in containers."""
+    """The key of a value on an edge: its producer stage, micro-batch, and path in containers."""
 
     stage: int
     micro_batch: int
@@ -149,16 +149,16 @@ class EdgeGradients:
 
     Attributes:
         arrived: The gradient that the consumer sent back; None if it sent none.
-        used: The gradient that the producer's backward starts from: what arrived, plus that of the
-            producer's own uses of the value.
+        used: The gradient that the producer's backward starts from: the arrived one, plus the
+            gradient of the producer's own uses of the value.
     """
 
     arrived: dict[At, Tensor | None] = field(default_factory=dict)
     used: dict[At, Tensor | None] = field(default_factory=dict)
 
 
-def _keep(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
-    """Keeps a copy of the gradient that a tensor will get."""
+def _record_gradient(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
+    """Stores a copy of the gradient that a tensor will get in ``gradients[at]``."""
 
     def hook(gradient: Tensor) -> None:
         gradients[at] = gradient.detach().clone()
@@ -208,11 +208,10 @@ class EdgeWatch(BatchObserver):
         """Starts to record the gradients of the values that a forward sends."""
         for value in _of(op, "F", values):
             for path, tensor in tensors_by_place(value).items():
-                if not has_gradient(tensor):
-                    continue
-                at = At(op.stage, self.first_micro_batch + op.micro_batch, path)
-                self.gradients.arrived[at] = None
-                _keep(tensor, self.gradients.used, at)
+                if has_gradient(tensor):
+                    at = At(op.stage, self.first_micro_batch + op.micro_batch, path)
+                    self.gradients.arrived[at] = None
+                    _record_gradient(tensor, self.gradients.used, at)
 
     def _keep_arrived(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Records the gradients that the consumers of a stage's values sent back."""
@@ -239,7 +238,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
     Yields:
         The gradients of the micro-batches that run while it is open, numbered from 0.
     """
-    kept = EdgeGradients()
+    gradients = EdgeGradients()
     borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
     calls = dict.fromkeys(borders, 0)
 
@@ -252,16 +251,16 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
             at = locations.pop(0)
             if not has_gradient(tensor):
                 return tensor
-            _keep(tensor, kept.used, at)
+            _record_gradient(tensor, gradients.used, at)
             other = tensor.clone()
-            _keep(other, kept.arrived, at)
+            _record_gradient(other, gradients.arrived, at)
             return other
 
         return map_tensors(copy, value)
 
     layers = model.sublayers(include_self=True)
     with model_kept(layers, model.parameters()), model.changed_before(list(borders), copy_value):
-        yield kept
+        yield gradients
 
 
 def name_of(stage: int) -> str:
@@ -275,9 +274,9 @@ def differences(
     """Compares the gradients on the edges of this process.
 
     Args:
-        pipeline: The gradients that the pipeline had.
-        reference: The gradients that the reference had.
-        first: The pipeline's number of the reference's micro-batch 0.
+        pipeline: The pipeline's gradients.
+        reference: The reference's gradients.
+        first: The number in the pipeline of the reference's micro-batch 0.
         step: The training step.
         units: How the schedule cuts micro-batches; gradients are numbered by these units.
 
@@ -286,10 +285,10 @@ def differences(
     """
     worst: dict[tuple[int, str], Difference] = {}
     for which in ("arrived", "used"):
-        ours_at, theirs_at = getattr(pipeline, which), getattr(reference, which)
+        ours_at, expected_at = getattr(pipeline, which), getattr(reference, which)
         stages_seen = {stage for stage, _ in worst}
         stages = {at.stage for at in ours_at}
-        for at, expected in theirs_at.items():
+        for at, expected in expected_at.items():
             place = (at.stage, at.path)
             if at.stage not in stages or at.stage in stages_seen or place in worst:
                 continue
@@ -305,7 +304,7 @@ def differences(
 def _compare(
     name: str, step: int, ours: Tensor | None, expected: Tensor | None
 ) -> Difference | None:
-    """Compares one gradient; zeros stand for one that is missing."""
+    """Compares one gradient, with zeros for one that is None; returns None for rounding."""
     if ours is not None and expected is not None:
         expected = part_of(expected, ours)
     ours, expected = zeros_for_missing(ours, expected)

@@ -1,13 +1,15 @@
-"""The single-device model, trained on the same micro-batches as the pipeline in one process.
+"""The single-device model that is trained, in one process, on the pipeline's micro-batches.
 
-It takes plain attributes that a script changes on layers between two batches, as a temperature or a
-flag. Its optimizer steps beside the pipeline's, after a comparison of the gradients, by copies of
-the learning rate schedulers.
+Start with ``of_same_layers`` and ``of_model``, which make a ``Reference``. ``AttributeCopies``
+gives it the plain attributes that a script changes on layers between two batches, as a temperature.
+``ComparingOptimizer`` compares the gradients and steps both sides, ``Rates`` the learning rates.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -50,18 +52,18 @@ Key = tuple[str, str]
 
 
 class AttributeCopies:
-    """Gives a reference the plain attributes that differ in the pipeline's layers.
+    """Copies plain attributes that a script changes on the pipeline's layers to a reference.
 
-    What the two sides' own batches change is not copied: each side counts for itself.
+    Attributes that a batch changes, as a counter, are not copied: each side changes its own.
     """
 
     def __init__(self, model: Layer, pipe: PipelineLayer) -> None:
-        """Takes the reference's model and the pipeline, as they are before the first batch.
+        """Notes the attributes before the first batch.
 
-        What differs by then the script has set, unless the layers are those of shards: these have
-        attributes of their own, such as the number of their heads, which are not copied.
+        Attributes that differ between the two by then are copied, since the script has set them.
+        If layers are shards, they are not: shards have other values, as their number of heads.
         """
-        # A copy of a captured model stands in a layer that calls it.
+        # The model may be a layer that wraps a copy of a captured model.
         self._model: Layer = getattr(model, "plain", model)
         job = current_job()
         shards = job is not None and any(
@@ -71,9 +73,10 @@ class AttributeCopies:
         self._note(pipe.with_modes if shards else self._model)
 
     def take(self, pipe: PipelineLayer) -> None:
-        """Copies what has changed since the last :meth:`note`. Collective over the pipeline.
+        """Copies attributes that have changed since the last :meth:`note`.
 
-        Another rank's functions are not copied, for a message carries none.
+        Functions are copied only from this rank's layers, since a message cannot carry them.
+        Collective over the pipeline.
         """
         changed = {
             key: value
@@ -87,11 +90,11 @@ class AttributeCopies:
         layers = dict(self._model.named_sublayers(include_self=True))
         for (path, name), value in changed.items():
             if path in layers:
-                # Paddle makes a tensor a buffer that no state dict has.
+                # Paddle registers a tensor as a buffer that no state dict has.
                 setattr(layers[path], name, _copy(value))
 
     def note(self, pipe: PipelineLayer) -> None:
-        """Notes the attributes that a batch has left in the pipeline's layers."""
+        """Notes the attributes of the pipeline's layers at the end of a batch."""
         self._note(pipe.with_modes)
 
     def _note(self, model: Layer) -> None:
@@ -110,7 +113,7 @@ def _plain_attributes(model: Layer) -> Iterator[tuple[Key, Any, str]]:
 
 
 def _text_of(value: Any) -> str | None:
-    """Returns a text that only equal values have; None if a value is not plain."""
+    """Returns a text that is equal for equal values only; None if a value is not plain."""
     if type(value) in _SIMPLE:
         return repr(value)
     if isinstance(value, paddle.Tensor):
@@ -118,7 +121,7 @@ def _text_of(value: Any) -> str | None:
         return digest_of(value) if plain and has_memory(value) and value.is_dense() else None
     if isinstance(value, FunctionType):
         if value.__module__.startswith("fleetpipe."):
-            return None  # in the place of a layer's own
+            return None  # it replaces a layer's own method
         return _text_of_parts(f"function {id(value.__code__)}", held_by(value))
     if type(value) is dict:
         return _text_of_parts("dict", [*value.keys(), *value.values()])
@@ -126,6 +129,7 @@ def _text_of(value: Any) -> str | None:
 
 
 def _text_of_parts(kind: str, parts: list[Any] | tuple[Any, ...]) -> str | None:
+    """Returns the text of a container; None if one of its items is not plain."""
     texts = [text for part in parts if (text := _text_of(part)) is not None]
     return f"{kind}({', '.join(texts)})" if len(texts) == len(parts) else None
 
@@ -165,12 +169,12 @@ class Reference:
             micro-batch; backward starts from the first.
         optimizer: An optimizer of the model's parameters; None copies the pipeline's.
         names: The pipeline's name of each of the model's parameters and buffers.
-        takes_rate: Whether the pipeline's learning rate is the reference's too.
-        takes_switches: Whether the pipeline says what is trained, clipped and in which mode; a
-            user's own model says it itself.
+        takes_rate: Whether the reference's learning rate is copied from the pipeline.
+        takes_switches: Whether ``stop_gradient``, ``need_clip`` and the layers' modes are copied
+            from the pipeline; for a user's own model they are not.
         attributes: Copies the plain attributes of the pipeline's layers; None for a user's own
-            model, and where the model is copied anew when they change.
-        uncompared: The parameters whose gradients are of no interest, by the pipeline's names.
+            model, and for a model that is copied as a whole when they change.
+        uncompared: The parameters whose gradients are not compared, by the pipeline's names.
     """
 
     model: Layer
@@ -187,7 +191,7 @@ class Reference:
     _holders: Group = field(default_factory=SoleGroup)
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
-        """Trains with a copy of the pipeline's optimizer, unless it has its own.
+        """Sets a copy of the pipeline's optimizer, unless the reference has one of its own.
 
         Collective over the pipeline the first time.
         """
@@ -199,7 +203,7 @@ class Reference:
         self.optimizer = copied or self.copy_of(optimizer, pipe)
         self._copies[id(optimizer.wrapped)] = self.optimizer
         ours = pipe.state.own_parameters()
-        # The others come from the other ranks after each step.
+        # The other ranks send their parameters after each step.
         self._holders = pipe.holders()
         all_here = ours.keys() == {self.names[name] for name, _ in self.model.named_parameters()}
         self._stepped_here = None if all_here else frozenset(pipe.state.local_tensors())
@@ -209,13 +213,13 @@ class Reference:
     ) -> Optimizer:
         """Returns a copy of the pipeline's optimizer, with its state, for this model's parameters.
 
-        It steps all parameters of this rank, or those in ``only``. Collective over the pipeline the
-        first time.
+        The copy steps all parameters of this rank, or those in ``only``. Collective over the
+        pipeline the first time.
         """
         ours = only or pipe.state.own_parameters()
         parameters = {self.names[name]: p for name, p in self.model.named_parameters()}
         for name, parameter in ours.items():
-            # The copy too steps and counts experts that other ranks do not.
+            # Experts that only this rank has are marked for the copy too.
             parameters[name].no_sync = is_spread(parameter)
         # The copy's global norm is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
@@ -233,10 +237,10 @@ class Reference:
         return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns the places of buffers that no state dict had when the model was built.
+        """Returns, by name, a dict and a key in it for each buffer that is in no state dict.
 
-        For a user's own model it returns those in layers that own parameters: others have no name
-        that the pipeline knows.
+        Of a user's own model these are the buffers of layers that own parameters: the pipeline has
+        no names for others.
         """
         if isinstance(self.model, SingleModel):
             places = self.model.hidden_buffers()
@@ -261,16 +265,16 @@ class Reference:
                 holder[key] = part[name].detach().clone()
 
     def train(self) -> None:
-        """Puts the model into training, and the layers that the pipeline evaluates into that."""
+        """Puts the model into training mode, except layers that the pipeline evaluates."""
         self.model.train()
         for path, layer in self.model.named_sublayers():
             layer.training = self._modes.get(path, layer.training)
 
     def take_switches(self, pipe: PipelineLayer) -> None:
-        """Copies what is trained and clipped, layers' modes and plain attributes. Collective.
+        """Copies ``stop_gradient``, ``need_clip``, layers' modes and plain attributes. Collective.
 
-        A script may change them in the pipeline after it built that. A user's own model stays as it
-        is.
+        A script may change them on the pipeline between two batches. A user's own model is not
+        changed.
         """
         switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
@@ -297,7 +301,7 @@ class Reference:
 
     def step(self) -> None:
         """Updates the parameters and clears the gradients. Collective for a copied optimizer."""
-        # Names of an optimizer's state are counted: the pipeline's are to be those of a first one.
+        # Paddle counts the names of optimizers' states: the pipeline's keep their numbers.
         with paddle.utils.unique_name.guard():
             self.optimizer.step()
         self.optimizer.clear_grad()
@@ -312,23 +316,21 @@ class Reference:
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the sum of tensors, added one after another."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+    return functools.reduce(operator.add, tensors)
 
 
 def of_model(
     pipe: PipelineLayer, model: Layer, loss_of: LossOf | None, optimizer: Optimizer | None
 ) -> Reference:
-    """Makes a reference of the user's own single-device model and optimizer.
+    """Makes a reference from a single-device model, which gets the pipeline's weights.
 
-    Collective over the pipeline: the model gets the pipeline's weights.
+    Collective over the pipeline.
 
     Args:
         pipe: The pipeline's layers.
         model: A Layer with the same parameters in the same order.
-        loss_of: ``loss_of(inputs, label)``; None is the pipeline's loss of ``model(inputs)``.
+        loss_of: ``loss_of(inputs, label)`` returns the loss of a micro-batch; None applies the
+            pipeline's loss functions to ``model(inputs)``.
         optimizer: An optimizer of its parameters; None copies the pipeline's.
     """
     pipe.copy_to(model)
@@ -346,7 +348,7 @@ def of_model(
 
 
 def of_same_layers(pipe: PipelineLayer) -> Reference:
-    """Makes a reference of the pipeline's own list of layers, with a copy of its optimizer.
+    """Makes a reference from copies of the pipeline's layers and of its optimizer.
 
     Collective over the pipeline.
 
@@ -365,10 +367,10 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
 
 
 class Rates:
-    """The learning rates of the two sides during one step.
+    """Gives the reference the pipeline's learning rate for one step, and compares the two rates.
 
-    Between two steps the script may change the rate. So the reference starts each step with a copy
-    of the pipeline's scheduler or rate, and steps the copy itself.
+    Since the script may change the rate between two steps, the reference starts each step with a
+    copy of the pipeline's scheduler or rate. It steps its copy of the scheduler.
     """
 
     def __init__(
@@ -384,8 +386,8 @@ class Rates:
             optimizer: The pipeline's optimizer.
             reference: The reference's optimizer.
             lr_scheduler: The scheduler that the pipeline steps after the optimizer, or None.
-            follow: Whether the reference takes the pipeline's rate. A user's own optimizer with a
-                scheduler of its own does not: the user steps that.
+            follow: Whether the reference takes the pipeline's rate. A user's own optimizer may have
+                a scheduler of its own, which the user steps.
         """
         self._optimizer, self._of_reference = optimizer.wrapped, reference
         self._scheduler, self._copied_scheduler = lr_scheduler, lr_scheduler
@@ -419,12 +421,12 @@ class Rates:
         return differences + compare_numbers("last_epoch", name, step, epoch, copied_epoch)
 
 
-#: By parameter, the squared norms of its gradient in the pipeline and in the reference.
+#: By parameter, the squared norms of its gradients in the pipeline and in the reference.
 Squares = dict[str, tuple[float, float]]
 
 
 class ComparingOptimizer(PipelineOptimizer):
-    """An optimizer that compares complete gradients of both sides, then steps both."""
+    """An optimizer that compares the complete gradients of both sides, then steps both sides."""
 
     def __init__(
         self,
@@ -442,9 +444,10 @@ class ComparingOptimizer(PipelineOptimizer):
             reference: The single-device side, with the gradients of the batch.
             layers: The ``PipelineLayer``.
             step: The training step.
-            is_rounding: Whether a gradient's difference is rounding; then both step with the
-                pipeline's.
-            before: Gets the gradients' differences, and returns other differences before the step.
+            is_rounding: Whether a gradient's difference is rounding; if so, both sides step with
+                the pipeline's gradient.
+            before: Called before the step with the differences of the gradients; returns further
+                differences.
         """
         super().__init__(optimizer.wrapped)
         self._pipelines = optimizer
@@ -470,8 +473,8 @@ class ComparingOptimizer(PipelineOptimizer):
             if difference:
                 self.differences.append(difference)
                 if grad is not None and self._is_rounding(difference):
-                    # Where it is next to nothing, Adam makes as much of the last bits as of a sign:
-                    # the reference takes the step that these gradients ask for.
+                    # Adam divides a gradient by its size, so in tiny ones the last bits count: the
+                    # reference steps with the pipeline's gradient.
                     reference[name].grad = grad.detach().clone()
             self.squares[name] = (_square(grad), _square(expected))
         self.differences += self._before(self.differences)
@@ -482,9 +485,12 @@ class ComparingOptimizer(PipelineOptimizer):
 def compare_state(
     layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
 ) -> list[Difference]:
-    """Compares parameters, and all buffers if one replica saw all the data."""
+    """Compares the trained parameters, and with ``buffers_too`` untrained ones and buffers.
+
+    The latter differ if this replica has not seen all the data.
+    """
     tensors = reference.tensors()
-    # Running statistics are parameters in Paddle, which nobody trains.
+    # Running statistics may be untrained parameters in Paddle.
     of_stages = layers.state.own_parameters().items()
     parameters = {n: _whole(p, p) for n, p in of_stages if buffers_too or not p.stop_gradient}
     differences = compare_all("parameter", step, parameters, {n: tensors[n] for n in parameters})
@@ -498,7 +504,7 @@ def compare_state(
 
 
 def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """Returns a parameter or its gradient whole. Collective if the parameter is a shard."""
+    """Returns the full tensor of a parameter or of its gradient. Collective for a shard."""
     if value is None or tensor_parallel.shard_in(parameter) is None:
         return value
     return tensor_parallel.whole_value(value, parameter)

@@ -1,6 +1,6 @@
 """Runs a pipeline and its reference side by side, and compares them step by step.
 
-The results of ``eval_batch`` and ``predict_batch`` are compared too.
+Start with ``Session.step``. ``Evaluations`` compares ``eval_batch`` and ``predict_batch``.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Evaluations:
         with self._evaluating(shared, keys) as (values, expected):
             reference_output = join_outputs([self._reference.model(value) for value in values])
         differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
-        reference_output = reference_output if broadcast or self._owns_last_stage else None
+        expected_result = reference_output if broadcast or self._owns_last_stage else None
         differences += compare_values(
-            "output", "predict_batch", step, result, reference_output, part_of
+            "output", "predict_batch", step, result, expected_result, part_of
         )
         return result, differences
 
@@ -114,9 +114,11 @@ class Evaluations:
     def _share_batches(
         self, inputs: Nest, labels: Nest
     ) -> tuple[list[Nest], list[Nest], list[Fraction], int]:
-        """Gives every rank the micro-batches and their weights in the loss. Collective.
+        """Sends the micro-batches and their weights in the loss to every rank. Collective.
 
-        The last item is this replica's count in the mean of all; 0 if all count alike.
+        Returns:
+            The inputs, the labels, the weights, and this replica's count in the mean of all
+            replicas, which is 0 if all replicas have the same count.
         """
         pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
@@ -129,7 +131,7 @@ class Evaluations:
             weights = [Fraction(1)] * len(values)
         else:
             weights = shares_of_rows(labels, size) or shares
-        # A message carries whole numbers, and no fractions.
+        # A message carries integers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
         counted = counted_in(labels) or len(values)
         labels, pairs, counted = group.broadcast((parts[1], pairs, counted), self._owner(-1))
@@ -143,6 +145,7 @@ class Evaluations:
     def _losses(
         self, inputs: Iterable[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
     ) -> list[Tensor]:
+        """Returns the reference's loss of the batch for each loss function."""
         shares = [
             [weighted(loss, weight) for loss in self._reference.losses_of(value, label)]
             for value, label, weight in zip(inputs, labels, weights)
@@ -150,6 +153,7 @@ class Evaluations:
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
     def _mean_over_replicas(self, losses: list[Tensor], counted: int) -> list[Tensor]:
+        """Returns the means of losses over replicas, weighted by ``counted`` if that is not 0."""
         replicas = self._pipeline.replicas
         if replicas.ranks == 1:
             return losses
@@ -164,8 +168,9 @@ class Evaluations:
     ) -> Iterator[tuple[Iterator[Nest], Outputs]]:
         """While it is open, the reference evaluates with this replica's running statistics.
 
-        It yields an iterator over the micro-batches' inputs, which sets the random stream of each,
-        and the outputs of layers, which are recorded meanwhile.
+        Yields:
+            An iterator over the micro-batches' inputs, which sets the random stream of each; and
+            the outputs of the reference's layers.
         """
         reference = self._reference
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
@@ -176,11 +181,11 @@ class Evaluations:
         reference.model.eval()
         recording = record_model(reference.model, reference.names)
         with paddle.no_grad(), as_the_next_batch(keys), recording as expected:
-            yield self._in_turn(inputs, keys), expected
+            yield self._set_streams(inputs, keys), expected
         _put(before, reference)
 
-    def _in_turn(self, inputs: Sequence[Nest], keys: random_keys.Keys | None) -> Iterator[Nest]:
-        """Yields the micro-batches' inputs, after it set the random stream of each."""
+    def _set_streams(self, inputs: Sequence[Nest], keys: random_keys.Keys | None) -> Iterator[Nest]:
+        """Sets the random stream of each micro-batch, and yields the micro-batch's inputs."""
         first = self._pipeline.replicas.rank * self._pipeline.accumulate_steps
         for number, value in enumerate(inputs, first):
             if keys is not None:
@@ -189,13 +194,14 @@ class Evaluations:
 
 
 def _put(state: dict[str, Tensor], reference: Reference) -> None:
+    """Sets the values of a reference's parameters and buffers, by name."""
     tensors = reference.tensors()
     for name, value in state.items():
         tensors[name].set_value(value)
 
 
 class Calls(NamedTuple):
-    """The functions that run the pipeline, kept when a command replaces its methods."""
+    """The methods of a pipeline that are compared; ``fleetpipe parity`` stores the originals."""
 
     train_batch: Callable[..., Any]
     eval_batch: Callable[..., Any]
@@ -207,7 +213,7 @@ class Session:
     """Compares a pipeline with its reference on the same batches.
 
     Its constructor and every method are collective over the job. Each rank runs the whole reference
-    and compares the stages it owns; every rank gets the differences of all.
+    and compares the stages that it owns; every rank gets the differences of all ranks.
     """
 
     def __init__(
@@ -222,14 +228,14 @@ class Session:
         Args:
             pipeline: The wrapped model.
             reference: The single-device side, with the same weights.
-            calls: The functions that run the pipeline; None takes its own methods.
+            calls: The functions that run the pipeline; None takes the pipeline's methods.
             tolerance: As for :func:`fleetpipe.parity.begin`.
         """
         self._pipeline = pipeline
         self._reference = reference
         self._runs = False
         self._beside = Beside(pipeline, reference)
-        # One reference is enough.
+        # The shadow of a captured model would be a second reference.
         pipeline.accompany(None)
         methods = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
         self._calls = calls or Calls(*methods)
@@ -267,13 +273,14 @@ class Session:
 
         Args:
             data: As for ``train_batch``.
-            lr_scheduler: The pipeline's scheduler; the reference has a copy of its own.
+            lr_scheduler: The pipeline's scheduler; the reference has a copy.
             scaler: As for ``train_batch``.
             return_micro_batch_loss: As for ``train_batch``.
             weights: As for ``train_batch``.
 
         Returns:
-            The losses of the reference and of the pipeline; lists if there are several functions.
+            The losses of the reference and of the pipeline; lists if there are several loss
+            functions.
         """
         step, layers = self.report.steps, self._pipeline.layers
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
@@ -288,17 +295,14 @@ class Session:
         train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
         expected, single = self._repetition.train(train, drawing)
         self._watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
-        with (
-            record_stages(layers) as outputs,
-            self._orders.crossings() as crossings,
-        ):
+        with record_stages(layers) as outputs, self._orders.crossings() as crossings:
             diagnose = functools.partial(
                 self._before_the_update, rates, batches_here, weights, keys
             )
             watched = ComparingOptimizer(
                 self._optimizer, reference, layers, step, self._is_rounding, diagnose
             )
-            # A function of the user's own takes no more than the four.
+            # A user's own train_batch takes only the first four arguments.
             options = {"return_micro_batch_loss": return_micro_batch_loss, "weights": weights}
             more: dict[str, Any] = {name: value for name, value in options.items() if value}
             self._runs = True
@@ -321,11 +325,11 @@ class Session:
         return single, loss
 
     def steps_with(self, optimizer: dygraph.PipelineOptimizer) -> bool:
-        """Whether the script steps this optimizer by itself, between two of its batches."""
+        """Whether a step of this optimizer is the script's own: it is ours, and no batch runs."""
         return getattr(self, "_optimizer", None) is optimizer and not self._runs
 
     def step_again(self) -> None:
-        """Steps the reference as the script has stepped the pipeline, at its rate. Collective."""
+        """Steps the reference at the pipeline's learning rate. Collective."""
         Rates(self._optimizer, self._reference.optimizer, None, self._reference.takes_rate)
         self._reference.step()
 
@@ -336,17 +340,23 @@ class Session:
         loss_fn_idx: int = 0,
         return_host_tensor: bool = False,
     ) -> Nest:
-        """Calls the pipeline's ``eval_batch`` with these arguments, and compares. Collective."""
+        """Calls the pipeline's ``eval_batch``, compares, and returns its result. Collective."""
         compared, call = self._evaluations.eval_batch, self._calls.eval_batch
         return self._evaluate(compared, call, data, compute_loss, loss_fn_idx, return_host_tensor)
 
     def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
-        """Calls the pipeline's ``predict_batch`` with these arguments, and compares. Collective."""
+        """Calls the pipeline's ``predict_batch``, compares, and returns its result. Collective."""
         compared, call = self._evaluations.predict_batch, self._calls.predict_batch
         return self._evaluate(compared, call, inputs, broadcast)
 
     def _evaluate(self, compared: Callable[..., Any], call: Callable[..., Any], *more: Any) -> Nest:
-        """Calls a method of the pipeline's and compares its result, and what changed before."""
+        """Calls a method of the pipeline, and compares its result.
+
+        Args:
+            compared: The method of :class:`Evaluations` that calls and compares.
+            call: The pipeline's method.
+            more: The arguments of ``call``.
+        """
         layers, reference = self._pipeline.layers, self._reference
         reference.take_switches(layers)
         changed = self._changes_between_steps()
@@ -357,8 +367,8 @@ class Session:
         return result
 
     def _cut(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
-        """Cuts a batch by :mod:`cutting`, and compares with the pipeline's micro-batches."""
-        # First, because it refuses what does not fit.
+        """Cuts a batch into micro-batches, and compares them with the pipeline's micro-batches."""
+        # The pipeline first, since it raises the error if the batch does not fit.
         pipeline_batches = self._pipeline.micro_batches(batch.again())
         reference_batches = batch.cut(self._pipeline.micro_batch_size)
         differences = []
@@ -374,9 +384,9 @@ class Session:
         return self._replicas.ranks == self._pipeline.sequence.ranks == 1
 
     def _changes_between_steps(self) -> list[Difference]:
-        """Names what something else than a step has changed in the pipeline's state. Collective.
+        """Returns differences of the state that have appeared since the last step. Collective.
 
-        The script may have: it sets values, or steps an optimizer that parity does not know.
+        The script may set values, or step an optimizer that parity does not know.
         """
         step, layers = self.report.steps, self._pipeline.layers
         state = compare_state(layers, self._reference, step, self._is_alone)
@@ -405,7 +415,7 @@ class Session:
         step, model = self.report.steps, self._reference.model
         differences = rates.compare(step)
         wrong = bool(self.report.beyond(gradients))
-        # Only under keys do layers draw the same once more; edges carry no whole sequences.
+        # Without keys layers draw other numbers in a second run; edges must carry full sequences.
         whole = self._pipeline.sequence.ranks == 1
         if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
             return differences
@@ -423,9 +433,8 @@ class Session:
     def _gather(self, differences: list[Difference], squares: Squares) -> None:
         """Merges the differences of all ranks, and compares the norm of all gradients."""
         parts = all_ranks().all_gather((list(map(astuple, differences)), squares))
-        # Each once, in the order in which a rank has found them.
         everything = [Difference(*fields) for rows, _ in parts for fields in rows]
-        # By name: replicas, shards and copies of a tied weight have the same whole gradients.
+        # By name, since replicas, shards and holders of a tied weight have equal full gradients.
         whole = {name: pair for _, pairs in parts for name, pair in pairs.items()}
         norms = [math.sqrt(math.fsum(pair[side] for pair in whole.values())) for side in (0, 1)]
         everything += compare_numbers("gradient norm", "", self.report.steps, *norms)
@@ -433,6 +442,7 @@ class Session:
 
 
 def _first(loss: Nest) -> Tensor:
+    """Returns the loss of the first loss function."""
     return loss[0] if isinstance(loss, list) else loss
 
 
