@@ -1,7 +1,7 @@
-"""Trains a captured model beside the untouched one before it is used.
+"""Proves, before a captured model is used, that it trains to the bits of the untouched model.
 
-Start with ``prove``: a plain loop over the user's own model yields the moments of a training, and
-the captured stages under a schedule must yield the same ones.
+Start with ``prove``: ``training`` trains the untouched model by a plain loop and the captured
+stages under a schedule, and compares outputs, gradients and state after each step.
 """
 
 from fleetpipe.capture.proof.prove import Proof, planned_schedule, prove

@@ -1,8 +1,7 @@
-"""Trains an untouched model and its captured stages alike, and says where they part.
+"""Trains an untouched model and its captured stages alike, and names the first layer that differs.
 
-The plain loop runs first, on the user's own model, and leaves digests. Then the state is restored,
-and the stages train the same course under their schedule. The error for stages that train
-otherwise names the first layer that does.
+Start with :func:`prove`. The plain loop runs first, on the user's own model, and leaves digests.
+Then the state is restored, and the stages train the same course under their schedule.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def refutation(
     course: Course,
     keys_of: Callable[[TrainedStep], random_keys.Keys | None],
 ) -> CaptureError:
-    """Returns the error for a moment that differs.
+    """Returns the error for a moment of the stages' training that differs.
 
     Args:
         capturing: The model, in the state of that moment.
@@ -78,27 +77,34 @@ def refutation(
         moment: The moment of the stages' training.
         differing: The names of the tensors that differ.
         course: The course of the training.
-        keys_of: Returns the random keys of a step; None if nothing is drawn.
+        keys_of: Returns the random keys of a step; None if the model draws no random numbers.
     """
     training = moment.step < len(course.steps)
     form = forms.example(training)
     node: Node | None = None
     if moment.quantity == "output":
-        inputs = _inputs_of(differing[0], moment, course)
+        number = int(differing[0].rpartition(" ")[2])
+        micro_batches = course.steps[moment.step].micro_batches if training else course.evaluations
+        inputs = micro_batches[number]
         form = forms.of(capturing.look_of(inputs), training)
         keys = keys_of(course.steps[moment.step]) if training else None
         node = first_difference(capturing, form, copy_tensors(inputs), keys)
     names = [re.sub("^the mode of ", "", name) for name in differing]
-    # Backward comes to the last node first; what is written, the first one spoils.
+    # Backward reaches the last node first; written state is wrong from the first node on.
     backwards = moment.quantity == "gradient"
     node = node or node_of(form, capturing.model, names, backwards)
     where = f"{node.name}, {node.place}" if node else forward_place(capturing.model)
+    writes = (
+        f"; the forward writes into {name}, which {one.name} uses, {one.place}"
+        for one in form.trace.nodes
+        for name in one.state & form.trace.changed.keys()
+    )
     schedule = course.steps[moment.step].schedule.name if training else "evaluation"
     kind = {"output": "output ", "gradient": "gradient of "}.get(moment.quantity, "")
     return CaptureError(
         "the captured stages do not do what the model does: "
         f"{kind}{differing[0]} differs in step {moment.step}, {schedule}",
-        where=f"first in {where}{_written_text(form)}",
+        where=f"first in {where}{next(writes, '')}",
         expected="the bits of the untouched model, trained by a plain loop",
         cause=OUTSIDE_OF_PADDLE,
         fix=_INTO_A_SUBLAYER,
@@ -106,7 +112,7 @@ def refutation(
 
 
 def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
-    """Returns the error for hooks that the stages call more or less often than the model."""
+    """Returns the error for hooks that the stages call more or less often than the model does."""
     path = next(path for path in [*expected, *calls] if calls[path] != expected[path])
     return CaptureError(
         f"the captured stages call the hooks of {path} "
@@ -117,16 +123,11 @@ def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
     )
 
 
-def _inputs_of(name: str, moment: Moment, course: Course) -> Nest:
-    """Returns the inputs of an output; the end of its name is their number."""
-    number = int(name.rpartition(" ")[2])
-    if moment.step == len(course.steps):
-        return course.evaluations[number]
-    return course.steps[moment.step].micro_batches[number]
-
-
 def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> Node | None:
-    """Returns the first node, or the last, that uses one of these parameters or buffers."""
+    """Returns the first node that uses one of these parameters or buffers, or is such a layer.
+
+    With ``backwards`` it returns the last one.
+    """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {id(state[name]) for name in names if name in state}
     nodes = reversed(form.trace.nodes) if backwards else iter(form.trace.nodes)
@@ -136,14 +137,6 @@ def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> 
         if node.is_layer and node.scopes[-1].path in names:
             return node
     return None
-
-
-def _written_text(form: Form) -> str:
-    """Returns a text that names a tensor that the forward writes, since order matters there."""
-    for node in form.trace.nodes:
-        for name in node.state & form.trace.changed.keys():
-            return f"; the forward writes into {name}, which {node.name} uses, {node.place}"
-    return ""
 
 
 class _Recorded(Keyed):
@@ -172,7 +165,7 @@ def first_difference(
         capturing: The model.
         form: Its captured run.
         inputs: One micro-batch.
-        keys: The random keys of both; None if nothing is drawn.
+        keys: The random keys of both; None if the model draws no random numbers.
     """
     model, (args, named) = capturing.model, arguments_of(copy_tensors(inputs))
     recorded = _Recorded(model, capturing.unopened, keys)
@@ -184,11 +177,11 @@ def first_difference(
 
 
 def _first(
-    form: Form, inputs: Nest, keys: random_keys.Keys | None, right: Sequence[list[Tensor]]
+    form: Form, inputs: Nest, keys: random_keys.Keys | None, expected_outputs: list[list[Tensor]]
 ) -> Node | None:
-    """Runs the captured calls, and returns the first whose outputs differ."""
+    """Runs the captured calls, and returns the first node whose outputs differ."""
     values: Nest = form.functions[0](inputs)
-    calls = zip(form.functions[1:-1], form.trace.nodes, right)
+    calls = zip(form.functions[1:-1], form.trace.nodes, expected_outputs)
     for number, (function, node, expected) in enumerate(calls):
         if keys is not None:
             keys.enter(number + 1)
@@ -202,28 +195,29 @@ def _first(
     return None
 
 
-#: Most micro-batches of a step, where a batch has more: enough for every phase of a schedule.
+#: The most micro-batches of a step, if a batch has more: enough for every phase of a schedule.
 MOST = 8
 
-#: More operations than a forward on the example has, and it is taken for an endless loop.
+#: A forward on other inputs may run this multiple of the example's operations, and this many more;
+#: with more it is taken for an endless loop.
 _TIMES, _MORE = 10, 1000
 
-#: Micro-batches of a step where no strategy says how many.
+#: The number of micro-batches of a step, if there is no strategy.
 _MICRO_BATCHES = 3
 
-#: What is run where no strategy says which.
+#: The schedules that train, if there is no strategy.
 _SCHEDULES = ("1F1B", "ZBH1")
 
 
 class Proof(NamedTuple):
-    """The extent of a comparison, in which all bits are equal but those of ``rounded`` gradients.
+    """What was compared; all bits are equal, except those of the gradients in ``rounded``.
 
     Attributes:
         outputs: The number of tensors that the model returns, over all micro-batches.
         gradients: The number of parameters with a gradient.
         buffers: The number of buffers, running statistics among them.
-        rounded: By parameter, the largest difference of its gradient, divided by the largest
-            gradient of its layer, if the order of a sum explains it.
+        rounded: By parameter, the largest rounding difference of its gradient, divided by the
+            largest gradient of its layer.
         summed: The values and parameters whose gradients are added up stage by stage.
         keyed: Whether the model drew random numbers, under keys.
         trained: For each step the schedule's name and the number of micro-batches.
@@ -266,25 +260,29 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
     Args:
         capturing: The model, with an example of its inputs.
         forms: Its captured runs.
-        schedule: The schedule that will train it; None takes one with a plain and one with a split
-            backward.
+        schedule: The schedule that will train the model; None takes two, one with a full and one
+            with a split backward.
 
     Raises:
         CaptureError: They differ; the error names the first layer that does, with file and line.
     """
     model = capturing.model
-    python = forms.example(training=True).trace.draws
-    keyed = python or _draws(model, capturing.example)
+    draws_in_python = forms.example(training=True).trace.draws
+    keyed = draws_in_python or _draws(model, capturing.example)
 
     def keys_of(step: TrainedStep) -> random_keys.Keys | None:
-        return random_keys.Keys(step.seed, python) if keyed else None
+        return random_keys.Keys(step.seed, draws_in_python) if keyed else None
 
-    plain = PlainLoop(model, capturing.unopened, keys_of)
-    expected, expected_calls = _train_plain(
-        plain, _courses(capturing, [schedule] if schedule else _usual(forms.stages))
+    count = max(_MICRO_BATCHES, forms.stages)
+    planned = (
+        [schedule]
+        if schedule
+        else [schedules.build(name, ranks=forms.stages, micro_batches=count) for name in _SCHEDULES]
     )
+    plain = PlainLoop(model, capturing.unopened, keys_of)
+    expected, expected_calls = _train_plain(plain, _courses(capturing, planned))
     course = expected.course
-    # They share the memory, which ``undo_training`` leaves to them.
+    # These share memory with the model's tensors; ``undo_training`` restores it in place.
     initial = {name: tensor.detach() for name, tensor in state_of_model(model).items()}
     with undo_training(model), count_hook_calls(model) as calls:
         comparison = Comparison(model, expected, initial)
@@ -298,7 +296,7 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
 
 
 def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Course]:
-    """Yields courses to train: on varied numbers and rows, then on less in case a model fails."""
+    """Yields courses: on varied numbers and rows, then simpler ones in case the model fails."""
     trial = Trial(capturing.model)
     example = capturing.example
     inputs = [numbers for one in ALL if trial.accepts(numbers := vary_example(capturing, one))]
@@ -306,13 +304,17 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
     evaluations = [x for x in rows if x is not None and trial.accepts(x, training=False)]
     steps = _steps(inputs or [example], planned)
     yield Course(steps, evaluations)
-    # After a step a model may fail on what it took before it.
+    # After a step a model may fail in an evaluation that it passed before.
     yield Course(steps, [])
     yield Course(_steps([example], planned), [])
 
 
 def _train_plain(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
-    """Trains the plain model; returns the digests, and the number of calls of hooks."""
+    """Trains the plain model by the first course that does not fail.
+
+    Returns:
+        The digests, and the number of calls of the hooks of each layer.
+    """
     failure = Exception()
     for course in courses:
         try:
@@ -337,11 +339,6 @@ def _draws(model: Layer, inputs: Nest) -> bool:
         return generator_states() != before
 
 
-def _usual(stages: int) -> list[Schedule]:
-    count = max(_MICRO_BATCHES, stages)
-    return [schedules.build(name, ranks=stages, micro_batches=count) for name in _SCHEDULES]
-
-
 def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedStep]:
     """Returns steps that have each of the inputs as a micro-batch at least once."""
     optimizers = (paddle.optimizer.SGD, paddle.optimizer.Momentum)
@@ -358,6 +355,7 @@ def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedS
 def _proof(
     expected: Digests, course: Course, rounded: dict[str, float], forms: Forms, keyed: bool
 ) -> Proof:
+    """Returns the numbers of compared tensors, for a comparison that has passed."""
     names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
     for moment in expected.moments:
         names[moment.quantity] += moment.tensors
@@ -377,7 +375,7 @@ def _proof(
 def planned_schedule(
     ranks: int, chunks: int | None, plan: PipelinePlan | None, stages: int
 ) -> Schedule | None:
-    """Returns the schedule that will train a model, for at most about ``MOST`` micro-batches.
+    """Returns the strategy's schedule for at most ``MOST`` micro-batches, or as few as it takes.
 
     Args:
         ranks: Ranks of the pipeline.
@@ -386,11 +384,12 @@ def planned_schedule(
         stages: The number of stages of the cut.
 
     Returns:
-        None if it cuts sequences, or places another number of stages, which is refused later.
+        None if the schedule cuts sequences, or has another number of stages, which is an error
+        later.
 
     Raises:
-        ConfigError: The strategy asks for no schedule that can be built.
-        ScheduleError: It passes the memory cap.
+        ConfigError: The strategy's schedule cannot be built.
+        ScheduleError: The schedule exceeds the memory cap.
     """
     config = PipelineConfig.from_strategy(user_strategy())
     arrangement = Arrangement(ranks, chunks, use_dualpipev=False, plan=plan)
@@ -400,7 +399,7 @@ def planned_schedule(
             schedule = arrangement.schedule(config.resized(count, config.micro_batch_size))
             break
         except ConfigError:
-            # Some schedules want a multiple of the ranks.
+            # Some schedules take only a multiple of the ranks.
             if count == config.micro_batches:
                 raise
     fits = schedule is not None and schedule.slices == 1 and schedule.placement.stages == stages
@@ -408,10 +407,10 @@ def planned_schedule(
 
 
 def reordered_sums(forms: Forms) -> tuple[str, ...]:
-    """Names the values and parameters whose gradients the stages sum in another order.
+    """Returns the names of values and parameters whose gradients the stages sum in another order.
 
-    Each stage adds up its own uses first. Two uses of a value make the same sum in any order, but
-    the sum of a parameter continues from micro-batch to micro-batch.
+    Each stage adds up its own uses first. The sum of two uses of a value is the same in any order;
+    the sum of a parameter is not, since it continues over all micro-batches.
     """
     form = forms.example(training=True)
     names = {id(p): name for name, p in forms.capturing.model.named_parameters()}

@@ -1,8 +1,9 @@
-"""Trainings of one model, moment by moment, by the plain loop or the stages, and how they differ.
+"""Trains one model by a plain loop and by its captured stages, and compares the two trainings.
 
-A training is a few steps of micro-batches, each with an optimizer, then evaluations. The second is
-compared while it runs, with the memory of one: only digests of the first are kept. If bits differ,
-and rounding may be the reason, the first runs once more for its numbers.
+A training is a few steps of micro-batches, each with an optimizer, then evaluations. It yields its
+outputs, gradients and state as ``Moment``s (start with :func:`moments`). Of the first training only
+digests are kept, with which the second is compared while it runs. If bits differ, and rounding may
+be the reason, the first training runs once more for its numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,10 +52,10 @@ from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import MemoryHub
 
-#: So small that a step changes the bits of a parameter and not what a layer does.
+#: The learning rate: large enough to change the bits of parameters, and not what a layer does.
 RATE = 0.05
 
-#: Nothing is ever waited for in one process.
+#: Seconds that an engine waits for a message; in one process none has to be waited for.
 _NO_WAIT = 1.0
 
 _FIRST = GlobalMicroBatch(0)
@@ -63,6 +63,7 @@ _FIRST = GlobalMicroBatch(0)
 #: By the path of a layer, how often its hooks were called.
 Calls = Counter[str]
 
+#: One item for each open :func:`running_from`, in which calls of hooks are not counted.
 _pauses: list[None] = []
 
 
@@ -73,7 +74,7 @@ class TrainedStep(NamedTuple):
         micro_batches: The inputs of each micro-batch.
         schedule: The schedule that the stages run.
         optimizer: The class of the optimizer that takes the step.
-        seed: The seed of its random numbers, like the seed of a batch.
+        seed: The seed of its random numbers.
     """
 
     micro_batches: Sequence[Nest]
@@ -100,13 +101,13 @@ class Course(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The results of a training at one moment.
+    """The tensors of a training at one moment.
 
     Attributes:
-        quantity: "output", "gradient", "state" (parameters and buffers) or "mode".
-        step: The number of the step; the evaluation counts as one more.
-        tensors: The tensors, or their digests, by name. Names of outputs have the number of the
-            micro-batch.
+        quantity: "output", "gradient" or "state" (parameters and buffers).
+        step: The number of the step; for an evaluation the number of all steps.
+        tensors: The tensors, or their digests, by name. The names of outputs end with the number of
+            the micro-batch.
         modes: By path, whether a layer is in training.
     """
 
@@ -116,7 +117,7 @@ class Moment(NamedTuple):
     modes: dict[str, bool]
 
     def clone_tensors(self) -> Moment:
-        """Returns a copy with tensors that the training does not change."""
+        """Returns a copy whose tensors the training does not change."""
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return self._replace(tensors=copies)
 
@@ -127,12 +128,12 @@ class PlainLoop:
     def __init__(
         self, model: Layer, unopened: Unopened, keys_of: Callable[[TrainedStep], Keys | None]
     ) -> None:
-        """Takes the model.
+        """Stores the model.
 
         Args:
             model: The model.
             unopened: The layers that are single nodes: each node has a random key of its own.
-            keys_of: Returns the random keys of a step; None if nothing is drawn.
+            keys_of: Returns the random keys of a step; None if the model draws no random numbers.
         """
         self.model, self._unopened, self._keys_of = model, unopened, keys_of
 
@@ -150,7 +151,7 @@ class PlainLoop:
     def evaluate(self, inputs: Nest) -> Nest:
         """Runs one forward; see :func:`moments`."""
         args, named = arguments_of(inputs)
-        # As the stages do, without gradients; a hook on one is no error then.
+        # Without gradients, as the stages run it; so a hook on a gradient is no error.
         with paddle.no_grad(), intercepting(Walk(self.model, self._unopened)):
             return self.model(*args, **named)
 
@@ -161,12 +162,12 @@ class CapturedRun:
     def __init__(
         self, forms: Forms, model: Layer, keys_of: Callable[[TrainedStep], Keys | None]
     ) -> None:
-        """Takes the captured runs of the forward.
+        """Stores the captured runs of the forward.
 
         Args:
             forms: The captured runs.
             model: The model, whose mode selects the run.
-            keys_of: Returns the random keys of a step; None if nothing is drawn.
+            keys_of: Returns the random keys of a step; None if the model draws no random numbers.
         """
         self._forms, self._keys_of = forms, keys_of
         self._parts = CapturedStages(forms, lambda: model.training)
@@ -213,6 +214,7 @@ class CapturedRun:
 
 
 def _engine(plan: Plan, stage: DygraphStage) -> Engine:
+    """Returns an engine that runs the actions of all ranks in this process."""
     hub = MemoryHub(plan.placement.ranks)
     endpoints = {rank: hub.endpoint(rank) for rank in range(plan.placement.ranks)}
     return Engine(plan, stage, endpoints, _NO_WAIT)
@@ -250,8 +252,8 @@ def moments(model: Layer, side: PlainLoop | CapturedRun, course: Course) -> Iter
 
 
 def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
-    """Makes a separate optimizer step of each parameter, whose state needs less memory."""
-    # Names of an optimizer's state are counted: the user's are to be those of a first optimizer.
+    """Steps each parameter with its own optimizer, so that memory holds the state of only one."""
+    # Paddle counts the names of optimizers' states: the user's optimizers keep their numbers.
     with paddle.utils.unique_name.guard():
         for parameter in parameters:
             if parameter.grad is not None:
@@ -265,7 +267,7 @@ def gradients_of(model: Layer) -> dict[str, Tensor]:
 
 
 def state_of_model(model: Layer) -> dict[str, Tensor]:
-    """Returns all parameters and buffers of a model by name, also those of no state dict."""
+    """Returns all parameters and buffers of a model by name, also those that no state dict has."""
     buffers = {
         f"{path}.{name}" if path else name: holder[name]
         for path, layer in model.named_sublayers(include_self=True)
@@ -291,12 +293,14 @@ def loss_of(output: Nest) -> Tensor:
 
 @functools.cache
 def _weights(shape: tuple[int, ...]) -> Tensor:
-    # A short list, repeated: a large output is not to need as many random numbers.
+    """Returns fixed weights between 0.5 and 1.5 in a shape."""
+    # A short list is repeated, since many random numbers take long.
     numbers = np.random.default_rng(0).uniform(0.5, 1.5, 997).astype("float32")
     return paddle.to_tensor(np.resize(numbers, shape))
 
 
 def _number_outputs(outputs: Sequence[Nest], what: str, first: int = 0) -> dict[str, Tensor]:
+    """Returns the tensors of outputs by names as "0 of micro-batch 2"."""
     return {
         f"{index} of {what} {number}": tensor
         for number, output in enumerate(outputs, first)
@@ -310,9 +314,9 @@ def _modes(model: Layer) -> dict[str, bool]:
 
 @contextmanager
 def count_hook_calls(model: Layer) -> Iterator[Calls]:
-    """While it is open, calls of the hooks of all sublayers are counted.
+    """Counts calls of the forward hooks of all sublayers while the context is open.
 
-    Hooks of the model itself are left out: their operations are captured.
+    Hooks of the model itself are left out, since their operations are captured.
     """
     calls: Calls = Counter()
     replaced: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -328,18 +332,8 @@ def count_hook_calls(model: Layer) -> Iterator[Calls]:
             hooks.update((key, hook) for key, hook in before.items() if key in hooks)
 
 
-@contextmanager
-def pause_counting() -> Iterator[None]:
-    """While it is open, calls of hooks are not counted, as a proof only measures rounding."""
-    _pauses.append(None)
-    try:
-        yield
-    finally:
-        _pauses.pop()
-
-
 def _count_call(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    # A proof may meet rows that have to be captured first, and recompute runs layers again.
+    """Calls a hook, and counts the call unless it belongs to a capture or a repeated run."""
     calls[path] += not (is_noting() or _pauses or rerunning())
     return hook(*args, **named)
 
@@ -350,7 +344,7 @@ State = Mapping[str, Tensor]
 
 @contextmanager
 def undo_training(model: Layer) -> Iterator[None]:
-    """While it is open, a training may change a model; then its state is restored."""
+    """Restores a model's state when the context ends, and clears its gradients."""
     with state_kept(model), in_mode(model, model.training):
         try:
             yield
@@ -359,7 +353,7 @@ def undo_training(model: Layer) -> Iterator[None]:
 
 
 def give(model: Layer, state: State) -> None:
-    """Sets a model's values from a state, whose tensors it copies."""
+    """Copies the tensors of a state into a model's parameters and buffers."""
     with paddle.no_grad():
         for name, tensor in state_of_model(model).items():
             if name in state and not same_bits(tensor, state[name]):
@@ -376,42 +370,42 @@ class Digests:
     """
 
     def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
-        """Trains the model, whose state the caller restores; see :func:`undo_training`."""
+        """Trains the model; the caller restores its state, see :func:`undo_training`."""
         self._model, self._plain, self.course = model, plain, course
-        self._whole: dict[int, State] = {}
+        self._states: dict[int, State] = {}
         self.moments = [
             moment._replace(tensors=digests_of(moment)) for moment in moments(model, plain, course)
         ]
 
     def tensors(self, number: int, initial: State) -> State:
-        """Returns the tensors of a moment from another run of the training."""
-        if number not in self._whole:
+        """Returns the tensors of moment ``number``, from another run of the training."""
+        if number not in self._states:
             with running_from(self._model, initial):
                 again = enumerate(moments(self._model, self._plain, self.course))
-                # Later moments are not asked for yet, and states are for the next step.
-                self._whole = {
+                # The next moment is kept too: after gradients the state is asked for.
+                self._states = {
                     at: moment.clone_tensors().tensors
                     for at, moment in again
                     if at in (number, number + 1)
                 }
-        return self._whole[number]
+        return self._states[number]
 
     def moved_gradients(self, step: int, start: State) -> State:
-        """Returns the gradients of a step whose parameters are off by a unit in the last place."""
-        train = partial(self._plain.train, self.course.steps[step])
-        gradients = partial(gradients_of, self._model)
+        """Returns the gradients of a step from parameters moved by a unit in the last place."""
+        train = functools.partial(self._plain.train, self.course.steps[step])
+        gradients = functools.partial(gradients_of, self._model)
         return moved_gradients(self._model, start, train, gradients)
 
 
 def moved_gradients(
     model: Layer, start: State, train: Callable[[], object], gradients: Callable[[], State]
 ) -> State:
-    """Returns the gradients that a training gives when parameters are off by a unit.
+    """Returns the gradients of a training from parameters moved by a unit in the last place.
 
     Args:
-        model: The model, which gets its state and gradients back.
-        start: What it has in place of its own values before.
-        train: Runs it forward and backward.
+        model: The model; its state and gradients are restored afterwards.
+        start: The state from which it trains.
+        train: Runs the model forward and backward.
         gradients: Returns the gradients by name.
     """
     with running_from(model, start):
@@ -424,14 +418,18 @@ def moved_gradients(
 def running_from(model: Layer, start: State) -> Iterator[None]:
     """While it is open, a model has the state ``start``; then its own state is restored.
 
-    Its gradients are copies then.
+    The restored gradients are copies. Calls of hooks are not counted meanwhile.
     """
-    # Copies, for to clear a gradient empties it.
+    # Copies, since clearing a gradient empties its tensor.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
-    with undo_training(model), pause_counting():
-        drop_gradients(model.parameters())
-        give(model, start)
-        yield
+    _pauses.append(None)
+    try:
+        with undo_training(model):
+            drop_gradients(model.parameters())
+            give(model, start)
+            yield
+    finally:
+        _pauses.pop()
     for parameter, gradient in gradients:
         parameter.grad = gradient
 
@@ -454,14 +452,14 @@ class Comparison:
         self._off: dict[str, float] = {}
 
     def differences(self, moment: Moment) -> list[str]:
-        """Compares the next moment; returns the names that differ by more than rounding.
+        """Compares the next moment, and returns the names that differ by more than rounding.
 
-        After a step it sets the model to the values of the first training.
+        If the state after a step differs, the model gets the state of the first training.
         """
         number, self._number = self._number, self._number + 1
         expected = self._expected.moments[number]
-        left, right = digests_of(moment), expected.tensors
-        differing = [name for name in {**right, **left} if left.get(name) != right.get(name)]
+        got, wanted = digests_of(moment), expected.tensors
+        differing = [name for name in {**wanted, **got} if got.get(name) != wanted.get(name)]
         if moment.quantity == "gradient":
             self._off = {}
         if differing and moment.quantity in ("gradient", "state"):
@@ -480,7 +478,7 @@ class Comparison:
         if moment.quantity == "state":
             give(self._model, right)
             self._start = right
-            return [name for name, gap in off.items() if gap > self._of_update(name, right[name])]
+            return [name for name, gap in off.items() if gap > self._limit(name, right[name])]
         self._off = off
         start = self._start
         rounding = Rounding(right, lambda: self._expected.moved_gradients(moment.step, start))
@@ -490,8 +488,8 @@ class Comparison:
             self.rounded[name] = max(share, self.rounded.get(name, 0.0))
         return beyond
 
-    def _of_update(self, name: str, right: Tensor) -> float:
-        """Returns how far a step may move a parameter off, given its gradient's difference."""
+    def _limit(self, name: str, right: Tensor) -> float:
+        """Returns the largest rounding difference of a parameter after a step."""
         gap = self._off.get(name, 0.0)
         return 2 * (RATE * gap + unit_of(right.dtype) * largest_of(right)) if gap else 0.0
 
