@@ -2,7 +2,7 @@
 
 Start with ``api.py``. ``tracing/`` makes a capture: it runs ``forward`` once in dynamic graph, and
 records every call of a sublayer and every operation outside of one; ``value.py`` there defines a
-capture. ``cutting/`` chooses where the stages begin. ``running/`` makes the same calls again, a
-stage at a time, so that the kernels, and the order in which autograd adds up, are those of the
-plain model. ``proof/`` compares the two.
+capture. ``cutting/`` chooses where the stages begin. ``running/`` repeats the recorded calls stage
+by stage, so that the kernels and the order in which autograd adds up are those of the plain model.
+``proof/`` compares the two.
 """

@@ -32,10 +32,10 @@ from fleetpipe.profiling import PipelinePlan
 
 _log = log.logger(__name__)
 
-#: Proves a model beforehand, and trains it beside the first batches.
+#: The ``verify`` that proves a model, and also trains it beside the first batches.
 FIRST = "first"
 
-#: How many these are.
+#: The number of first batches that are trained beside the plain model.
 SHADOWED = 2
 
 
@@ -61,9 +61,9 @@ def pipeline(
     same calls again. A batch with other shapes is captured anew when it comes.
 
     Args:
-        model: Any layer. If ranks share a pipeline it keeps the memory of this rank's stages alone:
-            build it under ``paddle.LazyGuard`` and it is whole on no rank. In one process it stays
-            as it is, and its parameters are those of the pipeline.
+        model: Any layer. If several ranks run the pipeline, it keeps memory only for this rank's
+            stages; built under ``paddle.LazyGuard`` it never has memory for all of them. In one
+            process it stays as it is, and shares its parameters with the pipeline.
         example_inputs: One micro-batch: a Tensor, a tuple of arguments or a dict by name, which may
             contain None, bools, numbers, texts and nested containers; or ``InputSpec`` in place of
             tensors, with None for the number of rows. The same on every rank. Tensors that a batch
@@ -73,10 +73,10 @@ def pipeline(
         split_spec: ``"auto"``: the cut whose slowest stage is fastest, by the nodes' costs.
             ``["layer2", "layer3"]``: stages that begin with these sublayers. ``{"layer3":
             SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers of that one,
-            shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; the others go with
-            what runs before them. None: ``sublayer.pipeline_stage = k``, or calls of
-            :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: its cut, chunks,
-            schedule and recompute.
+            shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; other sublayers are in
+            the stage of the sublayer that runs before them. None: ``sublayer.pipeline_stage = k``,
+            or calls of :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: its cut,
+            chunks, schedule and recompute.
         num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
         num_chunks: Chunks on each rank; 1 leaves it to the schedule.
         no_split: Classes of layers, or their names, that are never cut within.
@@ -96,8 +96,9 @@ def pipeline(
             and computed again in backward; 0 keeps all.
         memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
-        shape_inputs: Inputs of few whole numbers that the forward may read, as the sizes of images,
-            by key or by index in a tuple. A batch with other numbers in them is captured anew.
+        shape_inputs: The keys, or indices in a tuple, of inputs of few whole numbers that the
+            forward may read, as the sizes of images. A batch with other numbers in them is captured
+            anew.
 
     Returns:
         A ``PipelineLayer`` for ``fleet.distributed_model``, whose parameters and buffers have the
@@ -147,7 +148,7 @@ def pipeline(
             head.require_last(*(form.trace for form in examples))
         require_one_stage([(form.trace, form.starts) for form in examples])
         forms.tell(forms.example(training=True))
-        proof, whole = None, bool(verify) and _whole(model)
+        proof, whole = None, bool(verify) and _allocate_whole(model)
         if whole:
             schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
             proof = prove(capturing, forms, schedule)
@@ -162,9 +163,9 @@ def pipeline(
 def _head_in_place(
     model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
 ) -> Iterator[Head | None]:
-    """Replaces the vocabulary head in the model by parts, if one is named.
+    """Replaces the ``nn.Linear`` at ``path`` by the parts of a vocabulary head, if it is not None.
 
-    An error within the context undoes that.
+    An error within the context restores the ``nn.Linear``.
     """
     if path is None:
         yield None
@@ -179,8 +180,8 @@ def _head_in_place(
         yield head
 
 
-def _whole(model: Layer) -> bool:
-    """Whether this process may hold the whole model; allocates its lazy parameters then."""
+def _allocate_whole(model: Layer) -> bool:
+    """Allocates lazy parameters; returns False, and does not, where other ranks share the model."""
     job = current_job()
     lazy = without_memory(model)
     if lazy and job is not None and not job.local:

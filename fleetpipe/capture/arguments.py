@@ -16,7 +16,7 @@ from fleetpipe.paddle_types import Inputs
 
 
 class StageArguments(NamedTuple):
-    """The number of stages in the arguments.
+    """The number of ranks and chunks that the user or the job asks for.
 
     Attributes:
         ranks: Ranks of the pipeline; None if the cut decides.
@@ -32,7 +32,7 @@ class StageArguments(NamedTuple):
         return None if self.ranks is None else self.ranks * self.chunks
 
     def ranks_of(self, stages: int, cut: str) -> int:
-        """Returns the number of ranks for a cut into so many stages.
+        """Returns the number of ranks for a cut into ``stages`` stages, which errors name ``cut``.
 
         Raises:
             ConfigError: The cut has another number of stages than the arguments.
@@ -50,15 +50,15 @@ class StageArguments(NamedTuple):
 
 
 def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -> StageArguments:
-    """Returns the number of stages in the arguments.
+    """Checks the numbers of ranks and chunks, and returns them.
 
     Args:
         num_stages: The user's number of ranks of the pipeline, or None.
         num_chunks: Chunks on each rank.
-        job: The current job, whose ``pp_degree`` counts.
+        job: The current job; its ``pp_degree`` is the number of ranks.
 
     Raises:
-        ConfigError: An argument is no positive number, or the job has another one.
+        ConfigError: An argument is no positive number, or ``num_stages`` is not the ``pp_degree``.
     """
     for name, value in (("num_stages", num_stages), ("num_chunks", num_chunks)):
         if value is not None and (type(value) is not int or value < 1):
@@ -105,7 +105,7 @@ def plain_model(model: Layer) -> Layer:
 
 
 def require_whole(example: Inputs, shape_inputs: Sequence[str | int]) -> None:
-    """Refuses ``shape_inputs`` that name no whole numbers in the example."""
+    """Raises an error if ``shape_inputs`` names inputs that are no whole numbers."""
     for key in shape_inputs:
         if isinstance(shape_inputs, str) or not whole_at(example, [key]):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A captured model as a ``PipelineLayer``, and its stages that a process owns."""
+"""A captured model as a ``PipelineLayer``, ``CapturedPipeline``, and the stages of one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from fleetpipe.schedules import Edge
 
 
 class OwnedNodes(OwnedStages):
-    """Runs the nodes of these stages, by the captured run that a micro-batch looks like."""
+    """Runs the nodes of a process's stages, by the captured run with a micro-batch's shapes."""
 
     borders: CapturedStages
 
@@ -61,14 +61,14 @@ class OwnedNodes(OwnedStages):
         functions: Mapping[int, Callable[..., Nest]],
         uses: Callable[[], list[list[Tensor]]],
     ) -> None:
-        """Describes the stages.
+        """Stores the captured runs and what this process owns of them.
 
         Args:
             forms: The captured runs.
             stages: Runs the stages of the whole model.
             partition: The cut of the run of the example.
             owned: The numbers of the stages that this process owns.
-            functions: The functions of their entries.
+            functions: The functions of the entries of these stages, by their number in the model.
             uses: Returns the parameters and buffers of each entry of the whole model.
         """
         self._forms, self.borders, self._uses = forms, stages, uses
@@ -94,7 +94,7 @@ class OwnedNodes(OwnedStages):
         return self._forms.example(training=True).layers(stage)
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns the functions of a stage's nodes by number, and the first one's input."""
+        """Returns the functions of a stage's nodes by number, and the input of the first one."""
         if stage >= self._forms.stages:
             return super().calls_of(stage, value)
         form, value = self.borders.form(stage, value)
@@ -131,11 +131,12 @@ class OwnedNodes(OwnedStages):
 
 
 def _names(form: Form) -> list[object]:
+    """Returns the names of the functions of a run."""
     return [getattr(function, "__name__", None) for function in form.functions]
 
 
 def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:
-    """Refuses a second use of a parameter by a stage whose uses are to leave gradients apart."""
+    """Raises the error for a parameter that two nodes of one stage use, under sums by a tree."""
     raise ConfigError(
         "with sums by a tree the uses of a tied weight leave gradients apart, and two nodes of one "
         "stage of a captured model would leave their sum",
@@ -146,7 +147,7 @@ def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:
 
 
 class Findings(NamedTuple):
-    """The results of the checks of a model before it was cut.
+    """The cut of a model and the results of its checks.
 
     Attributes:
         choice: The cut that was chosen by cost; None if the user gave one.
@@ -169,8 +170,8 @@ class CapturedPipeline(PipelineLayer):
     It is a ``PipelineLayer`` whose parameters and buffers have the plain model's names.
 
     Attributes:
-        plain: The plain model. If ranks share a pipeline it has the memory of this rank's stages
-            alone.
+        plain: The plain model. If several ranks run the pipeline, it has memory only for this
+            rank's stages.
         forms: The captured runs of its forward.
         choice: The cut that was chosen by cost; None if the user gave one.
         proof: The comparison with the plain model; None if there was none.
@@ -205,25 +206,27 @@ class CapturedPipeline(PipelineLayer):
             loss_fn: As for ``PipelineLayer``.
             findings: The results of the checks of the model.
         """
-        # Around Layer.__setattr__, which would make a sublayer of the model.
-        self.__dict__.update(plain=plain, forms=forms)
         findings = findings or Findings()
+        # Not by Layer.__setattr__, which would make a sublayer of the model.
         self.__dict__.update(
-            choice=findings.choice, proof=findings.proof, _shadowed=findings.shadowed
+            plain=plain,
+            forms=forms,
+            choice=findings.choice,
+            proof=findings.proof,
+            _shadowed=findings.shadowed,
+            _head=findings.head,
         )
-        self.__dict__["_head"] = findings.head
         example = forms.example(training=True)
         described = [] if findings.head is None else [findings.head.description]
+        cut: dict[str, Any] = {"plan": findings.plan}
+        if findings.plan is None:
+            cut = {"seg_method": [0, *(start + 1 for start in example.starts)]}
         super().__init__(
             [*example.functions, *described],
             num_stages=num_stages,
             num_virtual_pipeline_stages=num_chunks,
             loss_fn=loss_fn,
-            **(
-                {"seg_method": [0, *(start + 1 for start in example.starts)]}
-                if findings.plan is None
-                else {"plan": findings.plan}
-            ),
+            **cut,
         )
         self._follow()
 
@@ -266,7 +269,7 @@ class CapturedPipeline(PipelineLayer):
         self.state = CapturedState(self, slots, users, nodes, self.holders)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
-        # Last, and around add_sublayer: a model may use any name, and this class has many.
+        # Last, and not by add_sublayer, since a model's names may be those of this class.
         self._take_part()
         self.state.keep_parameters()
 
@@ -274,7 +277,7 @@ class CapturedPipeline(PipelineLayer):
         """Shares the tables of sublayers and tensors that this process's stages need."""
         part, state, owned = self.plain, self.plain.state_dict(), set(self._owned)
         if len(owned) < self.placement.stages:
-            # What no node uses is in stage 0.
+            # Tensors that no node uses are in stage 0.
             tensors = [id(t) for n, t in state.items() if owned & {*self.users.get(n, (0,))}]
             part = part_of(self.plain, self._nodes(self._owned), tensors)
         share_tables(part, self)
@@ -285,7 +288,7 @@ class CapturedPipeline(PipelineLayer):
         return {} if self._head is None else self._head.counted_names
 
     def train(self, mode: bool = True) -> CapturedPipeline:
-        """Switches the plain model to training, by its own ``train()``."""
+        """Switches the plain model to training by its own ``train()``, or else to evaluation."""
         self.plain.train() if mode else owned_stages.evaluate(self.plain, self.plain.eval)
         return self._follow()
 
@@ -294,13 +297,13 @@ class CapturedPipeline(PipelineLayer):
         return self.train(False)
 
     def begin(self, training: bool) -> None:
-        """Begins a batch as a list of layers does, with the plain model's modes."""
+        """Begins a batch, with the plain model's modes."""
         super().begin(training)
         self._follow()
 
     @property
     def with_modes(self) -> Layer:
-        """The plain model, whose modes count."""
+        """The plain model, which has the layers' modes."""
         return self.plain
 
     def follow(self) -> None:
@@ -309,7 +312,7 @@ class CapturedPipeline(PipelineLayer):
     require_listed = hidden_uses = follow
 
     def _follow(self) -> CapturedPipeline:
-        """Captures the plain model anew if a script has changed it, and follows its modes."""
+        """Captures the plain model anew if a script has changed it, and copies its modes."""
         change, now = self.forms.follow(), tensors_of(self.plain)
         require_same_parameters(self._tensors, now)
         if change is not None:
@@ -361,7 +364,7 @@ class CapturedPipeline(PipelineLayer):
         return Untouched(self.plain, capturing.example, capturing.unopened)
 
     def _layer_infos(self) -> list[LayerInfo]:
-        """Returns the name of each entry, with the parameters that no earlier one uses."""
+        """Returns the name of each entry, and the number of parameters that no earlier one uses."""
         return [
             LayerInfo(entry.__name__, sum(math.prod(t.shape) for t in new if not t.stop_gradient))
             for entry, new in zip(self._layers_desc, first_uses(self._uses()))
@@ -391,8 +394,8 @@ class CapturedPipeline(PipelineLayer):
         return super().forward(input, chunk_id)
 
     def _layer_files(self) -> LayerFiles:
-        tensors = self.state.local_tensors()
+        state = self.state
         return files_of_model(
-            *(self.state.slots(), self.users, tensors, self._owned, self.placement),
+            *(state.slots(), self.users, state.local_tensors(), self._owned, self.placement),
             *(self._job, self.holders),
         )

@@ -25,7 +25,7 @@ class Explanation:
 
     Attributes:
         trace: The captured forward in training.
-        places: The name of the place before each node with which a stage may begin.
+        places: The border before each node with which a stage may begin, by the node's number.
         refused: The reason why a stage may not begin with a node.
         crossing: By node, the bytes of the values that would cross if a stage began with it.
         parameters: By node, the bytes of its parameters and buffers that no earlier node uses.
@@ -47,10 +47,12 @@ class Explanation:
         return "\n".join([table(rows, left=range(len(rows[0]))), *lines])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the heading of the table, and a row for each node."""
         times = () if self.costs is None else ("F ms", "B ms")
         yield ("node", "what", "makes", "bytes before", "parameters", *times, "a cut before it")
         for number, node in enumerate(self.trace.nodes):
             cost = None if self.costs is None else self.costs[number]
+            refusal = f"no: {self.refused[number]}" if number in self.refused else ""
             yield (
                 str(number),
                 node.name,
@@ -58,13 +60,8 @@ class Explanation:
                 f"{self.crossing[number]:,}" if number else "",
                 f"{self.parameters[number]:,}",
                 *(f"{1e3 * time:.3g}" for time in ((cost.forward, cost.whole) if cost else ())),
-                self._cut(number),
+                str(self.places.get(number, refusal)),
             )
-
-    def _cut(self, number: int) -> str:
-        if number in self.places:
-            return str(self.places[number])
-        return f"no: {self.refused[number]}" if number in self.refused else ""
 
     def graphviz(self) -> str:
         """Returns the nodes and the values between them in Graphviz's language, for ``dot``."""

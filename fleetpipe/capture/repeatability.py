@@ -1,8 +1,8 @@
-"""Checks that a forward makes the same calls for all numbers, by runs on other ones.
+"""Checks that a forward makes the same calls whatever the numbers, by runs on varied examples.
 
-A capture records one run, and the values that Python computed in it stay fixed: a count of calls, a
-time. Runs on other numbers show such places. Numbers that a model cannot take may end the process,
-deep within an operation, so the other numbers are the example's own, moved.
+A capture records one run, and values that Python computed in that run stay fixed, as a count of
+calls. Runs on other numbers show such places. Since an invalid number, as an index out of range,
+may end the process, rows of the example are moved, and floats are scaled and mixed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
 from fleetpipe.capture.tracing.signature import PLAIN, with_numbers
 from fleetpipe.capture.tracing.user_lines import forward_place, raised_at
-from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
+from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, parts
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.paddle_api import paddle
@@ -28,7 +28,7 @@ class Variation(NamedTuple):
     """A change of an example's numbers.
 
     Attributes:
-        shift: By how many rows each row moves; None puts the first in the place of all.
+        shift: By how many rows each row moves; None replaces all rows by the first.
         mixed: The share of the row before in each row of floats.
         scale: The factor of floats, at most 1.
     """
@@ -39,7 +39,7 @@ class Variation(NamedTuple):
 
 
 ROLLED, MIXED = Variation(1, scale=0.75), Variation(2, mixed=0.4, scale=0.5)
-#: All variations of a proof, from the example itself on.
+#: All variations of a proof; the first one is the example itself.
 ALL = (
     *(Variation(0), ROLLED, Variation(1, mixed=0.7), MIXED),
     *(Variation(0, scale=0.0), Variation(None)),
@@ -47,7 +47,7 @@ ALL = (
 
 
 def vary_example(capturing: Capturing, variation: Variation) -> Nest:
-    """Returns the example with varied numbers where the forward does not read them."""
+    """Returns the example with varied numbers, except in inputs whose numbers the forward reads."""
     rows = rows_of(capturing.example)
     return capturing.vary(
         lambda tensor: with_numbers(tensor, lambda numbers: vary_numbers(numbers, variation, rows))
@@ -55,14 +55,14 @@ def vary_example(capturing: Capturing, variation: Variation) -> Nest:
 
 
 def rows_of(example: Nest) -> int:
-    """Returns the number of rows of the batch: that of the first tensor that has any."""
+    """Returns the number of rows of a batch, from its first tensor that has an axis; else 0."""
     return next((tensor.shape[0] for tensor in tensors_of(example) if tensor.ndim), 0)
 
 
 def with_another_row(capturing: Capturing) -> Nest | None:
-    """Returns the example with its first row once more at the end of each tensor.
+    """Returns the example with its first row repeated at the end of each tensor.
 
-    None if not all have as many rows: what belongs to a row is not known then.
+    Returns None if tensors have different numbers of rows, which may be no rows of a batch then.
     """
     shapes = [tensor.shape for tensor in tensors_of(capturing.example)]
     if len({shape[0] for shape in shapes if shape}) != 1 or not rows_of(capturing.example):
@@ -77,10 +77,12 @@ def with_another_row(capturing: Capturing) -> Nest | None:
 
 
 def vary_numbers(numbers: Any, variation: Variation, rows: int) -> Any:
-    """Returns varied numbers of a NumPy array, in a batch of so many rows."""
+    """Returns varied numbers of a NumPy array, in a batch of ``rows`` rows."""
     has_rows = numbers.ndim > 0 and len(numbers) == rows > 0
     if numbers.dtype.kind in "iub":
-        return _move_rows(numbers, variation) if has_rows and not _is_monotone(numbers) else numbers
+        steps = np.diff(numbers.astype("int64")) if numbers.ndim == 1 else np.array([-1, 1])
+        is_monotone = (steps >= 0).all() or (steps <= 0).all()  # as offsets of sequences
+        return _move_rows(numbers, variation) if has_rows and not is_monotone else numbers
     if has_rows:
         numbers = _move_rows(numbers, variation)
         if variation.mixed:
@@ -98,12 +100,6 @@ def _move_rows(rows: Any, variation: Variation) -> Any:
     return np.roll(rows, variation.shift, 0)
 
 
-def _is_monotone(numbers: Any) -> bool:
-    """Whether numbers of one axis ascend or descend."""
-    steps = np.diff(numbers.astype("int64")) if numbers.ndim == 1 else np.array([-1, 1])
-    return bool((steps >= 0).all() or (steps <= 0).all())
-
-
 _WHAT = "calls something else when it runs again on other numbers"
 
 
@@ -111,7 +107,7 @@ class _Difference(NamedTuple):
     """The place where two runs of a forward differ.
 
     Attributes:
-        path: The layer in whose forward it is.
+        path: The path of the layer whose forward differs.
         place: File and line.
         expected: The call of the first run.
         got: The call of the second run.
@@ -126,7 +122,7 @@ class _Difference(NamedTuple):
 def require_same_calls(capturing: Capturing) -> None:
     """Runs a model's forward on other numbers, and checks that it makes the same calls.
 
-    A sublayer that does not becomes a single node, which may do anything.
+    A sublayer whose forward makes other calls becomes a single node, whose calls are not recorded.
 
     Raises:
         CaptureError: The model's own forward makes other calls.
@@ -134,7 +130,7 @@ def require_same_calls(capturing: Capturing) -> None:
     model = capturing.model
     layers = dict(model.named_sublayers(include_self=True))
     while True:
-        # What Python keeps from one run shows in the next.
+        # With attributes of layers kept from run to run, state that Python keeps shows.
         with attributes_running_on(model), capturing.notice_if_slow():
             difference = _difference(capturing)
         if difference is None:
@@ -156,34 +152,30 @@ def require_same_calls(capturing: Capturing) -> None:
 
 
 def require_same_modes(first: Capture, again: Capture) -> None:
-    """Refuses a forward that switches layers' modes, and not in the same way each time.
+    """Raises an error if a forward switches layers' modes in another way each time.
 
     Args:
         first: A run that switches modes.
         again: A second run, which starts from the modes that the first has left.
     """
-    parts = _parting(first, again)
-    if parts is not None or first.switched != _modes_after(first, again):
+    difference = _first_difference(first, again)
+    modes = {id(mode.layer): mode for mode in again.switched}
+    modes_after = tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
+    if difference is not None or first.switched != modes_after:
         raise CaptureError(
             "the forward switches layers between training and evaluation, each time otherwise",
             where=first.switched_at,
-            expected=None if parts is None else parts.expected,
-            got=None if parts is None else parts.got,
+            expected=difference and difference.expected,
+            got=difference and difference.got,
             cause="what the first micro-batch leaves is what the second finds",
             fix="do it where modes are set: def train(self): super().train(); self.norm.eval()",
         )
 
 
-def _modes_after(first: Capture, again: Capture) -> tuple[Mode, ...]:
-    """Returns the modes that the second run leaves in the layers that the first has switched."""
-    modes = {id(mode.layer): mode for mode in again.switched}
-    return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
-
-
 def _difference(capturing: Capturing) -> _Difference | None:
     """Returns the first place where runs on other numbers differ from the run on the example."""
     look = capturing.look
-    # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
+    # A forward that reads numbers is refused earlier, so one variation in each mode is enough.
     for training, change in ((True, ROLLED), (False, MIXED)):
         while True:
             first = capturing(look, training)
@@ -193,12 +185,12 @@ def _difference(capturing: Capturing) -> _Difference | None:
                 capturing.unopened.add_selecting(node)
             if changes == capturing.unopened.changes:
                 break
-        difference = _parting(first, second)
+        difference = _first_difference(first, second)
         if difference is not None:
-            # A constant may be kept from its first use on: what counts is whether later runs part.
+            # A constant may be computed in its first use only: later runs decide.
             capturing.forget()
             first, second = capturing(look, training), _run(capturing, change, training)
-            difference = _parting(first, second)
+            difference = _first_difference(first, second)
         if difference is not None:
             place = difference.place or forward_place(capturing.model)
             return difference._replace(place=place)
@@ -206,7 +198,7 @@ def _difference(capturing: Capturing) -> _Difference | None:
 
 
 def _run(capturing: Capturing, change: Variation, training: bool) -> Capture:
-    """Runs the forward on changed numbers; on less changed ones if it fails on these."""
+    """Runs the forward on varied numbers; with ``ROLLED`` if it fails with another variation."""
     try:
         return capturing.with_numbers(vary_example(capturing, change), training)
     except CaptureError as error:
@@ -225,7 +217,7 @@ def _run(capturing: Capturing, change: Variation, training: bool) -> Capture:
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:
-    """Yields the names of nodes whose outputs have another size in the other run."""
+    """Yields the names of nodes whose outputs have another shape in the second run."""
     for node, other in zip(first.nodes, second.nodes):
         if node.function != other.function or node.makes != other.makes:
             return
@@ -234,13 +226,14 @@ def _selecting(first: Capture, second: Capture) -> Iterator[str]:
                 yield node.name
 
 
-def _parting(first: Capture, second: Capture) -> _Difference | None:
+def _first_difference(first: Capture, second: Capture) -> _Difference | None:
+    """Returns the first difference of two runs; None if they make the same calls."""
     for node, other in zip_longest(first.nodes, second.nodes):
-        line = _differing(node, other)
-        if line is not None:
+        texts = _differing(node, other)
+        if texts is not None:
             one: Node = other or node
             opened = one.scopes[: -1 if one.is_layer else None]
-            return _Difference(opened[-1].path, one.place, *line)
+            return _Difference(opened[-1].path, one.place, *texts)
     if first.outputs != second.outputs:
         return _Difference("", None, "an output", "another output")
     return None
@@ -263,25 +256,27 @@ def _node_text(node: Node | None) -> str:
 
 
 def _arguments(node: Node) -> Iterator[object]:
-    """Yields the arguments of a node, with their keys and places."""
+    """Yields the path of each argument of a node, then the argument."""
     for path, leaf in parts((node.args, node.named)):
         yield path
         yield leaf
 
 
 def _same(one: object, other: object) -> bool:
+    """Whether two arguments are equal; objects of classes that it does not know always are."""
     if type(one) is not type(other):
         return False
     if isinstance(one, paddle.Tensor):
         one, other = one.numpy(), other.numpy()  # type: ignore[attr-defined]
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.tobytes() == other.tobytes()
-    # Of other objects nothing is known: what they do, shows in the outputs.
+    # What other objects do shows in the outputs.
     is_plain = isinstance(one, (*PLAIN, tuple, Ref, Owned))
     return not is_plain or one == other or (one != one and other != other)
 
 
 def _text(value: object, other: bool = False) -> str:
+    """Returns an argument in words; ``other`` if it is that of the second run."""
     if isinstance(value, paddle.Tensor):
         return f"a constant {list(value.shape)}" + " of other numbers" * other
     if isinstance(value, Ref):

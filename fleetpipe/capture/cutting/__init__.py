@@ -1,1 +1,1 @@
-"""Cuts a capture where the user or the costs of its nodes say, and finds what crosses."""
+"""Cuts a capture by the `split_spec` or by measured costs, and finds what crosses borders."""

@@ -1,8 +1,8 @@
 """Chooses the cut of a captured model: as the user gave it, or by the measured costs of its nodes.
 
-``split_spec="auto"`` is the cut whose slowest stage is fastest. The time of a stage is computed as
-by :func:`fleetpipe.plan`: its nodes forward and backward, and its transfers in both directions.
-All uses of state that a forward writes into stay in one stage.
+Start with :func:`cut_of`. ``split_spec="auto"`` is the cut whose slowest stage is fastest. The time
+of a stage is computed as by :func:`fleetpipe.plan`: its nodes forward and backward, and its
+transfers in both directions. All uses of state that a forward writes into stay in one stage.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class Span(NamedTuple):
     last: int
 
 
-#: By the name of what any of several runs writes into, its span in each; None where none uses it.
+#: By the name of a written parameter or buffer, its span in each run; None in a run without it.
 Spans = dict[str, list[Span | None]]
 
 
 def spans(traces: Sequence[Capture]) -> Spans:
-    """Returns the span in each run of the state that any of them writes into."""
+    """Returns the spans of the parameters and buffers that any of several runs writes into."""
+
+    def span(name: str, nodes: Sequence[Node]) -> Span | None:
+        users = [number for number, node in enumerate(nodes) if name in node.state]
+        return Span(users[0], users[-1]) if users else None
+
     names = dict.fromkeys(name for trace in traces for name in trace.changed)
-    return {name: [_span(name, trace.nodes) for trace in traces] for name in names}
-
-
-def _span(name: str, nodes: Sequence[Node]) -> Span | None:
-    users = [number for number, node in enumerate(nodes) if name in node.state]
-    return Span(users[0], users[-1]) if users else None
+    return {name: [span(name, trace.nodes) for trace in traces] for name in names}
 
 
 def split_state(written: Spans, starts: Sequence[int]) -> str | None:
-    """Names a state that is used on both sides of a border; None if there is none.
+    """Returns the name of a state that is used on both sides of a border; None if there is none.
 
     Args:
         written: The spans of written state in the runs.
@@ -78,7 +78,7 @@ def split_state(written: Spans, starts: Sequence[int]) -> str | None:
 
 
 def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
-    """Refuses a cut between the uses of state that a forward writes into.
+    """Raises an error if a cut is between two uses of state that a forward writes into.
 
     Args:
         runs: The runs in training and in evaluation, each with the first node of each stage after
@@ -101,7 +101,7 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
 
 
 def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
-    """Names a node in each of two stages that use a parameter or buffer."""
+    """Returns texts that name a node in each of the first two stages that use a state."""
     users: dict[int, str] = {}
     for trace, starts in runs:
         for number, node in enumerate(trace.nodes):
@@ -112,13 +112,13 @@ def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[st
     return first, second
 
 
-#: Least and most runs of a node, of which the fastest counts.
+#: The least and the most runs of a node; the fastest run counts.
 LEAST_RUNS, MOST_RUNS = 5, 20
 
-#: Most nodes that are run so often of those that do the same; of these the median counts.
+#: The most nodes that are measured of several equal ones; the median of their times counts.
 MOST_ALIKE = 5
 
-#: Seconds of a processor after which no more runs begin than the least.
+#: Seconds of processor time after which nodes run at most ``LEAST_RUNS`` times.
 SECONDS = 1.0
 
 
@@ -166,7 +166,7 @@ def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -
             if number in often:
                 inputs[number] = value
             value = run(number, value)
-        # One run after another: what slows a node seldom does so in each.
+        # All nodes in turn, so that a disturbance does not slow all runs of one node.
         for count in range(1, MOST_RUNS):
             if count >= LEAST_RUNS and time.thread_time() - begun > SECONDS:
                 break
@@ -175,24 +175,19 @@ def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -
     drop_gradients(model.parameters())
     samples = [layer_meter.fastest(meter.samples[0, number]) for number in range(len(functions))]
     for numbers in alike.values():
-        _share(samples, numbers)
+        part = [samples[number] for number in numbers[:MOST_ALIKE]]
+        forward = statistics.median(one.forward for one in part)
+        backward = statistics.median(one.backward for one in part)
+        for number in numbers:
+            samples[number] = samples[number]._replace(forward=forward, backward=backward)
     costs = layer_meter.layer_costs(
         names, samples, layer_meter.state_bytes(uses, dict(model.named_parameters()))
     )
     return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
 
 
-def _share(samples: list[layer_meter.Sample], numbers: Sequence[int]) -> None:
-    """Gives each of some equal nodes the median times of the first ones, which ran most often."""
-    part = [samples[number] for number in numbers[:MOST_ALIKE]]
-    forward = statistics.median(one.forward for one in part)
-    backward = statistics.median(one.backward for one in part)
-    for number in numbers:
-        samples[number] = samples[number]._replace(forward=forward, backward=backward)
-
-
 def _kind(trace: Capture, node: Node) -> str:
-    """Returns a text that is the same for nodes that compute the same with equal shapes."""
+    """Returns a text that is equal for nodes that compute the same on equal shapes."""
 
     def look(leaf: object) -> object:
         if isinstance(leaf, Ref):
@@ -215,7 +210,7 @@ def _kind(trace: Capture, node: Node) -> str:
 
 
 def state_of(node: Node) -> list[Tensor]:
-    """Returns the parameters and buffers that a node has or takes."""
+    """Returns the parameters and buffers of a node's layer and among its arguments."""
     layer: Layer = node.function
     tensors = [*layer.parameters(), *layer.buffers()] if node.is_layer else []
     return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
@@ -234,8 +229,8 @@ class Choice(NamedTuple):
     Attributes:
         borders: The borders of the stages.
         seconds: The time of each stage for one micro-batch.
-        bound: A lower bound for cuts into as many stages: the larger of the mean stage and the
-            slowest node.
+        bound: A lower bound of the slowest stage of any cut into as many stages: the larger of the
+            mean stage and the slowest node.
     """
 
     borders: tuple[Border, ...]
@@ -268,20 +263,18 @@ def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], d
         border = _border(training, number)
         if border is None:
             refused[number] = "no call of a sublayer is beside it, to name the place"
-        elif not _is_in(evaluation, border):
+            continue
+        try:
+            start = border.start(evaluation)
+        except ConfigError:
+            start = 0
+        if not 0 < start < len(evaluation.nodes):
             refused[number] = "in evaluation the forward does not come here"
-        elif name := split_state(written, (number, border.start(evaluation))):
+        elif name := split_state(written, (number, start)):
             refused[number] = f"{name!r} is used on both sides, and the forward writes into it"
         else:
             borders[number] = border
     return borders, refused
-
-
-def _is_in(trace: Capture, border: Border) -> bool:
-    try:
-        return 0 < border.start(trace) < len(trace.nodes)
-    except ConfigError:
-        return False
 
 
 def _border(trace: Capture, number: int) -> Border | None:
@@ -324,11 +317,11 @@ def choose(
 
 
 def measure_once(job: Job | None, measure: Callable[[], Profile]) -> Profile:
-    """Measures on one rank and returns the result on every rank. Collective over the job."""
+    """Measures on one rank, and returns the result on every rank. Collective over the job."""
     if job is None or job.local:
         return measure()
     with job.guarded(lambda: "measuring the nodes of the model"):
-        # Those that compute a layer together measure together, each by its own clock.
+        # Ranks that compute a layer together measure together; the first one's times count.
         text = measure().dumps() if job.leads(*job.degrees.layer_axes) else None
         return Profile.loads(job.everyone().broadcast(text, 0))
 
@@ -370,14 +363,19 @@ def cut_of(
         head: The names of the layers after the model's nodes: the parts of its head, and the loss.
 
     Raises:
-        ConfigError: It names something that does not exist, needs the number of stages, or is a
-            plan of another model.
+        ConfigError: ``spec`` names something that does not exist, needs the number of stages, or is
+            a plan of another model.
         PartitionError: "auto" finds no cut.
     """
     look = capturing.look
     training = capturing(look, True)
     if isinstance(spec, PipelinePlan):
-        return Cut(_borders_of_plan(training, capturing(look, False), spec, head))
+        # The inputs come first, and the outputs last.
+        names = ["inputs", *(node.name for node in training.nodes), "outputs", *head]
+        spec.require_layers(names)
+        named, _ = places(training, capturing(look, False))
+        firsts = spec.partition.boundaries[1 : spec.schedule.placement.body]
+        return Cut(tuple(named[first - 1] for first in firsts))
     if not isinstance(spec, str) or spec != AUTO:
         return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
     if stages is None:
@@ -399,14 +397,3 @@ def cut_of(
     profile = measure_once(current_job(), lambda: measure_nodes(capturing, training, named))
     choice = choose(profile, named, stages, memory_cap)
     return Cut(choice.borders, choice)
-
-
-def _borders_of_plan(
-    training: Capture, evaluation: Capture, plan: PipelinePlan, head: Sequence[str]
-) -> tuple[Border, ...]:
-    """Returns the borders of a plan; raises ConfigError for a plan of another model."""
-    # The inputs come first, and the outputs last.
-    plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs", *head])
-    named, _ = places(training, evaluation)
-    borders = plan.partition.boundaries[1 : plan.schedule.placement.body]
-    return tuple(named[first - 1] for first in borders)

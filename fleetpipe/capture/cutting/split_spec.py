@@ -1,7 +1,7 @@
 """Borders of stages in a capture: how a user's ``split_spec`` names them, and what crosses them.
 
-A border is named by the call of a sublayer or of ``pipe_split``, so that it is found again in
-another run, with other shapes or in evaluation.
+Start with :func:`borders_of`. A border is named by the call of a sublayer or of ``pipe_split``, so
+that it is found again in a run with other shapes or in evaluation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = [
 
 
 class SplitPoint(Enum):
-    """Says at which side of a sublayer a stage begins.
+    """The side of a sublayer on which a stage begins.
 
     Attributes:
-        BEGINNING: The sublayer is the first of the next stage.
-        END: The sublayer is the last of its stage.
+        BEGINNING: The stage begins before the sublayer.
+        END: The stage begins after the sublayer.
     """
 
     BEGINNING = "before"
@@ -39,7 +39,7 @@ class SplitPoint(Enum):
 
 
 def nearest_path(path: str, paths: Collection[str]) -> str:
-    """Returns a phrase that names the paths closest to ``path``, or all of the first level."""
+    """Returns a phrase that names the paths nearest to ``path``, or all of the first level."""
     phrase = nearest(path, paths)
     if not phrase.startswith("known"):
         return phrase
@@ -119,9 +119,9 @@ def starts(trace: Capture, borders: Sequence[Border], example: Capture | None = 
     Args:
         trace: A run of the forward.
         borders: The borders, in the order of the first run.
-        example: The first run, in this mode. A run for another batch may leave out sublayers, as
-            those for images: then the others are in the stages of the first run, and a stage may
-            have no node.
+        example: The first run in the same mode. A run for another batch may leave out sublayers, as
+            those for images: the others stay in their stages of the first run, and a stage may have
+            no node.
 
     Raises:
         ConfigError: The forward does not reach a border, or a stage would be empty.
@@ -142,7 +142,7 @@ def starts(trace: Capture, borders: Sequence[Border], example: Capture | None = 
 
 
 def _start(trace: Capture, border: Border, example: Capture) -> int:
-    """Returns the first node that is behind a border, where the forward may not come."""
+    """Returns the first node after a border, in a run that may not reach the border itself."""
     if not isinstance(border, AtCall) or Scope(border.path, border.call) in trace.calls:
         return border.start(trace)
     first = border.start(example)
@@ -160,23 +160,23 @@ def in_order(trace: Capture, borders: Sequence[Border]) -> list[Border]:
 def crossing(
     trace: Capture, starts: Sequence[int], edges: Collection[Edge] = ()
 ) -> dict[Edge, tuple[str, ...]]:
-    """Returns the values on each edge, by name: each goes straight to every stage that uses it.
+    """Returns the names of the values on each edge; each value goes to every stage that uses it.
 
     Args:
         trace: The run.
         starts: The first node of each stage after stage 0; the model's inputs are in stage 0, its
             outputs in the last stage.
-        edges: Those of the pipeline, if it has stages already: where none leads straight to a
-            stage, a value goes there over others.
+        edges: The edges of a pipeline that is built already. If none of them leads directly to a
+            stage, the value takes several edges over other stages.
     """
 
     def stage_of(node: int | None) -> int:
         return 0 if node is None else bisect_right(starts, node)
 
-    takers = [(stage_of(number), node.uses) for number, node in enumerate(trace.nodes)]
-    takers.append((len(starts), set(trace.output_values)))
+    uses_of_stages = [(stage_of(number), node.uses) for number, node in enumerate(trace.nodes)]
+    uses_of_stages.append((len(starts), set(trace.output_values)))
     values: dict[Edge, set[ValueId]] = {}
-    for stage, uses in takers:
+    for stage, uses in uses_of_stages:
         for value in uses:
             source = stage_of(trace.maker(value))
             for edge in _route(source, stage, edges) if source != stage else ():
@@ -195,35 +195,35 @@ def _route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
     return routes.get(stage, [Edge(source, stage)])
 
 
-#: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
+#: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for marks in the model.
 SplitSpec = str | Sequence[str] | Mapping[str, SplitPoint] | Mapping[str, int] | None
 
-#: Has the cut chosen by what the nodes cost.
+#: The ``split_spec`` that chooses the cut by the costs of the nodes.
 AUTO = "auto"
 
 
 def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None) -> list[Border]:
-    """Returns the borders that a user's ``split_spec`` means, in the order of the run.
+    """Returns the borders that a user's ``split_spec`` names, in the order of the run.
 
     Args:
-        spec: Anything but "auto".
+        spec: Any ``split_spec`` except "auto".
         model: The model.
         trace: The run of its forward in training.
         stages: The number of stages, if it is known; a prefix needs it.
 
     Raises:
-        ConfigError: It names something that does not exist, or has an unknown form.
+        ConfigError: ``spec`` names something that does not exist, or has an unknown form.
     """
     if isinstance(spec, str):
         return _evenly(spec, trace, stages)
     if spec is None:
-        return _said_by(model, trace)
+        return _marked_in(model, trace)
     if not isinstance(spec, (Mapping, Sequence)):
         raise _unknown_form(spec)
     _require_names(spec, model)
     if isinstance(spec, Sequence):
         return in_order(trace, [AtCall(path) for path in spec])
-    # Paddle's own, of ``pp_config``, have these names too.
+    # The enumeration of Paddle's ``pp_config`` has the same names.
     points = {path: SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
     if len(points) == len(spec):
         return in_order(trace, [AtCall(path, point) for path, point in points.items()])
@@ -240,10 +240,10 @@ def _unknown_form(spec: object) -> ConfigError:
 
 
 def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) -> None:
+    """Raises an error if a name is no sublayer of the model."""
     layers = dict(model.named_sublayers())
-    for name in names:
-        if not isinstance(name, str):
-            raise _unknown_form(names)
+    if not all(isinstance(name, str) for name in names):
+        raise _unknown_form(names)
     unknown = [name for name in names if name not in layers]
     if unknown:
         raise ConfigError(
@@ -256,15 +256,12 @@ def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) ->
 def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
     """Shares the sublayers below a prefix evenly among the stages, in the order of their calls."""
     depth = prefix.count(".") + 2
-    below: list[str] = []
-    for node in trace.nodes:
-        for scope in node.scopes:
-            parts = scope.path.split(".")
-            if scope.path.startswith(f"{prefix}.") and len(parts) == depth:
-                below.append(scope.path)
-    children = list(dict.fromkeys(below))
+    called = dict.fromkeys(scope.path for node in trace.nodes for scope in node.scopes)
+    children = [
+        path for path in called if path.startswith(f"{prefix}.") and len(path.split(".")) == depth
+    ]
     if not children:
-        paths = {scope.path.rpartition(".")[0] for node in trace.nodes for scope in node.scopes}
+        paths = {path.rpartition(".")[0] for path in called}
         raise ConfigError(
             f"split_spec={prefix!r}: the forward calls no sublayer below that name",
             got=nearest_path(prefix, {AUTO, *paths} - {""}),
@@ -279,8 +276,8 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
     return [AtCall(children[index]) for index in first]
 
 
-def _said_by(model: Layer, trace: Capture) -> list[Border]:
-    """Returns the borders in the model: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
+def _marked_in(model: Layer, trace: Capture) -> list[Border]:
+    """Returns the borders that the model marks by ``pipeline_stage`` or by ``pipe_split``."""
     stages = {
         path: layer.pipeline_stage
         for path, layer in model.named_sublayers()
@@ -298,7 +295,7 @@ def _said_by(model: Layer, trace: Capture) -> list[Border]:
 
 
 def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
-    """Returns the borders for sublayers with a stage; the others join the sublayer before them.
+    """Returns the borders for sublayers with a stage; others are in the stage of the one before.
 
     A stage applies to the first call of a sublayer; a second call is in the stage where it runs.
     """
