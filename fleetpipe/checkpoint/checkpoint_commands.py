@@ -22,9 +22,9 @@ from fleetpipe.checkpoint.files.tensors import CODES
 from fleetpipe.errors import CheckpointError, ConfigError, printable
 from fleetpipe.mesh.parts import Described
 
-#: Shown however many ways they are split; the others where they are.
+#: Axes that are always shown; the others only if they have several ranks.
 _USUAL_AXES = ("dp", "mp", "pp", "sharding")
-#: Those of fleetpipe.contrib.formats.convert, which loads Paddle.
+#: The formats of fleetpipe.contrib.formats.convert, repeated here since it loads Paddle.
 FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface", "pretrained")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -168,7 +168,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _file_number(folder: Path) -> int:
-    """Returns the number that the file system has for a folder; 0 if there is none."""
+    """Returns the inode of a folder, by which a replaced one shows; 0 if there is none."""
     return folder.stat().st_ino if folder.is_dir() else 0
 
 
@@ -187,7 +187,8 @@ def _merge(arguments: argparse.Namespace) -> int:
             f"merge writes a .safetensors or a .pdparams file (={target.name})",
             fix="give the file one of these endings",
         )
-    reader = _model_of(arguments)
+    reader = StepReader(run_folder.step_in(arguments.path, arguments.step))
+    reader.check((MODEL,))
     if target.suffix == ".safetensors":
         merge(reader, target)
     else:
@@ -238,18 +239,12 @@ def _converting() -> Any:
     return importlib.import_module("fleetpipe.contrib.formats.convert")
 
 
-def _model_of(arguments: argparse.Namespace) -> StepReader:
-    """Returns the reader of a step, after it compared the model with its checksums."""
-    reader = StepReader(run_folder.step_in(arguments.path, arguments.step))
-    reader.check((MODEL,))
-    return reader
-
-
 def _pairs_text(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _size(count: float) -> str:
+    """Returns a number of bytes with a unit, as "1.2 MB"."""
     for unit in _UNITS[:-1]:
         if count < 1000:
             return f"{count:.3g} {unit}" if unit != "B" else f"{count} B"
@@ -258,7 +253,7 @@ def _size(count: float) -> str:
 
 
 def say(text: object) -> None:
-    """Prints text that may hold names from a file, with control characters escaped."""
+    """Prints text that may contain names from a file; control characters are escaped."""
     print(printable(str(text)))
 
 
@@ -267,7 +262,7 @@ def merge(reader: StepReader, target: Path) -> None:
 
     Args:
         reader: The checkpoint.
-        target: The file; it appears only when it is whole.
+        target: The file; it appears only when it is complete.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -289,7 +284,7 @@ def merge(reader: StepReader, target: Path) -> None:
             tensors.write(file, stored, None, memory)
 
 
-#: Names that only one has are told up to this many.
+#: The most names that are shown of tensors that only one step has.
 _MOST_SHOWN = 5
 
 
@@ -297,26 +292,25 @@ def differences(one: StepReader, other: StepReader) -> list[str]:
     """Returns lines about the differences of two steps; none if all tensors have equal bits."""
     left, right = one.manifest.tensors, other.manifest.tensors
     lines = []
-    for mine, beside, which in ((left, right, "first"), (right, left, "second")):
-        only = [str(name) for name in mine if name not in beside]
+    for names, others, which in ((left, right, "first"), (right, left, "second")):
+        only = [str(name) for name in names if name not in others]
         if only:
             more = f" and {len(only) - _MOST_SHOWN} more" * (len(only) > _MOST_SHOWN)
             lines.append(f"only the {which} has {', '.join(only[:_MOST_SHOWN])}{more}")
     common = [name for name in left if name in right]
-    differing = [name for name in common if _differ(one, other, name)]
+    differing = [
+        name
+        for name in common
+        if left[name].tensor != right[name].tensor or _bytes(one, name) != _bytes(other, name)
+    ]
     if differing:
         lines.append(f"{differing[0]} differs first: {_first_difference(one, other, differing[0])}")
         lines.append(f"{len(differing)} of {len(common)} tensors differ")
     return lines
 
 
-def _differ(one: StepReader, other: StepReader, name: TensorName) -> bool:
-    if one.manifest.tensors[name].tensor != other.manifest.tensors[name].tensor:
-        return True
-    return _bytes(one, name) != _bytes(other, name)
-
-
 def _bytes(reader: StepReader, name: TensorName) -> bytearray:
+    """Reads the bytes of a tensor."""
     memory = bytearray(reader.manifest.tensors[name].tensor.nbytes)
     with reader.opened() as read:
         read(name, None, memoryview(memory))
@@ -324,6 +318,7 @@ def _bytes(reader: StepReader, name: TensorName) -> bytearray:
 
 
 def _first_difference(one: StepReader, other: StepReader, name: TensorName) -> str:
+    """Returns in words how a tensor differs in two steps."""
     left, right = (reader.manifest.tensors[name].tensor for reader in (one, other))
     if left != right:
         return f"{left} and {right}"

@@ -1,6 +1,6 @@
-"""The command ``fleetpipe hash``: one hash of each model, and which models are the same.
+"""The command ``fleetpipe hash``: prints one hash for each model, and which models are the same.
 
-Only what Paddle or another program has written loads Paddle.
+It loads Paddle only for files that Paddle or another program has written.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a line for each model as ``sha256sum`` does, and then which are the same.
+    """Prints a line for each model as ``sha256sum`` does, and then which models are the same.
 
     Raises:
-        CheckpointError: Something is no model, or damaged.
+        CheckpointError: A path has no model, or it is damaged.
         ConfigError: A file cannot be read.
     """
     models: list[tuple[str, Mapping[str, str]]] = []
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _comparison(
     digests: Mapping[str, str], earlier: Sequence[tuple[str, Mapping[str, str]]]
 ) -> str:
-    """Says which of the earlier models this one is, or how it differs from the first."""
+    """Returns in words which earlier model this one equals, or how it differs from the first."""
     for path, other in earlier:
         if digests == other:
             return f"the same model as {path}"
@@ -87,20 +87,26 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
 
     Args:
         path: A file, or the folder of a checkpoint.
-        source_format: The format of a folder; None: it is recognized by its files.
+        source_format: The format of a folder; None recognizes it by its files.
 
     Raises:
-        CheckpointError: It is no model, or damaged.
-        ConfigError: It cannot be read.
+        CheckpointError: The path has no model, or it is damaged.
+        ConfigError: A file cannot be read.
     """
-    if not path.exists():  # nor has a path with a NUL in it anything
+    if not path.exists():  # nor does a path with a NUL in it
         raise CheckpointError(
             "there is no such file or folder", where=str(path), fix="check the path"
         )
     if path.is_dir():
         digests = _in_folder(path, source_format)
     elif path.suffix == ".safetensors":
-        _require_whole(path)
+        part = _PART.search(path.name)
+        if part is not None and int(part[1]) > 1:
+            raise CheckpointError(
+                f"{path.name} is one of {int(part[1])} parts of a model",
+                where=str(path),
+                fix="pass the folder of all parts and their index",
+            )
         digests = _in_file(path)
     else:
         digests = _of(extra("formats.model_files").read_state_dict(path))
@@ -116,6 +122,7 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
 
 
 def _in_folder(path: Path, source_format: str | None) -> dict[str, str]:
+    """Returns the digests of the model in the folder of a checkpoint, by name."""
     if source_format in (None, "fleetpipe") and run_folder.is_checkpoint(path):
         reader = StepReader(run_folder.step_in(path))
         reader.check((MODEL,))
@@ -128,22 +135,12 @@ def _in_folder(path: Path, source_format: str | None) -> dict[str, str]:
 
 
 def _of(checkpoint: Any) -> dict[str, str]:
-    """Returns the digests of what the extra reads, one tensor at a time."""
+    """Returns the digests of a checkpoint that ``contrib.formats`` opened, by name."""
     return {name: tensor.digest() for name, tensor in checkpoint.of(MODEL).items()}
 
 
-def _require_whole(path: Path) -> None:
-    part = _PART.search(path.name)
-    if part is not None and int(part[1]) > 1:
-        raise CheckpointError(
-            f"{path.name} is one of {int(part[1])} parts of a model",
-            where=str(path),
-            fix="pass the folder of all parts and their index",
-        )
-
-
 def _in_file(path: Path) -> dict[str, str]:
-    """Returns the digests of a file of safetensors, of which a block is in memory at a time."""
+    """Returns the digests of a safetensors file by name; it reads one block at a time."""
     with using("CHECKPOINT|FILE", path, "a file that can be read"):
         layout = tensors.read_layout(path)
         with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""The hash of a model in memory, whose tensors the ranks of a job hold between them."""
+"""The hash of a model in memory, whose tensors are spread over the ranks of a job."""
 
 from __future__ import annotations
 
@@ -22,29 +22,33 @@ _WHAT = "hashing the model"
 def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
     """Returns one hash of all parameters and persistent buffers. Collective over the job.
 
-    It is the same for every layout of ranks, and the one that ``fleetpipe hash`` prints of a
-    checkpoint, or of a file of ``full_state_dict()``. The guide to checkpoints defines it.
+    It is the same for every layout of ranks, and equal to the hash that ``fleetpipe hash`` prints
+    for a checkpoint, or for a file of ``full_state_dict()``. The guide to checkpoints defines it.
 
     Args:
         model: As for :meth:`fleetpipe.CheckpointManager.save`.
-        names: Of a static program, as for :class:`fleetpipe.CheckpointManager`.
+        names: For a static program, as for :class:`fleetpipe.CheckpointManager`.
 
     Returns:
         64 hex digits, the same on every rank.
 
     Raises:
-        CheckpointError: The ranks hold different models, or not the whole of one; every rank
+        CheckpointError: The ranks have different models, or a part is on no rank; every rank
             raises.
         ConfigError: ``model`` is no model.
-        PipelineTimeout: Some rank did not come within the limit.
-        StateError: Copies of a parameter differ, on replicas for example; every rank raises.
+        PipelineTimeout: A rank did not arrive within the limit.
+        StateError: Ranks have different values of a parameter, as replicas; every rank raises.
     """
     ranks, local = Ranks.of_job(), dict[TensorName, LocalTensor]()
 
     def digests_here() -> tuple[str, list[str]]:
         part = Objects(model, names=names).required_model().local_tensors()
         local.update({name: one for name, one in part.items() if name.group == MODEL})
-        return Inventory.of(local).to_json(), [_digest(one) for one in local.values()]
+        # The digest of a part is computed as if the part were a tensor.
+        return Inventory.of(local).to_json(), [
+            tensor_digest(LocalTensor(one.tensor).described, [writer.bytes_of_tensor(one)])
+            for one in local.values()
+        ]
 
     everyone = ranks.together(_WHAT, digests_here)
     inventories = [Inventory.from_json(text) for text, _ in everyone]
@@ -67,21 +71,15 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
     return hash_of(digests)
 
 
-def _digest(local: LocalTensor) -> str:
-    """Returns the digest of what is here; of a part as if it were the whole."""
-    described = LocalTensor(local.tensor).described
-    return tensor_digest(described, [writer.bytes_of_tensor(local)])
-
-
 def _require_same(
     inventories: Sequence[Inventory], by_rank: Sequence[Mapping[TensorName, str]]
 ) -> None:
-    """Raises a ``StateError`` where ranks hold other values of what is to be the same."""
+    """Raises a ``StateError`` if ranks have different values of the same part of a tensor."""
     first: dict[tuple[TensorName, Region | None], tuple[int, str]] = {}
     for rank, (inventory, digests) in enumerate(zip(inventories, by_rank)):
-        for name, holding in inventory.tensors.items():
-            holder, digest = first.setdefault((name, holding.cut), (rank, digests[name]))
-            if digests[name] != digest and not holding.differs:
+        for name, part in inventory.tensors.items():
+            holder, digest = first.setdefault((name, part.cut), (rank, digests[name]))
+            if digests[name] != digest and not part.differs:
                 raise StateError(
                     f"the ranks do not have the same values of {name}",
                     expected=f"those of rank {holder} of the job, {digest[:12]}",
@@ -96,7 +94,7 @@ def _digests_of_cut(
     cut: Mapping[str, tuple[Described, Sequence[Share]]],
     local: Mapping[TensorName, LocalTensor],
 ) -> dict[str, str]:
-    """Returns on rank 0 the digests of tensors of which it takes the parts, one after another."""
+    """Sends parts of tensors to rank 0, one after another, which returns the tensors' digests."""
 
     def bytes_here(name: str) -> memoryview:
         return writer.bytes_of_tensor(local[TensorName(MODEL, name)])

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved at intervals, and restored under any layout."""
+"""``CheckpointManager``: saves a run at intervals, and restores it under any layout."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Manager = TypeVar("Manager", bound="CheckpointManager")
 
 @shows(folder="_home", save_interval="_interval", max_to_keep="_retention.max_to_keep")
 class CheckpointManager:
-    """Saves and restores a run in a folder that every rank of the job sees, or rank 0 alone.
+    """Saves and restores a run in a folder that every rank of the job sees, or only rank 0.
 
-    Ranks that do not see it send rank 0 their tensors; to restore, each needs a copy of it.
+    Ranks that do not see the folder send rank 0 their tensors; to restore, each needs a copy of it.
 
     Every method that takes objects is collective: all ranks of the job call it alike. A process
     outside of a job is one rank.
@@ -46,10 +46,10 @@ class CheckpointManager:
         best: tuple[str, str] | None = None,
         names: Names = None,
     ) -> None:
-        """Configures how a run is saved; touches no file.
+        """Configures how a run is saved; reads and writes no file.
 
         The end of ``with CheckpointManager(..) as manager:`` waits for the last save, as
-        :meth:`wait` does. If an error leaves the block, this rank waits for its own part alone.
+        :meth:`wait` does. If an error leaves the block, this rank waits only for its own part.
 
         Args:
             folder: The folder of the run, the same for every rank. The first save makes it.
@@ -60,9 +60,9 @@ class CheckpointManager:
             best: A metric of ``metrics=`` and ``"min"`` or ``"max"``, as ``("loss", "min")``: the
                 best step is kept beside the newest, and is ``restore("best")``.
             names: For a model that is a static program: the name in the checkpoint of each of its
-                parameters and statistics, as ``{"linear_0.w_0": "0.weight"}``; those left out keep
-                their own. ``"order"`` matches them in the order in which the program and the saved
-                model declare them, and compares every shape.
+                parameters and statistics, as ``{"linear_0.w_0": "0.weight"}``; others keep the
+                program's names. ``"order"`` matches them in the order in which the program and the
+                saved model declare them, and compares every shape.
 
         Raises:
             ConfigError: A value is out of range.
@@ -73,7 +73,7 @@ class CheckpointManager:
         self._interval = require_whole("save_interval", save_interval, fix=fix)
         self._retention = Retention(self._home, max_to_keep, best)
         self._saver = Saver(self._retention, async_save)
-        #: Of the run that this saves, if it resumes.
+        #: The attributes of layers that are saved too; None if the run does not resume.
         self.attributes: Attributes | None = None
 
     def save(
@@ -92,25 +92,25 @@ class CheckpointManager:
     ) -> Saving | None:
         """Saves a step. Collective over the job.
 
-        Call it after every step: a step that is not saved costs nothing, unless an asynchronous
-        save is under way, about which the ranks then exchange a message.
+        Call it after every step: a step that is not saved costs nothing, except one message while
+        an asynchronous save is under way.
 
         Args:
-            step: Its number, 0 or more. One that is there already is replaced. Later ones are set
-                aside, with a notice: the run went back and goes on from here, and
-                ``"latest"`` is this step. They are ``step-00000500.aside`` then, which nothing
-                reads or removes; without the ending they are steps again.
-            model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, any Layer, or a
+            step: The number of the step, 0 or more. A saved step with this number is replaced.
+                Later steps are set aside, with a notice, since the run went back: ``"latest"`` is
+                this step. They are renamed to ``step-00000500.aside``, which nothing reads or
+                removes; renamed back, they are steps again.
+            model: The result of ``fleet.distributed_model``, a ``PipelineLayer``, any Layer, or a
                 static program that ``fleet.distributed_optimizer(..).minimize`` made a pipeline
                 of, whose startup program has run.
-            optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
-            lr_scheduler: An ``LRScheduler``; that of the optimizer is saved without being named.
+            optimizer: The result of ``fleet.distributed_optimizer``, or any optimizer of Paddle's.
+            lr_scheduler: An ``LRScheduler``; the optimizer's own is saved in any case.
             scaler: A ``GradScaler``.
             data: The loader or sampler that is read; its ``state_dict()`` returns values of JSON.
-            state: What the script adds, by name: objects with ``state_dict`` and
-                ``set_state_dict``, plain values and tensors. Each rank's own is saved.
-            metrics: Numbers by name; rank 0's are kept.
-            extra: Anything else, as values of JSON; rank 0's is kept.
+            state: The script's own state, by name: objects with ``state_dict`` and
+                ``set_state_dict``, plain values and tensors. Each rank saves its own.
+            metrics: Numbers by name; those of rank 0 are saved.
+            extra: Any values of JSON; those of rank 0 are saved.
             force: Whether to save in spite of ``save_interval``.
 
         Returns:
@@ -118,9 +118,9 @@ class CheckpointManager:
             saved.
 
         Raises:
-            ConfigError: ``step`` is no number of this kind, or an object has another type.
-            CheckpointError: A rank cannot write this step, or could not write the one before in the
-                background. Every rank raises. The folder is unchanged, and training may go on.
+            ConfigError: ``step`` is no whole number from 0, or an object has a wrong type.
+            CheckpointError: A rank cannot write this step, or could not write the step before in
+                the background. Every rank raises. The folder is unchanged; training may go on.
             PipelineTimeout: A rank did not arrive within the limit.
         """
         rule, fix = "a step is saved under its number, 0 or more", "count the steps from 0"
@@ -147,10 +147,10 @@ class CheckpointManager:
         state: dict[str, Any] | None = None,
         only: Sequence[str] | None = None,
     ) -> Restored:
-        """Restores a step into objects that were built anew, under any layout. Collective.
+        """Restores a step into newly built objects, under any layout. Collective.
 
         All files are read and compared before the first value changes. The random states are
-        restored, too.
+        restored too.
 
         Args:
             step: A number, ``"latest"``, or ``"best"`` by the metric of this manager.
@@ -168,7 +168,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
-                raises, and nothing has changed on any.
+                raises; no value has changed.
             PipelineTimeout: A rank did not arrive within the limit.
         """
         self._saver.settle(wait=True)
@@ -205,15 +205,15 @@ class CheckpointManager:
         self._saver.claim(Ranks.of_job())
 
     def begin_anew(self) -> int:
-        """Forgets what the ranks have agreed on, as one is another process now. Not collective.
+        """Drops a save under way and all agreements, since a rank is a new process. Not collective.
 
         Returns:
-            The step of a save that was under way, of which this rank's part is done; 0 for none.
+            The step of the dropped save, of which this rank's part is written; 0 for none.
         """
         return self._saver.begin_anew()
 
     def require_folder(self) -> None:
-        """Makes the folder, before the first step that is to be saved. Not collective.
+        """Makes the folder before the first save. Not collective.
 
         Raises:
             ConfigError: The folder cannot be made, or not be written to.
@@ -225,12 +225,12 @@ class CheckpointManager:
         return step - step % self._interval
 
     def require_script(self) -> bool:
-        """Checks that the script that runs is the one that saved the newest step. Collective.
+        """Checks that the running script is the one that saved the newest step. Collective.
 
-        ``FLEETPIPE_OTHER_SCRIPT=1`` allows any.
+        ``FLEETPIPE_OTHER_SCRIPT=1`` allows any script.
 
         Returns:
-            Whether it has the arguments that it had then, as far as that is known.
+            Whether its arguments are those of the saved run; True if they are unknown.
 
         Raises:
             CheckpointError: It is another script; every rank raises.

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 class Place(NamedTuple):
     """The part of the model and of the data that a rank has, as ``state.json`` stores it.
 
-    If the ranks were split otherwise, a field that comes first weighs most.
+    For a place that was not saved, the nearest saved one counts; earlier fields weigh more.
     """
 
     shard: Part = Part()
@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
     @classmethod
     def from_json(cls, parts: Iterable[Sequence[int]]) -> Place:
-        """Returns the place that :meth:`to_json` wrote."""
+        """Returns a place from the lists of :meth:`to_json`."""
         return cls(*(Part(*part) for part in parts))
 
     def to_json(self) -> list[list[int]]:
@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def axes_that_narrow(self) -> tuple[str, ...]:
-        """The axes along which the script takes fewer ranks, the first one that has several."""
+        """The axes along which the script accepts fewer ranks, the first to shrink first."""
         return ("dp", "pp") if self.job is not None and self.job.degrees.dp_open else ("pp",)
 
     @property
@@ -116,15 +116,20 @@ class Ranks:
             PipelineTimeout: A rank did not arrive within the limit.
         """
         if self.job is not None and self.job is not current_job():
-            return [act()]  # the job has ended: what is left to do each rank does for itself
+            return [act()]  # the job has ended: each rank acts for itself
         if self.job is not None and self.job.healing is not None:
             self.job.healing.hinder("the script saves or restores within its step")
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
         if self.job is not None:
-            # Paths, and what a rank has saved before, may differ.
+            # Without the arguments, since paths may differ between ranks.
             self.job.call(f"is {what}", kind=what.partition(" ")[0])
+        value: Result | None = None
+        failure, cause = None, None
         with guard:
-            value, failure, cause = _try(act)
+            try:
+                value = act()
+            except (FleetPipeError, OSError, EOFError) as error:
+                failure, cause = str(error), error
             answers = self._group.all_gather((failure, value))
         self._raise_first([failure for failure, _ in answers], what, cause)
         return [value for _, value in answers]
@@ -153,6 +158,7 @@ class Ranks:
         return cast(DirectGroup, self._group).transport, cast(Job, self.job).timeout
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
+        """Raises the error of the first rank that failed; ``cause`` is this rank's own error."""
         texts = {rank: text for rank, text in enumerate(failures) if text is not None}
         if not texts:
             return
@@ -160,7 +166,7 @@ class Ranks:
         if isinstance(cause, CheckpointError) and len(failures) == 1:
             raise cause
         if isinstance(cause, ConfigError) and len(texts) == len(failures):
-            raise cause  # of what the script says, on every rank alike
+            raise cause  # an error of the script, on every rank alike
         failed = [other for other in texts if other != rank]
         also = f" (and ranks {failed})" if failed else ""
         raise CheckpointError(
@@ -168,11 +174,3 @@ class Ranks:
             cause="\n    ".join(text.splitlines()[1:]) or None,
             fix="mend what is said of that rank; no rank has changed anything",
         ) from cause
-
-
-def _try(act: Callable[[], Result]) -> tuple[Result | None, str | None, Exception | None]:
-    """Returns the result of a function, or the text of its error and the error."""
-    try:
-        return act(), None, None
-    except (FleetPipeError, OSError, EOFError) as error:
-        return None, str(error), error

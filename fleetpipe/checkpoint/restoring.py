@@ -1,4 +1,4 @@
-"""Restores a step: all ranks read, compare and agree before any changes a value."""
+"""Restores a step: all ranks read and compare before a rank changes a value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fleetpipe.checkpoint.contents.objects import Objects, of_place
 from fleetpipe.checkpoint.contents.parts import (
     MODEL,
     STATE,
-    Saved,
     SavedPart,
     TensorName,
     without_copies,
@@ -47,7 +46,7 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
 
     Raises:
         CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
-            raises, and nothing has changed on any.
+            raises; no value has changed.
     """
     what = f"restoring step {step!r}"
 
@@ -93,9 +92,9 @@ def load_single(
     """Loads a checkpoint of any job into a model of one process. Not collective.
 
     Args:
-        model: Any Layer, whole in this process. It has the names of the saved model, as an
-            ``nn.Sequential`` of the list of layers does, or the same parameters and buffers in the
-            same order.
+        model: Any Layer with all its tensors in this process. It has the names of the saved model,
+            as an ``nn.Sequential`` of the list of layers does, or the same parameters and buffers
+            in the same order.
         folder: The folder of the run.
         step: A number, or ``"latest"``.
         optimizer: An optimizer of Paddle's on the model's parameters, which gets its state too.
@@ -104,7 +103,7 @@ def load_single(
         The step.
 
     Raises:
-        CheckpointError: There is no such step, it is damaged, or it does not fit; nothing has
+        CheckpointError: There is no such step, it is damaged, or it does not fit; no value has
             changed.
     """
     objects = Objects(model, optimizer, random=False)
@@ -112,7 +111,7 @@ def load_single(
 
 
 class _Attempt:
-    """One rank's part of a restore, whose first half changes nothing."""
+    """One rank's part of a restore; :meth:`prepare` changes no value."""
 
     reader: SavedStep
     state: dict[str, Any]
@@ -145,10 +144,17 @@ class _Attempt:
         if model is not None:
             saved = without_copies(saved, model.order(), model.plain_names, self._bytes_of)
         wanted = {name: local for part in self._parts for name, local in part.wanted(saved).items()}
-        self._wanted = _with_statistics(ranks, wanted, saved)
+        replica, replicas = ranks.place.replica
+        if replicas == saved.replicas:
+            # This replica's running statistics come from its own in the checkpoint.
+            own = {n: n.of_replica(replica) for n, local in wanted.items() if local.differs}
+            own = {n: of_replica for n, of_replica in own.items() if of_replica in saved.tensors}
+            wanted = {own.get(name, name): local for name, local in wanted.items()}
+        self._wanted = wanted
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 
     def _bytes_of(self, name: str) -> bytes:
+        """Reads the bytes of a tensor of the model."""
         full = TensorName(MODEL, name)
         memory = bytearray(self.reader.manifest.saved.tensors[full].nbytes)
         with self.reader.opened() as read:
@@ -156,7 +162,7 @@ class _Attempt:
         return bytes(memory)
 
     def abandon(self) -> None:
-        """Undoes :meth:`prepare`."""
+        """Undoes :meth:`prepare` after an error."""
         for part in self._parts:
             part.abandon()
 
@@ -169,29 +175,9 @@ class _Attempt:
                 writer.assign(local, value)
 
     def finish(self, place: Place) -> None:
-        """Restores the state that is no tensor."""
+        """Restores all state except tensors."""
         for part in self._parts:
             part.settle()
         self._training.put_back(self.state, place)
         if self._objects.random:
             self._training.put_back_random_of(place, self.state["random"])
-
-
-def _with_statistics(
-    ranks: Ranks, wanted: Mapping[TensorName, LocalTensor], saved: Saved
-) -> Mapping[TensorName, LocalTensor]:
-    """Returns the tensors to fill; this replica's running statistics come from its own.
-
-    They do if there are as many replicas as the checkpoint has.
-
-    Args:
-        ranks: All ranks of the job.
-        wanted: The tensors to fill, by the names that the first replica's have.
-        saved: The description of the checkpoint.
-    """
-    replica, replicas = ranks.place.replica
-    if replicas != saved.replicas:
-        return wanted
-    of_replica = {name: name.of_replica(replica) for name, local in wanted.items() if local.differs}
-    saved_names = {name: other for name, other in of_replica.items() if other in saved.tensors}
-    return {saved_names.get(name, name): local for name, local in wanted.items()}

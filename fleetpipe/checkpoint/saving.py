@@ -1,4 +1,4 @@
-"""Saves one step after another: all ranks agree on each, and write at once or in a thread."""
+"""Saves steps: all ranks agree on a plan, then write, at once or in a thread; see ``Saver``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Saving:
         self.step = step
 
     def wait(self) -> None:
-        """Waits until the step is on the disk. Collective over the job until it is known to be.
+        """Waits until the step is on the disk. Collective, unless an earlier wait has returned.
 
         Raises:
             CheckpointError: A rank could not write it; every rank raises.
@@ -67,17 +67,17 @@ class Saving:
 
 
 def current_script() -> dict[str, str]:
-    """Returns the name of the script that runs, and a digest of its arguments.
+    """Returns the name of the running script, and a digest of its arguments at the first call.
 
-    Empty where no script of the user's was started: in a notebook, under ``-c``, in a worker of
-    another program, as Ray's. A script that changes its arguments later has those of the first
-    call.
+    The dict is empty if no script was started: in a notebook, under ``-c``, in a worker of another
+    program, as Ray's.
     """
     return dict(_script_of(sys.modules["__main__"]))
 
 
 @functools.cache
 def _script_of(_main: ModuleType) -> dict[str, str]:
+    """Returns the script of this process, computed once for each main module."""
     file, *arguments = sys.argv or [""]
     path = Path(file).absolute()
     if path.suffix != ".py" or not path.is_file() or Path(sys.prefix) in path.parents:
@@ -87,9 +87,12 @@ def _script_of(_main: ModuleType) -> dict[str, str]:
 
 
 class _Prepared(NamedTuple):
-    """The plan and the texts of index files for the names and shapes that the ranks hold.
+    """The parts of a save that are the same for all steps, as long as ranks hold the same tensors.
 
-    And the manifest, without the fields that belong to one step.
+    Attributes:
+        plan: Which rank writes what into which file.
+        indexes: The texts of index files, by name.
+        manifest: The manifest without the fields of one step.
     """
 
     plan: FilePlan
@@ -98,25 +101,25 @@ class _Prepared(NamedTuple):
 
 
 class _Unsettled(NamedTuple):
-    """A save that is written in the background, until all ranks know how that ended."""
+    """A save that is written in the background, until all ranks know whether it succeeded."""
 
     ranks: Ranks
     writing: Writing
-    #: Which lasts as long: no other job may write into the folder meanwhile.
+    #: Stored here so that no other job may write into the folder meanwhile.
     owner: FolderOwner | None
 
 
-#: By folder, as several managers of this process may save there, one after the other.
+#: By folder, since several managers of this process may save there, one after the other.
 _unsettled: dict[Path, _Unsettled] = {}
 
 
 def _end_with_process() -> None:
-    """Waits for all that is being written when the process ends, which fails if a step is lost."""
+    """Waits for all saves when the process ends, and ends it with an error if a step is lost."""
     lost = []
     for run_directory, (_, writing, _) in _unsettled.items():
         try:
             writing.end()
-        except BaseException as error:  # Ctrl-C, too, loses the step
+        except BaseException as error:  # Ctrl-C loses the step too
             step, reason = writing.task.manifest.step, str(error) or type(error).__name__
             lost.append(
                 CheckpointError(
@@ -153,10 +156,11 @@ class Saver:
         self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
         self._snapshot = Snapshot()
         current_script()
+        #: Whether left drafts were removed.
         self._cleaned = False
         #: None for a folder that no other job can have.
         self.owner: FolderOwner | None = FolderOwner.of(retention.run_directory)
-        #: A job, and its ranks that do not see rank 0's folder.
+        #: A job, and its ranks that do not see rank 0's folder; None before the first save.
         self._seen: tuple[Job | None, list[int]] | None = None
 
     @dynamic_mode()
@@ -243,7 +247,7 @@ class Saver:
         """Makes rank 0 the writer of the folder. Collective over ``ranks``.
 
         Raises:
-            CheckpointError: Another job is; every rank raises.
+            CheckpointError: Another job is the writer; every rank raises.
         """
         what = "taking the folder of checkpoints"
         ranks.together(what, lambda: self._acquire() if ranks.rank == 0 else None)
@@ -258,10 +262,10 @@ class Saver:
             self.owner.release()
 
     def begin_anew(self) -> int:
-        """Drops a save that is under way, and what the ranks have told each other.
+        """Waits for this rank's part of a save under way, then drops it and all agreements.
 
         Returns:
-            The step of that save, which has ended if no rank's part is missing; 0 for none.
+            The step of that save; 0 for none.
         """
         self.finish()
         lost = _unsettled.pop(self._key, None)
@@ -272,7 +276,7 @@ class Saver:
         return step
 
     def finish(self) -> None:
-        """Waits for this rank's own writing alone; a failure is only logged."""
+        """Waits until this rank has written its part; logs an error."""
         if self._key in _unsettled:
             writing = _unsettled[self._key].writing
             try:
@@ -284,7 +288,7 @@ class Saver:
     def _facts(
         self, ranks: Ranks, step: int, described: str, state: Mapping[str, Json]
     ) -> dict[str, Json]:
-        """Returns a rank's description and state; rank 0 also makes the draft."""
+        """Returns what the ranks exchange about a save; rank 0 also makes the draft's folder."""
         return {
             "step": step,
             "digest": hashlib.sha256(described.encode()).hexdigest(),
@@ -295,6 +299,7 @@ class Saver:
         }
 
     def _make_draft(self, step: int) -> str:
+        """Makes a new folder into which all ranks write, and returns its name."""
         self._run_directory.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not self._cleaned:
@@ -313,7 +318,7 @@ class Saver:
         model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
-        """Returns the plan of a save, which is kept until a rank holds other tensors."""
+        """Returns the plan of a save; it is computed again when a rank holds other tensors."""
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(local).to_json())
@@ -330,7 +335,12 @@ class Saver:
     def _begin(
         self, ranks: Ranks, task: Assignment, local: Mapping[TensorName, LocalTensor]
     ) -> None:
-        elsewhere = self._ranks_elsewhere(ranks, task)
+        """Writes this rank's part: in a thread, from a copy, or at once. Collective."""
+        if self._seen is None or self._seen[0] is not ranks.job:
+            what = f"saving step {task.manifest.step}"
+            sees = ranks.together(what, task.draft.is_dir)
+            self._seen = (ranks.job, [rank for rank, here in enumerate(sees) if not here])
+        elsewhere = self._seen[1]
         if self._in_background and not elsewhere:
             parts = {name: local[name] for name, _, _ in task.plan.parts_of(task.rank)}
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
@@ -344,14 +354,6 @@ class Saver:
         writing.run_with(ranks, elsewhere)
         _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
         self.settle(wait=True)
-
-    def _ranks_elsewhere(self, ranks: Ranks, task: Assignment) -> list[int]:
-        """Returns the ranks that do not see rank 0's folder. Collective at a job's first save."""
-        if self._seen is None or self._seen[0] is not ranks.job:
-            what = f"saving step {task.manifest.step}"
-            sees = ranks.together(what, task.draft.is_dir)
-            self._seen = (ranks.job, [rank for rank, here in enumerate(sees) if not here])
-        return self._seen[1]
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
@@ -373,11 +375,11 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
 def _with_statistics(
     ranks: Ranks, what: str, local: Mapping[TensorName, LocalTensor]
 ) -> Mapping[TensorName, LocalTensor]:
-    """Returns this rank's tensors, with its replica's running statistics that differ.
+    """Returns this rank's tensors, and its replica's running statistics if they differ.
 
-    Each replica has the running statistics of its own part of the data. The first replica's belong
-    to the model; those of another get a group of their own, as ``1/model/3._mean``. Collective if
-    there are replicas.
+    Each replica has the running statistics of its own part of the data. Those of the first replica
+    belong to the model; those of another have a group of their own, as ``1/model/3._mean``.
+    Collective if there are replicas.
 
     Raises:
         CheckpointError: A rank cannot read its memory; every rank raises.
@@ -406,7 +408,7 @@ def _with_statistics(
     several: dict[TensorName, set[int]] = {}
     for (*_, name), checksum in gathered.items():
         several.setdefault(name, set()).add(checksum)
-    # Of what is the same everywhere, as frozen parameters are, the ranks share the writing.
+    # Ranks share the writing of tensors that are equal on all, as frozen parameters are.
     shared = {name: one._replace(differs=len(several[name]) > 1) for name, one in mine.items()}
     of_replica = {
         name.of_replica(replica): mine[name] for name in mine if (replica, name) in elsewhere

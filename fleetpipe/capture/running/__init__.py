@@ -1,1 +1,5 @@
-"""Runs the nodes of a capture again, a stage at a time, on this process's tensors."""
+"""Repeats the calls of a capture stage by stage, on this process's tensors.
+
+``replay`` makes functions of the nodes, ``variants`` has the captured runs, ``stages`` runs them,
+``captured_state`` has the names, files and memory of the parameters.
+"""

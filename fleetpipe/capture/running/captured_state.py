@@ -1,8 +1,8 @@
 """The parameters and buffers of a captured model: their names, Fleet's files of them, their memory.
 
-They have the plain model's names on all ranks, and its order in Fleet's files, whatever the cut is:
-a save of two stages can be loaded into three. Those of other ranks' stages, and of a lazy model,
-have no memory: a capture needs shapes, and a node gets zeros while it runs.
+Whatever the cut is, they have the plain model's names on all ranks, and its order in Fleet's files:
+a save of two stages can be loaded into three. Tensors of other ranks' stages, and of a lazy model,
+have no memory: a capture needs only their shapes, and a node gets zeros while it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.tracing.value import Capture, Like, Node, like
+from fleetpipe.capture.tracing.value import Capture, Node, like
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.dygraph.state.files import LayerFiles, LayerInParts
@@ -51,7 +51,7 @@ def without_memory(model: Layer) -> dict[str, Tensor]:
 def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
     """While it is open, tensors without memory are zeros.
 
-    Not the buffer of an LSTM that never has a value on a CPU: it would fail with one that was lent.
+    The cuDNN buffer of an LSTM is left out: on a CPU it never has memory, and fails with zeros.
     """
     without = (tensor for tensor in tensors if not has_memory(tensor))
     borrowers = [tensor for tensor in without if not is_state_of_cudnn(tensor)]
@@ -74,8 +74,8 @@ def release(tensors: Iterable[Tensor]) -> None:
 def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
     """Sets the first values of parameters that were made under ``paddle.LazyGuard``.
 
-    Each has a seed of its own by its place in the whole model, so that its value does not depend on
-    which parameters a rank has.
+    The seed of each is its index in the whole model, so that its value does not depend on which
+    parameters a rank has.
     """
     with random_states_kept():
         for number, (name, tensor) in enumerate(model.state_dict().items()):
@@ -84,7 +84,7 @@ def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
                 tensor.initialize()
 
 
-#: Of each parameter: its value, its gradient, two moments, and what a step is compared with.
+#: Tensors for each parameter: value, gradient, two moments, and the value that is compared.
 _COPIES = 5
 
 
@@ -95,19 +95,19 @@ def return_memory() -> None:
 
 
 def bytes_to_train(model: Layer, trace: Capture) -> int:
-    """Returns about how many bytes a copy of a model needs to train one micro-batch.
+    """Estimates how many bytes a copy of a model needs to train one micro-batch.
 
     Args:
-        model: The model, whose tensors need have no memory.
+        model: The model, whose tensors may have no memory.
         trace: The captured forward in training; memory within its nodes is not counted.
     """
     state = sum(like(tensor).nbytes for tensor in model.state_dict().values())
-    activations: list[Like] = [one for one in trace.likes if math.prod(one.shape)]
-    return _COPIES * state + 2 * sum(one.nbytes for one in activations)
+    activations = sum(one.nbytes for one in trace.likes if math.prod(one.shape))
+    return _COPIES * state + 2 * activations
 
 
 def bytes_for_each_process() -> int | None:
-    """Returns the free memory for each process of this host; None if it is unknown."""
+    """Returns the free bytes for each process of this host; None if they are unknown."""
     if device_kind() == "gpu":
         return memory_limit() - process_bytes()
     free = _available()
@@ -116,6 +116,7 @@ def bytes_for_each_process() -> int | None:
 
 
 def _available() -> int | None:
+    """Returns the free bytes of this host; None where /proc/meminfo does not have them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -125,10 +126,7 @@ def _available() -> int | None:
 
 
 class CapturedState(ModelState):
-    """The state of a plain model whose nodes are on several ranks, for one of them.
-
-    Its fully qualified names are the plain model's.
-    """
+    """One rank's part of the state of a captured model; fully qualified names are the model's."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class CapturedState(ModelState):
         nodes: Sequence[str],
         group: Callable[[], Group],
     ) -> None:
-        """Describes a model of which this process holds a part.
+        """Describes the whole model and the part that this process has.
 
         Args:
             part: The part; its sublayers have the names that they have in the model.
@@ -156,17 +154,17 @@ class CapturedState(ModelState):
         self._parameters: dict[str, Tensor] = {}
 
     def keep_parameters(self) -> None:
-        """Fixes the current parameters of the part as those of the stages."""
+        """Stores the current parameters of the part; later states have these."""
         self._parameters = {n: t for n, t in super()._named_tensors() if is_parameter(t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # A script that is refused for a parameter in another's place saves those that are trained.
+        # A script may replace a parameter, which is refused; it then saves the trained ones.
         named, kept = super()._named_tensors(), self._parameters
         here = {name: t for name, t in named if name in kept or not is_parameter(t)}
         return iter({**here, **kept}.items())
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns none: the names of such buffers would need the number of a layer."""
+        """Returns no buffers: their names would need the number of a layer."""
         return {}
 
     @property
@@ -192,7 +190,7 @@ class CapturedState(ModelState):
         return self._slots
 
     def positions(self) -> dict[str, int]:
-        """Returns the position of each tensor among those of the plain model."""
+        """Returns the index of each tensor in the plain model, by name."""
         return {slot.name: position for position, slot in enumerate(self._slots)}
 
     def outlines(self) -> list[str]:
@@ -203,7 +201,7 @@ class CapturedState(ModelState):
         return name
 
     def _state_in(self, model: Layer) -> dict[str, Tensor]:
-        """Leaves out the buffers that a forward of the model has registered."""
+        """Returns the state of a model without buffers that its forward has registered."""
         state = super()._state_in(model).items()
         return {name: tensor for name, tensor in state if not self._is_late(name, tensor)}
 
@@ -237,16 +235,23 @@ def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> 
 
 
 def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
-    """Returns the layer itself if all of it is used, so that it can be found by its identity."""
+    """Returns a Layer with the used tensors and sublayers; the layer itself if it uses all.
+
+    Args:
+        layer: A layer of the model.
+        layers: The ids of the layers that are used as a whole.
+        tensors: The ids of the tensors that are used.
+    """
     part = paddle.nn.Layer()
     whole = True
     for name, sublayer in sublayers_in(layer).items():
         if sublayer is not None:
             kept = sublayer if id(sublayer) in layers else _part(sublayer, layers, tensors)
-            whole = whole and (kept is sublayer or not _has_tensors(sublayer))
+            has_tensors = any(True for _ in chain(sublayer.parameters(), sublayer.buffers()))
+            whole = whole and (kept is sublayer or not has_tensors)
             if kept is sublayer or any(getattr(kept, table) for table in TABLES):
                 sublayers_in(part)[name] = kept
-    # Around add_parameter, which refuses a name that Layer has itself.
+    # Not by add_parameter, which refuses a name that Layer has itself.
     for held in (parameters_in, buffers_in):
         for name, tensor in held(layer).items():
             if tensor is not None and id(tensor) in tensors:
@@ -256,10 +261,6 @@ def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
         return layer
     copy_unsaved_names(layer, part)
     return part
-
-
-def _has_tensors(layer: Layer) -> bool:
-    return any(True for _ in chain(layer.parameters(), layer.buffers()))
 
 
 class _ShardOnly(paddle.nn.Layer):
@@ -279,7 +280,7 @@ def files_of_model(
     job: Job | None,
     group: Callable[[], Group],
 ) -> LayerFiles:
-    """Returns the files of a captured model.
+    """Returns the files of Fleet for a captured model.
 
     Args:
         slots: The parameters and buffers of the whole model, in its order.
@@ -301,7 +302,7 @@ def files_of_model(
         if slot.part is not None and slot.name in tensors:
             parts = in_parts.setdefault(path, {}).setdefault(slot.whole.name, [])
             parts.append(tensors[slot.name])
-    # Who uses a weight first writes it, and reads it for all that hold copies.
+    # The rank that uses a weight first writes it, and reads it for all its holders.
     sources = {name: placement.rank_of(first) for name, (first, *_) in users.items()}
     places: dict[LayerFile, _ShardOnly | LayerInParts] = {}
     for number, (path, names) in enumerate(layers.items()):

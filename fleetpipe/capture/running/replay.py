@@ -1,7 +1,7 @@
-"""Makes the list of functions that a pipeline runs from the nodes of a capture.
+"""Makes the list of functions that a pipeline runs from the nodes of a capture: :func:`entries`.
 
-Each entry of the list takes and returns a dict of the values that are still needed. The first entry
-makes it from the model's inputs, the last makes the model's outputs from it.
+Each entry of the list takes and returns a dict of the values that later entries need. The first
+entry makes the dict from the model's inputs, the last makes the model's outputs from it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, Val
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.paddle_api import paddle
 
-#: The values that are still needed, by name.
+#: The values that later entries need, by name.
 Values = Mapping[str, Nest]
 
-#: Puts values in the place of what stands for them.
+#: Returns an argument with values in the place of the references to them.
 _Fill = Callable[[Values], Any]
 
-
-#: The names of what goes with the values: the look of the batch that they are of, and, the first
-#: time, whole numbers of such a batch.
+#: The names of two further items of such a dict: the signature of the batch, and in the first batch
+#: with this signature its whole numbers.
 LOOK, SAMPLE = "look", "sample"
 
 
@@ -36,7 +35,7 @@ def name_of(value: ValueId) -> str:
 
 
 def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]]:
-    """Returns functions of one argument which, called one after another, run a trace again.
+    """Returns functions of one argument which, called one after another, repeat a captured run.
 
     The function of a node that calls a layer, or takes parameters of layers, is a ``partial`` with
     these layers as arguments.
@@ -46,21 +45,18 @@ def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]
     for node, later in zip(trace.nodes, needed[1:]):
         layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
         call = _Call(node, later, node.modes if trace.switched else ())
-        functions.append(_label(functools.partial(call, *layers), node))
+        function: Any = functools.partial(call, *layers)
+        function.__name__ = node.name
+        # The called function tells whether the entry draws random numbers.
+        function.stands_for = node.function
+        # An entry is recomputed as a layer would be.
+        function.counts_as_layer = True
+        functions.append(function)
     return [*functions, _Outputs(trace)]
 
 
-def _label(function: functools.partial[Nest], node: Node) -> functools.partial[Nest]:
-    function.__name__ = node.name  # type: ignore[attr-defined]
-    # Whether it draws random numbers, what it calls says.
-    function.stands_for = node.function  # type: ignore[attr-defined]
-    # What calls a layer is recomputed as that layer would be.
-    function.counts_as_layer = True  # type: ignore[attr-defined]
-    return function
-
-
 def _needed_after(trace: Capture) -> list[frozenset[str]]:
-    """Returns the names of the values needed after the inputs, and after each node."""
+    """Returns the names of the values that are needed after the inputs, and after each node."""
     needed = {LOOK, *(name_of(value) for value in trace.output_values)}
     after = [frozenset(needed)]
     for node in reversed(trace.nodes):
@@ -140,7 +136,7 @@ class _Call:
 
 
 def _fill(value: Nest) -> _Fill:
-    """Returns a function that puts values in place of the placeholders in a nest."""
+    """Returns a function that fills values into an argument with references to values."""
     if isinstance(value, Ref):
         return operator.itemgetter(name_of(value.value))
     if isinstance(value, Owned):

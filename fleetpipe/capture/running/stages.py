@@ -1,7 +1,7 @@
 """Runs the stages of a captured model, and the untouched model as their reference.
 
-Each micro-batch runs by the run that was captured for it, each node under its random key. A head in
-parts is an extra, ``fleetpipe.contrib.vocabulary``.
+Start with ``CapturedStages``. A micro-batch runs by the run that was captured for its signature,
+each node under its random key. ``fleetpipe.contrib.vocabulary`` has a vocabulary head in parts.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 
 
 class CapturedStages:
-    """Runs the stages, and says what crosses between them: the ``Borders`` of dygraph's stage."""
+    """Runs the stages, and returns the values on their edges: ``Borders`` of dygraph's stage."""
 
     def __init__(self, forms: Forms, training: Callable[[], bool]) -> None:
-        """Takes the captured runs."""
+        """Stores the captured runs, and a function that returns whether the model trains."""
         self._forms = forms
         self._training = training
 
@@ -55,7 +55,7 @@ class CapturedStages:
         return run
 
     def form(self, stage: int, value: Nest) -> tuple[Form, Nest]:
-        """Returns the captured run for a value that came to a stage, and its first node's input."""
+        """Returns the captured run for a stage's input, and the input of the run's first node."""
         forms = self._forms
         if stage:
             look = value.get(LOOK, forms.first)
@@ -67,11 +67,11 @@ class CapturedStages:
         return forms.of(look, self._training()), value
 
     def join(self, values: Values) -> Nest:
-        """Returns all values that came to a stage, by name."""
+        """Returns the values of all edges into a stage, by name."""
         return {name: tensor for part in values.values() for name, tensor in part.items()}
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the values that leave a stage on each edge, by name, with the batch's look."""
+        """Returns the values on each edge out of a stage, by name, with the batch's signature."""
         look: Signature = output[LOOK]
         first = {LOOK: look}
         sample = self._forms.capturing.samples.get(look)
@@ -88,10 +88,10 @@ class CapturedStages:
 
 
 class Head(Protocol):
-    """Stands in the place of a model's last layer; its parts are stages behind those of the model.
+    """The replacement of a model's last layer; its parts are stages after those of the model.
 
     Attributes:
-        description: The entry that it would be in a list of layers.
+        description: The entry of the head in a list of layers.
         counted_names: Paddle's names of the layer's parameters, by their names in the model.
     """
 
@@ -107,22 +107,22 @@ class Head(Protocol):
         """The names of :meth:`functions` in a profile and in a plan."""
 
     def functions(self) -> list[Callable[[Nest], Nest]]:
-        """Returns what runs the stages behind those of the model."""
+        """Returns the functions of the stages after those of the model."""
 
     def nodes(self, number: int) -> list[Node]:
-        """Returns the nodes of the stage ``number`` behind those of the model."""
+        """Returns the nodes of the stage ``number`` after those of the model."""
 
     def require_last(self, *traces: Capture) -> None:
-        """Refuses a model that does something with the layer's output."""
+        """Raises an error if the model uses the layer's output."""
 
     def stages(
         self, forms: Forms, training: Callable[[], bool], runner: StageRunner, placement: Placement
     ) -> CapturedStages:
-        """Returns the stages of the model, and behind them its own, which ``runner`` runs."""
+        """Returns the stages of the model, then those of the head, which ``runner`` runs."""
 
 
 def loss_input(model: Layer, output: Nest) -> Nest:
-    """Returns what the loss of a plain model takes: its output, deferred if it has a head."""
+    """Returns the input of a plain model's loss: its output, deferred if it has a head."""
     heads: list[Any] = [one for one in model.sublayers() if hasattr(one, "defer_logits")]
     return heads[0].defer_logits(output) if heads else output
 
@@ -149,30 +149,30 @@ class Keyed(Walk):
 
 
 class Untouched(ModelWithParts):
-    """A copy of a plain model, which runs as :func:`call_keyed` does under the keys of a batch."""
+    """A copy of a plain model; under the keys of a batch it draws the nodes' random numbers."""
 
     def __init__(
         self, model: Layer, example: Nest, unopened: Unopened, shared: Iterable[Tensor] = ()
     ) -> None:
-        """Copies a model, of which this process may have a part: missing tensors are zeros.
+        """Copies a model; tensors without memory in this process are zeros in the copy.
 
         Args:
             model: The model.
-            example: An example of its inputs, whose plain values complete those of a batch.
+            example: An example of its inputs; inputs that a batch lacks are taken from it.
             unopened: The layers that are single nodes.
-            shared: Parameters whose copies have the memory of the model's own.
+            shared: Parameters whose copies share the memory of the model's parameters.
         """
         super().__init__()
         with lent(model.state_dict().values()):
             copied = copy_layers(model, [model], shared)
-        # Around Layer.__setattr__, which would put the model's name before all others.
+        # Not by Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
-        # A forward may put another tensor in the place of a buffer.
+        # The tables are shared, since a forward may replace a buffer.
         share_tables(copied, self)
 
     @property
     def plain(self) -> Layer:
-        """The copy itself."""
+        """The copy of the plain model."""
         return self._model
 
     def train(self, mode: bool = True) -> Untouched:
@@ -190,7 +190,7 @@ class Untouched(ModelWithParts):
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
         if paddle.in_dynamic_mode():
-            # In a static graph, as jit.save makes it, the example would be one of the weights.
+            # In the static graph of jit.save the example would become a weight.
             inputs = complete(inputs, self._example)
         output = call_keyed(self._model, inputs, self._unopened, keys, micro_batch)
         return loss_input(self._model, output)
@@ -203,7 +203,7 @@ def call_keyed(
     keys: random_keys.Keys | None,
     micro_batch: GlobalMicroBatch,
 ) -> Nest:
-    """Calls a model, whose random numbers are those of the captured nodes.
+    """Calls a model under the random keys of its nodes, and returns its output.
 
     Args:
         model: The untouched model.

@@ -1,8 +1,8 @@
-"""The captured runs of a forward, by the look of a batch and by mode, each cut into stages.
+"""The captured runs of a forward, by the signature of a batch and by mode, each cut into stages.
 
-A run also depends on values beside inputs, modes and tensors' values, which a script may change on
-the model between two batches: numbers and functions in attributes, entries of lists, dicts and
-configurations, sublayers.
+Start with ``Forms``. A run also depends on values that a script may change on the model between two
+batches: numbers and functions in attributes, entries of lists, dicts and configurations, sublayers.
+``attributes_of`` returns marks of these values; when a mark differs, the forward is captured anew.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ from fleetpipe.paddle_api.tensor import is_parameter
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
 
-#: By what it is called, what stands for a thing and is equal for as long as the thing is the same.
+#: By the name of a value, a mark that is equal as long as the value is unchanged.
 Marks = Mapping[str, object]
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
-#: Other objects of libraries count by identity: what they keep says nothing of a forward.
+#: The classes of libraries whose attributes are compared; other objects of libraries are compared
+#: by identity.
 _CONFIGURATIONS = (argparse.Namespace, SimpleNamespace)
-#: What a partial, a method and a property have.
+#: The attributes of a partial, a method and a property.
 _WITHIN = ("func", "args", "keywords", "__func__", "__self__", "fget")
-#: Items of a container, or bytes of an array, beyond which only the thing itself counts.
+#: A container with more items, or an array with more bytes, is compared by identity.
 _LARGEST = 2**16
 
 
@@ -62,7 +63,7 @@ class Same:
     __slots__ = ("value",)
 
     def __init__(self, value: object) -> None:
-        """Takes the object, and keeps it alive."""
+        """Stores the object, and so keeps it alive."""
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -76,8 +77,9 @@ def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
     """Returns marks of the values on which the forwards of opened layers depend.
 
     Args:
-        model: The model, which is opened.
-        opens: Whether a layer is opened, by its path; others are single nodes, and are left out.
+        model: The model.
+        opens: ``opens(path, layer)`` returns whether a layer's forward is captured; layers that are
+            single nodes are left out.
     """
     marks: dict[str, object] = {}
     visited: dict[int, object] = {}
@@ -86,7 +88,7 @@ def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
             continue
         for name, value in vars(layer).items():
             if name in ("_parameters", "_buffers"):
-                # Stages take them by name, whichever there are.
+                # Stages take parameters by name, so only their shapes and dtypes count.
                 marks[_join_path(path, name)] = tuple(
                     (key, None if tensor is None else (tuple(tensor.shape), tensor.dtype))
                     for key, tensor in value.items()
@@ -116,7 +118,7 @@ def difference(before: Marks, now: Marks) -> str:
 
 
 def require_same_parameters(before: Mapping[str, Same], now: Mapping[str, Same]) -> None:
-    """Refuses a model whose parameters are other objects; buffers may be others."""
+    """Raises an error if a parameter was replaced by another object; buffers may be replaced."""
     for name in {**before, **now} if before != now else ():
         tensor: Any = (now.get(name) or before[name]).value
         if before.get(name) != now.get(name) and is_parameter(tensor):
@@ -136,6 +138,7 @@ def unfitting(name: str, cause: str) -> CaptureError:
 
 
 def _layers_in(path: str, layer: Layer) -> Iterator[tuple[str, Layer]]:
+    """Yields a layer and all layers within, with their paths; a shared layer at each path."""
     yield path, layer
     for name, sublayer in sublayers_in(layer).items():
         if sublayer is not None:
@@ -183,14 +186,14 @@ def _parts_of(value: Any) -> Iterator[object]:
 
 _log = log.logger(__name__)
 
-#: A look, whether the model trains, the mode of each of its layers, the numbers that were read, and
-#: the number of what the forward depends on.
+#: A signature, whether the model trains, the mode of each of its layers, the numbers of buffers
+#: that a forward reads, and the number of the current fingerprint.
 _Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...], int]
 
-#: How many fingerprints there are at a time: a script may go back and forth between some.
+#: The most fingerprints that are kept: a script may switch between several.
 _MOST = 4
 
-#: How many captured runs there are at a time.
+#: The most captured runs that are kept.
 _MOST_FORMS = 256
 
 
@@ -199,8 +202,8 @@ class Form(NamedTuple):
 
     Attributes:
         trace: The capture of the run.
-        starts: The first node of each stage but stage 0.
-        functions: The functions of the nodes, between one for the inputs and one for the outputs.
+        starts: The first node of each stage after stage 0.
+        functions: The functions of the inputs, of the nodes, and of the outputs.
         runner: Runs the stages.
         crossing: The names of the values on each edge.
         written: By stage, the tensors that its nodes write into.
@@ -249,11 +252,11 @@ class Forms:
         interval: int = 0,
         recompute: Collection[int] = (),
     ) -> None:
-        """Captures runs for the look of the example, in both modes.
+        """Captures runs for the example, in both modes.
 
         Args:
             capturing: Runs the forward. The edges of the pipeline are those of its example.
-            borders: The places where it is cut.
+            borders: The borders of the stages.
             interval: Number of nodes that are recomputed together; 0 recomputes none.
             recompute: The numbers of functions each of which is recomputed by itself.
         """
@@ -268,7 +271,7 @@ class Forms:
         self._forms: dict[_Key, Form] = {}
         #: The buffers whose numbers any run has read, by name.
         self._numbers: dict[str, Owned] = {}
-        #: By number, what the forward depended on; the last number is that of now.
+        #: Marks of the values on which the forward depends, by number; the last are current.
         self._fingerprints: dict[int, Marks] = {}
         self._count = count()
         self._examples: dict[bool, Form] = {}
@@ -279,7 +282,7 @@ class Forms:
                 self._forms[self._key(self.first, training)] = form
 
     def follow(self) -> str | None:
-        """Checks whether the forward depends on new values; returns the name of the first.
+        """Returns the name of the first value that has changed to an unknown one; None if none has.
 
         It is called at the begin of a batch, so that changes of a script to the model take effect.
         """
@@ -296,7 +299,7 @@ class Forms:
             if fingerprint == marks:
                 self._fingerprints[number] = self._fingerprints.pop(number)
                 return None
-        # Hooks may have come, with which a layer is opened no more.
+        # Marks are made anew, since a layer with a new hook is not opened any more.
         self._fingerprints[next(self._count)] = self._marks()
         if len(self._fingerprints) > _MOST:
             oldest = next(iter(self._fingerprints))
@@ -306,17 +309,17 @@ class Forms:
 
     @property
     def number(self) -> int:
-        """The number of the values on which the forward depends now."""
+        """The number of the current fingerprint."""
         return next(reversed(self._fingerprints))
 
     def _marks(self) -> Marks:
         return attributes_of(self.capturing.model, self.capturing.unopened.opens)
 
     def of(self, signature: Signature, training: bool) -> Form:
-        """Returns the run for a batch of this look, with the current modes and numbers.
+        """Returns the run for a batch with this signature, in the current modes.
 
         Raises:
-            CaptureError: Values cross on an edge that the example lacks.
+            CaptureError: A value is on an edge that the example does not have.
         """
         key = self._key(signature, training)
         form = self._forms.pop(key, None)
@@ -332,7 +335,7 @@ class Forms:
                     fix="pass example_inputs in which everything is given that may be",
                 )
             self._require_own_tensors(form)
-            # It may have read more numbers.
+            # The new run may have read further numbers, which are part of the key.
             key = self._key(signature, training)
         self._forms[key] = form
         return form
@@ -350,7 +353,7 @@ class Forms:
             self.capturing.samples.pop(oldest[0], None)
 
     def _require_own_tensors(self, form: Form) -> None:
-        """Refuses a run in which a stage needs a tensor of another."""
+        """Raises an error if a stage uses a parameter or buffer that only other stages have."""
         for stage in range(self.stages):
             for name in sorted(frozenset().union(*(node.state for node in form.nodes(stage)))):
                 if stage not in self.users.get(name, (stage,)):
@@ -362,7 +365,7 @@ class Forms:
                     )
 
     def require_same_stages(self, change: str) -> None:
-        """Captures a changed model, unless weights would have to be in other stages.
+        """Captures a model anew, whose value ``change`` has changed.
 
         Raises:
             CaptureError: A stage uses a tensor that it does not have.
@@ -371,7 +374,7 @@ class Forms:
         try:
             form = self.of(self.first, self.capturing.model.training)
         except FleetPipeError as error:
-            # It is as new to the next batch.
+            # So the next batch raises the error again.
             self._fingerprints.popitem()
             raise unfitting(change, str(error).partition("\n")[0]) from error
         self.tell(form)
@@ -382,7 +385,7 @@ class Forms:
         )
 
     def tell(self, form: Form) -> None:
-        """Warns of side effects of the model's own code, which no stage repeats."""
+        """Logs warnings of what the model's own code does that no stage repeats."""
         model = self.capturing.model
         hooks = [f"it calls a hook of {type(model).__name__}'s own"] if has_hooks(model) else []
         for text in (*form.trace.left_out, *hooks):
@@ -399,12 +402,13 @@ class Forms:
 
     def _key(self, signature: Signature, training: bool) -> _Key:
         modes = tuple([layer.training for layer in self._layers])
-        numbers = tuple(map(_bytes, self._numbers.values()))
+        numbers = tuple([tensor.numpy().tobytes() for tensor in self.numbers])
         return signature, training, modes, numbers, self.number
 
     def _capture(self, signature: Signature, training: bool) -> Form:
+        """Captures a run, and cuts it into stages."""
         trace = self.capturing(signature, training)
-        # What a run changes itself, outside of what is put back, is nothing new.
+        # Values that the run itself has changed are no change by the script.
         number, _ = self._fingerprints.popitem()
         self._fingerprints[number] = self._marks()
         self._numbers.update((owned.path, owned) for owned in trace.numbers)
@@ -422,11 +426,6 @@ class Forms:
         if self._interval or self._recompute:
             _require_recomputable(form)
         return form
-
-
-def _bytes(owned: Owned) -> bytes:
-    content: bytes = getattr(owned.layer, owned.name).numpy().tobytes()
-    return content
 
 
 def _written_tensors(trace: Capture, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
@@ -450,7 +449,7 @@ def _normalizes(node: Node) -> bool:
 
 
 def _require_recomputable(form: Form) -> None:
-    """Refuses to recompute nodes that change or share state of a micro-batch."""
+    """Raises an error if nodes that are recomputed write into state, or switch modes of layers."""
     if form.trace.switched:
         raise CaptureError(
             "the forward switches layers between training and evaluation, and nodes are computed "
@@ -462,8 +461,8 @@ def _require_recomputable(form: Form) -> None:
         name = owned.path
         users = [node for node in form.trace.nodes if name in node.state]
         kept = {slot for _, slot in state_slots(owned.layer)}
-        # Of a weight that one layer trains the version alone may change, as in weight_norm; where
-        # its numbers do, the second run is not like the first, and refused.
+        # weight_norm writes the same numbers into a trained weight each time. If they differ, the
+        # check that the second run repeats the first one raises an error.
         is_trained = not getattr(owned.layer, owned.name).stop_gradient
         if len(users) == 1 and users[0].is_layer and is_trained:
             continue

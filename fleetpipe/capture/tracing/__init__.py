@@ -1,1 +1,4 @@
-"""Runs a model's forward once and records its calls, their order and their values."""
+"""Runs a model's forward once, and records its calls, their order and their values.
+
+Start with ``value``, which defines a capture, and ``tracer.record``, which makes one.
+"""

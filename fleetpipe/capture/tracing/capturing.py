@@ -1,4 +1,4 @@
-"""Captures the forward of a model again for each new kind of batch."""
+"""Captures the forward of a model once for each signature of a batch; start with ``Capturing``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _log = log.logger(__name__)
 
 
 class FirstBatch(NamedTuple):
-    """Whole numbers of the first batch with a signature, to capture the others with.
+    """Whole numbers of the first batch with a signature, from which it is captured on each rank.
 
     Attributes:
         text: The signature with the numbers.
-        stages: The stages that have handed it on.
+        stages: The stages that have sent it to later ones.
     """
 
     text: str
@@ -51,7 +51,7 @@ class Capturing:
         losses: The loss functions; the forward must not store tensors for them.
         shape_inputs: The keys of inputs whose numbers the forward may read.
         look: The signature of the example.
-        samples: By another signature, whole numbers of the first such batch.
+        samples: For each other signature, whole numbers of its first batch.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Capturing:
         losses: Sequence[Any] = (),
         shape_inputs: Keys = (),
     ) -> None:
-        """Starts without a capture.
+        """Stores the model and the example; nothing is captured yet.
 
         Args:
             model: The model.
@@ -81,9 +81,9 @@ class Capturing:
         self._traces: dict[bool, tuple[object, Capture]] = {}
 
     def look_of(self, inputs: Nest) -> Signature:
-        """Returns the signature of inputs, and keeps whole numbers to capture it with.
+        """Returns the signature of inputs, and stores the whole numbers of its first batch.
 
-        They may have to fit, as tokens of images fit the number of patches.
+        A capture needs them where numbers have to fit, as tokens of images fit the patches.
         """
         look = signature_of(inputs, self.shape_inputs)
         if look != self.look and look not in self.samples:
@@ -91,12 +91,12 @@ class Capturing:
         return look
 
     def vary(self, change: Callable[[Tensor], Tensor]) -> Nest:
-        """Returns the example with other numbers where the forward does not read them."""
+        """Returns the example with changed tensors, except ``shape_inputs``."""
         kept = set(map(id, whole_at(self.example, self.shape_inputs)))
         return map_tensors(lambda t: t if id(t) in kept else change(t), self.example)
 
     def __call__(self, signature: Signature, training: bool) -> Capture:
-        """Returns the capture for a batch with some signature, in training or in evaluation.
+        """Returns the capture for a batch with this signature, in training or in evaluation.
 
         Raises:
             CaptureError: The forward does something that cannot be captured.
@@ -117,14 +117,14 @@ class Capturing:
         self.unopened.forget()
 
     def _depends_on(self, trace: Capture) -> object:
-        """Returns a value that differs whenever a new capture would differ for the same inputs."""
+        """Returns a value that changes if a new capture of the same inputs may be another one."""
         modes = [layer.training for layer in self.model.sublayers(include_self=True)]
         numbers = [getattr(owned.layer, owned.name) for owned in trace.numbers]
         return (
             self.unopened.changes,
             modes,
             [tensor.numpy().tobytes() for tensor in numbers if has_memory(tensor)],
-            # Each run may leave other modes to the next.
+            # A run that switches modes is captured each time.
             object() if trace.switched else None,
         )
 
@@ -143,7 +143,7 @@ class Capturing:
         """
         model = self.model
         try:
-            # As each will run: nothing in evaluation needs a gradient.
+            # Without gradients in evaluation, as the stages run.
             with (
                 trial(),
                 self.notice_if_slow(),
@@ -200,7 +200,7 @@ def switch(model: Layer, training: bool) -> None:
     If it is in that mode already, layers whose modes were set separately keep them.
     """
     modes = [layer.training for layer in model.sublayers(include_self=True)]
-    # What it writes into weights of other ranks is nothing to anybody.
+    # Weights of other ranks are zeros meanwhile; what it writes into them is dropped.
     with lent(model.state_dict().values() if _has_own_switch(model) else ()):
         if training and (not model.training or all(modes)):
             model.train()

@@ -1,4 +1,4 @@
-"""Restores a model to its state before a run of its forward."""
+"""Restores a model to its state before a run of its forward; start with :func:`state_kept`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.transport import bridge
 
-#: The models whose attributes are put back later.
+#: The ids of the models whose attributes are restored after several runs, not after each.
 _waiting: set[int] = set()
 
 
@@ -58,7 +58,7 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         for layer in layers
         for holder in (parameters_in(layer), buffers_in(layer))
     ]
-    tensors = {id(t): _copy(t) for _, held in places for t in held.values() if t is not None}
+    tensors = {id(t): _renew(t) for _, held in places for t in held.values() if t is not None}
     holders = _restores((vars(layer)[kind] for layer in layers for kind in TABLES), tensors)
     attributes_of_run = nullcontext() if id(model) in _waiting else python_state_kept(model)
     with random_states_kept(), attributes_of_run:
@@ -67,25 +67,26 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         finally:
             for holder, held in places:
                 changed.update(id(t) for name, t in held.items() if holder.get(name) is not t)
-            regrown = {id(holder) for holder, held in places if _has_regrown(holder, held)}
+            regrown = {id(holder) for holder, held in places if _has_other_shape(holder, held)}
             for restore in holders:
                 restore()
             for layer, (now, before) in zip(layers, attributes):
                 if id(buffers_in(layer)) in regrown:
-                    # A table that a longer input makes longer, and the length that it has.
+                    # A longer input makes a table longer, and sets its length in an attribute.
                     now.update(before)
-                # It was None, and its place was taken by a tensor.
+                # Attributes that were None, and that a tensor replaced as a buffer.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
             changed.update(key for key, kept in tensors.items() if _restore(kept))
 
 
-def _has_regrown(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor of another shape took the place of one of a layer's."""
-    kept = ((now.get(name), tensor) for name, tensor in before.items() if tensor is not None)
-    return any(other is not None and other.shape != tensor.shape for other, tensor in kept)
+def _has_other_shape(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor of a layer was replaced by one of another shape."""
+    pairs = ((now.get(name), tensor) for name, tensor in before.items() if tensor is not None)
+    return any(other is not None and other.shape != tensor.shape for other, tensor in pairs)
 
 
-def _copy(tensor: Tensor) -> _Kept:
+def _renew(tensor: Tensor) -> _Kept:
+    """Moves a tensor to new memory, and returns it with a tensor that has the old memory."""
     memory = None
     if has_memory(tensor):
         memory = tensor.detach()
@@ -94,14 +95,14 @@ def _copy(tensor: Tensor) -> _Kept:
 
 
 def _restore(kept: _Kept) -> bool:
-    """Restores a tensor; returns whether it had changed."""
+    """Restores a tensor, and returns whether it had changed."""
     tensor, memory, trained = kept
     if memory is None:
-        # Lent to a node, or written into.
+        # It had no memory, and got some for a node or from a write.
         release([tensor])
         return False
     if not tensor.is_leaf:
-        # What was written into it needs a gradient.
+        # A value that needs a gradient was written into it.
         tensor.detach_()
     if tensor.stop_gradient is trained:
         tensor.stop_gradient = not trained
@@ -111,7 +112,7 @@ def _restore(kept: _Kept) -> bool:
     return not same
 
 
-#: Puts one thing back.
+#: Restores one object.
 _Restore = Callable[[], None]
 
 
@@ -151,7 +152,7 @@ def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
 
 
 def _restores(values: Iterable[Any], visited: Iterable[int]) -> list[_Restore]:
-    """Returns functions that restore the contents of containers, except tensors of some ids."""
+    """Returns functions that restore values and what is in them, except objects with some ids."""
     restores: list[_Restore] = []
     seen = set(visited)
     for value in values:
@@ -173,11 +174,16 @@ def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
         for item in value:
             _keep(item, restores, visited)
     elif isinstance(value, paddle.Tensor):
-        # Parameters are no part of this: they are kept by name.
+        # Parameters are restored by state_kept.
         if not is_parameter(value) and has_memory(value):
             visited.add(id(value))
             version, numbers = value.inplace_version, value.detach().clone()
-            restores.append(lambda: _rewrite(value, version, numbers))
+
+            def rewrite(tensor: Any = value) -> None:
+                if tensor.inplace_version != version:
+                    tensor.set_value(numbers)
+
+            restores.append(rewrite)
     else:
         restore = _restore_of(value)
         if restore is not None:
@@ -198,13 +204,8 @@ def _restore_of(value: Any) -> _Restore | None:
     return None
 
 
-def _rewrite(tensor: Any, version: int, numbers: Any) -> None:
-    if tensor.inplace_version != version:
-        tensor.set_value(numbers)
-
-
 def _refill(container: Any, content: Any) -> None:
-    """Gives a container its earlier contents; an unchanged one is not touched."""
+    """Gives a container its earlier contents, if these have changed."""
     if isinstance(container, dict):
         same = container.keys() == content.keys() and all(
             container[key] is item for key, item in content.items()

@@ -1,7 +1,7 @@
-"""What a forward does with its model's state, and what it does that cannot be captured.
+"""What a forward does that cannot be captured, and what it does with its model's state.
 
-The parameters and buffers of a model are tracked during a run: which nodes use and write them. An
-obstacle says what cannot be captured, why, and what to write instead.
+An ``Obstacle`` says what cannot be captured, why, and what to write instead. ``RunState`` tracks
+which nodes of a run use and write the parameters and buffers of a model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ UNKNOWN = Obstacle(
 
 
 def keeps_tensor(name: str) -> Obstacle:
-    """A tensor becomes an attribute."""
+    """Returns the obstacle that a tensor becomes an attribute."""
     return Obstacle(
         f"keeps a tensor as {name!r}",
         "a stage repeats operations, and sets no attributes",
@@ -86,7 +86,7 @@ def keeps_tensor(name: str) -> Obstacle:
 
 
 def uses_attribute(path: str, name: str) -> Obstacle:
-    """Code uses a tensor that the sublayer at ``path`` has as an attribute."""
+    """Returns the obstacle that code uses a tensor which is an attribute of another sublayer."""
     return Obstacle(
         f"uses a tensor that {path} keeps as {name!r}",
         f"{path} is one node, and a stage hands on what it returns",
@@ -95,7 +95,7 @@ def uses_attribute(path: str, name: str) -> Obstacle:
 
 
 def returns_number(name: str) -> Obstacle:
-    """A sublayer returns a number that depends on the batch."""
+    """Returns the obstacle that a sublayer returns a number which depends on the batch."""
     return Obstacle(
         f"uses a number of Python's that {name} makes of those in a tensor, or of chance",
         "which nodes run, and with what, would depend on the numbers in a batch",
@@ -104,7 +104,7 @@ def returns_number(name: str) -> Obstacle:
 
 
 def reads_state(name: str) -> Obstacle:
-    """Python computes with the numbers of a parameter or buffer."""
+    """Returns the obstacle that Python computes with the numbers of a parameter or buffer."""
     return Obstacle(
         f"reads the numbers in {name!r}, which changes while the model trains",
         "what is computed from them in Python stays as it was at the capture",
@@ -113,7 +113,7 @@ def reads_state(name: str) -> Obstacle:
 
 
 def has_graph(name: str) -> Obstacle:
-    """A parameter is replaced by a tensor that needs a gradient."""
+    """Returns the obstacle that a value which needs a gradient is written into a parameter."""
     return Obstacle(
         f"writes into the parameter {name!r} what needs a gradient",
         "the parameter would be trained no more: its gradient goes to what was written",
@@ -122,7 +122,7 @@ def has_graph(name: str) -> Obstacle:
 
 
 def outside_no_grad(name: str) -> Obstacle:
-    """A trained parameter is written into while gradients are on."""
+    """Returns the obstacle that code writes into a trained parameter while gradients are on."""
     return Obstacle(
         f"writes in place into the trained parameter {name!r}",
         "Paddle lets nobody do so while gradients are on",
@@ -131,7 +131,7 @@ def outside_no_grad(name: str) -> Obstacle:
 
 
 def unseen(name: str) -> Obstacle:
-    """A parameter or buffer changes although no operation wrote into it."""
+    """Returns the obstacle that a parameter or buffer changes without an operation."""
     return Obstacle(
         f"changes {name!r} in a way that is no operation",
         "a stage repeats operations",
@@ -140,7 +140,7 @@ def unseen(name: str) -> Obstacle:
 
 
 def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[int, Tensor]) -> None:
-    """Refuses tensors that a forward stores for a loss, as auxiliary losses in a list."""
+    """Raises an error if a forward stores tensors for a loss, as auxiliary losses in a list."""
     kept = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
     path = next(kept, None)
     if path is not None:
@@ -155,7 +155,7 @@ def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[in
 
 
 def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]) -> None:
-    """Refuses parameters that a forward creates, as those of a layer built in its first call."""
+    """Raises an error if a forward creates parameters, as a layer built in its first call."""
     name = next((name for name, p in model.named_parameters() if not is_known(p)), None)
     if name is not None:
         raise CaptureError(
@@ -178,15 +178,16 @@ class RunState:
         self._tensors: list[tuple[Tensor, int]] = []
         self._places: Counter[int] = Counter()
         self._of_layer: dict[int, frozenset[str]] = {}
-        #: By tensor that has their memory, and is none of them: the names of some.
+        #: By the id of a view, the names of the parameters and buffers whose memory it shares.
         self._views: dict[int, frozenset[str]] = {}
-        #: What nodes take views of, by the number of the node.
+        #: By the number of a node, the names of those that it uses through views.
         self._by_view: dict[int, frozenset[str]] = {}
         self._written: set[str] = set()
         self._written_by_view: set[str] = set()
         self._find(model)
 
     def _find(self, model: Layer) -> None:
+        """Collects the parameters and buffers of a model."""
         for path, layer in model.named_sublayers(include_self=True):
             for name, tensor in _own_tensors(layer):
                 whole = f"{path}.{name}" if path else name
@@ -204,7 +205,13 @@ class RunState:
         return self._owned.get(id(tensor))
 
     def of(self, function: Function, tensors: Sequence[Tensor], number: int) -> frozenset[str]:
-        """Returns the names of the parameters and buffers that a node has or takes."""
+        """Returns the names of the parameters and buffers of a node and among its inputs.
+
+        Args:
+            function: The layer or function that the node calls.
+            tensors: Its inputs.
+            number: The number of the node.
+        """
         names = set(self._of_layer.get(id(function), _NONE))
         names.update(self._owned[id(t)].path for t in tensors if id(t) in self._owned)
         by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in tensors))
@@ -229,7 +236,7 @@ class RunState:
         sources = [(tensor, self._names_of(tensor)) for tensor in tensors]
         sources = [(tensor, names) for tensor, names in sources if names and has_memory(tensor)]
         if function is set_data:
-            # The value that a buffer has from here on.
+            # The buffer has the memory of the value from here on.
             self._views[id(tensors[1])] = self._names_of(tensors[0]) | self._names_of(tensors[1])
             return
         for output in made if sources else ():
@@ -248,7 +255,7 @@ class RunState:
         self._written_by_view |= names
 
     def heard(self, function: Function, args: tuple[object, ...]) -> None:
-        """Records a write of an operation within a node that the version does not show."""
+        """Records a write within a node by an operation that leaves the tensor's version."""
         if is_silent(function) and id(args[0]) in self._owned:
             self._wrote(args[0])
 
@@ -273,16 +280,17 @@ class RunState:
         ]
 
     def _names_of(self, tensor: Tensor) -> frozenset[str]:
+        """Returns the names of the parameters and buffers whose memory a tensor has."""
         owned = self._owned.get(id(tensor))
         return self._views.get(id(tensor), _NONE) if owned is None else frozenset({owned.path})
 
     def refusal(self, target: Tensor, value: Tensor, stays: bool) -> Obstacle | None:
-        """Returns why a tensor cannot take the place of a parameter or buffer; None if it can.
+        """Returns why a tensor cannot replace a parameter or buffer; None if it can.
 
         Args:
             target: The parameter or buffer.
-            value: The tensor whose memory it is to have.
-            stays: Whether the layers keep the same object, with the other's memory.
+            value: The tensor that replaces it.
+            stays: Whether the layers keep the object, which gets the memory of ``value``.
         """
         owned, other = self._owned.get(id(target)), self._owned.get(id(value))
         if owned is None:

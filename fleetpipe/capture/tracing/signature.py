@@ -1,8 +1,9 @@
-"""The signature of a batch as text, and the numbers and sizes of a run that depend only on it.
+"""The signature of a batch as text, and which numbers and sizes of a run depend only on it.
 
-Stages send it with their values, so that a rank with only a part of a model knows which capture
-belongs to the batch. ``paddle.shape`` and operations on it give the same for each batch with one
-signature: code may read it, since each signature has its own capture.
+A signature has the containers, dtypes, shapes and plain values of the inputs. Stages send it with
+their values, so that a rank with only a part of a model knows which capture belongs to the batch.
+``Sizes`` tracks numbers that are equal in all batches with one signature, as those that
+``paddle.shape`` returns: code may read them, since each signature has its own capture.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fleetpipe.paddle_api.random import generator_states
 #: A signature.
 Signature = str
 
-#: Rows of an example where a specification leaves them open, and no job says.
+#: The number of rows of an example, if neither its specification nor a job has one.
 ROWS = 2
 
 #: The classes of plain values.
@@ -44,7 +45,7 @@ def signature_of(value: Nest, numbers: Keys | None = ()) -> Signature:
         numbers: The inputs whose whole numbers are in the signature; None for all.
 
     Raises:
-        CaptureError: They contain something other than tensors and plain values.
+        CaptureError: The inputs contain something other than tensors and plain values.
     """
     return json.dumps(_describe(value, numbers))
 
@@ -60,8 +61,8 @@ def numbers_like(signature: Signature, example: Nest) -> Nest:
     """Returns inputs with a signature, filled by repeating an example's numbers, or with zeros.
 
     Args:
-        signature: The signature, whose own numbers stay.
-        example: Inputs. Not every forward takes zeros: a mask may leave nothing of them.
+        signature: The signature; numbers that it has are kept.
+        example: The inputs whose numbers are repeated, since a forward may fail on zeros.
     """
     numbers = tensors_of(example)
 
@@ -87,6 +88,7 @@ def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
 
 
 def _describe(value: Nest, numbers: Keys | None) -> Any:
+    """Returns inputs as plain values for JSON; see :func:`signature_of`."""
     if isinstance(value, paddle.Tensor):
         described = [str(value.dtype).rpartition(".")[2], list(value.shape)]
         whole = numbers is None and _is_whole(value)
@@ -114,6 +116,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _build(described: Any, tensor: Callable[..., Tensor]) -> Nest:
+    """Builds inputs from what :func:`_describe` returned; ``tensor`` makes each tensor."""
     ((kind, content),) = described.items()
     if kind == "tensor":
         return tensor(*content)
@@ -129,11 +132,10 @@ def complete(inputs: Nest, example: Nest) -> Nest:
     """Adds the plain values of an example to inputs that lack them.
 
     A batch consists of tensors; other arguments of the forward come from the example. Tensors that
-    a batch leaves out stay left out, as in a call of the model without them. Entries of a dict come
-    in the example's order.
+    a batch lacks are not added. Entries of a dict are in the example's order.
 
     Raises:
-        CaptureError: There is no place for the plain values, or a container is another one.
+        CaptureError: The plain values do not fit in, or the batch has another container.
     """
     if isinstance(example, (tuple, list)) and isinstance(inputs, paddle.Tensor):
         inputs = (inputs,)
@@ -179,7 +181,7 @@ def _has_tensors(value: Nest) -> bool:
 
 
 def _has_plain(value: Nest) -> bool:
-    """Whether there is a plain value other than None, which means a missing one."""
+    """Whether there is a plain value other than None."""
     return any(isinstance(leaf, PLAIN) and leaf is not None for _, leaf in leaves(value))
 
 
@@ -214,13 +216,14 @@ def example_of(inputs: Nest, rows: int) -> Nest:
     return inputs
 
 
-#: Operations that compute with the size of a tensor alone.
+#: Operations that depend only on the size of a tensor.
 _OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}
 
-#: Operations that give memory as it is.
+#: Operations that return uninitialized memory.
 _UNSET = {"empty", "empty_like"}
 
-#: Operations whose outputs have as many rows as numbers say, by the first argument that says it.
+#: Operations whose number of output rows depends on numbers, with the index of the first argument
+#: whose numbers count.
 _SELECTING = {
     **dict.fromkeys(("nonzero", "where_index", "unique", "unique_consecutive", "bincount"), 0),
     **dict.fromkeys(("nms", "multiclass_nms3", "matrix_nms", "generate_proposals"), 0),
@@ -229,7 +232,7 @@ _SELECTING = {
     **dict.fromkeys(("ctc_align", "sequence_mask"), 0),
 }
 
-#: Operations whose whole numbers may be sizes, by the first argument that may.
+#: Operations with whole numbers that may be sizes, with the index of the first such argument.
 _RESIZING = {
     **dict.fromkeys(("reshape", "reshape2", "view_shape", "expand", "expand_v2", "tile"), 1),
     **dict.fromkeys(("crop", "pad", "pad3d", "slice", "strided_slice", "split", "topk"), 1),
@@ -251,7 +254,7 @@ _WHOLE = (paddle.int32, paddle.int64)
 class Size:
     """A size of a dimension that depends on numbers: an int whose use counts as a read."""
 
-    # Functions of Paddle's ask whether a size is an int.
+    # So that isinstance(size, int) is true for Paddle's functions.
     __class__ = property(lambda _: int)
 
     def __init__(self, size: int, other: int | None, read: Callable[[], None]) -> None:
@@ -259,8 +262,8 @@ class Size:
 
         Args:
             size: The size in this run.
-            other: The value for another size of the dimension; None if unknown.
-            read: Called when it is used.
+            other: The value in a run in which the dimension has another size; None if unknown.
+            read: Called when the size is used.
         """
         self._size, self._other, self._read = size, other, read
 
@@ -271,10 +274,10 @@ class Size:
         return self._size
 
     def made(self, function: Function, *operands: Any) -> Any:
-        """Applies a function to it and others; returns another :class:`Size`, or a plain bool.
+        """Applies a function to sizes and numbers; returns another :class:`Size`, or a bool.
 
-        Paddle's own functions may compare sizes if the answer is the same for both: whether sizes
-        fit, or one is 0.
+        A comparison counts as a read, unless Paddle's own function makes it, and it has the same
+        result in the other run: so Paddle may check whether sizes fit.
         """
         sizes, another = zip(
             *((o._size, o._other) if type(o) is Size else (o, o) for o in operands)
@@ -289,6 +292,8 @@ class Size:
 
 
 def _on_sizes(function: Function, swapped: bool = False) -> Function:
+    """Returns a method of :class:`Size` that applies an operator."""
+
     def compute(*arguments: Any) -> Any:
         size: Size = arguments[0]
         return size.made(function, *(reversed(arguments) if swapped else arguments))
@@ -340,17 +345,17 @@ class Sizes:
     """Tracks sizes through the operations of a run, also within layers that are not opened."""
 
     def __init__(self) -> None:
-        #: The tensors whose numbers follow from the look, by id, while nothing else is written.
+        #: By id, tensors whose numbers depend only on the signature, with their version.
         self._fixed: dict[int, tuple[Tensor, int]] = {}
-        #: Those that a layer that is not opened has made of Python's numbers, by id.
+        #: By id, tensors that a layer which is not opened has made of Python's numbers.
         self._plain: dict[int, Tensor] = {}
-        #: Those whose sizes depend on numbers, each with one of another size where there is one.
+        #: By id, tensors whose sizes depend on numbers, each with one of another size, if known.
         self._selected: dict[int, tuple[Tensor, Tensor | None]] = {}
-        #: Whether any code has a :class:`Size`.
+        #: Whether any code has got a :class:`Size`.
         self.asked_for = False
-        #: Whether the layer that runs, which is not opened, has read what depends on numbers.
+        #: Whether the running layer, which is not opened, has read numbers of the batch.
         self.blind = False
-        #: Whether an operation is done on tensors of other sizes: nobody may hear of it.
+        #: Whether an operation runs on tensors of other sizes, which is not recorded.
         self.trying = False
 
     def fix(self, tensors: Iterable[Tensor]) -> None:
@@ -391,8 +396,8 @@ class Sizes:
 
         Args:
             function: The operation.
-            args: Its arguments.
-            named: Those by name.
+            args: Its positional arguments.
+            named: Its keyword arguments.
             constant: Returns whether a tensor comes from outside the run; None within a layer that
                 is not opened, where that is unknown.
         """
@@ -423,7 +428,14 @@ class Sizes:
         return output
 
     def _follow(self, function: Function, arguments: Nest, depending: set[int], made: Nest) -> None:
-        """Records the outputs of an operation whose sizes depend on numbers."""
+        """Records the outputs of an operation whose sizes depend on numbers.
+
+        Args:
+            function: The operation.
+            arguments: Its positional and keyword arguments.
+            depending: The ids of the inputs whose numbers depend on the batch.
+            made: The outputs.
+        """
         name = getattr(function, "__name__", "").strip("_")
         args, named = arguments
         says = [
@@ -458,12 +470,12 @@ class Sizes:
             if tried is None or [*map(_shape, tried)] != [*map(_shape, made)]:
                 break
         if masks and tried is not None:
-            # Not every operation takes what is empty.
+            # Some operations fail on an empty tensor, so the other output is one row longer.
             tried = [_longer(one, _shape(other)) for one, other in zip(made, tried)]
         return self._note(made, tried)
 
     def _note(self, made: list[Tensor], selected: list[Tensor] | None) -> None:
-        """Records the outputs for other sizes; None if there are none."""
+        """Records outputs with the outputs for other sizes, ``selected``; None if unknown."""
         for one, other in zip(made, selected or [None] * len(made)):
             if _shape(one) and (other is None or _shape(other) != _shape(one)):
                 self._selected[id(one)] = (one, other)
@@ -491,5 +503,5 @@ def _try(
     try:
         return tensors_in(function(*args, **named))
     except Exception:
-        # Of its own sizes the batch has one: which others go, is no matter.
+        # The operation may fail on other sizes than the batch's.
         return None

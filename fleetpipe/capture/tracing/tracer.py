@@ -1,4 +1,4 @@
-"""Runs a model's forward once and records its calls.
+"""Runs a model's forward once and records its calls: :func:`record`.
 
 If code in a layer does something that cannot be captured, such as reading a tensor's numbers, the
 forward runs again without opening that layer: it becomes a single node, called in Python.
@@ -6,7 +6,7 @@ forward runs again without opening that layer: it becomes a single node, called 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,7 @@ from fleetpipe.paddle_api.eager_operations import (
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.tensor import has_memory, note_write
 
-#: Numbers of Python's and NumPy's.
+#: The classes of numbers of Python and NumPy.
 _NUMBERS = (bool, int, float, np.ndarray, np.generic)
 
 
@@ -138,27 +138,27 @@ class _Tracer(Walk):
         super().__init__(model, unopened)
         self._shape_inputs = shape_inputs
         self._state = RunState(model)
-        #: The layers that were switched between training and evaluation, and where.
+        #: By id, the layers that were switched between training and evaluation, with the line.
         self._switched: dict[int, tuple[Layer, str]] = {}
-        #: Who reads numbers of parameters and buffers, and where, by name.
+        #: By the name of a buffer, the layer whose code reads its numbers, and the line.
         self._numbers: dict[str, tuple[Layer, obstacles.Obstacle, str]] = {}
         self._nodes: list[Node] = []
         self._values: dict[int, ValueId] = {}
-        #: Every tensor that has a number, so that no other gets its id.
+        #: The tensor of each value, kept so that no other tensor gets its id.
         self._tensors: list[Tensor] = []
         self._likes: list[Like] = []
         self._marks: list[int] = []
-        #: Why layers with sublayers are nodes.
+        #: By path, why a layer with sublayers is a node.
         self._whole: dict[str, str] = {}
-        #: What is no operation and no read, each once.
+        #: Texts for actions that no stage repeats, each once.
         self._left_out: dict[str, None] = {}
-        #: How much is in the lists and dicts of each opened layer.
+        #: The lengths of the lists and dicts of each layer around the current line.
         self._lengths: list[dict[str, int]] = []
         self._sizes = Sizes()
         self._random_lines: RandomLines | None = None
         #: The automatic casts around the forward.
         self._casts: Casts | None = None
-        #: The classes of layers that no nodes can be made of, and why.
+        #: The classes of layers that cannot be opened, and why.
         self.closed: dict[type, str] = {}
 
     def owned(self, tensor: Tensor) -> Owned | None:
@@ -198,12 +198,14 @@ class _Tracer(Walk):
             switched_at=next((place for _, place in self._switched.values()), ""),
             unopened=self._whole,
             left_out=tuple(self._left_out),
-            selected=frozenset(self._selected_values()),
+            selected=frozenset(
+                value for value, t in enumerate(self._tensors) if self._sizes.selected(t)
+            ),
         )
 
     def refuse_random_line(self, place: str) -> None:
-        """Refuses a line that draws from a generator that is not Paddle's."""
-        self._meet(self._opened[-1], obstacles.DRAWS, place)
+        """Closes the layer of a line that draws from a generator that is not Paddle's."""
+        self._close(self._opened[-1], obstacles.DRAWS, place)
 
     def with_state(self, trace: Capture, ids: set[int]) -> Capture:
         """Adds to a capture the parameters and buffers that the run wrote into.
@@ -215,17 +217,13 @@ class _Tracer(Walk):
         changed = self._state.changed(ids)
         self._unopened.written.update(changed)
         for name in self._numbers.keys() & self._unopened.written:
-            self._meet(*self._numbers[name])
+            self._close(*self._numbers[name])
         states = self._state.through_views(trace.nodes)
         for name in changed.keys() - frozenset().union(*states) if not self.closed else ():
-            self._meet(self._model, obstacles.unseen(name), forward_place(self._model) or "?")
+            self._close(self._model, obstacles.unseen(name), forward_place(self._model) or "?")
         nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
         numbers = tuple(self._state.named(name) for name in self._numbers)
         return replace(trace, nodes=tuple(nodes), changed=changed, numbers=numbers)
-
-    def _selected_values(self) -> Iterator[ValueId]:
-        """Yields the values whose sizes depend on numbers."""
-        return (i for i, tensor in enumerate(self._tensors) if self._sizes.selected(tensor))
 
     def mark(self) -> None:
         """Records that a stage begins here."""
@@ -240,11 +238,11 @@ class _Tracer(Walk):
         self._marks.append(len(self._nodes))
 
     def enter_layer(self, layer: Layer) -> None:
-        """Remembers the attributes of a layer before its forward."""
+        """Stores the lengths of a layer's lists and dicts before its forward."""
         self._lengths.append(_lengths(layer))
 
     def leave_layer(self, output: Nest) -> None:
-        """Checks that the outputs of an opened layer come from nodes."""
+        """Checks that the outputs of an opened layer come from nodes, and notes longer lists."""
         self._with_placeholders(output)
         layer, before = self._opened[-1], self._lengths.pop()
         for name, size in _lengths(layer).items():
@@ -269,13 +267,13 @@ class _Tracer(Walk):
         try:
             return super().operation(function, args, named)
         except IndexError:
-            # Paddle's own loop over rows goes on until there is none.
+            # Paddle's loop over the rows of a tensor reads its size by this error.
             if self._sizes.selected(args[0]):
                 self._refuse(obstacles.SIZE)
             raise
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Refuses to read the numbers of a value, unless they depend only on the signature."""
+        """Closes a layer that reads numbers of a value, unless only the signature sets them."""
         owned = self._state.get(args[0])
         if self._inside:
             self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
@@ -291,14 +289,14 @@ class _Tracer(Walk):
         return super().read(function, args, named)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Refuses to expose the memory of a value, or of a parameter or buffer."""
+        """Closes a layer that uses the memory of a value, or of a parameter or buffer."""
         if not self._inside:
             users = not asked_by_paddle()
             if function.__name__ == "get_tensor" and not users:
-                # Paddle 2.6 makes numbers that way: int(x).
+                # Paddle 2.6 computes int(x) that way.
                 return self.read(function, args, named)
             owned = any(self._state.get(arg) is not None for arg in args)
-            # Paddle itself does so where it makes the first value of a parameter.
+            # Paddle itself uses the memory of a new parameter to set its first value.
             if owned or (id(args[0]) in self._values and users):
                 self._refuse(obstacles.MEMORY)
         return super().memory(function, args, named)
@@ -313,13 +311,13 @@ class _Tracer(Walk):
         return self._sizes.dimensions(tensor, shape, lambda: self._refuse(obstacles.SIZE))
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Refuses to compute gradients."""
+        """Closes a layer that computes gradients."""
         if not self._inside:
             self._refuse(obstacles.BACKWARD)
         return super().backward(function, args, named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """Refuses to store a tensor outside of buffers; records other attributes that are set."""
+        """Closes a layer that stores a tensor in an attribute; notes other attributes it sets."""
         if not self._inside:
             if name == "training" and id(layer) in self._paths and value != layer.training:
                 self._switched.setdefault(id(layer), (layer, user_place()))
@@ -335,14 +333,8 @@ class _Tracer(Walk):
                     self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
         super().assigned(put, layer, name, value)
 
-    def _require_place(self, target: Tensor, value: Tensor, stays: bool) -> None:
-        """Refuses a tensor that cannot replace a parameter or buffer."""
-        refusal = self._state.refusal(target, value, stays)
-        if refusal is not None:
-            self._refuse(refusal)
-
     def node(self, call: NodeCall) -> Any:
-        """Records the inputs and outputs of a call."""
+        """Runs the call of a node, and records it with its inputs and outputs."""
         if self._sizes.asked_for and any(
             type(x) is Size for _, x in parts((call.args, call.named))
         ):
@@ -354,10 +346,13 @@ class _Tracer(Walk):
         tensors = tensors_in((call.args, call.named))
         self._require_writable(call, tensors)
         state = self._state.of(layer, tensors, len(self._nodes))
-        # Whoever takes a tensor later takes it with its gradient switched off, in each stage.
         versions = list(map(_version, tensors))
-        modes = _modes_in(layer)
-        with lent(_state_of(call.function, tensors)):
+        parts_of_layer, state_of_layer = [], []
+        if isinstance(layer, paddle.nn.Layer):
+            parts_of_layer = layer.sublayers(include_self=True)
+            state_of_layer = list(layer.state_dict().values())
+        modes = tuple(Mode(part, part.training) for part in parts_of_layer)
+        with lent([*tensors, *state_of_layer]):
             output = self._run_node(call)
         values, function = self._values, call.function
         if is_silent(function) and id(tensors[0]) in values:
@@ -365,7 +360,7 @@ class _Tracer(Walk):
             note_write(tensors[0])
         changed = {id(t): t for t, version in zip(tensors, versions) if _version(t) != version}
         if call.is_users:
-            # Another time it may return something else than what it was given.
+            # A copy is a value of its own: the layer may return its input in this run only.
             passed = {id(tensor) for tensor in tensors} - changed.keys()
             if any(id(tensor) in passed for tensor in tensors_of(output)):
                 output = map_tensors(lambda t: paddle.assign(t) if id(t) in passed else t, output)
@@ -406,9 +401,11 @@ class _Tracer(Walk):
         return output
 
     def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
-        """Refuses a write into a parameter or buffer that a stage could not do."""
+        """Closes a layer that writes into a tensor in a way that a stage cannot repeat."""
         if call.function is set_data and len(tensors) > 1:
-            self._require_place(tensors[0], tensors[1], call.call is set_data)
+            refusal = self._state.refusal(tensors[0], tensors[1], call.call is set_data)
+            if refusal is not None:
+                self._refuse(refusal)
         target = target_of(call.function, call.args)
         if target is None or id(target) in self._values:
             return
@@ -430,7 +427,7 @@ class _Tracer(Walk):
             return self._values[id(tensor)]
         number = self._number(tensor)
         if self._state.get(tensor) is not None and any(tensor is one for one in tensors):
-            # An operation that wrote into a buffer returns it: it is a buffer still.
+            # An operation returns the buffer that it wrote into: it stays a buffer.
             del self._values[id(tensor)]
         return number
 
@@ -444,10 +441,11 @@ class _Tracer(Walk):
     def _with_placeholders(self, value: Nest) -> Nest:
         """Replaces the tensors in ``value`` by their placeholders."""
         return map_parts(
-            value, lambda leaf: self._stand_in(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+            value, lambda leaf: self._placeholder(leaf) if isinstance(leaf, paddle.Tensor) else leaf
         )
 
-    def _stand_in(self, tensor: Tensor) -> Nest:
+    def _placeholder(self, tensor: Tensor) -> Nest:
+        """Returns the placeholder of a tensor; the tensor itself if it is a constant."""
         number = self._values.get(id(tensor))
         if number is not None:
             return Ref(number)
@@ -468,10 +466,15 @@ class _Tracer(Walk):
         return id(tensor) not in self._values and self._state.get(tensor) is None
 
     def _refuse(self, obstacle: obstacles.Obstacle) -> None:
-        self._meet(self._opened[-1], obstacle, user_place())
+        """Closes the innermost opened layer, for an obstacle in its code."""
+        self._close(self._opened[-1], obstacle, user_place())
 
-    def _meet(self, layer: Layer, obstacle: obstacles.Obstacle, place: str) -> None:
-        """Marks a layer that cannot be opened; the run goes on, to find others too."""
+    def _close(self, layer: Layer, obstacle: obstacles.Obstacle, place: str) -> None:
+        """Marks a layer that cannot be opened; the run goes on, to find others too.
+
+        Raises:
+            _Refused: The layer is the model itself.
+        """
         if layer is self._model:
             what = f"the forward of {type(layer).__name__} {obstacle.what}"
             error = CaptureError(what, where=place, cause=obstacle.cause, fix=obstacle.fix)
@@ -484,13 +487,6 @@ def _version(tensor: Tensor) -> tuple[int, bool]:
     return tensor.inplace_version, tensor.stop_gradient
 
 
-def _modes_in(function: Function) -> tuple[Mode, ...]:
-    """Returns the modes of a layer that is a node, and of its sublayers."""
-    if not isinstance(function, paddle.nn.Layer):
-        return ()
-    return tuple(Mode(part, part.training) for part in function.sublayers(include_self=True))
-
-
 def _lengths(layer: Layer) -> dict[str, int]:
     """Returns the lengths of the lists, dicts and sets among a layer's attributes."""
     return {
@@ -501,7 +497,7 @@ def _lengths(layer: Layer) -> dict[str, int]:
 
 
 def _require_tensors(model: Layer, output: Nest) -> None:
-    """Refuses outputs of a model that no stage could return."""
+    """Raises an error if a model returns other objects than tensors and plain values."""
     strange = [
         type(leaf).__qualname__
         for _, leaf in leaves(output)
@@ -515,10 +511,3 @@ def _require_tensors(model: Layer, output: Nest) -> None:
             got=", ".join(dict.fromkeys(strange)) or repr(output),
             fix="return the tensors themselves; what is made of them, the loss function may make",
         )
-
-
-def _state_of(function: Function, tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the parameters and buffers that a node has, with the tensors that it takes."""
-    if isinstance(function, paddle.nn.Layer):
-        tensors = [*tensors, *function.state_dict().values()]
-    return tensors

@@ -1,7 +1,8 @@
-"""Lines of the user's code: where something happens, which ones draw numbers, where a stage begins.
+"""Finds lines of the user's code: for messages, where a stage begins, and which draw numbers.
 
-``fleetpipe.pipe_split`` is a line in a model's forward at which a stage begins. A capture does not
-see random numbers from Python's and NumPy's generators, and would repeat the first ones for ever.
+``fleetpipe.pipe_split`` is a line in a model's forward at which a stage begins. ``RandomLines``
+finds lines that draw from Python's and NumPy's generators: a capture does not see such numbers, and
+would repeat those of the captured run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import numpy as np
 
 from fleetpipe.aliases import Layer
 
+#: The functions that :func:`pipe_split` calls.
 _listening: list[Callable[[], None]] = []
 
 
 def pipe_split() -> None:
     """Starts a stage at this line of a forward that ``fleetpipe.pipeline`` captures.
 
-    ``split_spec=None`` makes use of it; it does nothing when a model runs by itself.
+    It counts if ``split_spec`` is None; it does nothing when a model runs by itself.
 
     Raises:
         CaptureError: It is in a sublayer that is captured as a whole.
@@ -54,9 +56,9 @@ def noting(note: Callable[[], None]) -> Iterator[None]:
 
 #: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
 _NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
-#: Functions of Paddle that read whether indices or lengths are within bounds, and nothing else.
+#: Functions of Paddle that read numbers only to check that indices or lengths are within bounds.
 _CHECKING = {"take_along_axis", "masked_scatter"}
-#: Models that Paddle brings are like a user's.
+#: Paddle's own models count as a user's code.
 _MODELS = "paddle.vision.models."
 
 
@@ -83,7 +85,7 @@ def asked_by_paddle() -> bool:
 
 
 def only_checked() -> bool:
-    """Whether Paddle's function reads numbers only to refuse some of them."""
+    """Whether Paddle's running function reads numbers only to check them."""
     for frame, _ in traceback.walk_stack(None):
         if is_users(frame):
             return False
@@ -100,7 +102,7 @@ def only_raises() -> bool:
 
 @cache
 def _raises_after(code: CodeType, offset: int) -> bool:
-    """Whether what a jump at this offset passes over ends with ``raise``."""
+    """Whether a test at this offset of a code is that of ``if not ..: raise`` or ``assert``."""
     steps = {step.offset: step for step in dis.get_instructions(code)}
     test = next((s for at, s in steps.items() if at >= offset and s.opname != "TO_BOOL"), None)
     if test is None or not test.opname.startswith("POP_JUMP"):
@@ -124,10 +126,10 @@ def forward_place(model: Layer) -> str | None:
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-#: Modules whose lines draw for those that call them.
+#: Modules whose lines count as those of their callers.
 _DRAWING = ("random", "numpy", "secrets")
 
-#: What a function of Python's that follows frames returns.
+#: The type of a function for ``sys.settrace``.
 _Follow = Callable[[FrameType, str, Any], Any]
 
 
@@ -155,13 +157,11 @@ class Generators:
             random.getstate(),
             pickle.dumps(np.random.get_state()),
             [one.getstate() for one in self._python if not isinstance(one, random.SystemRandom)],
-            [pickle.dumps(_bits(one).state) for one in self._numpy],
+            [
+                pickle.dumps((getattr(one, "bit_generator", None) or one._bit_generator).state)
+                for one in self._numpy
+            ],
         )
-
-
-def _bits(generator: Any) -> Any:
-    """Returns the bit source of a NumPy generator."""
-    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 class RandomLines:
@@ -181,7 +181,7 @@ class RandomLines:
 
     @contextmanager
     def node(self) -> Iterator[Callable[[], bool]]:
-        """Allows random numbers while it is open; yields a function that says whether any came."""
+        """Allows random numbers while it is open; the yielded function tells if any were drawn."""
         self._look(user_place)
         self._inside = True
         before = self._last
@@ -202,13 +202,14 @@ class RandomLines:
             sys.settrace(before)
 
     def _begin(self, frame: FrameType, event: str, value: Any) -> _Follow | None:
+        """Follows the lines of a new frame, if it is the user's; see ``sys.settrace``."""
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         follows = not self._inside and is_users(frame) and module not in _DRAWING
         return self._line if follows else None
 
     def _line(self, frame: FrameType, event: str, value: Any) -> _Follow:
         if not self._inside:
-            # What a line has done shows at the next one, or within what it calls.
+            # The states show at the next line what the last line has drawn.
             self._look(lambda: self._place(frame))
             self._lines[frame] = frame.f_lineno
         return self._line
@@ -222,6 +223,7 @@ class RandomLines:
         return f"{frame.f_code.co_filename}:{line}"
 
     def _look(self, place: Callable[[], str]) -> None:
+        """Reports the line that ``place`` returns, if a generator's state has changed."""
         states = self._states()
         if states != self._last:
             self._last = states

@@ -1,13 +1,15 @@
 """A capture as a value: the nodes of one run of a model's forward, and how they are found.
 
-A node is a call of a sublayer, or an operation outside of any (glue). Layers without sublayers, and
-Paddle's own, are nodes; other layers are opened. Nodes stand in the order in which they ran, but
-hooks on gradients stand next to the computation of their value: in a later stage they would see
-only that stage's part of a gradient.
+Start with ``Capture`` and ``Node``. A node is a call of a sublayer, or an operation outside of any
+(glue). Layers without sublayers, and Paddle's own, are nodes; other layers are opened: ``Walk``
+finds the nodes within. Nodes are in the order in which they ran, except hooks on gradients, which
+come right after the node that computes their value: in a later stage they would see only that
+stage's part of a gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +33,7 @@ from fleetpipe.paddle_api.eager_operations import (
 )
 from fleetpipe.paddle_api.layer import buffers_in, has_hooks, sublayers_in
 
-#: Numbers a value.
+#: The number of a value in a capture.
 ValueId = int
 
 
@@ -77,10 +79,7 @@ class Like(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The number of bytes of its data."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * _SIZES.get(self.dtype, 4)
+        return math.prod(self.shape) * _SIZES.get(self.dtype, 4)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -102,7 +101,7 @@ class Mode(NamedTuple):
     training: bool
 
     def put_back(self) -> None:
-        """Sets the layer to this mode, without changing its sublayers."""
+        """Sets the layer to this mode, and leaves the modes of its sublayers."""
         self.layer.training = self.training
 
 
@@ -123,8 +122,8 @@ class Node:
         state: The names of the model's parameters and buffers that it has, takes, or uses through
             shared memory; one name for each tensor.
         modes: The layers in it, each with its mode.
-        casts: Makes the context of automatic casts that the forward has opened around it; None if
-            it has those of the batch.
+        casts: Returns the context of automatic casts that the forward has opened around the node;
+            None if it runs under those of the batch.
     """
 
     function: Callable[..., Any]
@@ -210,7 +209,7 @@ class Capture:
         inputs: The model's inputs, nested, with :class:`Ref` in place of tensors.
         outputs: The model's outputs, in the same form.
         likes: Shape and dtype of each value.
-        marks: The node before which each call of ``pipe_split`` came.
+        marks: For each call of ``pipe_split`` the number of the node after it.
         changed: The parameters and buffers that it wrote into, by name.
         numbers: The buffers whose numbers Python has read, so that they must stay constant.
         switched: The layers that it switched between training and evaluation, as it left them.
@@ -295,7 +294,9 @@ def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], 
     moved: dict[int, list[Node]] = {}
     stay: list[int] = []
     for number, node in enumerate(nodes):
-        maker = _maker(node, makers)
+        hooks = getattr(node.function, "__name__", "") in GRAD_HOOKS
+        hooked = node.args[0] if hooks else None
+        maker = makers.get(hooked.value) if isinstance(hooked, Ref) else None
         if maker is None:
             stay.append(number)
             makers.update(dict.fromkeys(node.makes, number))
@@ -311,16 +312,7 @@ def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], 
     return ordered, [begins[mark] for mark in marks]
 
 
-def _maker(node: Node, makers: dict[int, int]) -> int | None:
-    """Returns the node that computes the value of a hook; None for other nodes."""
-    if getattr(node.function, "__name__", "") not in GRAD_HOOKS or not isinstance(
-        node.args[0], Ref
-    ):
-        return None
-    return makers.get(node.args[0].value)
-
-
-#: Layers of Paddle's that call others, and are opened nevertheless.
+#: Paddle's own layers that are opened, since they only call other layers.
 _OPENED = (
     *("Sequential", "Transformer", "TransformerEncoder", "TransformerDecoder"),
     *("LayerList", "LayerDict"),
@@ -342,7 +334,7 @@ class Unopened:
 
     @property
     def changes(self) -> int:
-        """Number of additions: after a change, an earlier capture may be outdated."""
+        """The number of additions so far; if it has changed, earlier captures may be outdated."""
         return self._added + len(self.written)
 
     def add(self, kind: type, reason: str) -> None:
@@ -361,7 +353,7 @@ class Unopened:
         self._added += 1
 
     def opens(self, path: str, layer: Layer) -> bool:
-        """Whether a layer is opened; decided once, whatever hooks a copy of it gets."""
+        """Whether a layer is opened; decided once for a path, whatever hooks the layer gets."""
         if path not in self._opened:
             self._opened[path] = self.reason(layer) is None
         return self._opened[path]
@@ -419,7 +411,7 @@ class NodeCall(NamedTuple):
 
 
 def require_same(tensor: Tensor, expected: bool, place: str) -> None:
-    """Refuses a batch in which a check of the forward's has another outcome than at the capture."""
+    """Raises an error if a check in the forward has another result than in the captured run."""
     if bool(tensor) != expected:
         raise CaptureError(
             "a batch does not pass a check of the model's own forward",
@@ -430,7 +422,7 @@ def require_same(tensor: Tensor, expected: bool, place: str) -> None:
 
 
 class Walk:
-    """Finds the nodes of a run: a listener of :mod:`fleetpipe.paddle_api.eager_operations`."""
+    """Finds the nodes of a run as a listener of :mod:`fleetpipe.paddle_api.eager_operations`."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         self._model = model
@@ -440,11 +432,11 @@ class Walk:
         self._scopes: list[Scope] = []
         self._opened: list[Layer] = []
         self._inside = False
-        #: The buffers in whose place the run has put other tensors.
+        #: By layer and name, the first tensor of each buffer that the run has replaced.
         self._replaced: dict[tuple[int, str], Tensor] = {}
 
     def node(self, call: NodeCall) -> Any:
-        """Runs the call of a node without listening to what happens inside."""
+        """Makes the call of a node; operations inside of it are no nodes."""
         return call.do()
 
     def enter_layer(self, layer: Layer) -> None:
@@ -458,7 +450,7 @@ class Walk:
         if self._inside:
             return function(*args, **named)
         if function.__name__ == SHARED_BY_RECOMPUTE:
-            # Made by recompute, which is left out; a gradient would not find its way through it.
+            # The copy that recompute makes is left out, since no gradient would pass it.
             return args[0]
         return self._single_node(NodeCall(function, function, args, named, tuple(self._scopes)))
 
@@ -485,7 +477,7 @@ class Walk:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Makes a node of a check, which raises an error in a batch that does not pass it."""
+        """Reads a tensor's numbers; a read by a check becomes a node that repeats the check."""
         value = function(*args, **named)
         if not self._inside and args[0].dtype == paddle.bool and (only_raises() or only_checked()):
             check = (args[0], bool(np.all(value)), user_place())
@@ -519,11 +511,12 @@ class Walk:
         def set_buffer(*_: Tensor) -> None:
             put(layer, name, value)
 
-        # A stage has the buffer share the memory of the other tensor: it stays where it is.
+        # In a stage the buffer stays the same object, and gets the memory of the other tensor.
         buffer = self._replaced.setdefault((id(layer), name), before)
         self._single_node(NodeCall(set_data, set_buffer, (buffer, value), {}, tuple(self._scopes)))
 
     def _single_node(self, call: NodeCall) -> Any:
+        """Runs a node, within which no nodes are found."""
         self._inside = True
         try:
             return self.node(call)
