@@ -1,8 +1,8 @@
-"""What the objects of a run look like: their attributes, which no state dict has.
+"""Compares the attributes of layers and of the optimizer, which no state dict has, after a restart.
 
 A script may change them in a run: it unfreezes a parameter, puts a norm into evaluation, sets
 another ``p`` of a dropout or another ``clip_norm``, or a layer counts its calls. A process that
-runs the script anew has them as they were at first, and would train other weights from there.
+restarts the script has their first values, and would train other weights from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe import log
-from fleetpipe.aliases import Layer, Optimizer
+from fleetpipe.aliases import Optimizer
 from fleetpipe.checkpoint.contents.model_and_optimizer import unwrap, without_wrappers
 from fleetpipe.dygraph.function_code import is_of_library
 from fleetpipe.errors import CheckpointError
@@ -30,34 +30,34 @@ from fleetpipe.paddle_api.tensor import has_memory
 _log = log.logger(__name__)
 
 _SCALARS = (bool, int, float, str, np.number)
-#: The states of generators of the script's own.
+#: By the class of a random generator, a function that returns its state.
 _STATES: dict[type, Callable[[Any], bytes]] = {
     random.Random: lambda generator: repr(generator.getstate()).encode(),
     np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)).encode(),
     np.random.Generator: lambda generator: repr(generator.bit_generator.state).encode(),
 }
-#: A longer text is shown by its begin and a checksum.
+#: The most characters of a value's text; a longer one is cut, and has a checksum.
 _LONGEST = 40
-#: Those that every layer has, whose modes come by themselves; and what Paddle's norms set in their
-#: first forward.
+#: Attributes that are not compared: those of every layer, whose modes are compared by themselves,
+#: and the one that Paddle's norms set in their first forward.
 _LEFT_OUT = {*vars(paddle.nn.Layer()), "_data_format"}
 
-#: Texts of values, by the fully qualified name of what has them.
+#: The texts of attributes' values, by the fully qualified names of the attributes.
 Looks = dict[str, str]
 
 
 class Attributes:
-    """Compares the objects of a run with what they looked like when its last step was saved."""
+    """Compares attributes with their values when the last step of the run was saved."""
 
     def __init__(self, model: Any, optimizer: Optimizer = None) -> None:
-        """Takes what is trained."""
+        """Stores the model and the optimizer."""
         self._model, self._optimizer = model, optimizer
-        #: As the first batch of this process began.
+        #: The values at the begin of this process's first batch.
         self._begun: Looks | None = None
         self._saved: Mapping[str, Looks] = {}
 
     def state(self) -> dict[str, Looks] | None:
-        """Returns what they look like; None before the first batch."""
+        """Returns the values at the first batch and now; None before the first batch."""
         if self._begun is None:
             return None
         now = self.now()
@@ -69,20 +69,20 @@ class Attributes:
         return {"begun": self._begun, "now": now}
 
     def put_back(self, saved: Mapping[str, Looks]) -> None:
-        """Takes what they looked like when the step was saved that has been restored."""
+        """Stores the values of the restored step, for the comparison at the first batch."""
         self._saved = saved
 
     def now(self) -> Looks:
-        """Returns what they look like."""
+        """Returns the current values."""
         return dict(_looks(self._model, self._optimizer))
 
     def begin_batch(self, optimizer: Optimizer) -> None:
-        """Compares at the first batch; a script has made by then the changes that it makes again.
+        """Compares at the first batch, by which the script has repeated its own changes.
 
         Raises:
-            CheckpointError: This process replaces a rank, whose objects looked otherwise.
-            ConfigError: The run has changed what the script has not changed again; or another
-                optimizer steps than the one that is saved.
+            CheckpointError: This process replaces a rank that had other values.
+            ConfigError: The run had changed a value that the script has not changed again; or the
+                optimizer that steps is not the saved one.
         """
         if self._optimizer is not None and unwrap(optimizer) is not unwrap(self._optimizer):
             required_job("a batch").allow.refuse(
@@ -96,6 +96,7 @@ class Attributes:
             self._compare(self._begun)
 
     def _compare(self, now: Looks) -> None:
+        """Raises an error for attributes whose saved values this process does not have."""
         saved, begun = self._saved.get("now", {}), self._saved.get("begun", {})
         changed = {n: value for n, value in now.items() if saved.get(n, value) != value}
         job = required_job("a batch")
@@ -124,11 +125,20 @@ class Attributes:
 
 
 def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    """Yields the names of attributes of layers, losses, the optimizer and its clips, and values."""
+    """Yields names and texts of attributes of layers, losses, the optimizer and its clips."""
     model = without_wrappers(model)
     named = model.named_functions() if hasattr(model, "named_functions") else {"": model}
-    layers = [one for one in named.values() if isinstance(one, paddle.nn.Layer)]
-    seen = {id(part) for layer in layers for part in _parts_of(layer)}
+    # Layers, parameters and buffers are compared or restored by other ways.
+    seen = {
+        id(part)
+        for layer in named.values()
+        if isinstance(layer, paddle.nn.Layer)
+        for part in (
+            *layer.sublayers(include_self=True),
+            *layer.parameters(),
+            *layer.buffers(),
+        )
+    }
     for name, function in named.items():
         yield from _of_function(name, function, seen)
     if hasattr(model, "modes_in_training"):
@@ -137,10 +147,10 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
         return
     base = unwrap(optimizer)
     scalars = {n: v for n, v in vars(base).items() if isinstance(v, _SCALARS)}
-    for name in ("_learning_rate", "_sign"):  # which is restored; which Rprop sets as it steps
+    for name in ("_learning_rate", "_sign"):  # one is restored; Rprop sets the other in a step
         scalars.pop(name, None)
     yield from _texts("optimizer", scalars)
-    yield "optimizer.groups", str(len(groups_of(base)))  # of which each rank has its parameters
+    yield "optimizer.groups", str(len(groups_of(base)))  # each rank has other parameters in them
     for number, group in enumerate(dict_groups(base)):
         yield from _texts(f"optimizer.{number}", group)
     for number, clip in enumerate(clips_of_a_step(base)):
@@ -149,13 +159,8 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
         yield from _texts(f"clip.{number}", {} if stock is None else vars(stock))
 
 
-def _parts_of(layer: Layer) -> Iterator[Any]:
-    """Yields a layer and what it has of its own, which is compared or restored by other ways."""
-    yield from layer.sublayers(include_self=True)
-    yield from (*layer.parameters(), *layer.buffers())
-
-
 def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yields names and texts of the attributes of one layer or function of the model."""
     if not isinstance(function, paddle.nn.Layer):
         values = {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
         yield from _texts(name, values, seen)
@@ -164,17 +169,15 @@ def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str
         values = {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT}
         yield from _texts(path, {**_of_class(layer), **values}, seen)
         yield f"{path}.forward", str(_names_of([values.get("forward", layer.forward)]))
-        yield (
-            f"{path}.hooks",
-            str(_names_of(h for hooks in forward_hooks(layer) for h in hooks.values())),
-        )
+        hooks = (hook for hooks in forward_hooks(layer) for hook in hooks.values())
+        yield f"{path}.hooks", str(_names_of(hooks))
         for of, parameter in layer.named_parameters(prefix=path, include_sublayers=False):
             yield f"{of}.stop_gradient", str(parameter.stop_gradient)
             yield from _texts(of, getattr(parameter, "optimize_attr", {}))
 
 
 def _of_class(thing: Any) -> dict[str, Any]:
-    """Returns the values that a class of the script's has, which its methods may change."""
+    """Returns the class attributes of an object of the script's, which methods may change."""
     bases = [base for base in type(thing).__mro__ if not is_of_library(base)]
     members = {n: v for base in reversed(bases) for n, v in vars(base).items() if n[:2] != "__"}
     return {n: v for n, v in members.items() if not callable(v) and not hasattr(v, "__get__")}
@@ -183,7 +186,14 @@ def _of_class(thing: Any) -> dict[str, Any]:
 def _texts(
     name: str, values: Mapping[str, Any], seen: set[int] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields texts of plain values; given what was seen, also of what others are and hold."""
+    """Yields names and texts of plain values, and of the parts of other values.
+
+    Args:
+        name: The name of the object that has them.
+        values: The values by attribute.
+        seen: The ids of objects that are left out, to which visited ones are added; None leaves out
+            all values that are not plain.
+    """
     for attribute, value in values.items():
         path = f"{name}.{attribute}".lstrip(".")
         if _is_plain(value):
@@ -197,12 +207,12 @@ def _texts(
 
 
 def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yields texts of a value that is not plain, or of its parts; none of a library's object."""
+    """Yields names and texts of a value that is not plain; none for a library's object."""
     if isinstance(value, paddle.Tensor):
         if has_memory(value) and value.is_dense():
             yield from _of_value(path, value.numpy(), seen)
     elif isinstance(value, np.ndarray):
-        # By its shape too: a table that a longer input makes longer is another one.
+        # The shape is in the name: a table that a longer input has made longer is a new name.
         data = np.ascontiguousarray(value).tobytes() if value.dtype != object else b""
         yield f"{path}{[*value.shape]}", f"{value.dtype} ({zlib.crc32(data):08x})"
     elif isinstance(value, (set, frozenset)):
@@ -222,7 +232,7 @@ def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]
 
 
 def _names_of(functions: Iterable[Any]) -> list[str]:
-    """Returns the names of those functions that are no library's."""
+    """Returns the names of functions, except those of libraries."""
     scripts = (one for one in functions if not is_of_library(one))
     return [str(getattr(one, "__qualname__", type(one).__qualname__)) for one in scripts]
 

@@ -50,19 +50,19 @@ _PADDLES = {"paddle", "paddlenlp", "paddleformers"}
 
 
 class NamedTensors(SavedPart):
-    """A model as tensors under fully qualified names.
+    """The tensors that one process has of a model, under fully qualified names.
 
     Args:
-        parts: The tensors that this process holds.
+        parts: The tensors.
     """
 
     def __init__(self, parts: ModelParts) -> None:
         self.plain_names = parts.plain_names
         self._parts = parts
-        #: What takes the place of buffers when it is filled: the model or the loss, and a path.
+        #: Tensors that replace buffers after they are filled: the model or the loss, and a path.
         self._made: list[tuple[Layer, str, Tensor]] = []
         local = {id(one.tensor) for one in parts.tensors.values()}
-        #: What the loss functions have beside the model, on every rank.
+        #: The tensors of the loss functions that are not the model's; every rank has them.
         self._loss = {
             name: local_tensor_of(tensor, mp_shard)
             for named in ("parameters", "buffers")
@@ -72,9 +72,9 @@ class NamedTensors(SavedPart):
 
     @classmethod
     def of_layer(cls, layer: Layer) -> NamedTensors:
-        """Describes a model that this process holds whole, by the model's own names.
+        """Describes a model that is in this process as a whole, by the model's own names.
 
-        A tensor with several names counts under the first.
+        A tensor with several names is described under the first.
         """
         state = layer.state_dict()
         names: dict[int, str] = {}
@@ -92,7 +92,7 @@ class NamedTensors(SavedPart):
         return cls(ModelParts(tensors, shapes, buffers, root=layer))
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns the tensors that this process holds."""
+        """Returns the tensors that this process has."""
         return self._parts
 
     def order(self) -> tuple[str, ...]:
@@ -100,10 +100,10 @@ class NamedTensors(SavedPart):
         return tuple(self._parts.shapes)
 
     def require_no_added_parameters(self) -> None:
-        """Refuses to save a model whose tensors differ from those that it was built with.
+        """Checks that the model has no parameters that were added after it was built.
 
         Raises:
-            CheckpointError: The model has parameters that a model built anew would lack.
+            CheckpointError: A newly built model would lack some.
         """
         added = [
             name for name in self._parts.tensors if self.whole_name(name) not in self._parts.shapes
@@ -149,7 +149,7 @@ class NamedTensors(SavedPart):
         yield from self._targets_of_loss(saved)
 
     def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields what the loss has, on every rank, and what a batch has given that of the run."""
+        """Yields the saved tensors of the loss functions, among them buffers of a first batch."""
         names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
         for name, described in names.items():
             local = self._loss.get(name.name) or self._make(self._parts.loss, name.name, described)
@@ -166,15 +166,20 @@ class NamedTensors(SavedPart):
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
             local = (self._parts.late if late else self._parts.tensors).get(name.name)
+            is_buffer = local is not None and not _is_parameter(local.tensor)
             if late and local is not None and local.described == described:
                 targets[name] = local
-            elif late or (name.group == MODEL and _has_grown(local, described)):
+            elif late or (
+                (name.group == MODEL and is_buffer)
+                and local.described.dtype == described.dtype
+                and local.described.shape != described.shape
+            ):
                 made = self._make(self._parts.root, name.name, described)
                 targets.update({} if made is None else {name: made})
         return targets
 
     def _make(self, root: Layer, path: str, described: Described) -> LocalTensor | None:
-        """Returns what becomes a buffer at a path; None if there is no such layer here."""
+        """Returns a new tensor that becomes a buffer at a path; None without such a layer here."""
         if layer_at(root, path.rpartition(".")[0]) is None:
             return None
         dtype: Any = described.dtype
@@ -183,7 +188,7 @@ class NamedTensors(SavedPart):
         return LocalTensor(made, differs=True)
 
     def settle(self) -> None:
-        """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
+        """Copies filled tensors into their parts, and replaces resized buffers."""
         super().settle()
         for root, path, tensor in self._made:
             put_buffer(root, path, tensor)
@@ -194,22 +199,12 @@ class NamedTensors(SavedPart):
         return {**names, **dict(zip(self._loss, self._loss))}
 
 
-def _has_grown(local: LocalTensor | None, saved: Described) -> bool:
-    """Whether a buffer has another shape in the checkpoint."""
-    return (
-        local is not None
-        and not _is_parameter(local.tensor)
-        and local.described.dtype == saved.dtype
-        and local.described.shape != saved.shape
-    )
-
-
 def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
 def without_wrappers(model: Any) -> Any:
-    """Returns the model inside the wrappers of all kinds of parallelism; a program has none."""
+    """Returns the model inside the wrappers of all kinds of parallelism, or a program itself."""
     while isinstance(model, paddle.nn.Layer) and (wrapped := wrapped_layer(model)) is not None:
         model = wrapped
     return model
@@ -292,7 +287,7 @@ class OptimizerState(SavedPart):
         """Yields the state of a parameter, by its names in the checkpoint."""
         _, local = parameter
         for kind, tensor in state_of(self._optimizer, local.tensor.name).items():
-            # Powers of beta are one number, whatever a shard of the parameter has.
+            # Powers of beta are one number, also for a shard of the parameter.
             sharded = list(tensor.shape) == list(local.tensor.shape) and "pow" not in kind
             yield state_name(path, kind), LocalTensor(tensor, local.cut if sharded else None)
         master = master_weight_of(self._optimizer, local.tensor.name)
@@ -301,10 +296,11 @@ class OptimizerState(SavedPart):
 
 
 def _require_no_other_state(optimizer: Optimizer) -> None:
-    """Refuses an optimizer around another, as LookAhead, or with tensors of its own.
+    """Checks that an optimizer has no state that a checkpoint would lack.
 
     Raises:
-        ConfigError: The script does not allow it.
+        ConfigError: It wraps another optimizer, as LookAhead, or stores further tensors, and the
+            script does not allow it.
     """
     job, kind = current_job(), type(optimizer)
     allow = Allow() if job is None else job.allow
@@ -318,7 +314,7 @@ def _require_no_other_state(optimizer: Optimizer) -> None:
             cause=f"it is around {type(inner[0]).__name__}, whose state is apart from its own",
             fix="pass the optimizer inside of it to fleetpipe",
         )
-    # What Paddle's optimizers keep, or PaddleNLP's, their own methods name.
+    # The methods of Paddle's and PaddleNLP's optimizers name all attributes that these set.
     stock = next((k for k in kind.__mro__ if k.__module__.partition(".")[0] in _PADDLES), object)
     of_stock = names_in_class(stock)
     for name, value in vars(optimizer).items():
@@ -340,7 +336,7 @@ def _has_tensors(value: object) -> bool:
 
 def _require_kind(kind: str, saved: Saved) -> None:
     """Raises ``CheckpointError`` if the saved state is of another type of optimizer."""
-    # AdamW is Adam with another decay; their states are alike.
+    # AdamW is Adam with another decay, and has the same state.
     if saved.optimizer is None or saved.optimizer.rstrip("W") != kind.rstrip("W"):
         raise CheckpointError(
             "the checkpoint has no state of this optimizer",
@@ -378,7 +374,7 @@ def _require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) ->
 
 
 class ProgramState(NamedTensors):
-    """The parameters and running statistics of a program's stages.
+    """The parameters and running statistics of the stages of a static program in this process.
 
     Attributes:
         program: The program's description of itself.
@@ -409,7 +405,7 @@ class ProgramState(NamedTensors):
         """Returns the state of the optimizer of the program's ``minimize``.
 
         Raises:
-            ConfigError: ``optimizer`` is another one.
+            ConfigError: ``optimizer`` is another optimizer.
         """
         minimized_by = unwrap(self.program.minimized_by)
         if unwrap(optimizer) is not minimized_by:
@@ -454,5 +450,6 @@ class ProgramOptimizer(OptimizerState):
 
 
 def _names_text(names: Sequence[str], whose: str) -> str:
+    """Returns up to six names, and ``whose`` names they are."""
     shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
     return f"{shown} {whose}" if names else f"nothing {whose}"

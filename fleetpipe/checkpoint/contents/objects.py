@@ -1,7 +1,7 @@
-"""The objects of a script that one save or restore handles, with those that it adds by ``state=``.
+"""The objects of a script that one save or restore handles, and the state of ``state=``.
 
-An average of weights on one rank is not that of another: each rank saves its own, and a rank goes
-on with that of its place, or else with one that all have alike.
+Each rank saves its own ``state=``, since an average of weights, say, differs from rank to rank. A
+rank restores the state of the rank that had its place, or else a state that all ranks had.
 """
 
 from __future__ import annotations
@@ -38,32 +38,33 @@ _log = log.logger(__name__)
 
 _ARRAY = "numpy array"
 
-#: By name, the prefix of the names of tensors, and a tree in which these are leaves.
+#: For each name in ``state=``, the prefix of its tensors' names, and a tree with tensors as leaves.
 Trees = Mapping[str, Any]
 
 
 class ScriptState(SavedPart):
-    """The part of a rank."""
+    """One rank's objects and values of ``state=``."""
 
     def __init__(self, state: dict[str, Any], place: Place, saved: Trees | None = None) -> None:
-        """Takes the objects and values by name; ``saved`` is for those that are restored."""
+        """Stores the objects and values by name, and the saved trees of those to restore."""
         self._state, self._saved = state, saved or {}
         self._prefix = f"{place.shard.number}.{place.stages.number}"
         self._made: dict[str, tuple[message.Structure, list[Any]]] = {}
 
     def trees(self) -> Trees:
-        """Returns what is saved as JSON, with the names of the tensors beside it."""
-        taken = self._contents.items()  # without a tensor the ranks may have the same
-        return {name: [self._prefix if tensors else "", t] for name, (t, tensors) in taken}
+        """Returns the trees to save as JSON, with the prefixes of their tensors' names."""
+        # Without a prefix, trees without tensors may be equal on all ranks.
+        contents = self._contents.items()
+        return {name: [self._prefix if tensors else "", tree] for name, (tree, tensors) in contents}
 
     @functools.cached_property
     def _contents(self) -> dict[str, tuple[Any, list[Any]]]:
-        """The tree and the tensors of each, as of one moment."""
-        taken = {}
+        """The tree and the tensors of each object, as they were when first asked for."""
+        contents = {}
         for name, value in self._state.items():
             try:
                 has_state = hasattr(value, "state_dict")
-                taken[name] = take_apart(_normal(value.state_dict() if has_state else value))
+                contents[name] = take_apart(_normal(value.state_dict() if has_state else value))
             except Unfit as error:
                 raise ConfigError(
                     f"state[{name!r}] cannot be saved",
@@ -71,15 +72,11 @@ class ScriptState(SavedPart):
                     got=str(error.args[1]),
                     fix="give it state_dict and set_state_dict, or leave it out",
                 ) from None
-        return taken
+        return contents
 
     def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
         for name, (_, tensors) in self._contents.items():
-            for number, tensor in enumerate(tensors):
-                yield (
-                    TensorName(STATE, f"{self._prefix}/{name}/{number}"),
-                    LocalTensor(tensor, None, True),
-                )
+            yield from _numbered(f"{self._prefix}/{name}", tensors)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         for name, there in self._state.items():
@@ -94,14 +91,10 @@ class ScriptState(SavedPart):
             kinds: list[tuple[list[int], Any]] = [([*one.shape], one.dtype) for one in made.leaves]
             tensors = [paddle.zeros(*kind) for kind in kinds]
             self._made[name] = made, tensors
-            for number, tensor in enumerate(tensors):
-                yield (
-                    TensorName(STATE, f"{prefix}/{name}/{number}"),
-                    LocalTensor(tensor, None, True),
-                )
+            yield from _numbered(f"{prefix}/{name}", tensors)
 
     def settle(self) -> None:
-        """Gives the objects their states, and puts values in the place of those in the dict."""
+        """Sets the states of objects, and replaces plain values in the dict."""
         super().settle()
         for name, (made, tensors) in self._made.items():
             value, there = _original(made.rebuild(tensors)), self._state[name]
@@ -121,8 +114,14 @@ class ScriptState(SavedPart):
                 self._state[name] = value
 
 
+def _numbered(name: str, tensors: Sequence[Any]) -> Iterator[tuple[TensorName, LocalTensor]]:
+    """Yields the tensors of one entry of ``state=`` with their names in the checkpoint."""
+    for number, tensor in enumerate(tensors):
+        yield TensorName(STATE, f"{name}/{number}"), LocalTensor(tensor, differs=True)
+
+
 def require(state: Any) -> None:
-    """Refuses what is no dict by name, or has an object of which no state can be restored."""
+    """Raises an error unless ``state`` is a dict of values and objects that can be restored."""
     if state is None:
         return
     for name, one in state.items() if isinstance(state, dict) else [(None, state)]:
@@ -136,15 +135,15 @@ def require(state: Any) -> None:
 
 
 def _setter(one: Any) -> Any:
-    """Returns what gives an object its state, as a layer or a ``GradScaler`` has it, or None."""
+    """Returns the method of an object that sets its state; None if it has none."""
     return getattr(one, "set_state_dict", getattr(one, "load_state_dict", None))
 
 
 def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
-    """Returns what a rank restores of what all ranks have saved.
+    """Returns the saved trees of ``state=`` that the rank at ``place`` restores.
 
     Raises:
-        CheckpointError: Several ranks have saved a state, and none had this part of the model.
+        CheckpointError: No saved rank had this part of the model, and ranks saved different states.
     """
     chosen = {}
     places = [Place.from_json(parts) for parts in saved["places"]]
@@ -166,6 +165,7 @@ def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
 
 
 def _require_alike(name: str, *here_and_saved: message.Structure) -> None:
+    """Raises an error if the tensors of two structures have other dtypes or shapes."""
     here, saved = (
         ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in one.leaves) or "no tensor"
         for one in here_and_saved
@@ -180,7 +180,7 @@ def _require_alike(name: str, *here_and_saved: message.Structure) -> None:
 
 
 def _normal(value: Any) -> Any:
-    """Returns a value in types that are saved exactly."""
+    """Returns a value with NumPy's arrays and numbers in types that can be saved."""
     if isinstance(value, Mapping):
         return {key: _normal(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -191,6 +191,7 @@ def _normal(value: Any) -> Any:
 
 
 def _original(value: Any) -> Any:
+    """Returns a value with the arrays that :func:`_normal` has replaced."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             return value[_ARRAY].numpy()
@@ -211,13 +212,13 @@ class Objects:
         optimizer: Its optimizer.
         lr_scheduler: The scheduler of its learning rate.
         scaler: Its ``GradScaler``.
-        data: Holds the position of the run in its data.
-        state: What the script adds, by name.
+        data: The object that has the position of the run in its data.
+        state: The script's own objects and values, by name.
         random: Whether the random states are restored too.
         names_from: The model that names the optimizer's parameters, if it is not restored itself.
         rate: Whether the optimizer's own learning rate is restored too.
         names: The fully qualified names of the variables, if the model is a static program.
-        attributes: Compares what these look like from one start of a run to the next.
+        attributes: Compares attributes of layers from one start of a run to the next.
     """
 
     model: Layer = None
@@ -249,10 +250,10 @@ class Objects:
             )
 
     def only(self, names: Sequence[str] | None) -> Objects:
-        """Returns the objects with these names alone; all of them for None.
+        """Returns only the objects with these names; all of them for None.
 
         Raises:
-            ConfigError: There is no such name, or an object of that name was not passed.
+            ConfigError: A name is unknown, or its object was not passed.
         """
         if names is None:
             return self
@@ -296,7 +297,7 @@ class Objects:
         return NamedTensors.of_layer(model)
 
     def required_model(self) -> NamedTensors:
-        """Returns what :meth:`model_part` does; raises ``ConfigError`` without a model."""
+        """Returns :meth:`model_part`; raises ``ConfigError`` without a model."""
         part = self.model_part()
         if part is None:
             raise ConfigError(
@@ -324,15 +325,15 @@ class Objects:
         groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.LOSS)
         of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
-        # What a script adds, some ranks of a job have alone, and not all replicas alike.
+        # Always read: replicas' own statistics, and the script's state, which not all ranks have.
         return (*of_model, *of_optimizer, parts.REPLICAS, parts.STATE)
 
     def script_part(self, place: Place, saved: Trees | None = None) -> ScriptState:
-        """Returns what the script adds; ``saved`` is what a rank restores of it."""
+        """Returns the part of ``state=``; ``saved`` are the trees that a rank restores."""
         return ScriptState(self.state or {}, place, saved)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
-        """Returns the state that is no tensor; ``model`` comes from :meth:`model_part`."""
+        """Returns the state beside tensors; ``model`` comes from :meth:`model_part`."""
         optimizer = None if self.optimizer is None else unwrap(self.optimizer)
         rate_of = optimizer if self.rate else None
         program = model.program if isinstance(model, ProgramState) else None

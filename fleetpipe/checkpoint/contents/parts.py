@@ -1,8 +1,8 @@
-"""The tensors of a model or of an optimizer that one rank saves and restores, and how they match.
+"""The tensors of a model or of an optimizer that one rank saves and restores, and their names.
 
 The other modules know nothing of pipelines: through the protocols here a model and an optimizer
-describe which part of which whole tensor they hold. The tensors of a checkpoint are matched with
-those of a model by name, or by order.
+describe which part of which full tensor they have. ``saved_names`` matches the tensors of a
+checkpoint with those of a model by name, or by order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.mesh.parts import Described, JoinedParts, LocalTensor, ModelParts
 
-#: The fully qualified names of a program's variables, or how they are found; None: they are their
-#: own.
+#: The fully qualified names of a program's variables, or ``"order"``; None: the variables' names.
 Names = Mapping[str, str] | str | None
-#: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
+#: The groups of tensors; the names of a group's files begin with it:
+#: ``model-00001-of-00002.safetensors``.
 MODEL, BUFFERS, LATE_BUFFERS, LOSS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS, STATE = GROUPS = (
     *("model", "buffers", "late_buffers", "loss", "optimizer", "master_weights", "replicas"),
     "state",
@@ -31,7 +31,7 @@ class TensorName(NamedTuple):
     name: str
 
     def of_replica(self, replica: int) -> TensorName:
-        """Returns the name for the value of a replica that differs from the first one's."""
+        """Returns the name of a replica's own value, if it differs from the first replica's."""
         return TensorName(REPLICAS, f"{replica}/{self.group}/{self.name}")
 
     def __str__(self) -> str:
@@ -39,16 +39,16 @@ class TensorName(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The description of a checkpoint that is given to a :class:`SavedPart`.
+    """The description of a checkpoint's tensors, for a :class:`SavedPart`.
 
     Attributes:
         tensors: The dtype and shape of all tensors by name.
         order: The names of the model's parameters and buffers in the order of the model.
         optimizer: The type of the optimizer that was saved; None if there was none.
         replicas: How many replicas saved it.
-        plain_order: The plain model's name of each of ``order``; empty if it is unknown, and
+        plain_order: The plain model's name for each name in ``order``; empty if it is unknown, and
             ``order`` itself if ``order`` is not a model's, but sorted by name or by a map.
-        adapters: As in :class:`ModelParts`; empty in older checkpoints too.
+        adapters: As in :class:`ModelParts`; also empty in older checkpoints.
     """
 
     tensors: Mapping[TensorName, Described]
@@ -60,18 +60,18 @@ class Saved(NamedTuple):
 
 
 class SavedPart:
-    """The part of a model or of an optimizer that one rank holds. No method is collective."""
+    """The part of a model or of an optimizer that one rank has. No method is collective."""
 
     _joined: JoinedParts[TensorName]
 
     def local_tensors(self) -> Mapping[TensorName, LocalTensor]:
-        """Returns the tensors that this rank holds, each once."""
+        """Returns the tensors that this rank has, each once."""
         return JoinedParts(self._tensors()).tensors
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, LocalTensor]:
         """Returns the tensors to fill, by their names in the checkpoint.
 
-        It may allocate memory, but changes nothing that exists. One of the two calls below follows.
+        It may allocate memory, but changes no value. :meth:`settle` or :meth:`abandon` follows.
 
         Raises:
             CheckpointError: The checkpoint does not fit.
@@ -82,14 +82,14 @@ class SavedPart:
         return self._joined.tensors
 
     def settle(self) -> None:
-        """Ends a :meth:`wanted` whose tensors have been filled."""
+        """Takes over the tensors of :meth:`wanted`, after they were filled."""
         self._joined.hand_out()
 
     def abandon(self) -> None:
-        """Undoes a :meth:`wanted` whose tensors have not been filled."""
+        """Undoes :meth:`wanted`, if its tensors were not filled."""
 
     def _tensors(self) -> Iterable[tuple[TensorName, LocalTensor]]:
-        """Returns the tensors that this rank holds; a tensor in parts has an item for each part."""
+        """Returns the tensors that this rank has; a tensor in parts has an item for each part."""
         raise NotImplementedError
 
     def _targets(self, saved: Saved) -> Iterable[tuple[TensorName, LocalTensor]]:
@@ -98,6 +98,7 @@ class SavedPart:
 
 
 def _require_fit(name: TensorName, local: LocalTensor, saved: Described) -> None:
+    """Raises an error if a tensor has another dtype or shape in the checkpoint."""
     if local.described != saved:
         cast = local.described.shape == saved.shape and name.group == MODEL
         statement = f"{name.name} -> {name.name}, dtype='{local.described.dtype}'"
@@ -110,14 +111,14 @@ def _require_fit(name: TensorName, local: LocalTensor, saved: Described) -> None
         )
 
 
-#: The random streams of the stages of a static program that one process has: the stages of the
+#: The random streams of the stages of a static program in one process: the number of stages of the
 #: whole program; whether the default generator of this process is the stream of the first stage
-#: that draws random numbers; the state of the generator of each later one of this process.
+#: that draws random numbers; the state of the generator of each later stage in this process.
 StageStreams = tuple[int, bool, Mapping[int, Any]]
 
 
 class ProgramSource(Protocol):
-    """The description that a static program gives of itself to a checkpoint.
+    """The description of a static program for a checkpoint.
 
     Attributes:
         parts: The parameters and running statistics that this process has.
@@ -142,16 +143,16 @@ class ProgramSource(Protocol):
     def set_streams(self, streams: Mapping[int, Any]) -> None:
         """Sets the streams of the later stages; a stage without one starts anew.
 
-        The default generator has its state already.
+        The default generator is restored before.
         """
 
 
 @runtime_checkable
 class SavedModel(Protocol):
-    """A model that gives its tensors fully qualified names by itself."""
+    """A model that has fully qualified names for its tensors."""
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns the tensors that this process holds."""
+        """Returns the tensors that this process has."""
 
 
 @runtime_checkable
@@ -159,7 +160,7 @@ class SavedProgram(Protocol):
     """A static program that runs as a pipeline."""
 
     def checkpoint_part_of_program(self, names: Names) -> ProgramSource:
-        """Returns the description of the part that this process holds.
+        """Returns the description of the part that this process has.
 
         Args:
             names: The fully qualified names of its variables; see
@@ -190,7 +191,7 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
     """Returns the saved name of each tensor of a model: by name, by plain name, or by order.
 
     Args:
-        parts: What this process holds of the model.
+        parts: The tensors that this process has of the model.
         saved: The description of the checkpoint.
 
     Raises:
@@ -198,7 +199,7 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
             other adapters.
     """
     wanted, plain_names = parts.shapes, parts.plain_names
-    # Of which layers they are the names tell, however their targets were written.
+    # Only the scale is compared here: the names of tensors show which layers are adapted.
     scale, other = (text.partition(", targets")[0] for text in (parts.adapters, saved.adapters))
     if scale and other not in ("", scale):
         raise CheckpointError(
@@ -240,7 +241,7 @@ def without_copies(
     plain_names: Mapping[str, str],
     read: Callable[[str], bytes],
 ) -> Saved:
-    """Removes further names of tied weights, of which other programs save copies.
+    """Removes copies of tied weights, which other programs save under each of their names.
 
     Args:
         saved: The description of the checkpoint.
@@ -264,6 +265,7 @@ def without_copies(
 
 
 def _require_same_shapes(wanted: _Shapes, saved: _Shapes, ordered: bool) -> None:
+    """Raises an error unless tensors with other names can be matched by the model's order."""
     missing = [name for name in wanted if name not in saved]
     other = [name for name in saved if name not in wanted]
     if len(wanted) != len(saved):

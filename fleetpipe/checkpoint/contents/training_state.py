@@ -1,11 +1,11 @@
 """The state of a run beside its tensors, as JSON: schedules, scaler, random states, position.
 
-It is ``state.json`` in the folder of a step. All of it is checked before any of it is set.
+Start with ``TrainingState``. The state is ``state.json`` in the folder of a step; it is checked as
+a whole before a value is set.
 
-A rank restores the random states of the rank that had its place: its shard, its replica, its
-stages, as far as these were split alike. Random numbers of layers in a pipeline follow from batch,
-layer and micro-batch; the saved generators draw the next batch's number and the script's own
-numbers.
+A rank restores the random states of the rank that had its place: its shard, its replica and its
+stages, or else the most of these. Random numbers of layers in a pipeline depend on batch, layer and
+micro-batch; the saved generators draw the next batch's seed and the script's own numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fleetpipe.paddle_api.random import (
 
 FILE = "state.json"
 ATTRIBUTES = "attributes"
-#: The two ways to add gradients up, as ``fleetpipe_configs["sums"]`` has them.
+#: The values of ``fleetpipe_configs["sums"]``, the two ways to add gradients up.
 _TREE, _RUNNING = "tree", "running"
 
 _log = log.logger(__name__)
@@ -56,7 +56,7 @@ Json = Any
 
 @runtime_checkable
 class SavedData(Protocol):
-    """An object that holds the position in the data, such as a sampler or a loader."""
+    """An object that has the position in the data, such as a sampler or a loader."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the position as values of JSON, the same on every rank."""
@@ -73,7 +73,7 @@ def plain(value: Any, where: str) -> Json:
         where: The name of the value for the error.
 
     Raises:
-        CheckpointError: It holds a value of another type.
+        CheckpointError: The state contains a value of another type.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -94,7 +94,7 @@ def plain(value: Any, where: str) -> Json:
 
 
 class TrainingState:
-    """The states of the objects beside model and optimizer that decide the next step's bits."""
+    """The states of all objects except tensors on which the next step depends."""
 
     def __init__(
         self,
@@ -106,16 +106,16 @@ class TrainingState:
         first_rate: float | Scheduler = None,
         attributes: Attributes | None = None,
     ) -> None:
-        """Takes the objects.
+        """Stores the objects.
 
         Args:
-            lr_scheduler: None takes the optimizer's, if it has one.
+            lr_scheduler: The scheduler; None takes the optimizer's, if it has one.
             scaler: A ``GradScaler``.
-            data: Holds the position in the data.
+            data: The object that has the position in the data.
             optimizer: The optimizer whose learning rate a script may have set by hand.
             program: The model, if it is a static program, which has random streams of its own.
             first_rate: The learning rate that the script gave the optimizer; None if it is unknown.
-            attributes: Has what model and optimizer look like, in a run that resumes.
+            attributes: The attributes of model and optimizer, in a run that resumes.
         """
         self._attributes = attributes
         self._scheduler, self._first_rate = lr_scheduler, first_rate
@@ -125,7 +125,7 @@ class TrainingState:
         self._optimizer = optimizer if isinstance(rate, float) else None
         self._scaler = scaler
         self._data = data
-        #: Of data that a resumed run reads from their begin, the random states of then.
+        #: The random states at the begin of the data, if a resumed run reads them from there.
         self._pass: Any = getattr(data, "random_of_pass", None)
         self._program = program
 
@@ -156,7 +156,7 @@ class TrainingState:
     def require(self, state: Mapping[str, Json]) -> None:
         """Checks that a saved state has an entry for each object that was passed.
 
-        If a scheduler replaces the constant learning rate that was saved, it begins anew.
+        A scheduler that replaces a saved constant learning rate needs no entry: it begins anew.
         """
         begins = "learning_rate" in state and "lr_scheduler" not in state
         scheduler = None if begins else self._scheduler
@@ -178,7 +178,7 @@ class TrainingState:
         self._require_forms(state, scheduler)
 
     def _require_forms(self, state: Mapping[str, Json], scheduler: Scheduler) -> None:
-        """Checks that each entry is such a value as is saved, since the model changes first."""
+        """Checks the types of all entries, since the model is restored before they are set."""
         here = random_states()
         of_rank = {**here, "paddle": type(here["paddle"])(), "streams": {}}
         of_ranks = {"places": [Place().to_json()], "of_rank": [0]}
@@ -203,16 +203,16 @@ class TrainingState:
                 )
 
     def put_back(self, state: Mapping[str, Json], place: Place | None = None) -> None:
-        """Restores the states of all objects; says if the job adds up otherwise than the saved.
+        """Restores the states of all objects; logs if the job adds gradients up in another way.
 
         Args:
-            state: That of a rank, or a merged one.
-            place: That of this rank, for a merged one.
+            state: The state of one rank, or the merged state of all ranks.
+            place: The place of this rank, for a merged state.
         """
         if self._attributes is not None and ATTRIBUTES in state:
             looks = state[ATTRIBUTES]
             if place is not None:
-                # Names are those of the whole model: under another layout others have had them.
+                # Under another layout the attributes of a layer are those of another saved rank.
                 ranks = [*looks["states"], _of_place(looks, place)]
                 looks = {w: {n: v for one in ranks for n, v in one[w].items()} for w in ranks[0]}
             self._attributes.put_back(looks)
@@ -222,7 +222,7 @@ class TrainingState:
         if self._data is not None:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None and "lr_scheduler" in state:
-            with warnings.catch_warnings():  # of the part for the rate behind a warm-up
+            with warnings.catch_warnings():  # about the entry of a scheduler after a warm-up
                 warnings.filterwarnings("ignore", "There are some unused values")
                 self._scheduler.set_state_dict(state["lr_scheduler"])
             for scheduler, counts in zip(_chain(self._scheduler), state.get("restarts", ())):
@@ -254,7 +254,13 @@ class TrainingState:
             self._pass.begun = states.get("pass")
         if self._program is not None:
             stages, *_ = self._program.streams()
-            self._program.set_streams(_streams_in(states, stages))
+            saved, streams = states.get("program"), dict[int, Any]()
+            if saved is not None and saved["stages"] == stages:
+                now = generators()[0].get_state()
+                fitting = ((int(s), state_like(now, [one])) for s, one in saved["others"].items())
+                # state_like returns ``now`` for a state that does not fit.
+                streams = {stage: state for stage, state in fitting if state is not now}
+            self._program.set_streams(streams)
 
     def put_back_random_of(self, place: Place, saved: Json) -> None:
         """Restores the random states of the saved rank whose place is most like ``place``."""
@@ -269,7 +275,7 @@ def _sums() -> str | None:
 
 
 def _chain(scheduler: Scheduler) -> list[Scheduler]:
-    """Returns a scheduler and those inside it, as a warm-up has one that follows it."""
+    """Returns a scheduler and the schedulers inside it, as the one that follows a warm-up."""
     schedulers = [scheduler]
     while hasattr(after := vars(schedulers[-1]).get("learning_rate"), "set_state_dict"):
         schedulers.append(after)
@@ -282,13 +288,13 @@ def _restarts(scheduler: Scheduler) -> dict[str, Json]:
 
 
 def _outline(state: Mapping[str, Any], where: str) -> Json:
-    """Returns the form of an object's state, whose lists and dicts may have anything in them."""
+    """Returns the form of an object's state, with empty lists and dicts for any contents."""
     values = plain(state, where).items()
     return {name: type(v)() if isinstance(v, (list, dict)) else v for name, v in values}
 
 
 def _fits(saved: Json, form: Json) -> bool:
-    """Whether a saved value has the form of a present one; None stands for any."""
+    """Whether a saved value has the types of ``form``; None has any type."""
     if isinstance(saved, list) and len(saved) == 1 and not isinstance(form, list):
         (saved,) = saved  # a number that was a tensor
     if saved is None or form is None:
@@ -308,6 +314,7 @@ def _fits(saved: Json, form: Json) -> bool:
 
 
 def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
+    """Raises an error if a saved state has other keys than the present one."""
     if not isinstance(saved, dict) or set(state) != set(saved):
         raise CheckpointError(
             f"the saved state of the {what} is of another type of it",
@@ -325,8 +332,8 @@ def to_text(state: Mapping[str, Json]) -> str:
 def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
     """Merges the states of all ranks of a job into one.
 
-    An entry may come from some ranks alone. Random states, attributes and what the script adds are
-    kept for each rank.
+    An entry may come from only some ranks. Random states, attributes and the state of ``state=``
+    are kept for each rank.
     """
     whole: dict[str, Json] = {"extra": states[0]["extra"]}
     owners: dict[str, int] = {}
@@ -375,23 +382,8 @@ def set_random_states(states: Json) -> None:
     set_python_states(states)
 
 
-def _streams_in(states: Json, stages: int) -> dict[int, Any]:
-    """Returns the saved random streams of a static program's stages.
-
-    Args:
-        states: The random states of a rank.
-        stages: Number of stages of the program; streams of another number do not fit.
-    """
-    saved = states.get("program")
-    if saved is None or saved["stages"] != stages:
-        return {}
-    now = generators()[0].get_state()
-    fitting = ((int(s), state_like(now, [state])) for s, state in saved["others"].items())
-    return {stage: state for stage, state in fitting if state is not now}
-
-
 def _merge(states: Sequence[Json], places: Sequence[Place]) -> Json:
-    """Merges what each rank has of its own, equal ones once."""
+    """Returns the states of all ranks as one value of JSON, which has equal states once."""
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
     return {
@@ -402,16 +394,16 @@ def _merge(states: Sequence[Json], places: Sequence[Place]) -> Json:
 
 
 def _of_place(saved: Json, place: Place, leads: bool = True) -> Json:
-    """Returns what a rank goes on with: what the one had whose place is most like its own.
+    """Returns the state of the saved rank whose place is most like ``place``.
 
     Args:
         saved: A value of :func:`_merge`.
-        place: The place of the rank.
+        place: The place of this rank.
         leads: For random states, whether this rank's default generator continues the stream of the
             first stage that draws, if a static program was saved; true in dynamic graph.
     """
     places = [Place.from_json(parts) for parts in saved["places"]]
-    # Of equals the first rank's.
+    # The first rank, if several are equally like it.
     likeness = [[axis == other for axis, other in zip(place, one)] for one in places]
     rank = likeness.index(max(likeness))
     replica = places[rank].replica

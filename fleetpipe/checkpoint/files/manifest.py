@@ -1,9 +1,9 @@
-"""``manifest.json``, which makes a folder a checkpoint, and the reader of the files in it.
+"""``manifest.json``, which makes a folder a checkpoint, and ``StepReader``, which reads the folder.
 
-It is the last file to be written. A file of tensors has its header and its tensors, without a gap:
-the checksums of the header and of the written parts of each tensor cover every byte, and each rank
-compares a part of the files. The digests of all tensors make one hash of a model. No Paddle is
-needed.
+The manifest is written last. A file of tensors has its header and its tensors, without a gap: the
+checksums of the header and of the written parts of each tensor cover every byte, and each rank
+compares a part of the files. The hash of a model is made of the digests of all its tensors. Nothing
+here imports Paddle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fleetpipe.json_value import JsonValue, Source, parse, read_text
 from fleetpipe.mesh.axes import COPIES
 from fleetpipe.mesh.parts import Described, Region
 
-#: Hex digits of a hash where it stands among other figures.
+#: The number of hex digits of a hash in a table.
 SHORT = 12
 
 
@@ -38,7 +38,7 @@ def tensor_digest(tensor: Described, parts: Iterable[Any]) -> str:
 
     Args:
         tensor: Its dtype and shape.
-        parts: All its bytes, in some pieces.
+        parts: All its bytes, in one or more pieces.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
     for part in parts:
@@ -47,7 +47,7 @@ def tensor_digest(tensor: Described, parts: Iterable[Any]) -> str:
 
 
 def lines(digests: Mapping[str, str]) -> Iterator[str]:
-    """Yields the lines of which the hash is made, without their ends.
+    """Returns the lines of which the hash is made, without line ends.
 
     Args:
         digests: The digest of each tensor by name.
@@ -56,14 +56,14 @@ def lines(digests: Mapping[str, str]) -> Iterator[str]:
 
 
 def hash_of(digests: Mapping[str, str]) -> str:
-    """Returns the hash of a model, 64 hex digits; the argument is that of :func:`lines`."""
-    # A damaged file may have half a character of a pair in a name.
+    """Returns the hash of a model, 64 hex digits, from the digest of each tensor by name."""
+    # A name from a damaged file may have half of a surrogate pair.
     text = "".join(f"{line}\n" for line in lines(digests))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 MANIFEST = "manifest.json"
-#: Of the format, not of the package. A reader refuses what is newer.
+#: The version is that of the format, not of the package. A reader refuses newer versions.
 FORMAT, VERSION = "fleetpipe-checkpoint", 1
 _CHECKSUM = "crc32"
 _SOURCE = Source(
@@ -76,7 +76,7 @@ Json = Any
 
 
 class Whole(NamedTuple):
-    """The size of a file, and its checksum; for a file of tensors that of the header alone."""
+    """The size of a file, and its checksum; for a file of tensors the checksum of its header."""
 
     size: int
     crc32: int
@@ -97,7 +97,7 @@ class Entry:
         file: The name of the file that has it.
         tensor: Its dtype and shape.
         pieces: The parts in which it was written.
-        sha256: Of the model's tensors the digest; empty for others, and in older checkpoints.
+        sha256: The digest of a tensor of the model; empty for others, and in older checkpoints.
     """
 
     file: str
@@ -116,13 +116,13 @@ class Manifest:
         tensors: Every tensor, by group and name.
         order: The names of the model's parameters and buffers, in its order.
         optimizer: The type of the optimizer; None if none was saved.
-        metrics: The figures that ``best`` compares.
+        metrics: The numbers that ``best`` compares.
         layout: Ranks along each axis of the job that wrote it; only the number of replicas matters.
-        versions: Those of fleetpipe and Paddle; nothing depends on them.
+        versions: The versions of fleetpipe and Paddle; nothing depends on them.
         plain_order: As in :class:`Saved`.
         script: The name of the script that saved it and a digest of its arguments; empty if they
             are unknown, as in older checkpoints.
-        allowed: What closed borders let pass, as ``BORDER:NAME``.
+        allowed: What the run has allowed to pass closed borders, as ``BORDER:NAME``.
         adapters: As in :class:`Saved`.
     """
 
@@ -193,6 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_text(text: str) -> Manifest:
+    """Reads a manifest from its text, after a check of format, version and checksum."""
     parsed = parse(text, _SOURCE)
     for name, expected in (("format", FORMAT), ("version", VERSION)):
         if parsed[name].content != expected:
@@ -208,6 +209,7 @@ def seal(contents: Mapping[str, Json]) -> str:
 
 
 def _with_checksum(body: str) -> str:
+    """Returns the text of an object without its last brace, ended by its checksum."""
     return f'{body}, "{_CHECKSUM}": {zlib.crc32(body.encode())}}}\n'
 
 
@@ -228,7 +230,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
     if {name.name for name in tensors if name.group == MODEL} != set(order):
         raise content["order"].refused("the names of the model's tensors")
     optimizer = content["optimizer"]
-    # Older checkpoints lack these.
+    # Older checkpoints do not have these.
     plain_order, script = content.get("plain_order"), content.get("script")
     allowed, adapters = content.get("allowed"), content.get("adapters")
     return Manifest(
@@ -237,7 +239,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
         tensors=tensors,
         order=order,
         optimizer=None if optimizer.content is None else optimizer.text(),
-        # A figure that nobody has computed yet is infinite.
+        # A metric may be infinite, before it was computed.
         metrics={name: value.number() for name, value in content["metrics"].fields().items()},
         layout={name: value.count() for name, value in content["layout"].fields().items()},
         versions={name: value.text() for name, value in content["versions"].fields().items()},
@@ -249,7 +251,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
 
 
 def _entry(content: JsonValue, files: Collection[str]) -> Entry:
-    """Reads the entry of a tensor, and checks that its parts are the whole of it."""
+    """Reads the entry of a tensor, and checks that its parts make up the tensor."""
     file, dtype, shape = content["file"].text(), content["dtype"].text(), content["shape"].counts()
     if file not in files:
         raise content["file"].refused("one of the files")
@@ -257,14 +259,15 @@ def _entry(content: JsonValue, files: Collection[str]) -> Entry:
         raise content["dtype"].refused(", ".join(CODES))
     if not is_shape(shape):
         raise content["shape"].refused("the shape of a tensor")
-    pieces = tuple(map(_piece, content["pieces"].items()))
+    pieces = tuple(map(_written_part, content["pieces"].items()))
     if not is_whole([piece.cut for piece in pieces], shape):
         raise content["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")
-    sha256 = content.get("sha256")  # which older checkpoints lack
+    sha256 = content.get("sha256")  # older checkpoints have none
     return Entry(file, Described(dtype, shape), pieces, "" if sha256 is None else sha256.text())
 
 
-def _piece(content: JsonValue) -> WrittenPart:
+def _written_part(content: JsonValue) -> WrittenPart:
+    """Reads a part of a tensor, and its checksum."""
     values = content.items()
     if len(values) != 2:
         raise content.refused("a cut and a checksum")
@@ -282,16 +285,16 @@ class SavedStep(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest, which describes all but the tensors' values."""
+        """The manifest, which describes everything except the tensors' values."""
 
     def text(self, name: str) -> Json:
         """Returns the parsed contents of a JSON file."""
 
     def check_texts(self) -> None:
-        """Checks the files that hold no tensors."""
+        """Checks the files without tensors."""
 
     def check(self, groups: Collection[str], share: int, shares: int) -> None:
-        """Checks one of ``shares`` shares of the tensors."""
+        """Checks share number ``share`` of ``shares`` equal shares of the tensors."""
 
     def opened(
         self,
@@ -300,7 +303,7 @@ class SavedStep(Protocol):
 
 
 class StepReader:
-    """The files of one step, whose bytes are checked before they are used."""
+    """Reads the files of one step, and compares their bytes with checksums."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the manifest and the headers.
@@ -315,12 +318,16 @@ class StepReader:
         for file, whole in self.manifest.files.items():
             path = folder / file
             with _damage_named(path):
-                _require_size(path, whole)
+                size = os.stat(path).st_size
+                if size != whole.size:
+                    raise damage(path, f"{size} bytes in the place of {whole.size}")
                 if file.endswith(".safetensors"):
-                    self._layouts[file] = _layout(path, whole)
+                    layout = self._layouts[file] = tensors.read_layout(path)
+                    if tensors.checksum([layout.header]) != whole.crc32:
+                        raise damage(path, "the checksum of its header is of something else")
         for name, entry in self.manifest.tensors.items():
-            layout = self._layouts.get(entry.file)
-            stored = None if layout is None else layout.tensors.get(name.name)
+            of_file = self._layouts[entry.file].tensors if entry.file in self._layouts else {}
+            stored = of_file.get(name.name)
             if stored is None or stored.tensor != entry.tensor:
                 raise damage(folder / entry.file, f"{name} is not what the manifest says")
 
@@ -338,7 +345,7 @@ class StepReader:
         return json.loads(data)
 
     def check_texts(self) -> None:
-        """Compares the files that hold no tensors with their checksums.
+        """Compares the files without tensors with their checksums.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -357,13 +364,13 @@ class StepReader:
         Raises:
             CheckpointError: A tensor is damaged; the message names it.
         """
-        load = [0] * shares
+        loads = [0] * shares
         chosen = []
         for name, piece in self._pieces(groups):
-            taker = load.index(min(load))
+            least = loads.index(min(loads))
             entry = self.manifest.tensors[name]
-            load[taker] += entry.tensor.nbytes // len(entry.pieces)
-            if taker == share:
+            loads[least] += entry.tensor.nbytes // len(entry.pieces)
+            if least == share:
                 chosen.append((name, piece))
         for error in self._compare(chosen):
             raise error
@@ -374,9 +381,9 @@ class StepReader:
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Yields ``read(name, part, memory)``, which reads a part of a tensor; None is all of it.
+        """Yields ``read(name, part, memory)``, which reads a part of a tensor; None reads all.
 
-        That raises ``CheckpointError`` if a file cannot be read any more.
+        ``read`` raises ``CheckpointError`` if a file cannot be read any more.
         """
         with self._open_files() as opened:
 
@@ -411,7 +418,7 @@ class StepReader:
 
     @contextmanager
     def _open_files(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
-        """Yields a function that returns the open file of a tensor, and its offset there."""
+        """Yields a function that returns the open file of a tensor, and the offset in it."""
         with ExitStack() as files:
 
             @cache
@@ -427,21 +434,8 @@ class StepReader:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Turns errors of the system into one that says that the file is damaged."""
+    """Raises an error that a file is damaged in place of an error of the system."""
     try:
         yield
     except (OSError, EOFError) as error:
         raise damage(path, f"{type(error).__name__}: {error}") from error
-
-
-def _require_size(path: Path, whole: Whole) -> None:
-    size = os.stat(path).st_size
-    if size != whole.size:
-        raise damage(path, f"{size} bytes in the place of {whole.size}")
-
-
-def _layout(path: Path, whole: Whole) -> Layout:
-    layout = tensors.read_layout(path)
-    if tensors.checksum([layout.header]) != whole.crc32:
-        raise damage(path, "the checksum of its header is of something else")
-    return layout

@@ -1,8 +1,8 @@
-"""The folder of a run: one job writes, publishes whole steps at once, and removes old ones.
+"""The folder of a run: one job writes, publishes complete steps, and removes old ones.
 
 A step is written as a draft, synced, then renamed. ``step-00000500`` is a step. Readers ignore a
-draft, ``.draft-00000500-<key>``. ``.writer`` says which job writes, and its process has a lock on
-that file, which ends with the process.
+draft, ``.draft-00000500-<key>``. ``.writer`` names the job that writes, whose process has a lock on
+that file. ``FolderOwner`` takes the lock, ``publish`` renames a draft, ``Retention`` removes steps.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ from fleetpipe.errors import CheckpointError, ConfigError, require_whole
 
 _FILE = ".writer"
 _MOST_BYTES = 4096
-#: How the text of a writer begins.
+#: The first bytes of a writer's file.
 _BEGIN = b'{"host": '
-#: What it is to open a link, a folder or a socket.
+#: The errors of opening a link, a folder or a socket.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
 @dataclass
 class _Lock:
-    """The file while this process has it open and, where that can be, locked; no fork of it has."""
+    """The writer's file, which this process has open, and locked if the file system can.
+
+    Attributes:
+        file: The path.
+        process: The process that has it open; 0 for none. In a fork it is another one.
+        descriptor: The open file.
+        text: The text that this process has written.
+    """
 
     file: Path
     process: int = 0
@@ -48,7 +55,7 @@ class _Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has the file that is still in the folder."""
+        """Whether this process has the file open, and it is still the file in the folder."""
         return self.process == os.getpid() and _in_place(self.descriptor, self.file)
 
     def release(self) -> None:
@@ -56,7 +63,7 @@ class _Lock:
         if self.process == os.getpid():
             with contextlib.suppress(OSError):
                 if self.held and _read(self.descriptor) == self.text:
-                    # Before the lock ends: then the file may be another's.
+                    # Before the lock ends, after which it may be another job's file.
                     self.file.unlink()
             os.close(self.descriptor)
         self.process = 0
@@ -72,7 +79,7 @@ class FolderOwner:
 
     @classmethod
     def of(cls, run_directory: Path) -> FolderOwner:
-        """Returns the one object for a folder in this process."""
+        """Returns the object for a folder, of which a process has only one."""
         return _owners.setdefault(run_directory.resolve(), cls(run_directory.resolve()))
 
     def acquire(self) -> None:
@@ -112,12 +119,13 @@ class FolderOwner:
         self._lock.release()
 
     def leave_to_parent(self) -> None:
-        """Closes the file in a fork, whose copy would keep the lock when the writer has ended."""
+        """Closes the file in a fork, which would keep the lock after the writer's end."""
         if self._lock.process:
             os.close(self._lock.descriptor)
             self._lock.process = 0
 
     def _open(self, flags: int) -> int:
+        """Opens the writer's file; raises an error for a link, a folder or a socket."""
         try:
             return systems.open_in_place(self._lock.file, flags)
         except OSError as error:
@@ -126,6 +134,7 @@ class FolderOwner:
             raise
 
     def _lock_or_refuse(self, descriptor: int) -> None:
+        """Locks the open file; raises an error if it is another job's, or no writer's file."""
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         text = _read(descriptor) if regular else b""
         if not regular or (text and not text.startswith(_BEGIN)):
@@ -143,6 +152,7 @@ class FolderOwner:
             os.close(descriptor)
 
     def _no_file_of_writer(self, got: str) -> CheckpointError:
+        """Returns the error for a file that no job has written."""
         return CheckpointError(
             "the file that names the writer of a folder of checkpoints is something else",
             where=str(self._lock.file),
@@ -153,6 +163,7 @@ class FolderOwner:
         )
 
     def _refusal(self, text: bytes) -> CheckpointError:
+        """Returns the error for a folder into which the job of ``text`` writes."""
         about = _parse(text)
         return CheckpointError(
             "another job saves into this folder of checkpoints",
@@ -178,12 +189,13 @@ systems.call_in_forked_child(_leave_all_to_parent)
 
 
 def _read(descriptor: int) -> bytes:
+    """Returns the text of the open writer's file."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     return os.read(descriptor, _MOST_BYTES)
 
 
 def _in_place(descriptor: int, file: Path) -> bool:
-    """Whether a path still leads to the file that is open."""
+    """Whether a path still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:
@@ -191,6 +203,7 @@ def _in_place(descriptor: int, file: Path) -> bool:
 
 
 def _description() -> bytes:
+    """Returns the text by which this process names itself in the writer's file."""
     about = {
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -201,6 +214,7 @@ def _description() -> bytes:
 
 
 def _parse(text: bytes) -> dict[str, Any]:
+    """Reads the text of a writer's file; returns an empty dict for any other text."""
     with contextlib.suppress(ValueError):
         about = json.loads(text)
         if isinstance(about, dict) and {"process", "host", "since"} <= about.keys():
@@ -209,7 +223,10 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _try_lock(descriptor: int, text: bytes) -> bool:
-    """Locks a file; where the file system has no locks, whether the process of ``text`` ended."""
+    """Locks a file, and returns whether that succeeded.
+
+    If the file system has no locks, it returns whether the process named in ``text`` has ended.
+    """
     try:
         return not systems.HAS_LOCKS or systems.lock(descriptor, wait=False)
     except OSError:
@@ -244,7 +261,7 @@ def complete_steps(run_directory: Path) -> dict[int, Path]:
         OSError: The folder cannot be read.
     """
     folders: dict[int, Path] = {}
-    # The one in place comes before the one it replaces.
+    # A step comes before the ``.old`` one that it replaces.
     for path in sorted(run_directory.iterdir() if run_directory.is_dir() else ()):
         match = _STEP.fullmatch(path.name)
         if match and (path / manifest.MANIFEST).is_file():
@@ -275,7 +292,7 @@ def publish(draft: Path, run_directory: Path, step: int) -> None:
     """Renames a draft, whose files are on the disk, to the step, and replaces an older one.
 
     Raises:
-        OSError: It cannot be renamed; the draft and earlier steps are unchanged.
+        OSError: The draft cannot be renamed; the draft and earlier steps are unchanged.
     """
     systems.sync_folder(draft)
     final = folder_of(run_directory, step)
@@ -292,10 +309,10 @@ def set_aside(run_directory: Path, step: int) -> dict[int, Path]:
     """Renames the steps after ``step``, which a run that went back has left.
 
     Returns:
-        The new folder of each.
+        The new folder of each step.
 
     Raises:
-        OSError: One cannot be renamed.
+        OSError: A folder cannot be renamed.
     """
     moved = {}
     later = [pair for pair in complete_steps(run_directory).items() if pair[0] > step]
@@ -316,10 +333,10 @@ def aside_steps(run_directory: Path) -> list[tuple[int, Path]]:
 
 
 def remove_step(run_directory: Path, step: int) -> None:
-    """Removes a complete step, and first the older one that it replaced.
+    """Removes a complete step, and before it the older step that it replaced.
 
     Raises:
-        OSError: It cannot be removed.
+        OSError: A folder cannot be removed.
     """
     final = folder_of(run_directory, step)
     remove(final.with_name(f"{final.name}.old"))
@@ -329,7 +346,7 @@ def remove_step(run_directory: Path, step: int) -> None:
 def remove(path: Path) -> None:
     """Removes a step or a link to one, if it is there.
 
-    It becomes a draft first, so that what an interrupted removal leaves is no step.
+    It is first renamed to a draft, so that an interrupted removal does not leave half a step.
 
     Raises:
         OSError: It cannot be renamed.
@@ -348,14 +365,14 @@ def remove_drafts(run_directory: Path) -> None:
 
 
 def remove_left(path: Path) -> None:
-    """Removes a draft, or a link; passes over one that cannot be removed, with a warning."""
+    """Removes a draft, or a link; logs a warning if it cannot be removed."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     except FileNotFoundError:
-        pass  # a failure came behind its publication
+        pass  # it was published before the failure
     except OSError as error:
         log.once(_log.warning, f"{path}, which nothing reads, cannot be removed: {error}", True)
 
@@ -372,7 +389,7 @@ def write_file(path: Path, text: str) -> None:
 
 @dataclass
 class Retention:
-    """The folder of a run, and the rule that says which steps are kept.
+    """The folder of a run, and the rule by which steps are kept.
 
     Args:
         run_directory: The folder of the run.
@@ -380,7 +397,7 @@ class Retention:
         best: A metric and ``"min"`` or ``"max"``: the best step by it is kept as well.
 
     Raises:
-        ConfigError: ``max_to_keep`` is below 1, or ``best`` has another word.
+        ConfigError: ``max_to_keep`` is below 1, or ``best`` is no such pair.
     """
 
     run_directory: Path
@@ -399,7 +416,7 @@ class Retention:
             )
 
     def require(self, metrics: Mapping[str, float] | None) -> None:
-        """Checks that the metrics of a step have the one that ``best`` compares."""
+        """Checks that the metrics of a step contain the metric of ``best``."""
         if self.best is not None and self.best[0] not in (metrics or {}):
             raise ConfigError(
                 f"best={self.best!r} needs the metric {self.best[0]!r} with each step",
@@ -408,9 +425,9 @@ class Retention:
             )
 
     def best_step(self) -> int | None:
-        """Returns the best complete step, the newest of equals; None if none has the metric.
+        """Returns the best complete step; None if none has the metric.
 
-        A NaN is never the best.
+        The newest of equal steps is the best. A NaN never is.
         """
         if self.best is None:
             return None
@@ -458,7 +475,7 @@ class Retention:
         """Removes the steps that the rule does not keep.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: A step cannot be removed.
         """
         if self.max_to_keep is None:
             return
@@ -469,7 +486,7 @@ class Retention:
                 remove_step(self.run_directory, step)
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:
-        """Returns a step's metrics; none if they cannot be read."""
+        """Returns a step's metrics; an empty dict if they cannot be read."""
         try:
             written = (step, (path / manifest.MANIFEST).stat().st_mtime_ns)
             if written not in self._metrics:

@@ -1,7 +1,8 @@
 """Files of tensors in the safetensors format: what is in each, and which rank writes which part.
 
-The files follow from the whole tensors alone: any layout of ranks writes the same bytes. Several
-ranks write and read one file in parts, which the library's own functions cannot.
+Start with ``plan_files``. The files depend only on the full tensors: any layout of ranks writes the
+same bytes. Several ranks write and read one file in parts, which the functions of the safetensors
+library cannot.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ CODES: Mapping[str, str] = {
 }
 _NAMES = {code: name for name, code in CODES.items()}
 _LENGTH_BYTES = 8
-#: As the library: a header is not believed to be larger than this.
+#: The most bytes of a header, as in the safetensors library.
 _LARGEST_HEADER = 100_000_000
-#: Bytes that are read at a time where only their checksum is wanted.
+#: Bytes that are read at a time for a checksum or a digest.
 _BLOCK = 1 << 20
 
 
 class ByteRun(NamedTuple):
-    """A run of bytes: its offset in the whole tensor, its offset in the part, and its length."""
+    """A run of bytes: its offset in the full tensor, its offset in the part, and its length."""
 
     whole: int
     part: int
@@ -53,12 +54,12 @@ class ByteRun(NamedTuple):
 
 
 def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[ByteRun]:
-    """Yields the byte ranges of a part in their order.
+    """Yields the runs of bytes of a part, in order.
 
     Args:
-        shape: The shape of the whole tensor.
+        shape: The shape of the full tensor.
         itemsize: Bytes of one element.
-        cut: The part; None for the whole tensor.
+        cut: The part; None for the full tensor.
     """
     if cut is None:
         yield ByteRun(0, 0, math.prod(shape) * itemsize)
@@ -70,7 +71,7 @@ def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[
 
 
 def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
-    """Whether parts, in their order, make up the whole of a tensor without overlap."""
+    """Whether parts, in this order, make up a tensor of a shape without overlap."""
     if list(cuts) == [None]:
         return True
     end, axes = 0, set()
@@ -85,7 +86,7 @@ def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
 
 
 class Stored(NamedTuple):
-    """A tensor, and the offset in its file."""
+    """A tensor, and the offset of its bytes in its file."""
 
     tensor: Described
     begin: int
@@ -95,9 +96,9 @@ class Layout(NamedTuple):
     """The header and the offsets of a file.
 
     Attributes:
-        header: Its first bytes, up to the first tensor.
+        header: The bytes of the file up to the first tensor.
         tensors: The tensors with their offsets, by name.
-        size: Bytes of the file.
+        size: The number of bytes of the file.
     """
 
     header: bytes
@@ -106,11 +107,11 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
-    """Returns the layout of a file for ``tensors``, those with the largest elements first.
+    """Returns the layout of a file for ``tensors``, in which larger dtypes come first.
 
     Args:
         tensors: Dtype and shape of each tensor, by name.
-        made_for: The code of the library, ``"pd"`` for Paddle, which some readers ask for.
+        made_for: The code of a framework, ``"pd"`` for Paddle, which some readers need.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": made_for}}
@@ -131,7 +132,7 @@ def read_layout(path: Path) -> Layout:
 
     Raises:
         CheckpointError: It is no safetensors file, it ends early, or its tensors do not fill it.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -144,7 +145,8 @@ def read_layout(path: Path) -> Layout:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damage(path, str(error)[:200]) from error
     end = _LENGTH_BYTES + count
-    for name, (tensor, begin) in sorted(tensors.items(), key=_by_offset):
+    by_offset = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].tensor.nbytes))
+    for name, (tensor, begin) in by_offset:
         if begin != end:
             raise damage(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
         end += tensor.nbytes
@@ -153,17 +155,20 @@ def read_layout(path: Path) -> Layout:
     return Layout(count.to_bytes(_LENGTH_BYTES, "little") + text, tensors, size)
 
 
-def _by_offset(item: tuple[str, Stored]) -> tuple[int, int]:
-    _, (tensor, begin) = item
-    return begin, tensor.nbytes
-
-
 def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
-    entries = json.loads(text, object_pairs_hook=_each_once)
+    """Reads the entries of a header, whose tensors begin at the offset ``start``."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            raise ValueError("a name that stands there twice")
+        return entries
+
+    entries = json.loads(text, object_pairs_hook=once)
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in entries.items():
-        name.encode()  # what is no text cannot be written again
+        name.encode()  # raises an error for half of a surrogate pair
         if entry["dtype"] not in _NAMES:
             raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which Paddle has not")
         shape = tuple(entry["shape"])
@@ -178,15 +183,8 @@ def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
     return tensors
 
 
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError("a name that stands there twice")
-    return entries
-
-
 def damage(path: Path, got: str) -> CheckpointError:
-    """Returns the error that says that a file is damaged."""
+    """Returns the error for a damaged file."""
     return CheckpointError(
         f"{path.name} is damaged",
         where=str(path),
@@ -200,9 +198,9 @@ def write(file: FileIO, stored: Stored, cut: Region | None, values: memoryview) 
 
     Args:
         file: The file, open for writing without a buffer.
-        stored: The whole tensor.
-        cut: The part; None for the whole tensor.
-        values: Its bytes.
+        stored: The full tensor.
+        cut: The part; None for the full tensor.
+        values: The bytes of the part.
     """
     tensor, begin = stored
     for run in runs(tensor.shape, tensor.itemsize, cut):
@@ -210,7 +208,7 @@ def write(file: FileIO, stored: Stored, cut: Region | None, values: memoryview) 
 
 
 def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
-    """Writes all of ``values``, also if the system takes less at a time."""
+    """Writes all bytes of ``values``, by several calls of the system if necessary."""
     file.seek(offset)
     rest = memoryview(values)
     while rest:
@@ -229,6 +227,7 @@ def read(file: FileIO, stored: Stored, cut: Region | None, memory: memoryview) -
 
 
 def _read_at(file: FileIO, offset: int, memory: memoryview) -> None:
+    """Fills ``memory`` with the bytes of a file from ``offset`` on."""
     file.seek(offset)
     while memory:
         count = file.readinto(memory)
@@ -255,7 +254,7 @@ def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
 
 
 def blocks(file: FileIO, stored: Stored, cut: Region | None = None) -> Iterator[memoryview]:
-    """Yields the bytes of a part of a tensor in an open file, block after block in one memory.
+    """Yields the bytes of a part of a tensor in an open file; each block overwrites the last one.
 
     Raises:
         EOFError: The file ends too early.
@@ -301,7 +300,7 @@ class FilePlan(NamedTuple):
         return first[0].writer
 
     def parts_of(self, rank: int) -> list[tuple[TensorName, str, Region | None]]:
-        """Returns name, file and part of each piece that a rank writes, in the files' order."""
+        """Returns name, file and part of each piece that a rank writes, in the order of files."""
         return [
             (TensorName(group, name), file, share.cut)
             for group, files in self.groups.items()
@@ -313,7 +312,7 @@ class FilePlan(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The part that one rank holds of a tensor, without values; see :class:`LocalTensor`."""
+    """The part that one rank has of a tensor, without values; see :class:`LocalTensor`."""
 
     tensor: Described
     cut: Region | None
@@ -321,13 +320,13 @@ class Holding(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """The parts that one rank holds of all tensors."""
+    """The parts that one rank has of all tensors."""
 
     tensors: Mapping[TensorName, Holding]
 
     @classmethod
     def of(cls, local: Mapping[TensorName, LocalTensor]) -> Inventory:
-        """Describes the tensors that a rank holds.
+        """Describes the tensors that a rank has.
 
         Raises:
             CheckpointError: safetensors lacks the dtype of a tensor.
@@ -350,7 +349,7 @@ class Inventory(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Inventory:
-        """Returns the inventory in a text of :meth:`to_json`."""
+        """Reads an inventory from the text of :meth:`to_json`."""
         return cls(
             {
                 TensorName(group, name): Holding(
@@ -365,7 +364,7 @@ def plan_files(inventories: Sequence[Inventory]) -> FilePlan:
     """Plans the files for the inventories of all ranks, in the ranks' order.
 
     Raises:
-        CheckpointError: Ranks have different tensors under one name, or no rank holds some part.
+        CheckpointError: Ranks have different tensors under one name, or a part is on no rank.
     """
     whole: dict[TensorName, Described] = {}
     holders: dict[TensorName, dict[Region | None, list[int]]] = {}
@@ -407,6 +406,7 @@ def _in_order(name: TensorName) -> list[str | int]:
 
 
 def _files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
+    """Returns the layouts of a group's files by name, each with at most about ``FILE_BYTES``."""
     contents: list[dict[str, Described]] = []
     filled = FILE_BYTES
     for name, tensor in tensors.items():
@@ -427,7 +427,7 @@ def _shares(
     holders: Mapping[TensorName, Mapping[Region | None, Sequence[int]]],
     ranks: int,
 ) -> dict[TensorName, tuple[Share, ...]]:
-    """Chooses the writer of each part of each tensor, the largest parts first."""
+    """Chooses each part's writer: largest parts first, the holder with the fewest bytes so far."""
     load = [0] * ranks
     shares: dict[TensorName, list[Share]] = {name: [] for name in whole}
     parts = [
@@ -447,10 +447,10 @@ def _shares(
 
 
 def _tiling(name: TensorName, tensor: Described, cuts: list[Region | None]) -> list[Region | None]:
-    """Returns parts that ranks hold and that make up the whole tensor."""
-    everything = [cut for cut in cuts if cut is None or cut.stop - cut.start == cut.size]
-    if everything:
-        return everything[:1]
+    """Returns parts among ``cuts`` that make up the full tensor without overlap."""
+    full = [cut for cut in cuts if cut is None or cut.stop - cut.start == cut.size]
+    if full:
+        return full[:1]
     ordered = sorted(cut for cut in cuts if cut is not None)
     if not is_whole(ordered, tensor.shape):
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Writes one rank's parts of a checkpoint from host memory; the last rank publishes it.
 
-Each rank writes its parts and then a report of their checksums. The rank that finds all reports
-there is the last one: it writes the manifest and publishes the step.
+Start with ``Writing``. Each rank writes its parts and then a report of their checksums. The last
+rank is the one that finds all reports: it writes the manifest and publishes the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def bytes_of_tensor(local: LocalTensor) -> memoryview:
         return memoryview(b"")
     (memory,) = memories
     owner: Any = memory.obj
-    owner.kept = kept  # a copy lives as long as its bytes are used
+    owner.kept = kept  # keeps a copy alive as long as its bytes are used
     return memory
 
 
@@ -72,7 +72,7 @@ def empty(described: Described) -> tuple[Tensor, memoryview]:
 
 
 def assign(local: LocalTensor, value: Tensor | np.ndarray) -> None:
-    """Copies a filled tensor of :func:`empty_like` into the tensor itself."""
+    """Copies a tensor that :func:`empty_like` made, and that was filled, into ``local``."""
     if isinstance(local.tensor, np.ndarray):
         local.tensor[...] = value
     else:
@@ -87,7 +87,7 @@ class Snapshot:
         self._places: dict[TensorName, np.ndarray] = {}
 
     def take(self, tensors: Mapping[TensorName, LocalTensor]) -> Mapping[TensorName, memoryview]:
-        """Copies tensors over the previous copies, and returns the copies' bytes."""
+        """Copies tensors into the memory of the previous copies, and returns the bytes."""
         memories = {name: bytes_of_tensor(local) for name, local in tensors.items()}
         sizes = {name: len(memory) for name, memory in memories.items()}
         if {name: len(place) for name, place in self._places.items()} != sizes:
@@ -98,7 +98,7 @@ class Snapshot:
 
 
 def _part_of(local: LocalTensor) -> Described:
-    """Returns dtype and shape of the part that is here."""
+    """Returns dtype and shape of the part in this process."""
     return Described(local.described.dtype, tuple(int(size) for size in local.tensor.shape))
 
 
@@ -107,7 +107,7 @@ def _flat(array: np.ndarray) -> memoryview:
 
 
 def _allocate(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
-    """Allocates memory for tensors in one piece, for which the system can use large pages."""
+    """Allocates one piece of memory for all tensors, so that the system can use large pages."""
     ends, end = {}, 0
     for name, size in sizes.items():
         ends[name] = end = end + size
@@ -119,7 +119,7 @@ def _allocate(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
 _log = log.logger(__name__)
 
 _CLAIM = "claimed"
-#: What the writer's thread has: a tenth of a processor that another thread wants as well.
+#: The priority of the writer's thread: about a tenth of a processor that another thread uses too.
 _NICE = 10
 _MOST_THREADS = 8
 #: Returns the bytes of this rank's part of a tensor.
@@ -153,10 +153,10 @@ class Writing:
     """The writing of one rank's task, in a thread or at once."""
 
     def __init__(self, task: Assignment, bytes_of: BytesOf) -> None:
-        """Prepares the task, and writes nothing yet.
+        """Stores the task, and writes nothing yet.
 
         Args:
-            task: What to write.
+            task: The parts to write.
             bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
         """
         self.task = task
@@ -171,21 +171,22 @@ class Writing:
 
     def start(self) -> None:
         """Writes in a thread, which the process waits for before it exits."""
-        self._thread = threading.Thread(target=self._run_aside, name="fleetpipe checkpoint writer")
-        self._thread.start()
 
-    def _run_aside(self) -> None:
-        """Writes at low priority, while the training leaves processor time."""
-        systems.lower_priority(_NICE)
-        self.run()
-        # The copies may go, however long nobody asks for the end.
-        self._bytes_of = dict[TensorName, memoryview]().__getitem__
+        def run_at_low_priority() -> None:
+            systems.lower_priority(_NICE)
+            self.run()
+            # Frees the copies, although :meth:`end` may come much later.
+            self._bytes_of = dict[TensorName, memoryview]().__getitem__
+
+        name = "fleetpipe checkpoint writer"
+        self._thread = threading.Thread(target=run_at_low_priority, name=name)
+        self._thread.start()
 
     def run(self) -> None:
         """Writes, and stores an error for :meth:`end`."""
         try:
             write(self.task, self._bytes_of)
-        except Exception as error:  # told to all ranks by settle
+        except Exception as error:  # Saver.settle raises it on all ranks
             self._error = error
 
     def run_with(self, ranks: Ranks, elsewhere: Sequence[int]) -> None:
@@ -193,8 +194,8 @@ class Writing:
 
         Args:
             ranks: All ranks of the job.
-            elsewhere: The ranks that do not see it, as hosts without shared storage. They send rank
-                0 their parts, of which it has one rank's in memory at a time.
+            elsewhere: The ranks that do not see the folder, on hosts without shared storage. They
+                send rank 0 their parts; rank 0 has those of one rank in memory at a time.
 
         Raises:
             PeerFailed: A rank died.
@@ -213,7 +214,7 @@ class Writing:
             self._error = self._error or of_rank._error
 
     def end(self) -> None:
-        """Waits for the thread without a limit, and raises the error that it had."""
+        """Waits for the thread without a limit, and raises its error, if it had one."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -229,11 +230,11 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
     """Writes this rank's parts; the last rank to finish publishes the step.
 
     Args:
-        task: What to write.
+        task: The parts to write.
         bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
 
     Raises:
-        OSError: The disk is full, or fails otherwise; the draft stays, which readers ignore.
+        OSError: The disk is full or fails; the draft stays, which readers ignore.
     """
     checksums: dict[str, dict[str, list[Any]]] = {}
     with ExitStack() as files:
@@ -277,7 +278,7 @@ def _end(task: Assignment) -> None:
             return
         claim = os.open(task.draft / _CLAIM, os.O_CREAT | os.O_EXCL)
     except (FileExistsError, FileNotFoundError):
-        return  # two came last: the other one does it, or has done it
+        return  # two ranks see all reports: the other one publishes, or has published
     os.close(claim)
     records = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
     manifest = replace(task.manifest, tensors=_entries(task, records))
@@ -285,10 +286,10 @@ def _end(task: Assignment) -> None:
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
     step, run_directory = task.manifest.step, task.retention.run_directory
-    # Before this one can be seen: "latest" is never a step that the run has left.
+    # Before this step is visible, so that "latest" is never a step that the run has left.
     aside = run_folder.set_aside(run_directory, step)
     run_folder.publish(task.draft, run_directory, step)
-    # No sooner: a rank that has just seen all reports would take the draft as its own.
+    # Not before, since a rank that has just seen all reports would publish the draft again.
     (run_folder.folder_of(run_directory, step) / _CLAIM).unlink()
     _log.debug("step %d is saved in %s", step, run_directory)
     if aside:
@@ -308,6 +309,7 @@ def _end(task: Assignment) -> None:
 def _entries(
     task: Assignment, reports: list[dict[str, dict[str, list[Any]]]]
 ) -> dict[TensorName, Entry]:
+    """Returns the manifest's entry of each tensor, from the reports of all ranks."""
     entries, whole = {}, _digests_of_parts(task)
     for group, files in task.plan.groups.items():
         for file in files:
@@ -326,7 +328,7 @@ def _entries(
 def _digests_of_parts(task: Assignment) -> dict[TensorName, str]:
     """Returns the digests of the model's tensors that several ranks have written, from the disk.
 
-    One thread for each of these ranks, which have nothing to write now.
+    It uses a thread for each rank, up to a limit, since the ranks have finished writing.
     """
     plan = task.plan
     places = [
