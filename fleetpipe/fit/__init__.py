@@ -1,7 +1,7 @@
 """A training loop over a pipeline, with the signatures of ``paddle.Model``.
 
-Start at ``model.py``. ``arguments.py`` checks users' arguments, and ``micro_batches.py`` cuts a
-loader's batch. ``runner.py`` runs the micro-batches and computes the loss and the metrics on the
-last stage. ``loop.py`` is the loop over epochs and batches, ``position.py`` its position in the
-data; ``callbacks/`` has the callbacks.
+Start with ``model.py``. ``arguments.py`` checks users' arguments, ``networks.py`` makes a pipeline
+of the network, and ``micro_batches.py`` cuts a loader's batch. ``runner.py`` runs the micro-batches
+and computes the loss and the metrics on the last stage. ``loop.py`` is the loop over epochs and
+batches, ``position.py`` its position in the data; ``callbacks/`` has the callbacks.
 """

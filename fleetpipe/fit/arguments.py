@@ -1,4 +1,4 @@
-"""Checks of what users pass to a ``Model``, made before any rank waits for another."""
+"""Checks the arguments of a ``Model``'s methods, before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def require_prepared(
 
 
 def require_numbers(**numbers: int | None) -> None:
-    """Checks that each number is a whole one and large enough; ``num_iters`` may be None."""
+    """Checks that each argument is a whole number and large enough; ``num_iters`` may be None."""
     for name, value in numbers.items():
         if value is not None or name != "num_iters":
             require_whole(name, value, _LEAST[name])

@@ -1,4 +1,4 @@
-"""The loop of ``fit``, ``evaluate`` and ``predict``; every rank makes the same calls."""
+"""The loops of ``fit``, ``evaluate`` and ``predict``; every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fleetpipe.fit.runner import Runner
 if TYPE_CHECKING:
     from paddle.hapi.callbacks import CallbackList
 
-#: What callbacks are given: the loss in a list, metrics, "step" and "batch_size".
+#: The dict that callbacks get: the loss in a list, metrics, "step" and "batch_size".
 Logs = dict[str, Any]
 
-#: By name, a figure for each epoch: "loss", the metrics, and those of evaluations as "eval_loss".
+#: By name, a number for each epoch: "loss", the metrics, and those of evaluations as "eval_loss".
 History = dict[str, list[float]]
 
 
 class Loop:
-    """Runs batches and calls the callbacks around them. Its methods are collective over the job.
+    """Runs batches, and calls the callbacks around them. Its methods are collective over the job.
 
     Attributes:
-        left: How many batches may still run; None is no limit.
+        left: How many batches may still run; None sets no limit.
         logs: The dict that callbacks get.
     """
 
@@ -39,8 +39,8 @@ class Loop:
         Args:
             model: The ``fleetpipe.Model``, whose ``stop_training`` ends a training.
             runner: Runs the batches.
-            callbacks: Are called around each batch, each epoch and the whole.
-            most: The most batches to run; None is no limit.
+            callbacks: The callbacks; they are called around each batch, each epoch and the loop.
+            most: The most batches to run; None sets no limit.
         """
         self._model = model
         self._runner = runner
@@ -62,14 +62,14 @@ class Loop:
         evaluation: BatchSource | None,
         eval_freq: int,
     ) -> History:
-        """Trains from a position in the data to the end of the epochs, and returns their figures.
+        """Trains from a position in the data to the end of the epochs, and returns the history.
 
         Args:
             source: Yields the batches of an epoch.
             position: The position in the data, which advances.
             saver: Saves after steps and epochs; None saves nothing.
-            epochs: Number of epochs in all.
-            accumulate: Batches whose gradients make one step.
+            epochs: Number of epochs, those before the position included.
+            accumulate: Batches whose gradients are added up for one step.
             evaluation: Yields the batches to evaluate at the end of epochs; None evaluates none.
             eval_freq: Epochs from one evaluation to the next.
         """
@@ -86,7 +86,7 @@ class Loop:
             self._note(history, {**logs, "loss": self._mean.value}, "")
             complete = self.left != 0 or position.step == source.steps
             if not complete and saver is not None:
-                # Before callbacks step a rate: the training that goes on will end this epoch.
+                # Before callbacks step a rate: a resumed training ends this epoch.
                 saver.cut_short()
             self._tell("on_epoch_end", epoch, logs)
             evaluated: Logs = {}
@@ -102,12 +102,14 @@ class Loop:
         return dict(history)
 
     def _note(self, history: History, logs: Logs, prefix: str) -> dict[str, float]:
+        """Adds the loss and the metrics in the logs to the history, and returns them by name."""
         figures = {prefix + name: number for name, number in self._figures(logs).items()}
         for name, number in figures.items():
             history[name].append(number)
         return figures
 
     def _figures(self, logs: Logs) -> dict[str, float]:
+        """Returns the loss and the metrics in the logs as numbers, by name."""
         values = {name: logs.get(name) for name in ("loss", *self._names)}
         return {
             name: float(value[0] if isinstance(value, list) else value)
@@ -139,7 +141,7 @@ class Loop:
 
         for step, rows in self._batches(source, position.step):
             self._tell("on_batch_begin", "train", step, self.logs)
-            # Data may fill the same tensors again for the next batch.
+            # Copies, since a loader may fill the same tensors again for the next batch.
             waiting.append((step, rows.copy() if accumulate > 1 else rows))
             if len(waiting) == accumulate:
                 train()
@@ -149,7 +151,7 @@ class Loop:
         if self.left == 0:
             position.hold_metrics()
         if waiting:
-            # Batches that make no step, as in paddle.Model: a resumed training repeats them.
+            # Too few batches for a step, as in paddle.Model: a resumed training repeats them.
             self._step(waiting, step=False)
         return self._end()
 
@@ -158,7 +160,7 @@ class Loop:
         self._model.mode, most = "eval", self.left
         steps = source.steps if most is None else min(most, source.steps or most)
         self._mean = _Mean()
-        self._end()  # a checkpoint, or an evaluation that failed, has left counts
+        self._end()  # a checkpoint, or an evaluation that failed, leaves counts in the metrics
         self._tell("on_begin", "eval", {"steps": steps, "metrics": self._model.metric_names})
         for step, rows in self._batches(source):
             self._tell("on_batch_begin", "eval", step, self.logs)
@@ -184,7 +186,7 @@ class Loop:
         return outputs
 
     def _evaluate_epoch(self, source: BatchSource, position: Position) -> Logs:
-        # As in paddle.Model, whose num_iters counts the batches of evaluations too.
+        """Evaluates at the end of an epoch; its batches count in ``num_iters``, as in Paddle."""
         inner = Loop(self._model, self._runner, self._callbacks, self.left or None)
         with self._spending("evaluation"):
             logs = inner.evaluate(source)
@@ -199,6 +201,7 @@ class Loop:
             getattr(self._callbacks, hook)(*arguments)
 
     def _batches(self, source: BatchSource, taken: int = 0) -> Iterator[tuple[int, Rows]]:
+        """Yields batches with their numbers, until the source ends or ``left`` is 0."""
         batches = enumerate(source.batches(taken), taken)
         while self.left != 0:
             with self._spending("data"):
@@ -210,6 +213,7 @@ class Loop:
             yield batch
 
     def _step(self, waiting: list[tuple[int, Rows]], step: bool = True) -> None:
+        """Trains on the waiting batches with one step, or without, and reports each."""
         losses = self._runner.train([rows for _, rows in waiting], step)
         for loss, (number, rows) in zip(losses, waiting):
             self._runner.trained += step
@@ -219,6 +223,15 @@ class Loop:
     def _report(
         self, mode: str, step: int, rows: Rows, loss: float | None, weight: float | None = None
     ) -> None:
+        """Updates the logs for a batch, calls the callbacks, and notes the numbers for the board.
+
+        Args:
+            mode: "train" or "eval".
+            step: The number of the batch.
+            rows: The batch.
+            loss: Its loss; None if there is no loss function.
+            weight: The weight of the loss in the mean; None takes the number of rows.
+        """
         if loss is not None:
             self.logs["loss"] = [loss]
             self._mean.add(loss, rows.everywhere if weight is None else weight)
@@ -227,19 +240,20 @@ class Loop:
         self.logs.update(step=step, batch_size=rows.everywhere)
         self._tell("on_batch_end", mode, step, self.logs)
         if mode == "train":
-            # What ThroughputMonitor has measured, of a model whose rows have tokens.
+            # ThroughputMonitor sets it, if it knows the tokens of a row.
             tokens = self.logs.get("tokens_per_second")
             rate = {} if tokens is None else {"tokens_per_second": tokens}
             self._runner.progress.note({**self._figures(self.logs), **rate})
 
     def _end(self) -> Logs:
+        """Resets the metrics, and returns the logs."""
         for metric in self._runner.metrics:
             metric.reset()
         return self.logs
 
 
 class _Mean:
-    """The mean loss of batches, weighted by their rows, or by the places that count in them."""
+    """The mean loss of batches, weighted by their rows, or by the tokens that count in them."""
 
     def __init__(self) -> None:
         self._sum, self._rows = 0.0, 0.0

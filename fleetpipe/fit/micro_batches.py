@@ -1,13 +1,14 @@
 """Cuts an item of a data loader into micro-batches, and computes the loss and metrics of each.
 
-A metric of ``paddle.metric`` has two halves: ``compute`` takes outputs and labels, ``update`` takes
-the results. The first runs on the last stage.
+A metric of ``paddle.metric`` has two methods: ``compute`` takes outputs and labels, and runs on the
+last stage; ``update`` takes the results, and runs on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +27,9 @@ class Rows(NamedTuple):
     Attributes:
         inputs: Tensors [rows, ..] for the first stage.
         labels: Tensors [rows, ..] for the loss.
-        rows: Their number.
-        real: How many of them count; the others fill the last batch up to the size that all
-            replicas have.
+        rows: The number of rows.
+        real: How many of the rows count; the others repeat rows, so that all replicas have batches
+            of one size.
         everywhere: How many rows count in all replicas together.
     """
 
@@ -67,13 +68,13 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
 
     Args:
         item: Tensors or arrays, in any nest of lists, tuples and dicts; inputs first, then labels.
-            Entries of a dict come in the order of their keys, as in ``paddle.Model``.
-        inputs: Number of its first columns that are inputs.
+            Entries of a dict are read in the order of their keys, as in ``paddle.Model``.
+        inputs: The number of columns that are inputs, the first ones.
         replica: Number of this replica.
         replicas: Number of replicas. Each has an item of this size; the dataset has the items' rows
             in the order of the replicas.
-        left: Rows of the dataset that this and later batches hold in all replicas together; None if
-            it is unknown, so that every row counts.
+        left: Rows of the dataset in this and later batches of all replicas together; None if that
+            is unknown: every row counts then.
 
     Raises:
         ConfigError: The item has fewer columns, or they differ in their number of rows.
@@ -95,9 +96,9 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
 
 
 def in_micro_batches(rows: Rows, count: int) -> RowCut:
-    """Cuts the rows of a batch into ``count`` micro-batches, or into one for each row.
+    """Cuts a batch into ``count`` micro-batches, or fewer of one row if it has fewer rows.
 
-    Their sizes differ by one at most, the larger first.
+    Their sizes differ by at most one; larger ones come first.
     """
     count = min(count, rows.rows)
     small, larger = divmod(rows.rows, count)
@@ -120,29 +121,15 @@ def value_of(columns: Columns) -> Nest:
 
 def join_cuts(cuts: Iterable[RowCut]) -> RowCut:
     """Returns one cut with the micro-batches of several batches."""
-    inputs: list[Nest] = []
-    labels: list[Nest] = []
-    rows: list[int] = []
-    for cut in cuts:
-        inputs += cut.data[0]
-        labels += cut.data[1]
-        rows += cut.rows
-    return RowCut([inputs, labels], tuple(rows))
+    inputs, labels, rows = zip(*((*cut.data, cut.rows) for cut in cuts))
+    return RowCut([[*chain(*inputs)], [*chain(*labels)]], tuple(chain(*rows)))
 
 
 def _parts(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
-    """Returns the columns of each part, in the form of :func:`value_of`."""
-    parts = list(zip(*(_cut(column, sizes) for column in columns)))
-    if not columns:
-        return [None] * len(sizes)
-    return [part[0] for part in parts] if len(columns) == 1 else list(parts)
-
-
-def _cut(column: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-    start = 0
-    for size in sizes:
-        yield column[start : start + size]
-        start += size
+    """Cuts columns into parts of these sizes, each in the form of :func:`value_of`."""
+    ends = list(accumulate(sizes))
+    slices = [slice(end - size, end) for end, size in zip(ends, sizes)]
+    return [value_of([column[part] for column in columns]) for part in slices]
 
 
 def as_list(value: Nest) -> list[Nest]:
@@ -157,7 +144,7 @@ def as_tensor(value: Nest) -> Tensor:
     return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
 
 
-#: A ``paddle.metric.Metric``, or any object with its methods.
+#: The type of a ``paddle.metric.Metric``, or of any object with its methods.
 Metric = Layer
 
 
@@ -167,13 +154,13 @@ class Criterion(paddle.nn.Layer):
     def __init__(
         self, loss: Callable[..., Nest] | None, counting: Counting, in_parts: bool = False
     ) -> None:
-        """Takes the loss; if it is a Layer it becomes a sublayer.
+        """Stores the loss; a Layer becomes a sublayer.
 
         Args:
             loss: ``loss(*outputs, *labels)`` returns a Tensor with one element, or several to add
                 up. None computes metrics only.
             counting: Runs the metrics.
-            in_parts: Whether the output is a vocabulary head's, which the loss takes as one.
+            in_parts: Whether the output is that of a vocabulary head: one argument of the loss.
         """
         super().__init__()
         self._in_parts = in_parts
@@ -182,13 +169,13 @@ class Criterion(paddle.nn.Layer):
 
     @property
     def declares(self) -> Callable[..., Nest] | None:
-        """The function that declares of how many positions the loss is the mean."""
+        """The loss function, which may declare of how many positions it is the mean."""
         return self._loss
 
     def __call__(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of one micro-batch.
 
-        It runs no hooks: a Layer's own call looks for them, which takes half as long as a loss.
+        It runs no hooks: to look for them, as a Layer's call does, takes half as long as a loss.
         """
         columns = [*([output] if self._in_parts else as_list(output)), *as_list(label)]
         self._counting.look(columns)
@@ -202,11 +189,11 @@ class Counting:
     """The results of the metrics' ``compute`` for one batch, and which of its rows count."""
 
     def __init__(self, metrics: Sequence[Metric], micro_batch: Callable[[], int]) -> None:
-        """Starts without a batch.
+        """Stores the metrics; :meth:`begin` starts a batch.
 
         Args:
             metrics: The metrics of ``Model.prepare``.
-            micro_batch: Returns the number of the micro-batch that runs.
+            micro_batch: Returns the number of the running micro-batch.
         """
         self._metrics = metrics
         self._micro_batch = micro_batch
@@ -214,20 +201,20 @@ class Counting:
         self._computed: dict[int, list[list[Tensor]]] = {}
 
     def begin(self, real: Sequence[int]) -> None:
-        """Starts a batch, and forgets the one before.
+        """Starts a batch, and drops the results of the last one.
 
         Args:
-            real: How many rows of each micro-batch count in the metrics, from its first on.
+            real: How many rows of each micro-batch count in the metrics, the first ones.
         """
         self._real = real
         self._computed = {}
 
     def look(self, columns: Sequence[Nest]) -> None:
-        """Calls ``compute`` of each metric for the micro-batch that runs."""
+        """Calls ``compute`` of each metric for the running micro-batch."""
         if not self._metrics:
             return
         number = self._micro_batch()
-        # The micro-batches behind those that count are of one row that does not.
+        # Further micro-batches have one row, which does not count.
         real = number < len(self._real) and self._real[number]
         with paddle.no_grad():
             seen = [map_tensors(lambda tensor: tensor.detach(), column) for column in columns]
@@ -237,14 +224,14 @@ class Counting:
             ]
 
     def results(self) -> list[list[list[Tensor]]]:
-        """Returns the results of ``compute``: by micro-batch, metric, and value of the metric."""
+        """Returns the results of ``compute``: for each micro-batch and metric a list of tensors."""
         return [self._computed[number] for number in sorted(self._computed)]
 
     def update(self, computed: Sequence[list[list[list[Tensor]]]]) -> None:
         """Calls ``update`` of each metric with the results of all replicas.
 
         Args:
-            computed: What each replica's :meth:`results` returned, in the order of the replicas.
+            computed: The :meth:`results` of each replica, in the order of the replicas.
         """
         for replica in computed:
             for micro_batch in replica:
@@ -263,6 +250,7 @@ def values_of(metrics: Sequence[Metric]) -> list[Nest]:
 
 
 def _compute(metric: Metric, columns: Sequence[Nest]) -> Nest:
+    """Calls ``compute`` of a metric; raises a ``ConfigError`` if that fails."""
     try:
         return metric.compute(*columns)
     except Exception as error:

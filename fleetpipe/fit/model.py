@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Model(paddle.Model):
     """Trains, evaluates and runs a pipeline with the methods of ``paddle.Model``.
 
-    Every method that takes data is collective: each rank calls it, with the same arguments. What it
-    returns is the same on every rank.
+    Every method that takes data is collective: each rank calls it, with the same arguments, and
+    gets the same result.
 
     Attributes:
         network: The ``PipelineLayer``.
@@ -52,14 +52,14 @@ class Model(paddle.Model):
         split_spec: SplitSpec = AUTO,
         num_chunks: int = 1,
     ) -> None:
-        """Takes a network; every rank makes the Model alike, after ``fleet.init``.
+        """Makes a Model of a network; every rank does so alike, after ``fleet.init``.
 
         Args:
-            network: A ``PipelineLayer``, one that was wrapped, the list of layers of one, or any
-                ``nn.Layer``, which is cut as by ``fleetpipe.pipeline``.
+            network: A ``PipelineLayer``, wrapped or not, a list of layers, or any ``nn.Layer``,
+                which is cut as by ``fleetpipe.pipeline``.
             inputs: An ``InputSpec`` for each column of the data that is an input, or a Tensor as in
                 the first batch; None is one input of a list or an ``nn.Sequential``.
-            labels: Is ignored, as in Paddle's signature: the columns after the inputs are labels.
+            labels: Ignored: it is in Paddle's signature, and columns after the inputs are labels.
             split_spec: Where to cut an ``nn.Layer``; see ``fleetpipe.pipeline``.
             num_chunks: Number of chunks on each rank into which an ``nn.Layer`` is cut.
 
@@ -68,7 +68,7 @@ class Model(paddle.Model):
             ConfigError: The network is no pipeline, or needs inputs to become one.
             CaptureError: An ``nn.Layer`` cannot be cut.
         """
-        # Not Paddle's own constructor: in a job it would wrap the network for data parallelism.
+        # Paddle's own constructor is not called: it would wrap the network for data parallelism.
         self._job = required_job("a Model is made after fleet.init")
         self._input_specs = as_list(inputs)
         self.mode = "train"
@@ -89,22 +89,22 @@ class Model(paddle.Model):
         metrics: Metric | Sequence[Metric] | None = None,
         amp_configs: str | dict[str, Any] | None = None,
     ) -> None:
-        """Sets what to train with. Collective over the job.
+        """Sets the optimizer, the loss, the metrics and the precision. Collective over the job.
 
         Args:
             optimizer: Any Paddle optimizer over ``parameters()``, wrapped or not; needed for
                 training.
             loss: ``loss(*outputs, *labels)``, a layer or a function; needed for training.
             metrics: Objects of ``paddle.metric``, or others with the same methods.
-            amp_configs: As Paddle's: a level, or a dict of options. On a CPU it has no effect.
+            amp_configs: As in Paddle: a level, or a dict of options. On a CPU it has no effect.
 
         Raises:
-            ConfigError: One of these does not fit a pipeline.
+            ConfigError: An argument does not fit a pipeline.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         arguments.require_prepared(optimizer, loss, as_list(metrics))
         self._metrics, self._criterion = as_list(metrics), loss
-        # Callbacks see the user's own optimizer, whose learning rate they change.
+        # Callbacks get the user's own optimizer, whose learning rate they change.
         wrapped = optimizer if isinstance(optimizer, PipelineOptimizer) else None
         self._optimizer = optimizer if wrapped is None else wrapped.wrapped
         precision = precision_of(amp_configs, self.network, self._optimizer)
@@ -134,7 +134,7 @@ class Model(paddle.Model):
 
     @property
     def metric_names(self) -> list[str]:
-        """The names that logs have: the loss, and each value of the metrics."""
+        """The names in logs: the loss, and each value of the metrics."""
         return [*(["loss"] if self._criterion is not None else []), *names_of(self._metrics)]
 
     @property
@@ -159,11 +159,11 @@ class Model(paddle.Model):
         return None if optimizer is None else optimizer.gradient_norm
 
     def is_rank(self, place: str) -> bool:
-        """Whether this process is the first rank of the job, or the owner of its loss.
+        """Whether this process is the rank of the job that ``place`` names.
 
         Args:
-            place: ``"first"`` for the first rank of the job, which the launcher shows; ``"loss"``
-                for the owner of the last stage in the first replica.
+            place: ``"first"`` for the first rank of the job, whose output the launcher shows;
+                ``"loss"`` for the owner of the last stage in the first replica.
         """
         if place == "first":
             return self._job.leads()
@@ -171,7 +171,7 @@ class Model(paddle.Model):
         return self._job.leads("pp") and last
 
     def gather(self, value: Nest) -> list[Nest]:
-        """Returns, on every rank, the values that the ranks of the job pass, by rank. Collective.
+        """Returns the values that all ranks of the job pass, by rank, on every rank. Collective.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts.
@@ -188,7 +188,7 @@ class Model(paddle.Model):
             update: Must be True: a pipeline steps once for each batch.
 
         Returns:
-            ``[loss]``, an array; with metrics a pair of that and their current values.
+            ``[loss]``, an array; with metrics the pair ``([loss], values)``.
 
         Raises:
             ConfigError: There is no optimizer or loss, or the batch does not fit.
@@ -237,9 +237,9 @@ class Model(paddle.Model):
         """Trains for some epochs. Collective over the job.
 
         With ``save_steps``, ``resume`` or a ``PipelineCheckpoint`` among the callbacks, and under
-        ``fleetpipe launch``, checkpoints are saved from which a training goes on with the bits that
-        it would have had, in the middle of an epoch too. Data that are neither a ``Dataset`` nor a
-        ``fleetpipe.io.DataLoader`` must yield the same batches again, then.
+        ``fleetpipe launch``, checkpoints are saved: a training that resumes from one, also in the
+        middle of an epoch, has the bits of one that was not interrupted. Data that are neither a
+        ``Dataset`` nor a ``fleetpipe.io.DataLoader`` must yield the same batches again for that.
 
         Args:
             train_data: A ``Dataset``, of which each replica reads a part, or anything that yields
@@ -251,8 +251,8 @@ class Model(paddle.Model):
             eval_freq: Epochs from one evaluation to the next; the first epoch has one.
             log_freq: Batches from one line of the log to the next.
             save_dir: The folder for ``<epoch>.pdparams`` and ``<epoch>.pdopt``, or for checkpoints
-                in their place; None writes none.
-            save_freq: Epochs from one of these to the next.
+                instead; None writes none.
+            save_freq: Epochs from one save to the next.
             verbose: 0 shows nothing; 1 a bar, or a line every ten seconds if standard error is no
                 terminal; 2 lines.
             drop_last: Whether a short last batch is left out.
@@ -261,15 +261,15 @@ class Model(paddle.Model):
             callbacks: ``paddle.callbacks.Callback`` s, which run on every rank; and ``"wandb"``,
                 ``"mlflow"`` or ``"tensorboard"`` for a ``MetricsLogger`` with that format.
             accumulate_grad_batches: Batches whose gradients are added up for one step.
-            num_iters: Most batches in all epochs together, those of evaluations too, as in Paddle.
-                A step of which they leave out batches is not made.
+            num_iters: The most batches in all epochs together, evaluations included, as in Paddle.
+                If the limit is reached within a step, that step is not made.
             save_steps: Batches from one checkpoint to the next within an epoch.
-            resume: ``"auto"`` goes on from the newest checkpoint, if there is one; None does so
+            resume: ``"auto"`` resumes from the newest checkpoint, if there is one; None does so
                 under ``fleetpipe launch``, in the first training of the model.
-            state: What the script adds to checkpoints, as for :func:`fleetpipe.resume`.
+            state: The script's own state for checkpoints, as for :func:`fleetpipe.resume`.
 
         Returns:
-            A list by name, the same on every rank, with a figure for each epoch that this call
+            Lists by name, the same on every rank, with a number for each epoch that this call
             trained: ``"loss"``, the mean over all rows, and the metrics; those of evaluations as
             ``"eval_loss"`` and so on.
 
@@ -336,12 +336,20 @@ class Model(paddle.Model):
     def _expect(
         self, position: Position, epochs: int, each: int | None, left: int | None, accumulate: int
     ) -> None:
-        """Reports the number of steps done and still to do to the board of the job."""
-        done, whole = self._require_runner().trained, None
+        """Reports to the board of the job how many steps are done, and how many there will be.
+
+        Args:
+            position: The position in the data.
+            epochs: Number of epochs.
+            each: Batches of an epoch; None if that is unknown.
+            left: The most batches that may still run; None sets no limit.
+            accumulate: Batches of a step.
+        """
+        done, total = self._require_runner().trained, None
         if each is not None:
             ahead = (epochs - position.epoch) * each - position.step
-            whole = (done + (ahead if left is None else min(ahead, left))) // accumulate
-        self._job.progress.expect(done // accumulate, whole)
+            total = (done + (ahead if left is None else min(ahead, left))) // accumulate
+        self._job.progress.expect(done // accumulate, total)
 
     def evaluate(
         self,
@@ -355,7 +363,7 @@ class Model(paddle.Model):
     ) -> Logs:
         """Returns the mean loss of all rows and the metrics, by name. Collective.
 
-        ``paddle.Model`` returns the loss of the last batch.
+        ``paddle.Model`` returns the loss of the last batch instead.
 
         Args:
             eval_data: As for :meth:`fit`.
@@ -381,10 +389,10 @@ class Model(paddle.Model):
         verbose: int = 1,
         callbacks: FitCallbacks = None,
     ) -> list[Nest]:
-        """Returns the model's outputs for the whole of the data, on every rank. Collective.
+        """Returns the model's outputs for all data, on every rank. Collective.
 
         Args:
-            test_data: As for :meth:`fit`; columns behind the inputs are ignored.
+            test_data: As for :meth:`fit`; columns after the inputs are ignored.
             batch_size: Rows of a batch of one replica.
             num_workers: Processes that load a ``Dataset``.
             stack_outputs: Whether the arrays of all batches are joined.
@@ -402,10 +410,10 @@ class Model(paddle.Model):
         return [np.concatenate(arrays) for arrays in outputs] if stack_outputs else outputs
 
     def save(self, path: str, training: bool = True) -> None:
-        """Writes the whole model, as ``paddle.Model`` of the single model does. Collective.
+        """Writes the whole model in the files of ``paddle.Model``. Collective.
 
-        The first rank of the job writes ``path.pdparams`` and, with an optimizer, ``path.pdopt``:
-        ``paddle.Model`` reads them, and :meth:`load` on any layout.
+        The first rank of the job writes ``path.pdparams`` and, with an optimizer, ``path.pdopt``.
+        ``paddle.Model`` can load them, and :meth:`load` under any layout.
 
         Args:
             path: The path of the files without their endings; missing folders are made.
@@ -425,15 +433,15 @@ class Model(paddle.Model):
             networks.save_for_inference(self._job, path, runner.pipeline, self._input_specs)
 
     def load(self, path: str, skip_mismatch: bool = False, reset_optimizer: bool = False) -> None:
-        """Reads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
+        """Loads files of :meth:`save`, of ``paddle.Model`` or of ``paddle.save``. Collective.
 
         Every rank reads them and takes its part, whatever the layout.
 
         Args:
             path: The path of the files without their endings.
-            skip_mismatch: Whether parameters that the file lacks, or has in another shape, stay as
-                they are, with a warning; the optimizer's state then stays too. Without it the file
-                may have other names, in the order of the model.
+            skip_mismatch: Whether parameters that the file lacks, or has in another shape, keep
+                their values, with a warning; the optimizer then keeps its state too. If it is
+                False, the file may have other names, in the order of the model.
             reset_optimizer: Whether ``path.pdopt`` is not read.
 
         Raises:
@@ -453,14 +461,14 @@ class Model(paddle.Model):
     ) -> ModelSummary:
         """Prints the stages on the first rank: layers, parameters, and with a batch the memory.
 
-        Collective with a batch, else any rank alone may call it.
+        Collective with a batch; without one a single rank may call it.
 
         Args:
-            input_size: Is ignored, as in Paddle's signature: ``batch`` has the shapes.
-            dtype: Likewise.
+            input_size: Ignored: it is in Paddle's signature, and ``batch`` has the shapes.
+            dtype: Ignored, as ``input_size``.
             batch: ``(inputs, labels)`` of a batch, to measure how many bytes a forward of one
-                micro-batch leaves allocated in each stage. It is run three times; parameters,
-                random states and metrics stay as they are.
+                micro-batch leaves allocated in each stage. It runs three times; parameters, random
+                states and metrics are not changed.
 
         Returns:
             ``total_params`` (with buffers) and ``trainable_params`` of the whole model.
@@ -478,7 +486,7 @@ class Model(paddle.Model):
         return {"total_params": total, "trainable_params": trainable}
 
     def _require_steady(self, accumulate: int) -> None:
-        """Refuses to accumulate batches while a trace counts the actions of steps of one length."""
+        """Raises an error if batches are accumulated while a trace is recorded."""
         if accumulate != 1 and self.pipeline.trace is not None:
             raise ConfigError(
                 "a trace counts the actions of steps that are all of one length",
@@ -488,6 +496,7 @@ class Model(paddle.Model):
             )
 
     def _source(self, data: Nest, batch_size: int, **options: Any) -> BatchSource:
+        """Returns the source of batches for a user's data; see :func:`source_of`."""
         arguments.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
         ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)
@@ -496,12 +505,14 @@ class Model(paddle.Model):
         return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
 
     def _rows(self, inputs: Nest, labels: Nest) -> Rows:
+        """Returns the rows of one batch that a user passes."""
         columns = as_list(inputs)
         degrees = self._job.degrees
         item = [*columns, *as_list(labels)]
         return rows_of(item, len(columns), self._job.replica, degrees.replicas, None)
 
     def _result(self, loss: float) -> Nest:
+        """Returns the loss of a batch, and the metrics, in the form of ``paddle.Model``."""
         losses = [] if self._criterion is None else [np.asarray(loss, "float32")]
         values = [metric.accumulate() for metric in self._metrics]
         return (losses, values) if values else losses
@@ -515,6 +526,7 @@ class Model(paddle.Model):
         return self._runner
 
     def _trainer(self) -> Runner:
+        """Returns the runner, in training mode; raises an error without optimizer or loss."""
         runner = self._require_runner()
         if self._optimizer is None or self._criterion is None:
             raise ConfigError(
@@ -526,7 +538,7 @@ class Model(paddle.Model):
 
 
 def _goes_on(resume: str | None, trained: int) -> bool:
-    """Returns whether a training resumes from a checkpoint."""
+    """Whether a training resumes from a checkpoint; ``trained`` counts the model's batches."""
     if resume not in (None, "auto"):
         raise ConfigError(
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'

@@ -1,8 +1,8 @@
 """The network of a ``Model``: makes a pipeline of it, and writes the files of ``Model.save``.
 
-It is a list of layers, or any plain model. ``paddle.Model`` of the single model writes and reads
-the same files: ``.pdparams`` is the state dict of the whole model, ``.pdopt`` the state of its
-optimizer, by names that Paddle counts.
+The network is a list of layers, or any plain model. The files are those of ``paddle.Model`` for the
+single model: ``.pdparams`` is the state dict of the whole model, ``.pdopt`` the state of its
+optimizer, by names that Paddle numbers in the order of their creation (counted names).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def pipeline_of(
     """Returns a network as a pipeline.
 
     Args:
-        network: A ``PipelineLayer``, wrapped or not, the list of layers of one, or a plain model.
+        network: A ``PipelineLayer``, wrapped or not, a list of layers, or a plain model.
         inputs: An ``InputSpec`` or a Tensor for each input of a plain model; an ``nn.Sequential``
             needs none.
         job: The job.
         split_spec: Where a plain model is cut.
-        chunks: Into how many parts for each rank.
+        chunks: The number of chunks on each rank for a plain model.
 
     Raises:
         CaptureError: The plain model cannot be cut.
-        ConfigError: The network is none of these, or the inputs are not known.
+        ConfigError: The network is none of these, or the inputs are unknown.
     """
     if isinstance(network, PipelineParallel):
         return network.layers
@@ -69,7 +69,9 @@ def pipeline_of(
             got=type(network).__name__,
             fix="pass the model itself, not what runs it",
         )
-    if not inputs and _is_list(network):
+    plain_sequential = type(network) is paddle.nn.Sequential and not has_hooks(network)
+    names = [name for name, _ in network.named_children()]
+    if not inputs and plain_sequential and names == [*map(str, range(len(names)))]:
         return PipelineLayer(list(network), num_stages=job.degrees.pp)
     if not inputs:
         raise ConfigError(
@@ -81,15 +83,8 @@ def pipeline_of(
     return pipeline(network, example, split_spec=split_spec, num_chunks=chunks)
 
 
-def _is_list(network: Layer) -> bool:
-    """Whether a network is a plain ``nn.Sequential``, which equals the list of its layers."""
-    if type(network) is not paddle.nn.Sequential or has_hooks(network):
-        return False
-    return all(name == str(index) for index, (name, _) in enumerate(network.named_children()))
-
-
 def single_model_of(network: PipelineLayer) -> Layer:
-    """Returns the whole model in this process, in the pipeline's form but not with its values.
+    """Returns a copy of the whole model in this process, whose values may be others.
 
     Raises:
         ConfigError: The pipeline was cut from a plain model, of which this rank has only a part.
@@ -107,10 +102,10 @@ def single_model_of(network: PipelineLayer) -> Layer:
 
 
 def counted_names(network: PipelineLayer) -> dict[str, str]:
-    """Returns the name that Paddle counts for each parameter and buffer of the single model.
+    """Returns the counted name of each parameter and buffer of the single model.
 
     They are the names in a process that builds this model first. A tensor that a vocabulary head
-    has in parts goes by the name of the first part.
+    has in parts has the name of the first part.
     """
     if isinstance(network, CapturedPipeline):
         return {**_count_names(network.plain), **network.head_names}
@@ -120,6 +115,7 @@ def counted_names(network: PipelineLayer) -> dict[str, str]:
 
 
 def _count_names(model: Layer) -> dict[str, str]:
+    """Returns Paddle's name of each parameter and buffer by fully qualified name."""
     names: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         names.setdefault(whole_name(name, tensor), tensor.name)
@@ -139,7 +135,7 @@ class Paths(NamedTuple):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Paths:
-        """Returns the files of a path, which may have the ending of either."""
+        """Returns the files of a path, which may have the ending of one of them."""
         name = os.fspath(path)
         for ending in (PARAMETERS, STATE):
             name = name.removesuffix(ending)
@@ -164,7 +160,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
     def write() -> None:
         if whole:
             files = Paths.of(path)
-            # Of a layer that was built before, the single model has a copy.
+            # The single model may have copies of layers, whose names end with _deepcopy_0.
             counted = counted_names(pipeline.layers)
             names = {path: _COPIED.sub("", name) for path, name in counted.items()}
             parameters = of_group(whole, parts.MODEL)
@@ -182,11 +178,16 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
 
 
 def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: Nest) -> None:
-    """Writes the whole model by ``paddle.jit.save``, as :func:`save` writes its files. Collective.
+    """Writes the whole model by ``paddle.jit.save`` on the first rank. Collective.
+
+    Args:
+        job: The job.
+        path: The path of the files without their endings.
+        pipeline: The wrapped model.
+        inputs: An ``InputSpec`` for each input.
 
     Raises:
-        ConfigError: The inputs are not described, each by an ``InputSpec``, or no rank can build
-            the whole model.
+        ConfigError: There are no ``inputs``, or no rank can build the whole model.
     """
     if not inputs:
         raise ConfigError(
@@ -217,13 +218,13 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
 def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> bool:
     """Loads a model's parameters from a file.
 
-    It is collective over the pipeline if something is left out.
+    Collective over the pipeline if parameters are skipped.
 
     Args:
         path: The path of the files without their endings.
         network: The model.
-        skip_mismatch: Whether parameters that the file lacks, or has in another shape, stay as they
-            are; else the file may have other names, in the order of the model.
+        skip_mismatch: Whether parameters that the file lacks, or has in another shape, keep their
+            values; if it is False, the file may have other names, in the order of the model.
 
     Returns:
         Whether the file had everything.
@@ -246,11 +247,11 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
 
 
 def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
-    """Loads an optimizer's state from a file; without the file it stays as it is.
+    """Loads an optimizer's state from its file, if there is one.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or of another optimizer or model; nothing has
-            changed.
+        CheckpointError: A file is missing or damaged, or of another optimizer or model; no value
+            has changed.
     """
     files = Paths.of(path)
     if not files.state.exists():
@@ -268,7 +269,8 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
         part.abandon()
         raise
     for name, local in wanted.items():
-        _fill(local, values[name])
+        value = values[name] if local.cut is None else local.cut.taken_from(values[name])
+        writer.assign(local, paddle.to_tensor(value))
     part.settle()
     scheduler = scheduler_of(base)
     if scheduler is not None and _SCHEDULE in contents:
@@ -278,7 +280,13 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
 def _state_to_save(
     whole: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
 ) -> dict[str, Nest]:
-    """Returns the optimizer's state dict with the counted names of :func:`counted_names`."""
+    """Returns the state dict of an optimizer with counted names.
+
+    Args:
+        whole: All tensors of the model and the optimizer, on the first rank.
+        names: The counted name of each parameter.
+        optimizer: The optimizer; None for an empty dict.
+    """
     if optimizer is None:
         return {}
     base = unwrap(optimizer)
@@ -300,9 +308,9 @@ def _state_to_save(
 
 
 def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
-    """Returns a parameter's path in the model for each name that Paddle counted in the file."""
+    """Returns the fully qualified name of each parameter, by its counted name in a file."""
     names = [slot.name for slot in network.state.whole_slots()]
-    # A weight that the model has under two names counts once.
+    # In reverse, so that a tied weight has its first name.
     counted = {name: full for full, name in reversed(fleet_files.counted_names(path))}
     by_order = dict(zip(reversed(counted.values()), names))
     return {name: n if n in names else by_order[n] for name, n in counted.items()}
@@ -326,24 +334,17 @@ def _by_full_name(
                 fix=f"save both again, or load with reset_optimizer=True: {STATE} is left out",
             )
         kind = key[len(counted) + 1 :].removeprefix(f"{_MASTER[1:]}_").removeprefix(prefix)
-        # Of a second optimizer in a process Paddle counts on: moment1_1.
-        values[
-            parts.TensorName(parts.OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")
-        ] = array
+        # The number at the end is not 0 for the second optimizer of a process: moment1_1.
+        state = f"{names[counted]}/{kind.rpartition('_')[0]}_0"
+        values[parts.TensorName(parts.OPTIMIZER, state)] = array
     return values
-
-
-def _fill(local: LocalTensor, value: np.ndarray) -> None:
-    if local.cut is not None:
-        value = local.cut.taken_from(value)
-    writer.assign(local, paddle.to_tensor(value))
 
 
 _WHAT = "gathering the model"
 
 
 def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
-    """Returns copies of all tensors, whole, on the first rank of the job; none on the others.
+    """Returns copies of all full tensors on the first rank of the job; an empty dict on others.
 
     Collective, as :func:`joined_on_first` is.
 
@@ -372,5 +373,5 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
 
 
 def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
-    """Returns the tensors of one of checkpoints' groups, by name."""
+    """Returns the tensors of a group, as ``"model"``, by name."""
     return {name.name: tensor for name, tensor in whole.items() if name.group == group}

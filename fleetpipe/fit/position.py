@@ -1,6 +1,7 @@
 """The position of a training, and the batches of the user's data from there on.
 
-A position is an epoch, a batch, metrics and callbacks: what a run has beside its tensors.
+``BatchSource`` yields the batches. ``Position`` has all state of a run except tensors: the epoch,
+the batch, metrics and callbacks.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class BatchSource:
         together: Rows of an item in all replicas together, if ``samples`` is known.
         inputs: Number of columns of an item that are inputs.
         job: The job.
-        loads: Whether items hold the samples, not their numbers alone.
-        random_of_pass: The random states with which a pass over data without a position began.
+        loads: Whether items have the samples, not only their numbers.
+        random_of_pass: The random states at the begin of a pass over data without a position.
     """
 
     loader: Iterable[Nest]
@@ -57,7 +58,7 @@ class BatchSource:
         """Number of batches of a pass; None if the loader has no length."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # the latter by Paddle's, of an IterableDataset
+        except (TypeError, ValueError):  # Paddle's loader of an IterableDataset: ValueError
             return None
 
     def batches(self, taken: int = 0) -> Iterator[Rows]:
@@ -65,10 +66,10 @@ class BatchSource:
 
         Args:
             taken: Number of batches that an earlier attempt of the job took. A loader with a
-                position is already behind them; others yield them once more, and they are dropped.
+                position is already after them; others yield them again, and they are dropped.
 
         Raises:
-            ConfigError: Some ranks have more batches than others, or there is none any more.
+            ConfigError: Some ranks have more batches than others, or the data have none left.
         """
         self._begin()
         if self.job.healing is not None:
@@ -105,6 +106,7 @@ class BatchSource:
                 yield rows
 
     def _rows_of(self, item: Nest, left: int | None) -> Rows:
+        """Reads an item; ``left`` is as for :func:`rows_of`."""
         replicas, inputs = self.job.degrees.replicas, self.inputs if self.loads else 0
         rows = rows_of(item, inputs, self.job.replica, replicas, left)
         return rows if self.loads else rows._replace(inputs=(), labels=())
@@ -119,14 +121,19 @@ class BatchSource:
             if not isinstance(self.loader, DataLoader):
                 if self.job.healing is not None:
                     self.job.healing.hinder("random states are shared, as a pass over data begins")
-                # Samplers draw from NumPy's and Python's generators, which nobody has seeded alike.
+                # Samplers draw from NumPy's and Python's generators, whose states differ by rank.
                 states = random_keys.PythonStates()
                 for axes in (("pp",), SHARDS, SEQUENCE):
                     states.share(self.job.along(*axes))
                 states.put_back()
 
     def _in_step(self, rows: Rows | None, number: int) -> Rows | None:
-        """Checks that all ranks have a batch, or none; counts the rows of all replicas."""
+        """Checks that all ranks have a batch, or none has, and adds up the rows of all replicas.
+
+        Args:
+            rows: This rank's batch; None if its data have ended.
+            number: The number of the batch.
+        """
         what, count = "asking all ranks whether the data go on", None if rows is None else rows.rows
         counts = self.job.exchange(what, lambda: self.job.everyone().all_gather(count))
         with self.job.guarded(lambda: what):
@@ -140,14 +147,14 @@ class BatchSource:
         return rows._replace(everywhere=sum(counts) * self.job.degrees.replicas // len(counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of a loader that has one; else an empty dict."""
+        """Returns the position of a loader; an empty dict for a loader without one."""
         try:
             return self.loader.state_dict() if isinstance(self.loader, DataLoader) else {}
         except UsageError:
             return {}
 
     def set_state_dict(self, state: Mapping[str, Any], epoch: int) -> None:
-        """Moves the loader to a saved position, or a sampler that has none to its epoch."""
+        """Moves the loader to a saved position; without one, moves its sampler to the epoch."""
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         if state and isinstance(self.loader, DataLoader):
             self.loader.set_state_dict(state)
@@ -155,7 +162,7 @@ class BatchSource:
             sampler.set_epoch(epoch)
 
     def next_epoch(self) -> None:
-        """Starts the next epoch of a loader with a position; others start it by themselves."""
+        """Starts the next epoch of a loader with a position; other loaders need no call."""
         if self.state_dict() and isinstance(self.loader, DataLoader):
             self.loader.set_epoch(self.loader.epoch + 1)
 
@@ -174,17 +181,17 @@ def source_of(
     """Returns the source of batches for users' data.
 
     Args:
-        data: A ``Dataset``, of which each replica reads a part, an ``IterableDataset``, of which
-            each replica has its own, or anything that yields batches of this replica.
-        batch_size: Rows of a batch of one replica, of either kind of dataset.
+        data: A ``Dataset``, of which each replica reads a part, an ``IterableDataset`` of this
+            replica, or anything that yields batches of this replica.
+        batch_size: Rows of a batch of one replica, for both kinds of dataset.
         inputs: Number of columns of an item that are inputs.
         job: The job.
         shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
         drop_last: Whether a short last batch of a dataset is left out.
         workers: Processes that load a dataset.
-        loads: Whether this rank needs the samples. A rank that does not draws only their numbers
-            from a ``Dataset``, to be at the same position in it; every rank reads all other data,
-            because only reading them shows how many rows there are.
+        loads: Whether this rank needs the samples. If not, it draws only their numbers from a
+            ``Dataset``, to be at the same position; other data are read on every rank, since only
+            that shows how many rows there are.
 
     Raises:
         ConfigError: The data is neither a ``Dataset`` nor iterable, or has no batch.
@@ -218,6 +225,7 @@ def source_of(
 
 
 def _unequal(got: str) -> ConfigError:
+    """Returns the error for ranks with different numbers of batches."""
     return ConfigError(
         "the data of some ranks have more batches than those of others",
         expected="as many batches on every rank: replicas step together",
@@ -240,6 +248,7 @@ class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.
         return self._count
 
 
+#: The key of the dtype in the description of an array.
 _ARRAY = "dtype"
 
 
@@ -258,15 +267,15 @@ class Position:
         """Starts at the begin of the data.
 
         Args:
-            runner: Counts the batches of all trainings, and holds the metrics.
+            runner: Counts the batches of all trainings, and has the metrics.
             source: Yields the batches.
-            callbacks: Those with ``state_dict`` and ``set_state_dict``, and Paddle's own, resume.
-                Those of this rank alone are :meth:`own_callbacks`.
+            callbacks: The callbacks; Paddle's own and those with ``state_dict`` and
+                ``set_state_dict`` resume. :meth:`own_callbacks` returns those of this rank alone.
         """
         self._runner = runner
         self._source = source
         self._callbacks = callbacks
-        #: Saved states of callbacks, which they get after their own begin.
+        #: Saved states of callbacks, which are set after the callbacks' own begin.
         self._waiting: dict[str, Any] = {}
         self.epoch = self.step = self.taken = 0
         self.stopped = False
@@ -276,7 +285,7 @@ class Position:
             metric.reset()
 
     def hold_metrics(self) -> None:
-        """Copies the metrics' counts for the checkpoint: later batches do not belong to it."""
+        """Stores the metrics' states for the checkpoint, which has no later batches."""
         self._held = self._counts()
 
     def advance(self, batches: int) -> None:
@@ -308,7 +317,7 @@ class Position:
         """Moves to a saved position; :meth:`put_callbacks_back` restores the callbacks.
 
         Raises:
-            CheckpointError: The position belongs to other data; nothing has changed.
+            CheckpointError: The position belongs to other data; no value has changed.
         """
         self._source.set_state_dict(state["loader"], state["epoch"])
         self.epoch, self.step, self.taken = state["epoch"], state["step"], state["taken"]
@@ -321,11 +330,11 @@ class Position:
 
     @property
     def random_of_pass(self) -> Pass:
-        """The random states with which the pass over the data began."""
+        """The random states at the begin of the pass over the data."""
         return getattr(self._source.loader, "random_of_pass", None) or self._source.random_of_pass
 
     def own_callbacks(self) -> dict[str, Any]:
-        """Returns those with a state that run on this rank alone, by name, as objects to save."""
+        """Returns an object to save for each callback with a state on this rank alone, by name."""
         return {
             name: SimpleNamespace(
                 state_dict=partial(callback_state, one),
@@ -336,11 +345,15 @@ class Position:
         }
 
     def put_callbacks_back(self) -> None:
-        """Gives the callbacks their saved states, once, after their own begin."""
+        """Sets the saved states of callbacks, once, after the callbacks' own begin."""
         here = self._callbacks_by_name(here_alone=True)
         for name, callback in {**self._callbacks_by_name(), **here}.items():
             if name in self._waiting:
-                set_callback_state(callback, self._waiting[name])
+                state = self._waiting[name]
+                if hasattr(callback, "set_state_dict"):
+                    callback.set_state_dict(state)
+                for attribute in _names_of(callback):
+                    setattr(callback, attribute, state[attribute])
         self._waiting.clear()
 
     def _counts(self) -> list[dict[str, Any]]:
@@ -371,6 +384,7 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Returns a number, an array or a list of these as values of JSON."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, (np.ndarray, np.generic)):
@@ -379,15 +393,16 @@ def _plain(value: Any) -> Any:
 
 
 def _value(plain: Any) -> Any:
+    """Returns the value that :func:`_plain` has converted."""
     if isinstance(plain, list):
         return [_value(item) for item in plain]
     if isinstance(plain, dict):
-        # [()] makes a number of an array of no axes, and leaves others as they are.
+        # [()] makes a number of an array without axes, and leaves other arrays.
         return np.asarray(plain["values"], plain[_ARRAY])[()]
     return plain
 
 
-#: Where Paddle's callbacks keep what they know; they have no state dicts.
+#: The attributes that are the state of Paddle's callbacks, which have no state dicts.
 _KEPT: dict[type, tuple[str, ...]] = {
     paddle.callbacks.EarlyStopping: ("wait_epoch", "best_value", "stopped_epoch"),
     paddle.callbacks.ReduceLROnPlateau: ("cooldown_counter", "wait", "best", "epoch"),
@@ -399,14 +414,6 @@ def callback_state(callback: Any) -> dict[str, Any]:
     if hasattr(callback, "state_dict"):
         return dict(callback.state_dict())
     return {name: getattr(callback, name) for name in _names_of(callback)}
-
-
-def set_callback_state(callback: Any, state: Mapping[str, Any]) -> None:
-    """Restores what :func:`callback_state` returned."""
-    if hasattr(callback, "set_state_dict"):
-        callback.set_state_dict(state)
-    for name in _names_of(callback):
-        setattr(callback, name, state[name])
 
 
 def _names_of(callback: Any) -> tuple[str, ...]:

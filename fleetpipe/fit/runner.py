@@ -1,11 +1,12 @@
 """Runs batches of any number of rows on a pipeline; every rank gets losses and metrics.
 
-Mixed precision comes from the ``amp_configs`` of ``Model.prepare``.
+Start with ``Runner``; ``Precision`` is the mixed precision of ``amp_configs``.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
@@ -38,7 +39,7 @@ from fleetpipe.paddle_api.device import device_kind
 
 _log = log.logger(__name__)
 
-#: Its stubs take literals alone.
+#: Of type Any, since Paddle's stubs accept only literals.
 _amp: Any = paddle.amp
 
 
@@ -66,7 +67,7 @@ class Precision(NamedTuple):
 def precision_of(
     configs: str | dict[str, Any] | None, network: Layer, optimizer: Optimizer
 ) -> Precision:
-    """Returns the precision that ``amp_configs`` asks for; ``"O2"`` casts the parameters to it.
+    """Returns the precision of ``amp_configs``; ``"O2"`` casts the parameters.
 
     Args:
         configs: A level, or a dict with ``level`` and the options of ``auto_cast`` and
@@ -115,15 +116,15 @@ class Runner:
 
         Args:
             pipeline: The wrapped model.
-            job: The job it is in.
+            job: The job of the model.
             loss: ``loss(*outputs, *labels)``; None if there is no training.
-            metrics: They count the outputs of every batch that has labels.
+            metrics: The metrics, which count the outputs of every batch with labels.
             optimizer: The wrapped optimizer; None if there is no training.
-            precision: The precision in which it computes.
+            precision: The precision in which the model computes.
         """
         self.pipeline = pipeline
         self._job = job
-        #: Gets the figures of each batch, for who watches the job.
+        #: Gets the loss and the metrics of each batch, for the board of the job.
         self.progress = job.progress
         self.optimizer = optimizer
         self.metrics = metrics
@@ -136,19 +137,19 @@ class Runner:
             _require_parts(pipeline, loss, metrics)
         pipeline.layers.take_loss(Criterion(loss, self._counting, in_parts))
         self._steps = pipeline.accumulate_steps
-        # What backward leaves out of each loss, and delay_scale_loss divides by in the end.
+        # With delay_scale_loss, the factor that is applied to gradients after backward.
         self._undivided = pipeline.weights[0] / pipeline.weights_in_backward[0]
-        #: What each micro-batch of the last training batch had in its loss.
+        #: The share of each micro-batch in the loss of the last training batch.
         self.shares: list[float] = []
         #: Number of batches trained so far.
         self.trained = 0
 
     def train(self, batches: Sequence[Rows], step: bool = True) -> Iterator[float]:
-        """Trains on some batches with one step, then yields the loss of each.
+        """Trains on batches with one step, then yields the loss of each batch.
 
         The metrics count a batch just before its loss is yielded. A batch's loss is a mean over its
-        rows, and the gradients of all batches are added up, as Paddle's ``accumulate_grad_batches``
-        does. Without ``step`` the gradients stay on the parameters.
+        rows, and the gradients of all batches are added up, as with Paddle's
+        ``accumulate_grad_batches``. Without ``step`` the gradients stay on the parameters.
         """
         alone = len(batches) == 1
         cuts = [self._cut(rows, alone) for rows in batches]
@@ -184,7 +185,7 @@ class Runner:
         return RowCut([value_of(rows.inputs), labels], self._usual_rows)
 
     def _weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
-        """Returns the weight of each micro-batch in the loss; None if it is the usual one."""
+        """Returns the weight of each micro-batch in the loss; None for the pipeline's weights."""
         usual = len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1
         if len(cuts) == 1 and (usual or self.pipeline.counts_tokens):
             return None
@@ -195,15 +196,16 @@ class Runner:
                 fix="fit(.., drop_last=True, accumulate_grad_batches=1) with a batch_size that "
                 "accumulate_steps divides; or leave delay_scale_loss out",
             )
-        # A sum over the micro-batches, where it is asked for, is that many times their mean.
+        # For a sum over micro-batches the weights of a mean are multiplied by their number.
         summed = self.pipeline.weights[0] == 1
         return [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:
-        """Returns the mean loss over the rows that count in all replicas; updates the metrics.
+        """Evaluates a batch, and updates the metrics.
 
-        The second number is how many these are; with ``loss_reduction="tokens"`` both are of the
-        places that count.
+        Returns:
+            The mean loss over the rows that count in all replicas, and the number of these rows;
+            with ``loss_reduction="tokens"`` the mean over tokens, and the number of tokens.
         """
         loss, weight, computed = self._job.share(
             "an evaluation", lambda: self._evaluate(rows), self.pipeline.pass_over_forwards
@@ -212,8 +214,8 @@ class Runner:
         return float(loss), float(weight)
 
     def _evaluate(self, rows: Rows) -> tuple[float, float, list[Nest]]:
-        """Returns these two, and what the metrics count."""
-        # One row, which does not count, where this replica has none that does.
+        """Returns the results of :meth:`evaluate`, and the results of the metrics' ``compute``."""
+        # A replica without rows that count evaluates one that does not.
         kept = max(rows.real, 1)
         with self._forward_only(kept) as size:
             starts = range(0, kept, size)
@@ -234,14 +236,14 @@ class Runner:
         if not by_tokens:
             mean = sum(loss * real for loss, _, real in everyone) / rows.everywhere
             return mean, rows.everywhere, computed
-        # Each replica's own is weighed by what it counts of all; a row that fills counts nothing.
+        # Each replica's loss is weighted by its share of all tokens; rows that do not count add 0.
         total = sum(counted for _, counted, _ in everyone)
         places = sum(counted for _, counted, real in everyone if real)
         added = sum(loss for loss, _, real in everyone if real) * total / replicas
         return (added / places if places else 0.0), places, computed
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
-        """Returns the outputs for the rows that count in all replicas, in the dataset's order.
+        """Returns the outputs for the rows that count in all replicas, in the order of the dataset.
 
         Raises:
             ConfigError: There are several micro-batches, and an output is not [rows, ..].
@@ -277,7 +279,7 @@ class Runner:
     def _forward_only(self, rows: int) -> Iterator[int]:
         """While it is open, batches are cut for forward only; yields the rows of a micro-batch.
 
-        It is larger than in training if there would be more micro-batches than in training.
+        Micro-batches are larger than in training if there would be more of them than in training.
         """
         usual = self.pipeline.micro_batch_size
         size = self.pipeline.micro_batch_size = max(usual, -(-rows // self._steps))
@@ -302,31 +304,25 @@ class Runner:
 
 
 def _on_host(shares: Tensor) -> Nest:
-    """Returns the shares as a NumPy array, or the Tensor itself if NumPy lacks its dtype."""
+    """Returns shares as a NumPy array; the Tensor itself if NumPy does not have its dtype."""
     return shares.numpy() if shares.dtype in (paddle.float32, paddle.float64) else shares
 
 
 def _total(shares: Nest) -> Nest:
-    """Adds up the shares [micro-batches] one after another, in the order of a batch's loss.
-
-    Returns:
-        One value: of NumPy for an array, else a Tensor.
-    """
+    """Returns the sum of shares [micro-batches], added one after another as in a batch's loss."""
     if isinstance(shares, np.ndarray):
         return np.add.accumulate(shares)[-1:]
-    total = shares[0]
-    for index in range(1, shares.shape[0]):
-        total = total + shares[index]
-    return total
+    return functools.reduce(operator.add, [shares[n] for n in range(shares.shape[0])])
 
 
 def _number(value: Nest) -> float:
+    """Returns the only number of an array or a Tensor."""
     (number,) = value.reshape([-1]).tolist()
     return float(number)
 
 
 def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
-    """Refuses outputs that are neither [rows, ..] nor [rows x positions, ..]."""
+    """Raises an error for outputs that are neither [rows, ..] nor [rows x positions, ..]."""
     for output in outputs:
         if not output.ndim or output.shape[0] % rows:
             raise ConfigError(
@@ -341,7 +337,7 @@ def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
 def _require_parts(
     pipeline: PipelineParallel, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Refuses a loss and metrics that need the whole logits of a vocabulary head."""
+    """Raises an error if a loss or metrics need the full logits of a vocabulary head."""
     if metrics:
         raise ConfigError(
             "metrics count outputs, and no rank has the whole logits of a vocabulary head",

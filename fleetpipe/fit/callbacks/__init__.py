@@ -1,4 +1,5 @@
 """Callbacks for ``Model.fit`` on ranks; ``fleetpipe.callbacks`` is their public name.
 
-``rank_policy.py`` decides which rank runs a callback. Each other module is one callback.
+``callback_list.py`` makes the list that a loop calls, and ``rank_policy.py`` decides which rank
+runs a callback. Each other module has callbacks.
 """

@@ -14,6 +14,7 @@ from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.callbacks.metrics import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
+from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 
@@ -37,7 +38,7 @@ def build_callback_list(
         model: The ``fleetpipe.Model`` whose loop calls them.
         callbacks: The user's: None, one, or several; a string is a format of ``MetricsLogger``.
         epochs: The number of epochs, which the callbacks get in ``params``.
-        steps: Batches of an epoch, which they get there too.
+        steps: The number of batches of an epoch, which they get there too.
         log_freq: Batches from one line of the progress to the next.
         save_freq: Epochs from one saved model to the next.
         save_dir: The folder in which models are saved; None saves none.
@@ -47,8 +48,13 @@ def build_callback_list(
         ConfigError: An argument is no callback, or a number is out of range.
     """
     arguments.require_numbers(log_freq=log_freq)
-    chosen = rank_policy.callbacks_of_rank(_with_trackers(callbacks, save_dir), model.is_rank)
-    # Where these are not among them, Paddle would add its own.
+    listed = as_list(callbacks)
+    trackers = [callback for callback in listed if isinstance(callback, str)]
+    if trackers:
+        listed = [callback for callback in listed if not isinstance(callback, str)]
+        listed.append(MetricsLogger(save_dir or "run", formats=("jsonl", *trackers)))
+    chosen = rank_policy.callbacks_of_rank(listed, model.is_rank)
+    # Without a callback of these kinds Paddle would add its own.
     if not any(isinstance(callback, rank_policy.ModelCheckpoint) for callback in chosen):
         whole = any(isinstance(callback, PipelineCheckpoint) for callback in chosen)
         chosen.append(rank_policy.ModelCheckpoint(save_freq, None if whole else save_dir))
@@ -69,10 +75,11 @@ def build_callback_list(
 
 
 def _require_steps(model: Any, callbacks: list[Any]) -> None:
-    """Refuses a ``ReduceOnPlateau`` rate: its step needs a loss, which Paddle's callback lacks.
+    """Checks that the callbacks can step the learning rate.
 
     Raises:
-        ConfigError: The rate is one; Paddle would end with a TypeError after the first step.
+        ConfigError: The rate is a ``ReduceOnPlateau``, whose step takes a loss that Paddle's
+            callback does not pass.
     """
     rate = None if model.optimizer is None else learning_rate_of(model.optimizer.wrapped)
     if isinstance(rate, paddle.optimizer.lr.ReduceOnPlateau) and any(
@@ -84,13 +91,3 @@ def _require_steps(model: Any, callbacks: list[Any]) -> None:
             got="the optimizer's rate is a ReduceOnPlateau, whose step takes one",
             fix="give the optimizer a number, and fit paddle.callbacks.ReduceLROnPlateau(..)",
         )
-
-
-def _with_trackers(callbacks: Nest, save_dir: str | None) -> Nest:
-    """Returns the callbacks with one ``MetricsLogger`` in place of all strings among them."""
-    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    words = [callback for callback in listed if isinstance(callback, str)]
-    if not words:
-        return callbacks
-    rest = [callback for callback in listed if not isinstance(callback, str)]
-    return [*rest, MetricsLogger(save_dir or "run", formats=("jsonl", *words))]

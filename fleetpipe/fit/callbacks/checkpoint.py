@@ -16,6 +16,7 @@ from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.saving import Saving
 from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.fit.callbacks import rank_policy
+from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.fit.position import Position
 from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
 
@@ -23,7 +24,7 @@ _USUAL_FOLDER = "checkpoints"
 
 
 class StepManager(CheckpointManager):
-    """A manager that saves when ``due`` is set, and ranks each save by ``metrics``."""
+    """A manager that saves a step when ``due`` is set, with the current ``metrics``."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(folder, save_interval=sys.maxsize, **options)
@@ -44,8 +45,8 @@ class StepManager(CheckpointManager):
 class PipelineCheckpoint(rank_policy.Callback):
     """Saves model, optimizer, random states and the position of ``fit``, on all ranks together.
 
-    With ``fit(.., resume="auto")`` a training goes on from the newest of these checkpoints, under
-    any layout, in the middle of an epoch too. The files are those of
+    With ``fit(.., resume="auto")`` a training resumes from the newest of these checkpoints, under
+    any layout, also in the middle of an epoch. The files are those of
     :class:`fleetpipe.CheckpointManager`. While ``fit`` runs, SIGTERM and SIGUSR1 make all ranks
     finish a step, save, and end.
     """
@@ -68,10 +69,10 @@ class PipelineCheckpoint(rank_policy.Callback):
             every_steps: Batches from one save to the next; None saves none within an epoch.
             every_epochs: Epochs from one save to the next, after their evaluation; None saves none.
                 The end of ``fit`` is saved in any case.
-            max_to_keep: How many of the newest are kept; None keeps all.
+            max_to_keep: How many of the newest checkpoints are kept; None keeps all.
             async_save: Whether a thread writes while the training goes on.
-            best: A name of the evaluation's logs and ``"min"`` or ``"max"``, as ``("acc", "max")``:
-                the epoch that was best by it is kept beside the newest.
+            best: A name in the logs of evaluations and ``"min"`` or ``"max"``, as
+                ``("acc", "max")``: the checkpoint of the best epoch is kept beside the newest.
 
         Raises:
             ConfigError: A number is below 1.
@@ -94,20 +95,18 @@ class PipelineCheckpoint(rank_policy.Callback):
         go_on: bool,
         state: dict[str, Any] | None = None,
     ) -> Iterator[PipelineCheckpoint]:
-        """Resumes a training, and saves it while the context is open.
-
-        Collective over the job.
+        """Resumes a training, and saves it while the context is open. Collective over the job.
 
         Args:
             position: The position of the training in its data, which a checkpoint sets.
             save_dir: The folder to use if the constructor got none.
             go_on: Whether to resume from the newest checkpoint of the folder.
-            state: What the script adds; what this rank's own callbacks have joins it.
+            state: The script's own state; the states of this rank's own callbacks are added.
 
         Raises:
             CheckpointError: The newest checkpoint is damaged, or does not fit.
-            ConfigError: The folder has checkpoints and the training is to begin anew, or ``best``
-                is no name of a figure that an evaluation has.
+            ConfigError: The folder has checkpoints and ``go_on`` is false, or ``best`` names
+                nothing in the logs of evaluations.
         """
         self._require_metric()
         run_directory = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
@@ -124,14 +123,14 @@ class PipelineCheckpoint(rank_policy.Callback):
             )
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         here = position.own_callbacks()
-        added: dict[str, Any] = {} if state is None else state  # whose values the script sets
+        added: dict[str, Any] = {} if state is None else state  # the script's own dict
         if here or state is not None:
             self._state["state"] = added
         try:
             added.update(here)
             self._run: Run = resume(manager=self._manager, **self._state)
             self._last = self.model.global_step
-            # A state from memory may be newer than what is saved; not every rank sees the folder.
+            # A state from memory may be newer than the folder, which not every rank sees.
             saved = any(self._last in steps for steps in self.model.gather(self._manager.steps()))
             self._saved = self._last if saved else None
             yield self
@@ -141,12 +140,12 @@ class PipelineCheckpoint(rank_policy.Callback):
             for name in here:
                 added.pop(name, None)
             for number, handler in handlers.items():
-                # One that is ignored is so until the process, which has saved, has ended.
+                # A signal that is ignored now stays so: the process has saved, and ends.
                 if signal.getsignal(number) not in (handler, signal.SIG_IGN):
                     signal.signal(number, handler)
 
     def _manager_of(self, run_directory: Path) -> StepManager:
-        """Returns what saves; Ray's callback has another."""
+        """Returns the manager that saves; Ray's callback has another."""
         return StepManager(run_directory, best=self._best, **self._options)
 
     def step_done(self) -> None:
@@ -170,7 +169,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         """Saves if ``every_epochs`` makes this epoch due. Collective.
 
         Args:
-            epoch: Its number, from 0.
+            epoch: The number of the epoch, from 0.
             evaluated: The logs of its evaluation; empty if there was none.
 
         Raises:
@@ -189,6 +188,7 @@ class PipelineCheckpoint(rank_policy.Callback):
             self._save({})
 
     def _save(self, evaluated: Mapping[str, Any]) -> None:
+        """Saves the current step, with the metrics of an evaluation. Collective."""
         self._saved = self.model.global_step
         self._manager.metrics = self._figures(evaluated)
 
@@ -198,7 +198,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         self.model.pipeline.require_running().share("saving", save)
 
     def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the figure that ``best`` compares; without an evaluation the worst possible."""
+        """Returns the metric of ``best``: without an evaluation the worst possible number."""
         if self._best is None:
             return {}
         name, mode = self._best
@@ -206,6 +206,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         return {name: float(value[0] if isinstance(value, list) else value)}
 
     def _require_metric(self) -> None:
+        """Raises an error if ``best`` names nothing in the logs of evaluations."""
         names = self.model.metric_names
         if self._best is not None and self._best[0] not in names:
             raise ConfigError(
@@ -218,8 +219,7 @@ class PipelineCheckpoint(rank_policy.Callback):
 
 def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
     """Returns the user's callbacks, with a ``PipelineCheckpoint`` if they have none."""
-    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
-    usable = [callback for callback in listed if callback]
+    usable = [callback for callback in as_list(callbacks) if callback]
     if not any(isinstance(callback, PipelineCheckpoint) for callback in usable):
         usable.append(PipelineCheckpoint(every_steps=every_steps, every_epochs=every_epochs))
     return usable
@@ -232,6 +232,6 @@ def saver_of(
     go_on: bool,
     state: dict[str, Any] | None = None,
 ) -> AbstractContextManager[PipelineCheckpoint | None]:
-    """Returns the ``PipelineCheckpoint`` among the callbacks, which saves while it is open."""
+    """Returns a context in which the ``PipelineCheckpoint`` among the callbacks saves, if any."""
     savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
     return savers[0].going(position, save_dir, go_on, state) if savers else nullcontext()

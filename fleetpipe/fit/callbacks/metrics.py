@@ -1,8 +1,9 @@
 """Callbacks that measure a run: ``ThroughputMonitor``, ``TraceSteps`` and ``MetricsLogger``.
 
-The first measures samples and tokens a second, bubble rate and memory. The second draws what runs
-in a few steps beside the prediction. The last writes a run's metrics to files, which a resumed run
-continues, ``run.json``, which describes the run, and ``lives.jsonl``, its attempts.
+``ThroughputMonitor`` measures samples and tokens a second, bubble rate and memory. ``TraceSteps``
+draws the actions of a few steps beside the prediction. ``MetricsLogger`` writes a run's metrics to
+files, which a resumed run continues, ``run.json``, which describes the run, and ``lives.jsonl``,
+which lists its attempts.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class TraceSteps(rank_policy.Callback):
         """Configures which batches to record.
 
         Args:
-            steps: Their numbers, counted from 1 through all epochs; the first of a run is slower
-                than others.
+            steps: The numbers of the batches, counted from 1 through all epochs; the first batch of
+                a run is slower than others.
             folder: The folder in which the first rank writes.
 
         Raises:
-            ConfigError: ``steps`` is empty, or has one below 1.
+            ConfigError: ``steps`` is empty, or has a number below 1.
         """
         super().__init__()
         if not steps or not all(map(is_whole_number, steps)):
@@ -94,7 +95,7 @@ class TraceSteps(rank_policy.Callback):
                 rank_policy.say(summary)
 
 
-#: Figures that are lists: one number for each rank of the pipeline, one for each process.
+#: The metrics that are lists, with a number for each rank of the pipeline or for each process.
 PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
 
 
@@ -137,16 +138,16 @@ class Busy:
 class ThroughputMonitor(rank_policy.Callback):
     """Adds ``samples_per_second`` and similar figures to the logs, for other callbacks.
 
-    Put it before the callbacks that shall see them. A figure is measured over ``log_freq`` batches.
+    Put it before the callbacks that use them. Figures are measured over ``log_freq`` batches.
 
     Attributes:
         figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
             ``tokens_per_sample``), ``bubble_rate`` (if there is a busy share) and ``peak_held``.
-        by_rank: The last figures that are lists: ``held_by_rank``, the most activations that each
-            rank of the pipeline held; ``busy_share_by_rank``, the share of the step in which each
-            computed (only on several ranks; of replicas the busiest; not on a GPU, where a trace
-            has it); and ``peak_memory_by_process``, bytes of each process of the job: on a GPU the
-            most that Paddle allocated, else the most resident memory, libraries included.
+        by_rank: The last figures that are lists: ``held_by_rank``, the most activations in flight
+            on each rank of the pipeline; ``busy_share_by_rank``, the share of the step in which
+            each rank computed (only on several ranks; for replicas the busiest; not on a GPU, where
+            a trace shows it); and ``peak_memory_by_process``, bytes of each process of the job: on
+            a GPU the most that Paddle allocated, else the most resident memory, libraries included.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ThroughputMonitor(rank_policy.Callback):
         """Configures how often to measure.
 
         Args:
-            log_freq: Batches from one figure to the next.
+            log_freq: Batches from one measurement to the next.
             tokens_per_sample: Length of a sample of text; None measures no tokens.
             verbose: Whether the first rank prints the figures.
         """
@@ -198,6 +199,7 @@ class ThroughputMonitor(rank_policy.Callback):
         logs.update(self.figures, **self.by_rank)
 
     def _measure(self) -> None:
+        """Sets the figures of the batches since the last measurement. Collective over the job."""
         rate = self._samples / (self._now() - self._since)
         self.figures = {"samples_per_second": rate}
         if self._tokens:
@@ -225,9 +227,9 @@ class ThroughputMonitor(rank_policy.Callback):
 
 
 def peak_memory() -> int:
-    """Returns the peak memory of this process in bytes: of the GPU if there is one.
+    """Returns the peak memory of this process in bytes, on a GPU the memory of the GPU.
 
-    Else the most resident memory; 0 if the system does not report it, as on Windows.
+    It is 0 if the system does not report it, as on Windows.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
@@ -235,7 +237,7 @@ def peak_memory() -> int:
 
 
 class Sink(Protocol):
-    """An output of rows: each is a dict that has ``step`` and ``phase``."""
+    """An output of rows, which are dicts with ``step`` and ``phase``."""
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes a row."""
@@ -247,10 +249,9 @@ class Sink(Protocol):
 class MetricsLogger(rank_policy.Callback):
     """Writes losses, metrics, learning rate and gradient norm to files.
 
-    They are ``metrics.jsonl`` and ``metrics.csv``; the norm is there if the optimizer clips by it.
-
-    Beside them stand ``run.json``, with layout, stages, schedule and versions, and ``lives.jsonl``,
-    with the begin and the end of each attempt: ``fleetpipe report`` draws them.
+    The files are ``metrics.jsonl`` and ``metrics.csv``; the norm is written if the optimizer clips
+    by it. It also writes ``run.json``, with layout, stages, schedule and versions, and
+    ``lives.jsonl``, with the begin and the end of each attempt: ``fleetpipe report`` draws them.
 
     The first rank of the job writes. A run that resumes from a checkpoint continues the same files,
     without the rows of steps after the checkpoint.
@@ -268,11 +269,11 @@ class MetricsLogger(rank_policy.Callback):
         """Configures where and what to write.
 
         Args:
-            folder: Is made if it does not exist.
+            folder: The folder for the files, which is created if it does not exist.
             log_freq: Training batches from one row to the next.
             formats: One or several of ``"jsonl"``, ``"csv"``, ``"tensorboard"``, ``"wandb"`` and
                 ``"mlflow"``; the last three need their packages.
-            config: Settings of yours for the record, which ``run.json`` gets.
+            config: Your own settings, which are written into ``run.json``.
 
         Raises:
             ConfigError: A format is none of these, or its package is not installed.
@@ -321,6 +322,7 @@ class MetricsLogger(rank_policy.Callback):
         end_attempt(self._folder, self.model.global_step)
 
     def _write(self, phase: str, logs: dict[str, Any]) -> None:
+        """Writes the logs as a row of every format; ``phase`` is "train" or "eval"."""
         values = {
             name: _plain(name, value)
             for name, value in logs.items()
@@ -332,7 +334,7 @@ class MetricsLogger(rank_policy.Callback):
 
 
 class _JsonLines:
-    """One JSON object in each line."""
+    """Writes one JSON object in each line of ``metrics.jsonl``."""
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
         path = folder / run_files.METRICS
@@ -348,7 +350,7 @@ class _JsonLines:
 
 
 class _Csv:
-    """A CSV table with a row for each figure, as evaluations and batches have different figures."""
+    """Writes a CSV table with a row for each number, since evaluations have other numbers."""
 
     _COLUMNS = ("step", "epoch", "phase", "time", "name", "value")
 
@@ -388,21 +390,21 @@ def _sinks() -> dict[str, Any]:
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the rows of a ``metrics.jsonl`` up to a step; lines that are no rows are left out."""
+    """Returns the rows of a ``metrics.jsonl`` up to a step, without lines that are no rows."""
     rows = run_files.read_lines(path).values
     return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def _plain(name: str, value: Any) -> float | list[float]:
-    """Returns a figure as JSON takes it: a number, or a list if there is one for each rank."""
+    """Returns a metric as a number for JSON, or as a list if it has a number for each rank."""
     if isinstance(value, list):
         return list(map(float, value)) if name in PER_RANK else float(value[0])
     return float(value)
 
 
-#: Each of these changes the bits of a product; nothing else of the environment is written.
+#: The variables of the environment that ``run.json`` has: they change the bits of a product.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
-#: Several trainings of one process are one attempt: their lines have this in common.
+#: A key of this process, by which the lines of its trainings are known as one attempt.
 _PROCESS = uuid.uuid4().hex
 
 
@@ -412,13 +414,13 @@ def write_about(
     """Writes ``run.json``.
 
     Args:
-        folder: Of the run.
+        folder: The folder of the run.
         model: The :class:`fleetpipe.Model`, prepared.
         params: Paddle's ``params`` of callbacks: epochs, batches of an epoch, names of metrics.
         config: The user's settings; values that JSON does not have are written as their ``str``.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     schedule, job = model.pipeline.schedule, model.pipeline.require_running()
     degrees = job.degrees
@@ -446,7 +448,7 @@ def write_about(
             "optimizer": type(base_optimizer(model.optimizer)).__name__,
             "learning_rate": model.learning_rate,
             "metrics": list(params.get("metrics") or ()),
-            # What is let pass by it is met in the first batch.
+            # The entries as the user gave them: the first batch shows which are used.
             "allow": list(job.allow.entries),
         },
         "schedule": {"name": schedule.name, "text": str(schedule)},
@@ -458,15 +460,15 @@ def write_about(
 
 
 def begin_attempt(folder: Path, step: int) -> None:
-    """Writes the line of ``lives.jsonl`` that says that an attempt begins.
+    """Writes the line of ``lives.jsonl`` for the begin of an attempt.
 
     Args:
-        folder: Of the run.
+        folder: The folder of the run.
         step: The number of steps done so far. If it is 0 in the first attempt of the job, the lines
             of another run's attempts are dropped.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     if step == 0 and attempt_files.number() <= 1:
         run_files.replace_lines(folder / run_files.ATTEMPTS, ())
@@ -476,16 +478,18 @@ def begin_attempt(folder: Path, step: int) -> None:
 
 
 def end_attempt(folder: Path, step: int) -> None:
-    """Writes the line that says that the training ended; raises as :func:`begin_attempt` does."""
+    """Writes the line for the end of the training; raises as :func:`begin_attempt` does."""
     _tell(folder, "end", step, code=0)
 
 
 def _tell(folder: Path, event: str, step: int, **more: int) -> None:
+    """Appends a line to ``lives.jsonl``."""
     line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
     run_files.append_line(folder / run_files.ATTEMPTS, {**line, "process": _PROCESS, **more})
 
 
 def _stages(model: Any) -> list[dict[str, Any]]:
+    """Returns rank, layers and number of parameters of each stage, for ``run.json``."""
     placement = model.pipeline.schedule.placement
     return [
         {

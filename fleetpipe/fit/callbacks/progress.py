@@ -14,16 +14,16 @@ from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
-#: Seconds from one line to the next where a bar was asked for and there is no terminal.
+#: Seconds from one line to the next, with ``verbose=1`` and without a terminal.
 _SECONDS_OF_A_LINE = 10.0
-#: An end that is further away is none.
+#: The most seconds to the end of a training for which the end is shown.
 _FAR = 1e9
-#: tqdm's own times are an epoch's, and its rate is that of batches.
+#: Without tqdm's own times and rate, which are those of batches of one epoch.
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 _FORMAT_OF_UNKNOWN = "{desc}: {n_fmt}{postfix}"
-#: The least width of the bar itself, and the width of a terminal that does not tell its own.
+#: The least width of the bar itself, and the width of a terminal whose width is unknown.
 _BAR, _WIDTH = 8, 80
-#: Ends of the figures that are shown before others where there is little room.
+#: The ends of texts that are shown before others in a narrow terminal.
 _FIRST = (" samples/s", " left")
 
 
@@ -54,7 +54,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._steps: int | None = None
         self._done = self._samples = 0
         self._begun = self._shown_at = 0.0
-        #: Batches of this training that have run, and that are still to come; None: unknown.
+        #: Batches of this training that have run, and that will still run; None if unknown.
         self._trained = 0
         self._to_come: int | None = None
         self._training_since = 0.0
@@ -97,23 +97,23 @@ class Progress(paddle.callbacks.ProgBarLogger):
     on_predict_batch_end = on_eval_batch_end
 
     def _batch_end(self, logs: Any) -> None:
+        """Counts a batch; updates the bar, or shows a line if one is due."""
         self._samples += logs["batch_size"]
         self._done += 1
         now = time.perf_counter()
         if self._bar is not None:
             if now - self._shown_at >= self._bar.mininterval:
-                # No sooner is the bar drawn anew, and figures take time.
+                # Only as often as tqdm draws the bar, since the texts take time.
                 self._shown_at = now
                 self._show(self._bar, logs)
             self._bar.update()
-        elif self._done != self._steps and self._is_due(now):
+        elif self._done != self._steps and (
+            now - self._shown_at >= _SECONDS_OF_A_LINE
+            if self.verbose == 1
+            else self._done % self.log_freq == 0
+        ):
             self._shown_at = now
             self._line(logs)
-
-    def _is_due(self, now: float) -> bool:
-        if self.verbose == 1:
-            return now - self._shown_at >= _SECONDS_OF_A_LINE
-        return bool(self._done % self.log_freq == 0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows the epoch's last figures, and ends its bar."""
@@ -126,7 +126,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
     on_predict_end = on_eval_end
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Shows nothing: the end of the last epoch has shown it."""
+        """Shows nothing, since the end of the last epoch has a line."""
 
     def close(self) -> None:
         """Ends the line of the bar in the terminal, if there is one."""
@@ -138,10 +138,11 @@ class Progress(paddle.callbacks.ProgBarLogger):
         return bool(self.verbose) and self.model.is_rank("first")
 
     def _begin(self, what: str, steps: int | None, done: int = 0) -> None:
+        """Starts the bar of a loop of ``steps`` batches, of which ``done`` are done."""
         self._what, self._steps, self._done = what, steps, done
         self._samples = 0
         self._begun = time.perf_counter()
-        # From an epoch to the next the time of a line goes on.
+        # The time of the last line is kept from one epoch to the next.
         self._shown_at = self._shown_at or self._begun
         self._names = self.model.metric_names
         if self._is_shown() and self._with_bar:
@@ -151,6 +152,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
             )
 
     def _end(self, logs: Any) -> None:
+        """Shows the last figures in the bar or in a line, and ends the bar."""
         if self._bar is not None:
             if self._done:
                 self._show(self._bar, logs)
@@ -166,7 +168,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
             )
 
     def _show(self, bar: tqdm, logs: Any) -> None:
-        """Puts the figures that fit whole behind the bar; loss, rate and time left go first."""
+        """Shows the texts that fit beside the bar; loss, rate and time left are chosen first."""
         head = f"{self._what}: 100%|| {self._steps}/{self._steps}, "
         width = (bar.format_dict["ncols"] or _WIDTH) - len(head) - _BAR
         texts = self._texts(logs)
@@ -177,6 +179,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         bar.set_postfix_str(", ".join(text for text in texts if text in kept), refresh=False)
 
     def _texts(self, logs: Any) -> list[str]:
+        """Returns the loss, the metrics, the rate and the end of the training as texts."""
         rate = self._samples / (time.perf_counter() - self._begun)
         values = [(name, logs[name]) for name in self._names if name in logs]
         shown = [f"{n} {v[0] if isinstance(v, list) else v:.4g}" for n, v in values]
@@ -196,7 +199,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
 @contextmanager
 def closing_bars(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Closes the bars of the callbacks when it is left, after Ctrl-C or an error too."""
+    """Closes the bars of the callbacks at the end of the context, also after Ctrl-C or an error."""
     try:
         yield
     finally:

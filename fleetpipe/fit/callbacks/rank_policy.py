@@ -1,8 +1,8 @@
 """Decides which ranks run a callback, and adapts Paddle's own callbacks to many ranks.
 
-A callback runs on every rank, with the same losses and metrics, unless its attribute ``on_rank``
-says otherwise: ``"first"`` runs it on the first rank of the job, ``"loss"`` on the rank that owns
-the last stage of the first replica. Such a callback must call nothing collective.
+A callback runs on every rank, with the same losses and metrics, unless its attribute ``on_rank`` is
+``"first"``, for the first rank of the job, or ``"loss"``, for the rank that owns the last stage of
+the first replica. Such a callback must call nothing collective.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from fleetpipe.aliases import Nest
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.arguments import require_callback
+from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
@@ -39,8 +40,8 @@ class ModelCheckpoint(paddle.callbacks.ModelCheckpoint):
 class LRScheduler(paddle.callbacks.LRScheduler):
     """Paddle's ``LRScheduler`` for steps that accumulate the gradients of several batches.
 
-    Within a step it advances the rate when the next batch begins, not when one ends: the optimizer
-    then steps with the rate of Paddle, where each batch ends before the next begins.
+    Within a step it advances the rate when the next batch begins, not when a batch ends: batches of
+    a step all end after the optimizer's step, which so has the same rate as in Paddle.
     """
 
     def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
@@ -61,7 +62,7 @@ class LRScheduler(paddle.callbacks.LRScheduler):
 
 
 class Elsewhere(Callback):
-    """A callback that does nothing, for the ranks that do not run the user's."""
+    """A callback that does nothing, in place of a callback that runs on another rank."""
 
 
 def callbacks_of_rank(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
@@ -69,16 +70,16 @@ def callbacks_of_rank(callbacks: Nest, is_place: Callable[[str], bool]) -> list[
 
     Args:
         callbacks: The user's: None, one, or several.
-        is_place: Returns whether this rank is the one that ``"first"`` or ``"loss"`` names.
+        is_place: Whether this rank is the rank that ``"first"`` or ``"loss"`` names.
 
     Raises:
         ConfigError: An item is no callback, or its ``on_rank`` has another value.
     """
-    listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
-    return [_callback_of_rank(callback, is_place) for callback in listed if callback]
+    return [_callback_of_rank(one, is_place) for one in as_list(callbacks) if one]
 
 
 def _callback_of_rank(callback: Any, is_place: Callable[[str], bool]) -> Any:
+    """Returns the callback to run on this rank for one of the user's."""
     require_callback(callback)
     place = getattr(callback, "on_rank", "all")
     if place not in _PLACES:
