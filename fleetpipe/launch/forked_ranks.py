@@ -1,9 +1,11 @@
-"""Starts ranks as forks of their launcher, which has loaded Paddle: a job costs one import of it.
+"""Starts ranks as forks of their launcher, so that a job imports Paddle only once.
 
-A fork first leaves the calls of the launcher, by an exception, and then runs the rank's program: so
-that ends as a program of Python's does, with its threads, exit handlers and open files.
+Start with :func:`popen` and :func:`run_launcher`. A fork first leaves the calls of the launcher by
+an exception, :class:`ForkedRank`, and then runs the rank's program: so the program ends like any
+program of Python, with its threads, exit handlers and open files.
 
-Linux on a CPU alone: a fork has no threads, and no card's context, of the process that it is of.
+Ranks are forked only on Linux and on a CPU: a fork does not have the threads and the GPU context of
+its parent.
 """
 
 from __future__ import annotations
@@ -24,29 +26,29 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from fleetpipe import systems
 from fleetpipe.launch.script import LAUNCHED, START
 
-#: Variables that count when Paddle is loaded, as these begin.
+#: How the variables begin that Paddle reads when it is loaded.
 EARLY = ("FLAGS_", "OMP_", "MKL_", "KMP_", "CUDA_", "OPENBLAS_")
-#: What a rank loads before its script begins.
+#: The modules that a rank imports before its script begins.
 _NEEDED = ("fleetpipe.fleet", "fleetpipe.launch.script", "fleetpipe.launch.substitution")
-#: The main thread, and the one that ends the launcher with its command.
+#: The most threads of a launcher that can fork: the main thread, and that of end_with_command.
 _THREADS = 2
 _WAIT_SECONDS = 0.02
 #: The signals that a launcher, Paddle's or ours, has handlers for.
 _HANDLED = {*systems.STOP_SIGNALS, signal.SIGINT, signal.SIGABRT}
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-#: No less than the bytes of C's ``struct sigaction``.
+#: At least the bytes of C's ``struct sigaction``.
 _ACTION_BYTES = 256
-#: What Paddle's C++ does at signals: it prints its stack. Python does not know of these handlers.
+#: The handlers of Paddle's C++, which print its stack; Python's ``signal`` does not return them.
 _paddles_actions: dict[int, Any] = {}
 
 
 class WatchedProcess(ABC):
-    """A process as Paddle's launcher, which else has a ``subprocess.Popen``, watches it."""
+    """A process with the methods of ``subprocess.Popen`` that Paddle's launcher calls."""
 
     @abstractmethod
     def poll(self) -> int | None:
@@ -87,8 +89,11 @@ class ForkedProcess(WatchedProcess):
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Returns the exit code, -n if signal n ended it; None while it runs, or another looks."""
-        # A handler of a signal, which sends that on, may stand in the midst of this very call.
+        """Returns the exit code, -n if signal n ended it; None while it runs.
+
+        It also returns None while another thread, or this one before a signal, is in this method.
+        """
+        # A signal handler that passes the signal on may interrupt this method, and call it.
         if self._code is None and self._lock.acquire(blocking=False):
             try:
                 if self._code is None:
@@ -111,9 +116,9 @@ class Program:
     """The program of a rank.
 
     Attributes:
-        words: Its command line: Python, perhaps ``-u``, a file, and arguments.
-        environment: All variables that it has.
-        output: The file, or its path, that gets what it prints; None or empty for the launcher's.
+        words: The command line: Python, perhaps ``-u``, a file, and arguments.
+        environment: All variables of its environment.
+        output: The file for its standard output, or its path; None or empty for the launcher's.
         errors: The same for its standard error.
         prepare: Called when the process has left the launcher, before the first signal reaches it.
     """
@@ -125,13 +130,16 @@ class Program:
     prepare: Callable[[], None] = lambda: None
 
     def run(self) -> None:
-        """Leaves what this fork has of the launcher, and runs the program as ``__main__``."""
+        """Drops what this fork has of the launcher, and runs the program as ``__main__``."""
         self._redirect()
         os.environ.clear()
         os.environ.update(self.environment)
         words = self.words[2:] if self.words[1] == "-u" else self.words[1:]
         sys.argv, sys.orig_argv = list(words), list(self.words)
-        _seed_anew()
+        # Other seeds in each fork, as in new processes.
+        random.seed()
+        importlib.import_module("numpy").random.seed()
+        importlib.import_module("fleetpipe.paddle_api.random").seed_anew()
         signal.set_wakeup_fd(-1)
         for number in _HANDLED - {signal.SIGINT}:
             signal.signal(number, signal.SIG_DFL)
@@ -143,21 +151,24 @@ class Program:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
     def _redirect(self) -> None:
+        """Opens the standard streams, and drops the launcher's other open files."""
         for number, file in ((1, self.output), (2, self.errors)):
             if isinstance(file, str) and file:
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
             elif file:
                 os.dup2(file.fileno(), number)
-        # The launcher's sockets, pipes and locks must end with it. Closed, their numbers would be
-        # those of other files, which the launcher's objects would close.
+        # The launcher's sockets, pipes and locks must end with it. They are replaced, not closed:
+        # new files would get their numbers, and the launcher's objects would close these.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number > 2 and number != nowhere and _is_open(number):
-                os.dup2(nowhere, number, inheritable=False)
+            if number > 2 and number != nowhere:
+                with contextlib.suppress(OSError):  # the listing itself, which is closed again
+                    os.fstat(number)
+                    os.dup2(nowhere, number, inheritable=False)
 
 
 class ForkedRank(BaseException):
-    """Raised in a fork, to leave the launcher's calls; :func:`run_launcher` takes it."""
+    """Raised in a fork to leave the launcher's calls; :func:`run_launcher` catches it."""
 
     def __init__(self, program: Program) -> None:
         super().__init__("a fork of the launcher becomes a rank")
@@ -165,48 +176,43 @@ class ForkedRank(BaseException):
 
 
 def run_launcher(launch: Callable[[], None]) -> None:
-    """Runs a launcher; in the forks that it starts meanwhile, the programs of their ranks."""
+    """Runs a launcher; in a fork that the launcher starts, runs the program of its rank."""
     program = None
     try:
         launch()
     except ForkedRank as rank:
         program = rank.program
-    # Not among what handles an error: those of the program would be said to follow that.
+    # Outside of the handler, or tracebacks of the program would begin with ForkedRank.
     if program is not None:
         program.run()
 
 
 def load() -> None:
-    """Loads what all ranks need, where they are forks of this process.
+    """Imports the modules that all ranks need, if they are forks of this process.
 
-    The first call precedes the handlers of the launcher.
+    The first call must precede the signal handlers of the launcher.
     """
     if os.environ.get(START) != "spawn" and sys.platform == "linux":
         for name in _NEEDED:
             importlib.import_module(name)
-        if not _paddles_actions:
-            _take_paddles_actions()
-
-
-def _take_paddles_actions() -> None:
-    """Notes them for the ranks; the launcher ends without a stack until it has its own handlers."""
-    for number in _HANDLED - {signal.SIGINT}:
-        _paddles_actions[number] = ctypes.create_string_buffer(_ACTION_BYTES)
-        _LIBC.sigaction(number, None, _paddles_actions[number])
-        signal.signal(number, signal.SIG_DFL)
+        # Stored for the ranks: until the launcher has handlers, a signal ends it without a stack.
+        for number in () if _paddles_actions else _HANDLED - {signal.SIGINT}:
+            _paddles_actions[number] = ctypes.create_string_buffer(_ACTION_BYTES)
+            _LIBC.sigaction(number, None, _paddles_actions[number])
+            signal.signal(number, signal.SIG_DFL)
 
 
 def popen(
     words: Sequence[str], env: Mapping[str, str], stdout: IO[Any], stderr: IO[Any], **options: Any
 ) -> Any:
-    """Starts a rank as ``subprocess.Popen`` does: as a fork where that is possible."""
+    """Starts a rank as a fork if that is possible, else by ``subprocess.Popen``."""
     if not _can_fork(words, env):
         return subprocess.Popen(words, env=env, stdout=stdout, stderr=stderr, **options)
     return fork(Program(words, env, stdout, stderr))
 
 
 def _can_fork(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a fork of this process is as good as a new one for a rank."""
+    """Whether a rank may be a fork of this process."""
     if not set(_NEEDED) <= sys.modules.keys() or threading.active_count() > _THREADS:
         return False
     device = importlib.import_module("fleetpipe.paddle_api.device")
@@ -227,9 +233,9 @@ def fork(program: Program) -> ForkedProcess:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    _LIBC.fflush(None)  # or each rank would print, too, what C++ has not printed yet
-    gc.freeze()  # a fork that looks through these objects would copy them
-    # A signal that comes before the fork has left the launcher waits.
+    _LIBC.fflush(None)  # or each rank would print the buffered output of C++ again
+    gc.freeze()  # or a garbage collection in a fork would copy the memory of these objects
+    # Signals wait until the fork has left the launcher.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # type: ignore[attr-defined,unused-ignore]
     began, begins = os.pipe()
     with warnings.catch_warnings():
@@ -237,29 +243,10 @@ def fork(program: Program) -> ForkedProcess:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()  # type: ignore[attr-defined,unused-ignore]
     if child == 0:
-        _begin(program)
+        os.setsid()  # type: ignore[attr-defined,unused-ignore]
+        raise ForkedRank(program)
     os.close(begins)
-    os.read(began, 1)  # until it has a session, by which it can be ended
+    os.read(began, 1)  # waits until the fork has a session, by which it can be ended
     os.close(began)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)  # type: ignore[attr-defined,unused-ignore]
     return ForkedProcess(child)
-
-
-def _begin(program: Program) -> NoReturn:
-    os.setsid()  # type: ignore[attr-defined,unused-ignore]
-    raise ForkedRank(program)
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
-def _seed_anew() -> None:
-    """Gives the generators the seeds of a process that has just begun, other ones in each."""
-    random.seed()
-    importlib.import_module("numpy").random.seed()
-    importlib.import_module("fleetpipe.paddle_api.random").seed_anew()

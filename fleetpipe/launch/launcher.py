@@ -9,7 +9,7 @@ from pathlib import Path
 # A terminal's Ctrl-C reaches this process too. While it loads Paddle, it ends without a traceback.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# Run by path, this file's folder stands first on the path of modules, and must not.
+# Python puts the folder of a file that is run by its path first on sys.path.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from fleetpipe.launch.forked_ranks import run_launcher  # noqa: E402

@@ -34,7 +34,10 @@ def launch() -> None:
             started=functools.partial(attempt_files.note_start, home),
             ended=functools.partial(attempt_files.note_end, home),
             exit_code=functools.partial(_exit_code, home),
-            explained=functools.partial(_is_explained, home),
+            # Whether a rank has recorded the error that it raised, which is shown already.
+            explained=lambda: any(
+                report.failure.what == "raised" for report in attempt_files.failures(home)
+            ),
             share=require_sockets,
             popen=forked_ranks.popen,
             hold=extra("healing.replacing").holder(home) if attempt_files.heals() else None,
@@ -45,10 +48,10 @@ def launch() -> None:
 
 
 def require_sockets(ranks: int, cards: int) -> None:
-    """Refuses ranks that share cards, unless the environment chooses sockets.
+    """Checks that ranks may share cards.
 
     Raises:
-        UsageError: It does not choose them.
+        UsageError: The environment does not choose sockets as transport.
     """
     if os.environ.get("FLEETPIPE_TRANSPORT") != SOCKETS:
         raise UsageError(
@@ -62,20 +65,19 @@ def require_sockets(ranks: int, cards: int) -> None:
         )
 
 
-def _is_explained(home: Path) -> bool:
-    """Returns whether a rank has recorded the error that it raised, which is shown already."""
-    return any(report.failure.what == "raised" for report in attempt_files.failures(home))
-
-
 def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
     """Returns the exit code of the rank that failed first.
 
-    A rank that fails because of another one may end before it; its code says so.
+    A rank that fails because of another rank, and may end before it, has the code ``EXIT_CODE``.
+
+    Args:
+        home: The folder of the attempt.
+        seen: The exit codes that the launcher has seen, by rank.
     """
     codes = dict(attempt_files.ended_ranks(home))
     for rank, code in seen.items():
         codes.setdefault(rank, code)
-    # The launcher may end a rank while that cleans up, and would see its signal alone.
+    # The launcher may end a rank that is cleaning up, and then sees only the signal.
     noted = [attempt_files.code_of(home, rank) or code for rank, code in codes.items()]
     failed = [code for code in noted if code]
     return in_a_shell(next((code for code in failed if code != EXIT_CODE), [*failed, 0][0]))

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if script.to_be_launched(options):
         return script.launch(options, "profile", "--output", str(options.output))
-    # They load Paddle, which a process that launches leaves to its launcher.
+    # Imported here because they import Paddle, which a process that starts ranks does not need.
     from fleetpipe.dygraph.train.observers import observing_all
     from fleetpipe.launch.substitution import in_place_of_paddles
 
@@ -49,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Measuring(BatchObserver):
+    """Measures a pipeline in its first batch, and writes the profile."""
+
     def __init__(self, path: Path, pipeline: PipelineParallel) -> None:
         self._path, self._pipeline = path, pipeline
 

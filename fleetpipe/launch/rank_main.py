@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Run by path, this file's folder stands first on the path of modules, and must not.
+# Python puts the folder of a file that is run by its path first on sys.path.
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from fleetpipe.cli import main  # noqa: E402
@@ -18,12 +18,12 @@ from fleetpipe.launch.script import end_with_command  # noqa: E402
 end_with_command()
 code = main(sys.argv[1:])
 error = watch.error()
-# The launcher may end this process while it cleans up, and would see that alone.
+# Recorded, since the launcher may end this process while it cleans up, and see only the signal.
 attempt_files.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else code)
 if code and error is not None:
-    # Where there was a job its watch has told, or will: the first word counts.
+    # The watch of a job records it too; the first record counts.
     attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), error))
 folder = attempt_files.folder()
 saved = folder is not None and attempt_files.preempted_at(folder) is not None
-# To the launcher any other code is a failure, for which it ends the other ranks.
+# For any other code than 0 the launcher ends the other ranks.
 sys.exit(0 if saved and code in (attempt_files.PREEMPTED, attempt_files.INTERRUPTED) else code)

@@ -1,7 +1,7 @@
-"""``fleetpipe.resume``: restores a job, and saves what the next attempt restores.
+"""``fleetpipe.resume``: restores a job, and saves the steps from which the next attempt resumes.
 
-The script is the same with and without ``fleetpipe launch``: the environment says which folder
-holds the checkpoints, and which attempt this is.
+The script is the same with and without ``fleetpipe launch``: the environment has the folder of
+checkpoints and the number of the attempt.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _log = log.logger(__name__)
 
 #: The objects of a run, as :class:`fleetpipe.CheckpointManager` takes them.
 State = dict[str, Any]
-#: Names the folder of checkpoints where the script does not.
+#: The variable with the folder of checkpoints, for a script that names none.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
 _USUAL_FOLDER = "checkpoints"
 _USUAL_INTERVAL = 100
 _USUAL_NUMBER = 2
-#: Signals that ask for the end after a step that is saved, and what they do otherwise.
+#: The signals that make a job save a step and end, with their usual handlers.
 STOP_SIGNALS: dict[signal.Signals, Any] = {
     **dict.fromkeys(systems.STOP_SIGNALS, signal.SIG_DFL),
     signal.SIGINT: signal.default_int_handler,
@@ -52,7 +52,7 @@ class Run:
     """A training run that can be ended after any step, and resumed.
 
     Attributes:
-        step: The next step, from 0; it is the number of steps done.
+        step: The next step, from 0, which equals the number of steps done.
         other_arguments: Whether the script had other arguments when it saved the steps so far.
     """
 
@@ -76,11 +76,11 @@ class Run:
         Collective.
 
         Args:
-            until: How many steps the run has in all.
+            until: The number of steps of the whole run.
 
         Raises:
-            CheckpointError: A step cannot be saved; or none is left to do, and those that were done
-                are of other arguments.
+            CheckpointError: A step cannot be saved; or no step is left, and the script had other
+                arguments when it saved them.
             SystemExit: The job was asked to stop; see :meth:`done`.
         """
         if self.other_arguments and self.step >= until:
@@ -110,7 +110,7 @@ class Run:
             self._manager.wait()
         finally:
             self._manager.release()
-            # Behind the loop, in an evaluation or a notebook say, they are what they were.
+            # After the loop, as in an evaluation or a notebook, signals have their usual handlers.
             for number, usual in STOP_SIGNALS.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, usual)
@@ -118,7 +118,7 @@ class Run:
     def done(self) -> None:
         """Ends a step: saves if it is due, and ends a job that was asked to stop. Collective.
 
-        Call it in a loop of your own after everything that belongs to the step: the optimizer, the
+        A loop without :meth:`steps` calls it at the end of each step, after the optimizer, the
         schedule of its learning rate, and other state.
 
         Raises:
@@ -128,7 +128,7 @@ class Run:
                 ``fleetpipe launch``, which itself ends with 75 or 130.
         """
         self.step += 1
-        Objects(**self._state)  # what a first batch shows of the data is refused at once
+        Objects(**self._state)  # raises an error for data that a first batch has shown to be wrong
         if self._kept is not None:
             self._kept.keep(self.step)
         current, ended = job.current_job(), False
@@ -153,28 +153,29 @@ class Run:
         self._write_begun(self.step + 1)
 
     def meet_anew(self) -> int:
-        """Begins what the ranks exchange from step to step anew, as a replacement of one does.
+        """Drops what the ranks have exchanged so far, since a rank was replaced.
 
         Returns:
-            The step of a save that was under way, and may have ended or not; 0 for none.
+            The step of a save that was under way, which may be complete; 0 for none.
         """
         self._stopping.begin_anew()
         return self._manager.begin_anew()
 
     def agree_once_more(self) -> None:
-        """Tells the ranks whether this one was asked to stop, as after a step."""
+        """Sends all ranks whether this one was asked to stop, as after a step."""
         self._stopping.agree()
 
     def stop(self) -> None:
-        """Asks, on this rank alone, that the job ends after a step that all ranks finish."""
+        """Requests that the job ends after a step that all ranks finish. Not collective."""
         self._stopping.ask()
 
     def _catch_signals(self) -> None:
+        """Handles stop signals, unless the script has handlers of its own."""
         if threading.current_thread() is not threading.main_thread():
-            return  # a worker of Ray's runs its script in a thread, where Python takes no handlers
+            return  # a worker of Ray runs its script in a thread, which can set no handlers
         keep_workers_from_signals()
         for number, usual in STOP_SIGNALS.items():
-            # A handler of the script's own stays, and may call stop().
+            # The script's own handler stays, and may call stop().
             if signal.getsignal(number) in (usual, attempt_files.note_signal):
                 signal.signal(number, self._on_signal)
         if attempt_files.early_signals:
@@ -182,18 +183,19 @@ class Run:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT:
-            # The second one ends this process at once.
+            # The second Ctrl-C ends this process at once.
             self._interrupted = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.stop()
 
     def _leave(self) -> None:
+        """Ends a job that was asked to stop, after its last step is saved."""
         self._manager.wait()
         attempt_files.tell_preempted(self.step)
         if job.all_ranks().rank == 0 and not attempt_files.number():  # fleetpipe launch says it
             _log.info(attempt_files.how_to_go_on(self._interrupted, self.step))
         for number in systems.STOP_SIGNALS:
-            # The next one would end the farewell with another code.
+            # Another signal would end this process with another code.
             if not self._interrupted and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)
         job.end()
@@ -217,28 +219,28 @@ def resume(
     unless the script has handlers of its own for them.
 
     Args:
-        model: What ``fleet.distributed_model`` returned, a ``PipelineLayer``, any Layer, or a
+        model: The result of ``fleet.distributed_model``, a ``PipelineLayer``, any Layer, or a
             static program, as for :meth:`fleetpipe.CheckpointManager.save`.
-        optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
-        lr_scheduler: An ``LRScheduler``; that of the optimizer is restored without being named.
+        optimizer: The result of ``fleet.distributed_optimizer``, or any optimizer of Paddle's.
+        lr_scheduler: An ``LRScheduler``; the optimizer's own is restored in any case.
         scaler: A ``GradScaler``.
         data: The loader or sampler that is read, with ``state_dict`` and ``set_state_dict``.
-        state: What the script adds to the run, by name, as ``{"ema": ema, "best": 0.0}``: objects
-            with ``state_dict`` and ``set_state_dict``, plain values and tensors. The script reads
-            and sets the values in this dict.
-        manager: Where and when steps are saved. None saves every 100 steps and keeps two, in the
+        state: The script's own state, by name, as ``{"ema": ema, "best": 0.0}``: objects with
+            ``state_dict`` and ``set_state_dict``, plain values and tensors. The script reads and
+            sets the values in this dict.
+        manager: The manager that saves steps. None saves every 100 steps and keeps two, in the
             folder ``FLEETPIPE_CHECKPOINT_DIR`` (``fleetpipe launch --checkpoint_dir``), else
             ``checkpoints``.
 
     Returns:
-        The run: ``step`` is the next step, 0 if nothing was saved, and ``steps(n)`` yields those
-        that are left.
+        The run: ``step`` is the next step, 0 if nothing was saved, and ``steps(n)`` yields the
+        steps that are left of n.
 
     Raises:
         ConfigError: An object has another type, or the folder cannot be written to.
-        CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed. Or
-            a save that an earlier attempt did not finish cannot be made up for, another job saves
-            into the folder, or another script has.
+        CheckpointError: The newest checkpoint is damaged, or does not fit; no value has changed. Or
+            a save that an earlier attempt did not finish cannot be repeated, another job saves into
+            the folder, or another script has saved there.
         PipelineTimeout: A rank did not arrive within the limit.
     """
     if manager is None:
@@ -280,7 +282,7 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bo
     """Restores the newest step, from memory or from a checkpoint. Collective.
 
     Returns:
-        The step, and whether the script had other arguments when it saved it.
+        The step, and whether the script had other arguments when that step was saved.
     """
     same = True
     saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
@@ -289,7 +291,7 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bo
         kept.restore(newest)
         step, where = newest, ", as they were kept in memory"
     elif saved:
-        # Where one rank sees a checkpoint all restore, and one that does not says so.
+        # If one rank sees a checkpoint, all restore; a rank that does not see it raises an error.
         same = manager.require_script()
         step, where = manager.restore("latest", **state).step, ""
     else:
@@ -301,14 +303,14 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bo
     if not same:
         _tell(f"the script had other arguments when it saved step {step}")
     if max(saved, default=0) < manager.newest_due(step):
-        # A step is kept before it is saved: what ended the attempt may have come in between.
+        # A step is kept in memory before it is saved; the attempt may have ended in between.
         manager.save(step, force=True, **state)
         _tell(f"saved step {step}, as an earlier attempt did not finish a save that was due")
     return step, not same
 
 
 def _tell(text: str, any_rank: bool = False) -> None:
-    """Logs a line on the first rank, or on any."""
+    """Logs a line on the first rank, or with ``any_rank`` on this rank."""
     if any_rank or job.all_ranks().rank == 0:
         number = attempt_files.number()
         of_job = f"attempt {number} of the job " if number else ""
@@ -316,25 +318,25 @@ def _tell(text: str, any_rank: bool = False) -> None:
 
 
 _numbers = itertools.count()
-#: What was told last and what is told now differ in their number, and numbers come again: a header
-#: that was seen before is known to the transport, and one for every step would fill its memory.
+#: The numbers of messages repeat after so many steps: the transport stores each header that it has
+#: seen, and two numbers tell this step's messages from the last one's.
 _CYCLE = 2
 
 
 class Stopping:
     """An agreement of all ranks after every step on whether to stop there.
 
-    At the end of a step a rank sends the others whether it was asked to stop, and receives what
-    they sent at the end of the step before, which has arrived by then: no rank finishes a step
-    without the others. So after a request all ranks finish that step and the next.
+    At the end of a step a rank sends the others whether it was asked to stop, and receives their
+    messages of the step before. These have arrived by then, since no rank finishes a step without
+    the others. So after a request all ranks finish that step and the next.
     """
 
     def __init__(self, group: Group, timeout: float) -> None:
-        """Prepares the agreement. Collective: all ranks make as many, in the same order.
+        """Prepares the agreement. Collective: all ranks make their agreements in the same order.
 
         Args:
             group: All ranks of the job.
-            timeout: Seconds that the wait for a message may last.
+            timeout: The most seconds to wait for a message.
         """
         self._group = group
         self._timeout = timeout
@@ -343,7 +345,7 @@ class Stopping:
         self._requested = self._announced = False
 
     def ask(self) -> None:
-        """Requests the end on this rank; a handler of a signal may call it."""
+        """Requests the end on this rank; a signal handler may call it."""
         self._requested = True
 
     def agree(self) -> bool:
@@ -359,17 +361,17 @@ class Stopping:
         peers = [rank for rank in range(self._group.ranks) if rank != self._group.rank]
         self._calls += 1
         for rank in peers:
-            # One that has done its last step and left need not be told.
+            # A rank that has left after its last step needs no message.
             with contextlib.suppress(PeerFailed):
                 self._group.transport.send(rank, self._key(self._calls), self._announced)
         if self._calls == 1:
             return False
         before = self._key(self._calls - 1)
-        said = [self._group.transport.receive(rank, before, self._timeout) for rank in peers]
-        return requested or any(said)
+        requests = [self._group.transport.receive(rank, before, self._timeout) for rank in peers]
+        return requested or any(requests)
 
     def begin_anew(self) -> None:
-        """Forgets what the ranks have exchanged; a request of this rank stays."""
+        """Drops what the ranks have exchanged; a request on this rank stays."""
         self._calls, self._announced = 0, False
 
     def _key(self, number: int) -> MessageKey:

@@ -1,14 +1,14 @@
 """Runs a training script with its arguments, in this process or on every rank of a job.
 
-The command that starts processes has a folder, whose lock shows that it lives: the system frees the
-lock when the command ends, however that happens, and the processes end with it.
+Start with :func:`execute` and :func:`launch`. A command that starts processes has a folder with a
+locked file. The system frees the lock when the command ends, even if it is killed; its processes
+wait for that, and end too.
 """
 
 from __future__ import annotations
 
 import argparse
 import builtins
-import contextlib
 import io
 import os
 import shutil
@@ -23,7 +23,7 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any
 
 from fleetpipe import arguments as kinds
@@ -33,9 +33,9 @@ from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import streams
 
-#: Names the folder of the command that started this process.
+#: The variable with the folder of the command that started this process.
 FOLDER = "FLEETPIPE_COMMAND_FOLDER"
-#: A file system in memory, where the system has one.
+#: A file system in memory, if the system has one.
 _MEMORY = Path("/dev/shm")
 _PREFIX = "fleetpipe-launch-"
 _LOCK = "lock"
@@ -43,18 +43,20 @@ _LOCK = "lock"
 
 @contextmanager
 def command_folder(large: bool = False) -> Iterator[Path]:
-    """Makes the folder, for this user alone, and removes it at the end.
+    """Makes the folder of a command, which only this user can read, and removes it at the end.
 
-    The environment, which processes that are started meanwhile inherit, has its path.
+    Its path is in the environment, which processes that are started meanwhile inherit.
 
     Args:
-        large: Whether it may need much room: then it is in ``TMPDIR``, and not in the host's
-            memory.
+        large: Whether its files may be large: it is in ``TMPDIR`` then, else in the host's memory.
     """
     memory = not large and os.access(_MEMORY, os.W_OK)
     place = _MEMORY if memory else Path(tempfile.gettempdir())
     for left in place.glob(f"{_PREFIX}*"):
-        _remove_left_over(left)
+        # It may be another user's, or be removed by another command meanwhile.
+        with suppress(OSError), (left / _LOCK).open("r+") as lock:
+            if systems.lock(lock.fileno(), wait=False):
+                shutil.rmtree(left, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
     folder = place / hidden.name[1:]
     outer = os.environ.get(FOLDER)
@@ -62,7 +64,7 @@ def command_folder(large: bool = False) -> Iterator[Path]:
         with (hidden / _LOCK).open("w") as lock:
             if not systems.lock(lock.fileno()):
                 lock.close()  # Windows renames no folder with an open file
-            # Seen by others only now that it is locked.
+            # Other commands see it only now that it is locked.
             hidden.rename(folder)
             os.environ[FOLDER] = str(folder)
             yield folder
@@ -73,24 +75,17 @@ def command_folder(large: bool = False) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_left_over(folder: Path) -> None:
-    # It may be another user's, or be removed by another command meanwhile.
-    with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
-        if systems.lock(lock.fileno(), wait=False):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def end_with_command(first: Callable[[], None] = lambda: None) -> None:
     """Makes this process end with the command that started it, if it was started by one.
 
-    A rank, which has a session of its own, ends with all processes in that.
+    A rank, which has its own session, ends with all processes of that session.
 
     Args:
-        first: Called before, and before the folder is removed.
+        first: Called before this process ends, and before the folder is removed; not in a rank.
     """
     if FOLDER in os.environ:
         folder = Path(os.environ[FOLDER])
-        # Named, or the first thread of a script would not be the one that Python calls Thread-1.
+        # With a name, so that the first thread of the script is still called Thread-1.
         await_end = threading.Thread(
             target=_await_end, args=[folder, first], name="end with command", daemon=True
         )
@@ -98,19 +93,20 @@ def end_with_command(first: Callable[[], None] = lambda: None) -> None:
 
 
 def _await_end(folder: Path, first: Callable[[], None]) -> None:
-    with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
+    """Waits until the command's lock is free, and kills this process; see the caller."""
+    with suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
         if not systems.lock(lock.fileno(), shared=True):
             return
         if "PADDLE_TRAINER_ID" in os.environ:
             systems.end_session(os.getpid())
         else:
-            # By the folder the launcher knows the ranks, of which one may hang and not end itself.
+            # Before the folder goes: ``first`` may end ranks that hang, which are listed there.
             first()
             shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), systems.SIGKILL)
 
 
-#: Chooses how ranks start: ``spawn``, or ``fork`` where that is possible, the default.
+#: The variable for how ranks start: ``spawn``, or by default ``fork`` where that is possible.
 START = "FLEETPIPE_START"
 LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -144,7 +140,7 @@ def configure_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=kinds.positive, metavar="N", help="end the script behind N training steps"
     )
-    # How a way of --whole runs the script.
+    # With these --whole runs the script.
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--set", help=argparse.SUPPRESS)
@@ -184,7 +180,13 @@ def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
-    """Adds the arguments for logs, log level, the script and its arguments."""
+    """Adds the arguments for logs, log level, the script and its arguments.
+
+    Args:
+        parser: The parser of a command.
+        what: The help text of the script.
+        logs: The begin of the help text of the folder of logs.
+    """
     parser.add_argument(
         *kinds.spellings("log-dir"),
         default="log",
@@ -209,7 +211,7 @@ def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
 
 
 class _ReadScript(argparse.Action):
-    """Reads the path of a script or, behind ``-m``, the name of a module."""
+    """Reads the path of a script or, after ``-m``, the name of a module."""
 
     def __call__(
         self,
@@ -226,21 +228,21 @@ class _ReadScript(argparse.Action):
 
 
 def script_words(options: argparse.Namespace) -> list[str]:
-    """Returns the script and its arguments as they stand on a command line."""
-    behind = ["-m"] if isinstance(options.script, kinds.Module) else []
-    return [*behind, str(options.script), *options.arguments]
+    """Returns the script and its arguments as the words of a command line."""
+    option = ["-m"] if isinstance(options.script, kinds.Module) else []
+    return [*option, str(options.script), *options.arguments]
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
-    """Returns whether this process must start the ranks, and is not one of them."""
+    """Whether this process must start several ranks, and is not a rank itself."""
     return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
 
 
 def require_start() -> None:
-    """Refuses a system, or a choice in the environment, by which no ranks can start.
+    """Checks that ranks can be started.
 
     Raises:
-        ConfigError: There is no such choice.
+        ConfigError: ``FLEETPIPE_START`` has an unknown value.
         UsageError: This system cannot run several ranks.
     """
     systems.require_ranks()
@@ -255,6 +257,10 @@ def require_start() -> None:
 
 def launch(options: argparse.Namespace, *words: str) -> int:
     """Runs a ``fleetpipe`` command on several ranks under Paddle's launcher.
+
+    Args:
+        options: The options of the command.
+        words: The command that each rank runs, with options, before the script.
 
     Returns:
         The exit code of the first rank that failed, 128 + n if signal n ended it; else 0.
@@ -278,7 +284,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         board.begin(folder)
         environment = {**streams.environment(level), attempt_files.FOLDER: str(folder)}
         process = subprocess.Popen(command, env=environment)
-        # The launcher passes these on to the ranks; once they have ended, another changes nothing.
+        # The launcher passes these on to the ranks.
         for number in systems.STOP_SIGNALS:
             signal.signal(number, lambda number, _: process.send_signal(number))
         # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.
@@ -300,7 +306,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
 
 
 def _show_failure(home: Path) -> None:
-    """Shows the error of the rank that failed first, unless the first rank's log has shown it."""
+    """Prints the error of the rank that failed first, unless rank 0 has printed the same error."""
     failures = [report.failure for report in attempt_files.failures(home)]
     seen = {failure.text for failure in failures if failure.rank == 0}
     if failures and failures[0].what == "raised" and failures[0].text not in seen:
@@ -317,7 +323,7 @@ def remove_logs_beyond(folder: Path, ranks: int) -> None:
 
 
 def signal_ranks(home: Path, number: int, but: Container[int] = ()) -> set[int]:
-    """Sends a signal to those processes of an attempt's ranks that have not ended.
+    """Sends a signal to the processes of an attempt's ranks that have not ended.
 
     Args:
         home: The folder of the attempt.
@@ -337,7 +343,7 @@ def signal_ranks(home: Path, number: int, but: Container[int] = ()) -> set[int]:
 
 
 def end_sessions(home: Path) -> None:
-    """Kills the processes that ranks of an attempt left: each rank had its own session."""
+    """Kills the processes that ranks of an attempt have left in their sessions."""
     for _, process in attempt_files.started_ranks(home):
         systems.end_session(process)
 
@@ -371,7 +377,11 @@ def execute_to_the_end(script: Path | kinds.Module, arguments: Sequence[str]) ->
     except Exception as error:
         # Python itself keeps the error here, and fleetpipe finds it when the process ends.
         sys.last_type, sys.last_value = type(error), error
-        sys.last_traceback = error.__traceback__ = _from_script(error)
+        # From the script's own frame on.
+        traceback = error.__traceback__
+        while traceback and traceback.tb_frame.f_globals["__name__"] != "__main__":
+            traceback = traceback.tb_next
+        sys.last_traceback = error.__traceback__ = traceback
         if isinstance(error, PeerFailed) and error.brief:
             sys.stderr.write(f"fleetpipe: {error.brief}\n")
         else:
@@ -384,6 +394,11 @@ def execute_to_the_end(script: Path | kinds.Module, arguments: Sequence[str]) ->
 def _as_main(
     script: Path | kinds.Module, arguments: Sequence[str]
 ) -> Iterator[tuple[ModuleType, CodeType]]:
+    """Makes a script the main module of this process while the context is open.
+
+    Yields:
+        The module and its code.
+    """
     before = sys.argv, sys.path[0], sys.modules["__main__"]
     module = ModuleType("__main__")
     vars(module).update(__builtins__=builtins, __annotations__={}, __cached__=None)
@@ -410,7 +425,7 @@ def _as_main(
 
 
 def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Returns what ``python -m NAME`` runs: the module or, of a package, its ``__main__``."""
+    """Returns the module that ``python -m NAME`` runs, for a package its ``__main__``."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
@@ -419,14 +434,6 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
     if not spec or not code:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return spec, code
-
-
-def _from_script(error: Exception) -> TracebackType | None:
-    """Returns the error's traceback from the script's own frame on."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_globals["__name__"] != "__main__":
-        traceback = traceback.tb_next
-    return traceback
 
 
 def exit_code(status: object) -> int:
@@ -443,11 +450,11 @@ def run(options: argparse.Namespace) -> int:
     """Runs the script with fleetpipe's modules in place of Paddle's.
 
     Returns:
-        The script's exit code; with several ranks that of the first that failed.
+        The script's exit code; with several ranks that of the first rank that failed.
     """
     if to_be_launched(options):
         return launch(options, "run")
-    # It loads Paddle, which a process that launches leaves to its launcher.
+    # Imported here because it imports Paddle, which a process that starts ranks does not need.
     from fleetpipe.launch.substitution import in_place_of_paddles
 
     if options.serve is not None:

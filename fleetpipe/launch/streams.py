@@ -1,7 +1,7 @@
-"""The standard streams of a process of fleetpipe's, and the log lines that they show.
+"""The standard streams of fleetpipe's processes, and the log lines that are shown.
 
-They are open, and silent once their reader is gone. Lines of Paddle's and fleetpipe's logs below a
-level are hidden.
+:func:`prepare` opens streams that are closed, and makes them drop output when their reader is gone.
+:func:`environment` and :func:`quiet` hide lines of Paddle's and fleetpipe's logs below a level.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from fleetpipe.log import FLEETS_LOGGER, NAME
 
 
 def prepare() -> None:
-    """Opens closed standard streams, and makes those without a reader take what is written.
+    """Opens closed standard streams, and makes streams without a reader accept output.
 
-    Call it before what keeps a stream, as a library's log does, is loaded. A second call changes
-    nothing.
+    Call it before libraries are imported whose logs store a stream. A second call changes nothing.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -38,31 +37,31 @@ def prepare() -> None:
 
 
 def flush(more: str = "") -> OSError | None:
-    """Writes ``more`` and the buffer of stdout; returns the error if that fails."""
+    """Writes ``more`` to stdout, and flushes it; returns the error if that fails."""
     if sys.stdout.closed:  # by a script
         return None
     try:
-        if more:  # without buffer, a full disk refuses even nothing
+        if more:  # an unbuffered write of no bytes fails on a full disk
             sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes it once more at its exit.
+        # Or Python would fail at its exit, when it flushes stdout again.
         silence(sys.stdout.fileno())
         return error
     return None
 
 
 def silence(descriptor: int) -> None:
-    """Has nothing come of what this process, and those that it starts, write to a descriptor."""
+    """Makes a descriptor drop what this process, and processes that it starts, write to it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 class _Lasting(io.FileIO):
-    """A file whose reader, say ``head``, may go: then it takes everything and keeps nothing.
+    """A file that drops output after its reader, as ``head``, has ended.
 
-    The verdict of a job must not depend on who reads of it.
+    So the exit code of a job does not depend on its reader.
     """
 
     def write(self, data: Any, /) -> int | None:  # type: ignore[override,unused-ignore]
@@ -74,7 +73,12 @@ class _Lasting(io.FileIO):
 
 
 def _lasting(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
-    """Returns a stream like another one on the same descriptor, which stays open."""
+    """Returns a stream on the descriptor of ``stream`` that outlasts its reader.
+
+    Args:
+        stream: The stream, with the options to copy.
+        raw: The unbuffered file of the stream.
+    """
     file = _Lasting(raw.fileno(), "w", closefd=False)
     file.name = raw.name
     with contextlib.suppress(BrokenPipeError):
@@ -89,34 +93,34 @@ def _lasting(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
     )
 
 
-#: The levels, with the number that Paddle's C++ parts know each by.
+#: The levels, with their numbers in Paddle's C++ parts.
 LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
 DEFAULT_LEVEL = "WARNING"
 
-#: What is left out of the warnings of Paddle's launcher too, as in :mod:`fleetpipe` itself.
+#: The begin of a warning that is hidden in Paddle's launcher, as in :mod:`fleetpipe` itself.
 _CCACHE = "No ccache found"
 
 
 def environment(level: str) -> dict[str, str]:
-    """Returns the environment of a process that hides lines of Paddle's below ``level``.
+    """Returns an environment in which Paddle hides log lines below ``level``.
 
-    It does not affect the lines that Fleet logs in Python: see :func:`quiet`.
+    Lines that Fleet logs in Python are not affected: see :func:`quiet`.
     """
     if LEVELS[level] == 0:
         return dict(os.environ)
     warnings_shown = [os.environ.get("PYTHONWARNINGS"), f"ignore:{_CCACHE}"]
     return {
         "GLOG_minloglevel": str(LEVELS[level]),
-        **os.environ,  # what the user set goes first
+        **os.environ,  # the user's own level is kept
         "PYTHONWARNINGS": ",".join(filter(None, warnings_shown)),
     }
 
 
 @contextmanager
 def quiet(level: str) -> Iterator[None]:
-    """While it is open, Paddle's lines below ``level`` are hidden. Import Paddle within it.
+    """While it is open, Paddle's log lines below ``level`` are hidden. Import Paddle within it.
 
-    A level other than the default stays fleetpipe's until the process ends.
+    A level other than the default is also set for fleetpipe's log, until the process ends.
     """
     if level != DEFAULT_LEVEL:
         logging.getLogger(NAME).setLevel(level)
@@ -127,7 +131,7 @@ def quiet(level: str) -> Iterator[None]:
     def is_shown(record: logging.LogRecord) -> bool:
         return record.levelno >= least
 
-    # A filter: `fleet.init` sets the level itself.
+    # A filter, since `fleet.init` sets the level of the logger.
     least: int = getattr(logging, level)
     logger, before = logging.getLogger(FLEETS_LOGGER), dict(os.environ)
     logger.addFilter(is_shown)

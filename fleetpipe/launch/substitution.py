@@ -1,7 +1,7 @@
 """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules for later imports.
 
-``fleetpipe run`` does it for a script, and ``fleetpipe.install()`` from within one. Modules that
-imported Paddle's before keep them: Paddle itself, and fleetpipe, which delegates to them.
+``fleetpipe run`` does so for a script, and ``fleetpipe.install()`` within a script. Modules that
+have imported Paddle's modules before keep them: Paddle itself, and fleetpipe, which calls them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -31,17 +31,17 @@ from fleetpipe.paddle_api.meta_parallel import resharding_within
 def in_place_of_paddles() -> Iterator[None]:
     """While it is open, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
 
-    So do attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
-    fleetpipe replaces. The others stay Paddle's. On a CPU ``auto_parallel.pipelining`` runs on the
-    engine, and functions that need a GPU say so.
+    Attributes, as in ``paddle.distributed.fleet.init``, do so too, and all submodules that
+    fleetpipe replaces; other submodules stay Paddle's. On a CPU ``auto_parallel.pipelining`` runs
+    on the engine, and functions that need a GPU raise an error that says so.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
-    # Not all: 2.6.2 lacks one.
+    # Paddle 2.6.2 does not have all of them.
     stock = {name: sys.modules[name] for name in counterparts if name in sys.modules}
 
     def find(fullname: str) -> ModuleSpec | None:
-        """Finds submodules of Paddle's packages; a replacement's path lacks Paddle's files."""
+        """Finds Paddle's submodules, which are not in the folders of fleetpipe's packages."""
         package = stock.get(fullname.rpartition(".")[0])
         if package is None:
             return None
@@ -71,7 +71,7 @@ def in_place_of_paddles() -> Iterator[None]:
 def _jobs_beside_groups() -> Iterator[None]:
     """While it is open, a script may call ``init_parallel_env`` before ``fleet.init``.
 
-    Without this, Paddle's store would take the address of the job's if the launcher set none.
+    Without this, Paddle's store would use the address of the job's store if the launcher set none.
     """
     stock = paddle.distributed.init_parallel_env
 
@@ -93,39 +93,31 @@ def without_gpu() -> Iterator[None]:
     before processes exchange them; here they copy them on the CPU, from which Gloo sends.
     ``paddle.device.synchronize()``, which its Trainer calls, does nothing.
 
-    Other callers' ``Tensor.cuda`` and ``pin_memory`` are Paddle's. It does nothing if this process
-    computes on a GPU.
+    For other callers ``Tensor.cuda`` and ``pin_memory`` are Paddle's. The context changes nothing
+    if this process computes on a GPU.
     """
-    if device_kind() == "cpu":
-        skipping = _skipping(paddle.device.synchronize)
-        with resharding_within(_copying), replaced((paddle.device, "synchronize", skipping)):
-            yield
-    else:
+    if device_kind() != "cpu":
         yield
+        return
+    stock, clone = paddle.device.synchronize, paddle.Tensor.clone
 
-
-@contextmanager
-def _copying() -> Iterator[None]:
-    clone = paddle.Tensor.clone
-    with replaced((paddle.Tensor, "cuda", clone), (paddle.Tensor, "pin_memory", clone)):
-        yield
-
-
-def _skipping(function: Callable[..., Any]) -> Callable[..., None]:
     def synchronize(device: Any = None) -> None:
         if device is not None or device_kind() != "cpu":
-            function(device)
+            stock(device)
 
-    return synchronize
+    moves = (paddle.Tensor, "cuda", clone), (paddle.Tensor, "pin_memory", clone)
+    copying = functools.partial(replaced, *moves)
+    with resharding_within(copying), replaced((paddle.device, "synchronize", synchronize)):
+        yield
 
 
 _installed = ExitStack()
 
 
 def install() -> None:
-    """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules from here on.
+    """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules until the process ends.
 
-    Under ``fleetpipe run``, and the second time, it does nothing.
+    Under ``fleetpipe run``, and in a second call, it does nothing.
 
     Raises:
         ConfigError: A module has imported a name from ``paddle.distributed.fleet`` that fleetpipe
@@ -141,12 +133,12 @@ def install() -> None:
     except ConfigError:
         _installed.close()
         raise
-    # Taken back in order: at the very end Python would do it with half of its modules gone.
+    # Closed before the interpreter ends, when it would remove modules in any order.
     atexit.register(_installed.close)
 
 
 def _refuse_early_imports(modules: dict[str, ModuleType]) -> None:
-    """Refuses modules that hold a replaced module, class or function of Paddle's."""
+    """Raises an error if a module has imported a replaced module, class or function of Paddle's."""
     replaced = {
         id(modules[name]): name for name in modules if sys.modules[name] is not modules[name]
     }

@@ -147,20 +147,17 @@ class Generators:
                 items = value.values() if isinstance(value, dict) else value
                 values += items if several else [value]
         self._python = [one for one in values if isinstance(one, random.Random)]
-        self._numpy = [
-            one for one in values if isinstance(one, (np.random.Generator, np.random.RandomState))
-        ]
+        kinds = (np.random.Generator, np.random.RandomState)
+        self._numpy: list[Any] = [one for one in values if isinstance(one, kinds)]
 
     def states(self) -> object:
         """Returns a value that compares unequal when any of their states has changed."""
+        sources = [getattr(g, "bit_generator", None) or g._bit_generator for g in self._numpy]
         return (
             random.getstate(),
             pickle.dumps(np.random.get_state()),
             [one.getstate() for one in self._python if not isinstance(one, random.SystemRandom)],
-            [
-                pickle.dumps((getattr(one, "bit_generator", None) or one._bit_generator).state)
-                for one in self._numpy
-            ],
+            [pickle.dumps(source.state) for source in sources],
         )
 
 

@@ -1,8 +1,9 @@
 """Judges how an attempt ended, and decides whether the job restarts, on how many ranks, or ends.
 
-The verdict says which rank failed first, in which step, and with which error. A place is given up
-when its rank has failed twice without a step between, or once after it was tried again. Nothing
-here starts a process, reads a clock or loads Paddle.
+Start with :func:`judge`, which returns a ``Verdict``: which rank failed first, in which step, and
+with which error; then :func:`after`. A place is the position of a rank on the host; it is given up
+when its rank has failed twice without a step in between, or once after it was tried again. Nothing
+here starts a process, reads a clock or imports Paddle.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from fleetpipe.job.attempt_files import Failure
 from fleetpipe.job.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
 
-#: Which cards a process sees; Paddle's launcher gives each rank one of them.
+#: The variable with the cards that a process sees; Paddle's launcher gives each rank one of them.
 _CARDS = "CUDA_VISIBLE_DEVICES"
-#: Is there where a driver of cards is.
+#: A file that exists if the host has a driver of cards.
 _CARDS_DRIVER = "/dev/nvidiactl"
 
 
@@ -31,12 +32,12 @@ class Width(NamedTuple):
     """The places that have a rank in an attempt.
 
     Attributes:
-        places: Their numbers, ascending; empty if all have one.
-        lost: Those that were given up, also while they are tried again.
-        whole: How many there are; 0 until one is given up.
-        left: How many had a rank when one was given up last.
-        since: The step in which one was given up, or after which all have a rank again.
-        seconds: After how long those that were given up are tried again.
+        places: The numbers of these places, ascending; empty if all places have a rank.
+        lost: The places that were given up, also while they are tried again.
+        whole: The number of all places; 0 until a place is given up.
+        left: The number of places with a rank after a place was last given up.
+        since: The step in which a place was given up, or after which all have a rank again.
+        seconds: The seconds after which places that were given up are tried again.
     """
 
     places: tuple[int, ...] = ()
@@ -48,11 +49,11 @@ class Width(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are; 0 if that is not known."""
+        """The number of ranks; 0 if it is unknown."""
         return len(self.places) or self.whole
 
     def fails_trial(self, rank: int, step: int | None) -> bool:
-        """Whether a rank on a place that is tried again has failed in its first step there."""
+        """Whether a rank that failed in ``step`` was in its first step on a place tried again."""
         return not self.places and rank in self.lost and step in (None, self.since)
 
     def without(self, rank: int, ranks: int, left: int, step: int | None, seconds: float) -> Width:
@@ -60,10 +61,10 @@ class Width(NamedTuple):
 
         Args:
             rank: The rank.
-            ranks: How many there are now.
-            left: How many there are to be.
-            step: The step in which it failed.
-            seconds: After how long a place is tried again.
+            ranks: The number of ranks now.
+            left: The number of ranks in the next attempt.
+            step: The step in which the rank failed.
+            seconds: The seconds after which a place is tried again.
         """
         places = self.places or tuple(range(ranks))
         working = tuple(place for place in places if place != places[rank])
@@ -71,31 +72,33 @@ class Width(NamedTuple):
         return Width(working[:left], lost, max(self.whole, ranks), left, step, seconds)
 
     def with_fewer(self, left: int) -> Width:
-        """Returns the width in which only so many of the places have a rank."""
+        """Returns the width in which only the first ``left`` of the places have a rank."""
         return self._replace(places=self.places[:left], left=left)
 
     def with_all(self, step: int) -> Width:
-        """Returns the width in which all places have a rank again after some steps."""
+        """Returns the width in which all places have a rank again after ``step`` steps."""
         return self._replace(places=(), since=step)
 
     def environment(self, here: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Returns what the ranks of this width have in their environment."""
+        """Returns the variables for the ranks: the number of all places, and the cards left.
+
+        Args:
+            here: The environment of this process.
+        """
         if not self.places:
             return {}
-        names = here.get(_CARDS, "").split(",") if _CARDS in here else _all_cards(self.whole)
+        # Without the variable a process sees all cards of the host, by their numbers.
+        usual = map(str, range(self.whole)) if os.path.exists(_CARDS_DRIVER) else ()
+        names = here[_CARDS].split(",") if _CARDS in here else [*usual]
         seen = [names[place] for place in self.places if place < len(names) and names[place]]
         cards = {_CARDS: ",".join(seen)} if seen else {}
         return {attempt_files.WHOLE_SIZE: str(self.whole), **cards}
 
 
-def _all_cards(places: int) -> list[str]:
-    """Returns the numbers of the cards of a host on which no variable names some."""
-    return [str(place) for place in range(places)] if os.path.exists(_CARDS_DRIVER) else []
-
-
+#: The most lines of a traceback that are shown.
 _MOST_LINES = 12
 _FREE_SPACE = "free space on the disk that the error above names, which is full"
-#: What to do about errors of a disk, which are not the fault of a step, by their words.
+#: By the text of an error of the disk, which is not the fault of a step, what to do about it.
 _OF_THE_DISK = {
     os.strerror(errno.ENOSPC): _FREE_SPACE,
     os.strerror(errno.EDQUOT): _FREE_SPACE,
@@ -115,15 +118,15 @@ class Verdict:
             shows it.
         saved: Number of steps saved, if the attempt was asked to end; else None.
         step: The step in which the first rank failed; None before the first step.
-        culprit: The rank that failed first, and how; empty if none did.
-        details: The end of its traceback, or the places of all ranks.
+        culprit: The rank that failed first, and how, in words; empty if none failed.
+        details: The end of its traceback, or the stacks of all ranks.
         raised: Whether it raised an error, which a restart may repeat.
         permanent: Whether a restart cannot cure that error.
         shown: Whether the terminal has shown that error already.
         done: Number of steps that the pipeline did in the attempt; None if ``step`` is known.
-        place: The rank that failed first, if what it runs on may be at fault: it died, or it alone
-            raised before the first step; or the one that hung, where others waited for it.
-        died: The ranks whose last process a signal ended.
+        place: The rank whose place may be at fault: it died first, or only it raised an error
+            before the first step, or it hung and others waited for it; else None.
+        died: The ranks whose last process was ended by a signal.
     """
 
     code: int
@@ -141,8 +144,8 @@ class Verdict:
     def repeats(self, other: Verdict) -> bool:
         """Whether this failure is the same as ``other``.
 
-        It is if both failed in the same step; before any step, when a rank may have been killed
-        while it loaded, if both raised the same kind of error in the same line.
+        Two failures are the same in the same step. Before the first step, in which a rank may be
+        killed while it starts, they are if both raised the same kind of error in the same line.
         """
         if self.step is None or other.step is None:
             both = self.raised and other.raised
@@ -151,7 +154,7 @@ class Verdict:
 
     @property
     def disk_full(self) -> str:
-        """What to do about a disk that took no more, so the step is not at fault; else empty."""
+        """What to do about a full disk, so that the step is not at fault; else an empty text."""
         words = f"{self.culprit}\n{self.details}"
         return next((to_do for error, to_do in _OF_THE_DISK.items() if error in words), "")
 
@@ -170,7 +173,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     Args:
         home: The folder of the attempt.
         code: The exit code of the launcher.
-        shown: The rank whose output is on the terminal; None if there is none.
+        shown: The rank whose output is on the terminal; None if no rank's is.
     """
     saved = attempt_files.preempted_at(home)
     if code == 0 or saved is not None:
@@ -195,7 +198,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     of_place = failure.what == "died" or (raised and step is None and raising == {rank})
     place = rank if of_place else None
     if failure.what == "timed out" and len(died) == 1:
-        (place,) = died  # one that hangs does not even end
+        (place,) = died  # a rank that hangs is killed in the end
     return Verdict(
         code,
         None,
@@ -220,7 +223,7 @@ def _first(home: Path) -> tuple[int | None, int, Failure | None]:
     ]
     failed = [(rank, code) for rank, code in ended if code]
     culprits = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed
-    # A process that is ended by a signal tells nobody; before it others do not fail.
+    # A process that is ended by a signal leaves no record, and other ranks fail after it.
     if culprits and culprits[0][1] < 0 and culprits[0] == failed[0]:
         rank = culprits[0][0]
     elif failures:
@@ -230,11 +233,12 @@ def _first(home: Path) -> tuple[int | None, int, Failure | None]:
     else:
         return None, 0, None
     report = [failure for failure in failures if failure.rank == rank]
-    # Of one that was replaced the first: the launcher may have ended the last for the other ranks.
+    # The first code of a rank that was replaced: the launcher may have ended its last process.
     return rank, dict(reversed(failed)).get(rank, 0), report[0] if report else None
 
 
 def _in_words(code: int) -> str:
+    """Returns how a process ended, by its exit code, which is -n if signal n ended it."""
     if code >= 0:
         return f"ended with {code}"
     try:
@@ -243,7 +247,7 @@ def _in_words(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-#: Status of a job of which one step failed twice in a row: EX_DATAERR.
+#: The exit code of a job in which one step failed twice in a row: EX_DATAERR.
 POISONED = 65
 
 
@@ -251,9 +255,9 @@ class Attempt(NamedTuple):
     """The number of an attempt, and the failures before it.
 
     Attributes:
-        number: Its number, from 1.
+        number: The number, from 1.
         restarts: Number of earlier attempts that failed.
-        failed: The failure of the attempt before; None if there was none.
+        failed: The failure of the last attempt; None if there was none.
         width: The places that have a rank.
     """
 
@@ -288,7 +292,7 @@ class Again(NamedTuple):
 
 
 def with_interrupt(verdict: Verdict, stopped_by: int | None) -> Verdict:
-    """Returns the verdict on an attempt: interrupted if Ctrl-C ended it, whatever its records.
+    """Returns the verdict on an attempt; if Ctrl-C has ended it, the verdict is "interrupted".
 
     Args:
         verdict: The verdict by its records.
@@ -327,6 +331,7 @@ def after(
 def _after_failure(
     attempt: Attempt, verdict: Verdict, max_restart: int, stopped_by: int | None
 ) -> End | Again:
+    """Decides what follows an attempt that has failed; see :func:`after`."""
     account = _account(attempt.number, verdict)
     if stopped_by is not None:
         said = f"asked to stop by {signal.Signals(stopped_by).name}, the job saved nothing: "
@@ -348,10 +353,10 @@ def _after_failure(
 def _account(number: int, verdict: Verdict) -> str:
     """Returns a text that says how an attempt failed."""
     when = _progress(verdict) if verdict.step is None else f" in step {verdict.step}"
-    said, *more = f"attempt {number} ended{when}: {verdict.culprit}".splitlines()
+    first, *more = f"attempt {number} ended{when}: {verdict.culprit}".splitlines()
     if verdict.shown:
-        return said
-    return "\n".join([said, *more, *(f"    | {line}" for line in verdict.details.splitlines())])
+        return first
+    return "\n".join([first, *more, *(f"    | {line}" for line in verdict.details.splitlines())])
 
 
 def _progress(verdict: Verdict) -> str:
@@ -363,7 +368,7 @@ def _progress(verdict: Verdict) -> str:
 
 
 def _poison(verdict: Verdict) -> str:
-    """Returns a text that says why a job that failed twice alike is not restarted."""
+    """Returns a text that says why a job that failed twice in the same way is not restarted."""
     what = f"the job failed twice in a row with the same error{_progress(verdict)}"
     if verdict.step is not None:
         what = f"step {verdict.step} failed twice in a row"
@@ -375,12 +380,12 @@ def _poison(verdict: Verdict) -> str:
 
 
 class KeptRanks(NamedTuple):
-    """What the ranks have kept in memory.
+    """The state that the ranks have kept in memory.
 
     Attributes:
         step: The newest step.
-        ranks: How many ranks have kept it.
-        smaller: The smaller numbers of ranks that the script's degrees allow, the largest first.
+        ranks: The number of ranks that have kept this step.
+        smaller: The smaller numbers of ranks that the script's degrees allow, in descending order.
     """
 
     step: int
@@ -400,21 +405,27 @@ def with_fewer(
     least: int,
     seconds: float,
 ) -> End | Again:
-    """Returns what follows an attempt that failed, in a job that may go on with fewer ranks.
+    """Decides what follows an attempt that failed, in a job that may go on with fewer ranks.
 
     Args:
         attempt: The attempt.
         verdict: How it ended.
-        then: What follows if no place is given up.
-        kept: Returns what the ranks have kept; None if no step.
+        then: The decision if no place is given up.
+        kept: Returns the state that the ranks have kept; None if they have kept no step.
         least: The smallest number of ranks.
-        seconds: After how long a place is tried again.
+        seconds: The seconds after which a place is tried again.
     """
     rank, before, newest = verdict.place, attempt.width, kept()
     if newest is None:
         return then
     if verdict.permanent and before.places and newest.ranks != len(before.places):
-        return _with_still_fewer(attempt, newest, then, least)
+        # The script refuses these ranks before a first step: its layers may not divide so.
+        refused = len(before.places)
+        fewer = newest.fewer(refused)
+        if fewer < least:
+            return then
+        why, width = f"the script refuses {refused} ranks", before.with_fewer(fewer)
+        return _goes_on(attempt, why, newest.step, width, then)
     if rank is None or verdict.permanent:
         return then
     # A trial lasts until all ranks have kept a step.
@@ -432,38 +443,25 @@ def with_fewer(
     return _goes_on(attempt, lost, newest.step, width, then)
 
 
-def _with_still_fewer(
-    attempt: Attempt, newest: KeptRanks, then: End | Again, least: int
-) -> End | Again:
-    """Returns what follows where a script refuses the ranks that are left before their first step.
-
-    Its layers may not divide by so many stages.
-    """
-    refused = len(attempt.width.places)
-    fewer = newest.fewer(refused)
-    if fewer < least:
-        return then
-    width = attempt.width.with_fewer(fewer)
-    return _goes_on(attempt, f"the script refuses {refused} ranks", newest.step, width, then)
-
-
 def _goes_on(attempt: Attempt, why: str, step: int, width: Width, then: End | Again) -> Again:
+    """Returns the decision to go on with fewer ranks, and its lines for the user."""
     count = "1 rank" if width.left == 1 else f"{width.left} ranks"
     said = f"{why}: the job goes on after {step} steps, from memory, with {count} of {width.whole}"
     return Again(Attempt(attempt.number + 1, width=width), (then.said[0], said))
 
 
 def with_all(attempt: Attempt, step: int) -> Again:
-    """Returns the attempt in which places that were given up have a rank again."""
+    """Returns the decision to start all ranks again, on places that were given up too."""
     width = attempt.width.with_all(step)
     said = f"after {step} steps the job goes on with all {width.whole} ranks again"
     return Again(Attempt(attempt.number + 1, attempt.restarts, width=width), (said,))
 
 
 def with_as_many(attempt: Attempt, then: End | Again) -> Again:
-    """Returns the attempt that follows where ranks failed as they ended for the sake of all.
+    """Returns the decision to go on with as many ranks, after they failed to save and end.
 
-    A disk may be full: with what they keep in memory they go on, and are asked again later.
+    They were asked to, so that all ranks start again; a disk may be full. They go on from memory,
+    and are asked again later.
     """
     width = attempt.width._replace(seconds=2 * attempt.width.seconds)
     said = f"as many ranks go on, and all of them are tried after {width.seconds:g} s"
@@ -472,7 +470,7 @@ def with_as_many(attempt: Attempt, then: End | Again) -> Again:
 
 
 def _is_lost(attempt: Attempt, verdict: Verdict, rank: int, then: End | Again) -> bool:
-    """Whether the place of the rank that failed first is given up."""
+    """Whether the place of a rank, which failed first, is given up."""
     width, before = attempt.width, attempt.failed
     if width.places and verdict.step is not None and verdict.step == width.since:
         return False  # the step fails on other places too

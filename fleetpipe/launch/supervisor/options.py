@@ -97,5 +97,5 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _of_several_hosts(_: str) -> None:
-    """Refuses an option that belonged to a launcher of several hosts, which was removed."""
+    """Raises the error for an option of several hosts, whose launcher was removed."""
     raise argparse.ArgumentTypeError("several hosts are nodes of a Ray cluster: give --ray ADDRESS")

@@ -1,12 +1,11 @@
 """Runs Paddle's launcher once for each attempt, in a fork of a process that has loaded it.
 
-It is started by its path, with the descriptor of a socket to the supervisor, which orders one
-attempt after another: a line of JSON with arguments and environment, answered by one with the exit
-code. Another line ends the attempt that runs. When the supervisor is gone, the attempt ends, and
-then this process.
+It is started by its path, with the descriptor of a socket to the supervisor. The supervisor orders
+one attempt after another: a line of JSON with arguments and environment, which is answered by a
+line with the exit code. The line ``pods.STOP`` ends the running attempt. When the supervisor is
+gone, the attempt ends, and then this process.
 
-Its second argument is a file, which gets the output of this process until it can serve, and is then
-removed.
+The second argument is a file for the output of this process until it can serve; it is then removed.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _LOADING = Path(sys.argv[2])
 _ERRORS = os.dup(2)
 os.dup2(os.open(_LOADING, os.O_WRONLY | os.O_CREAT), 2)
 
-# Run by path, this file's folder stands first on the path of modules, and must not.
+# Python puts the folder of a file that is run by its path first on sys.path.
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 from fleetpipe.systems import STOP_SIGNALS  # noqa: E402
 
-# A scheduler may send these to all processes; what they ask for, the supervisor does. Until Paddle,
-# which takes them for a report of its own, is loaded, they wait.
+# A scheduler may send these to all processes; only the supervisor acts on them. They wait until
+# Paddle is loaded, whose handlers would print its stack.
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # type: ignore[attr-defined,unused-ignore]
 
 from fleetpipe.launch import forked_ranks, streams  # noqa: E402
@@ -43,40 +42,44 @@ from fleetpipe.launch.supervisor import pods  # noqa: E402
 
 def serve(supervisor: socket.socket) -> None:
     """Runs attempts until the supervisor is gone."""
-    said = b""
+    received = b""
     while more := supervisor.recv(1 << 16):
-        *lines, said = (said + more).split(b"\n")
+        *lines, received = (received + more).split(b"\n")
         orders = [line for line in lines if line + b"\n" != pods.STOP]
         for line in orders:
-            # An attempt that is to end before it began is not begun.
+            # An attempt that was stopped before it began is not started.
             stopped = lines[-1] + b"\n" == pods.STOP
             code = 1 if stopped else _attempt(pods.Order(**json.loads(line)), supervisor)
             supervisor.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
 def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
-    """Runs one attempt and returns the code of Paddle's launcher."""
-    lasting, held = os.pipe()
+    """Runs one attempt in a fork, and returns the exit code of Paddle's launcher."""
+    read_end, write_end = os.pipe()
     process = os.fork()  # type: ignore[attr-defined,unused-ignore]
     if process == 0:
-        os.close(lasting)
+        os.close(read_end)
         supervisor.close()
         _launch(order)
-    os.close(held)
-    # The end of the pipe that the fork holds closes with it; its children have no copy.
-    ended, _, _ = select.select([lasting, supervisor.fileno()], [], [])
-    if lasting not in ended:
-        os.kill(process, signal.SIGABRT)  # as SIGTERM is left to the ranks
-    os.close(lasting)
+    os.close(write_end)
+    # The write end closes when the fork ends; the fork's children have no copy of it.
+    ended, _, _ = select.select([read_end, supervisor.fileno()], [], [])
+    if read_end not in ended:
+        os.kill(process, signal.SIGABRT)  # SIGTERM would be passed on to the ranks
+    os.close(read_end)
     _, status = os.waitpid(process, 0)
     return in_a_shell(os.waitstatus_to_exitcode(status))
 
 
 def _launch(order: pods.Order) -> NoReturn:
-    """Runs Paddle's launcher in this process, which then exits; a fork of it goes on as a rank."""
+    """Runs Paddle's launcher in this process, which then exits.
+
+    Raises:
+        ForkedRank: In a fork of this process, which becomes a rank.
+    """
     code = 1
     try:
-        # Names and ports would be those of the attempt before.
+        # Or names and ports would be those of the last attempt.
         random.seed()
         sys.argv = ["fleetpipe launch", *order.arguments]
         os.environ.update(order.environment)
@@ -98,14 +101,15 @@ def _end_loading() -> None:
     sys.stderr.flush()
     os.dup2(_ERRORS, 2)
     os.close(_ERRORS)
-    with contextlib.suppress(FileNotFoundError):  # of a supervisor that was killed
+    with contextlib.suppress(FileNotFoundError):  # the supervisor was killed
         sys.stderr.write(_LOADING.read_text(encoding="utf-8", errors="replace"))
         sys.stderr.flush()
         _LOADING.unlink()
 
 
 def _serve_supervisor() -> None:
-    with contextlib.suppress(ConnectionError):  # a supervisor that was killed
+    """Serves on the socket that the supervisor has passed."""
+    with contextlib.suppress(ConnectionError):  # the supervisor was killed
         serve(socket.socket(fileno=int(sys.argv[1])))
 
 
@@ -115,7 +119,7 @@ if __name__ == "__main__":
     _end_loading()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
-    # It ends an attempt: without the stack of C++, where Paddle's launcher has no handler yet.
+    # SIGABRT ends an attempt; the default handler prints no C++ stack, as Paddle's would.
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
     forked_ranks.run_launcher(_serve_supervisor)

@@ -16,9 +16,9 @@ from fleetpipe.errors import UsageError
 from fleetpipe.launch.script import in_a_shell
 
 _SERVER = Path(__file__).with_name("pod_server.py")
-#: Asks for the end of an attempt.
+#: The line that ends an attempt.
 STOP = b"stop\n"
-#: Seconds in which the process ends once nobody asks it for anything.
+#: The most seconds that the process takes to end after its socket is closed.
 _LAST_SECONDS = 10.0
 
 
@@ -51,7 +51,7 @@ class Pods:
                 command,
                 env=self._environment,
                 pass_fds=[its.fileno()],
-                # What a terminal sends reaches the supervisor alone, which decides.
+                # Signals of the terminal reach only the supervisor, which decides.
                 start_new_session=True,
             )
 
@@ -60,11 +60,11 @@ class Pods:
         return self._socket.fileno()
 
     def start(self, order: Order) -> None:
-        """Starts an attempt; starts the process anew if it has ended."""
+        """Starts an attempt, and a new process if the last one has ended."""
         if self._process.poll() is not None:
             self._socket.close()
             self._begin()
-        # Where it has ended meanwhile, code() says so.
+        # If it ends meanwhile, code() returns its exit code.
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
 
@@ -79,7 +79,7 @@ class Pods:
     def code(self) -> int:
         """Waits for the attempt's end, and returns the exit code of the launcher.
 
-        If the process itself was killed, it kills what is left of it, and returns its code.
+        If the process itself was killed, its session is killed too, and its code is returned.
 
         Raises:
             UsageError: The process could not load Paddle's launcher.
@@ -87,11 +87,11 @@ class Pods:
         answer = b""
         while not answer.endswith(b"\n"):
             more = b""
-            with contextlib.suppress(ConnectionResetError):  # it has not read the order
+            with contextlib.suppress(ConnectionResetError):  # it ended before it read the order
                 more = self._socket.recv(1 << 12)
             if not more:
                 code = in_a_shell(self._process.wait())
-                systems.end_session(self._process.pid)  # a launcher that it began
+                systems.end_session(self._process.pid)  # a launcher that it has started
                 if self._loading.exists():
                     raise self._not_loaded(code)
                 return code or 1
@@ -99,19 +99,19 @@ class Pods:
         return int(json.loads(answer)["code"])
 
     def _not_loaded(self, code: int) -> UsageError:
-        """Returns the error of a process that ended before it had loaded Paddle's launcher."""
-        said = self._loading.read_text(encoding="utf-8", errors="replace").splitlines()
-        # The last thing that was said, and what belongs to it.
-        first = max((n for n, line in enumerate(said) if line and line[0] != " "), default=0)
+        """Returns the error for a process that ended before it had loaded Paddle's launcher."""
+        lines = self._loading.read_text(encoding="utf-8", errors="replace").splitlines()
+        # The last message, with its indented lines.
+        first = max((n for n, line in enumerate(lines) if line and line[0] != " "), default=0)
         return UsageError(
             f"Paddle's launcher cannot be loaded: the process that does ended with {code}",
-            got="\n".join(said[first:]) or "not a word of why",
+            got="\n".join(lines[first:]) or "not a word of why",
             fix="pip install paddlepaddle (CPU) or paddlepaddle-gpu (GPU) where that is missing; "
             f"else see what {sys.executable} -c 'import paddle.distributed.launch' says",
         )
 
     def close(self) -> None:
-        """Ends the process, and the attempt that runs."""
+        """Ends the process, and the running attempt."""
         self._socket.close()
         try:
             self._process.wait(_LAST_SECONDS)

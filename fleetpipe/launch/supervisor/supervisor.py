@@ -1,4 +1,8 @@
-"""Starts the ranks of a job on this host, stops them, and restarts all of them if one fails."""
+"""Starts the ranks of a job on this host, stops them, and restarts all of them if one fails.
+
+Start with :func:`run`. ``Supervisor`` runs one attempt after another, ``Local`` starts and stops
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +51,15 @@ from fleetpipe.launch.supervisor.attempts import (
 from fleetpipe.launch.supervisor.pods import Order, Pods
 from fleetpipe.systems import STOP_SIGNALS
 
-#: Those that ask for the same, and after which the next one ends the job at once.
+#: The signals of Ctrl-C: they stop a job like the others, and a second one ends it at once.
 BREAK_SIGNALS = (signal.SIGINT,)
 
 
 class Signals:
-    """Reads the signals that have arrived from a socket."""
+    """Reads, from a socket, the signals that have arrived."""
 
     def __init__(self, received: socket.socket) -> None:
-        """Takes the socket into which Python writes the number of each signal."""
+        """Stores the socket into which Python writes the number of each signal."""
         self._received = received
 
     def fileno(self) -> int:
@@ -71,7 +75,7 @@ class Signals:
 
 @contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """While it is open, signals only go to the yielded :class:`Signals`. For the main thread."""
+    """Collects signals in the yielded :class:`Signals` while it is open. For the main thread."""
     received, sent = socket.socketpair()
     numbers = (*STOP_SIGNALS, *BREAK_SIGNALS)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -93,7 +97,7 @@ class Local:
     """The ranks of this host, for one attempt after another.
 
     Attributes:
-        kept: The folder in memory where they keep their state.
+        kept: The folder in memory in which the ranks keep their state.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, board: Any) -> None:
@@ -111,9 +115,9 @@ class Local:
         self._board = board
         self.kept = folder / "kept"
         self.kept.mkdir()
-        #: The folder of the attempt that runs.
+        #: The folder of the running attempt.
         self._home = folder
-        #: Its ranks that have the last signal.
+        #: The ranks to which the last signal was sent.
         self._signalled: set[int] = set()
 
     def fileno(self) -> int:
@@ -124,7 +128,7 @@ class Local:
         """Starts an attempt.
 
         Raises:
-            ConfigError: The folder in memory has no room for its files, or that of the logs none.
+            ConfigError: The folder in memory, or the folder of the logs, has no room.
         """
         require_folder("--log-dir", self._options.log_dir)
         self._home = self._folder / f"attempt-{attempt.number}"
@@ -139,16 +143,16 @@ class Local:
         self._pods.start(Order(self._arguments(len(attempt.width.places)), environment))
 
     def end(self) -> Verdict:
-        """Judges an attempt that has ended, and kills processes that are left of it."""
+        """Judges an attempt that has ended, and kills processes that it has left."""
         try:
             return judge(self._home, self._pods.code(), shown=0)
         finally:
             end_sessions(self._home)
 
     def record(self, number: int, verdict: Verdict) -> None:
-        """Writes how an attempt ended to the records of its run, for ``fleetpipe report``.
+        """Writes how an attempt ended into the records of its run, for ``fleetpipe report``.
 
-        An attempt that succeeded has written that itself.
+        An attempt that succeeded has written its end itself.
         """
         if verdict == Verdict(0):
             return
@@ -163,33 +167,36 @@ class Local:
             "details": verdict.details,
         }
         for folder in attempt_files.records(self._home):
-            # A disk that is full must not keep the job from being started again.
+            # A full disk must not prevent the restart of the job.
             with contextlib.suppress(OSError):
                 run_files.append_line(folder / run_files.ATTEMPTS, end)
 
     def has_done_a_step(self) -> bool:
-        """Whether the pipeline has done a step in the attempt that runs."""
+        """Whether the pipeline has done a step in the running attempt."""
         return attempt_files.steps_done(self._home) > 0
 
     def stop(self, number: int) -> None:
-        """Signals the ranks to finish their step, save and end; if none has started, none will."""
+        """Sends the ranks a signal to finish their step, save and end.
+
+        If no rank has started yet, the attempt ends at once.
+        """
         self._signalled = set()
         self.stop_late(number)
 
     def stop_late(self, number: int) -> None:
-        """Signals the ranks that have started since the last signal, as :meth:`stop` does."""
+        """Sends the signal of :meth:`stop` to ranks that have started since."""
         self._signalled = signal_ranks(self._home, number, but=self._signalled)
         if not self._signalled:
             self._pods.stop()
 
     def kill(self) -> None:
-        """Kills the ranks at once, and a launcher that has not started any."""
+        """Kills the ranks, or a launcher that has not started any."""
         attempt_files.refuse_healing(self._home)
         signal_ranks(self._home, systems.SIGKILL)
         self._pods.stop()
 
     def _arguments(self, fewer: int) -> list[str]:
-        """Returns the arguments of Paddle's launcher; ``fewer`` is 0 for all ranks."""
+        """Returns the arguments of Paddle's launcher for ``fewer`` ranks; 0 starts all ranks."""
         options = self._options
         ranks = fewer or options.nproc_per_node
         words = ["--log_dir", options.log_dir, "--log_level", options.log_level]
@@ -199,6 +206,7 @@ class Local:
         return [*words, *script_words(options)]
 
     def _environment(self, number: int) -> dict[str, str]:
+        """Returns the variables that the ranks of an attempt get."""
         variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
         if self._options.checkpoint_dir is not None:
             variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
@@ -219,9 +227,9 @@ def run(options: argparse.Namespace) -> int:
         first in the last attempt.
 
     Raises:
-        ConfigError: ``--nnodes`` asks for several hosts, ``--least`` for no fewer ranks, or the
-            folder of the logs or of the checkpoints cannot be written to; or
-            ``FLEETPIPE_START`` is wrong.
+        ConfigError: ``--nnodes`` asks for several hosts, ``--least`` is not below the number of
+            ranks, ``FLEETPIPE_START`` is wrong, or the folder of the logs or of the checkpoints
+            cannot be written to.
         UsageError: Paddle's launcher cannot be loaded.
     """
     require_start()
@@ -252,9 +260,9 @@ def run(options: argparse.Namespace) -> int:
         return Supervisor(options, Local(options, folder, pods, board), signals).run()
 
 
-#: Seconds between two looks for ranks that start when the job was asked to stop.
+#: Seconds between two searches for ranks that have started after the job was asked to stop.
 _LOOK_SECONDS = 0.2
-#: A wait may not last for ever, nor for as long as a user says.
+#: The most seconds of one wait: select() accepts no number that a user may give.
 _LONGEST_WAIT = 3600.0
 
 
@@ -267,11 +275,11 @@ class Supervisor:
         self._signals = signals
         #: The first signal that asked the job to stop.
         self._stopped_by: int | None = None
-        #: The last one, which the ranks get.
+        #: The last signal, which is sent to the ranks.
         self._signal = 0
-        #: When ranks are ended that were asked to stop and have not; infinite for never.
+        #: When ranks that were asked to stop are killed; infinite for never.
         self._deadline: float | None = None
-        #: When a job with fewer ranks is asked to end for the sake of all; infinite once it was.
+        #: When fewer ranks are asked to end, so that all start again; infinite once they were.
         self._wider_at: float | None = None
 
     def run(self) -> int:
@@ -312,6 +320,7 @@ class Supervisor:
         )
 
     def _newest_kept(self) -> KeptRanks | None:
+        """Returns the state that the ranks have kept in memory; None if there is none."""
         kept = extra("kept_state").newest_kept(self._local.kept)
         return None if kept is None else KeptRanks(*kept)
 
@@ -335,23 +344,17 @@ class Supervisor:
             elif self._deadline is not None and not ready:
                 self._local.stop_late(self._signal)
             elif self._wider_at is not None and time.monotonic() >= self._wider_at:
-                self._widen()
-
-    def _widen(self) -> None:
-        """Asks fewer ranks to end for the sake of all, once they have done a step.
-
-        Nothing is late if that takes long: they train meanwhile.
-        """
-        if self._local.has_done_a_step():
-            self._wider_at = math.inf
-            self._ask(signal.SIGTERM, grace=math.inf)
-        else:
-            self._wider_at = time.monotonic() + _LOOK_SECONDS
+                if self._local.has_done_a_step():
+                    self._wider_at = math.inf
+                    # Without a limit, since they train meanwhile.
+                    self._ask(signal.SIGTERM, grace=math.inf)
+                else:
+                    self._wider_at = time.monotonic() + _LOOK_SECONDS
 
     def _stop(self, number: int) -> None:
         """Asks the ranks to save and end; Ctrl-C after another signal ends them at once.
 
-        Other signals may come again, and are given to the ranks again.
+        Any other signal that comes again is sent to the ranks again.
         """
         again, self._stopped_by = self._stopped_by, self._stopped_by or number
         if number in BREAK_SIGNALS and again is not None:
@@ -362,7 +365,7 @@ class Supervisor:
         self._ask(number, self._options.grace)
 
     def _ask(self, number: int, grace: float) -> None:
-        """Gives the ranks a signal to finish their step, save it and end."""
+        """Sends the ranks a signal to finish their step, save and end within ``grace`` seconds."""
         self._deadline = min(self._deadline or math.inf, time.monotonic() + grace)
         self._signal = number
         self._local.stop(number)
