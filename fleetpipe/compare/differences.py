@@ -273,7 +273,7 @@ def _is_same_kind(one: Tensor, other: Tensor) -> bool:
 
 def _bits(numbers: np.ndarray) -> bytes:
     """Returns the bytes of an array, in which all NaNs have the same bits."""
-    if numbers.dtype.kind == "f":
+    if numbers.dtype.kind in "fc":
         numbers = np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
     return numbers.tobytes()
 

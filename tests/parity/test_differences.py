@@ -87,7 +87,7 @@ def test_nan_on_one_side_is_infinitely_far_and_on_both_no_gap() -> None:
     assert largest_gap(None, None) == largest_gap(two, two) == 0
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_any_nan_is_any_other_and_zeros_have_a_sign(dtype: str) -> None:
     nan, other, zeros, minus = (
         paddle.to_tensor(np.array([number, 1.0])).astype(dtype)
