@@ -292,8 +292,8 @@ def differences(one: StepReader, other: StepReader) -> list[str]:
     """Returns lines about the differences of two steps; none if all tensors have equal bits."""
     left, right = one.manifest.tensors, other.manifest.tensors
     lines = []
-    for names, others, which in ((left, right, "first"), (right, left, "second")):
-        only = [str(name) for name in names if name not in others]
+    for tensors_here, tensors_there, which in ((left, right, "first"), (right, left, "second")):
+        only = [str(name) for name in tensors_here if name not in tensors_there]
         if only:
             more = f" and {len(only) - _MOST_SHOWN} more" * (len(only) > _MOST_SHOWN)
             lines.append(f"only the {which} has {', '.join(only[:_MOST_SHOWN])}{more}")

@@ -124,12 +124,13 @@ class Ranks:
             # Without the arguments, since paths may differ between ranks.
             self.job.call(f"is {what}", kind=what.partition(" ")[0])
         value: Result | None = None
-        failure, cause = None, None
+        cause: Exception | None = None
         with guard:
             try:
                 value = act()
             except (FleetPipeError, OSError, EOFError) as error:
-                failure, cause = str(error), error
+                cause = error
+            failure = None if cause is None else str(cause)
             answers = self._group.all_gather((failure, value))
         self._raise_first([failure for failure, _ in answers], what, cause)
         return [value for _, value in answers]

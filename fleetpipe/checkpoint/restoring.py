@@ -147,9 +147,9 @@ class _Attempt:
         replica, replicas = ranks.place.replica
         if replicas == saved.replicas:
             # This replica's running statistics come from its own in the checkpoint.
-            own = {n: n.of_replica(replica) for n, local in wanted.items() if local.differs}
-            own = {n: of_replica for n, of_replica in own.items() if of_replica in saved.tensors}
-            wanted = {own.get(name, name): local for name, local in wanted.items()}
+            names = {n: n.of_replica(replica) for n, local in wanted.items() if local.differs}
+            names = {n: name for n, name in names.items() if name in saved.tensors}
+            wanted = {names.get(name, name): local for name, local in wanted.items()}
         self._wanted = wanted
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 

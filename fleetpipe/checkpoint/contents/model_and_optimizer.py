@@ -166,14 +166,15 @@ class NamedTensors(SavedPart):
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
             local = (self._parts.late if late else self._parts.tensors).get(name.name)
-            is_buffer = local is not None and not _is_parameter(local.tensor)
-            if late and local is not None and local.described == described:
-                targets[name] = local
-            elif late or (
-                (name.group == MODEL and is_buffer)
+            is_resized_buffer = (
+                local is not None
+                and not _is_parameter(local.tensor)
                 and local.described.dtype == described.dtype
                 and local.described.shape != described.shape
-            ):
+            )
+            if late and local is not None and local.described == described:
+                targets[name] = local
+            elif late or (name.group == MODEL and is_resized_buffer):
                 made = self._make(self._parts.root, name.name, described)
                 targets.update({} if made is None else {name: made})
         return targets

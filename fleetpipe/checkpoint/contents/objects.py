@@ -76,7 +76,7 @@ class ScriptState(SavedPart):
 
     def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
         for name, (_, tensors) in self._contents.items():
-            yield from _numbered(f"{self._prefix}/{name}", tensors)
+            yield from _number_tensors(f"{self._prefix}/{name}", tensors)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
         for name, there in self._state.items():
@@ -91,7 +91,7 @@ class ScriptState(SavedPart):
             kinds: list[tuple[list[int], Any]] = [([*one.shape], one.dtype) for one in made.leaves]
             tensors = [paddle.zeros(*kind) for kind in kinds]
             self._made[name] = made, tensors
-            yield from _numbered(f"{prefix}/{name}", tensors)
+            yield from _number_tensors(f"{prefix}/{name}", tensors)
 
     def settle(self) -> None:
         """Sets the states of objects, and replaces plain values in the dict."""
@@ -114,7 +114,7 @@ class ScriptState(SavedPart):
                 self._state[name] = value
 
 
-def _numbered(name: str, tensors: Sequence[Any]) -> Iterator[tuple[TensorName, LocalTensor]]:
+def _number_tensors(name: str, tensors: Sequence[Any]) -> Iterator[tuple[TensorName, LocalTensor]]:
     """Yields the tensors of one entry of ``state=`` with their names in the checkpoint."""
     for number, tensor in enumerate(tensors):
         yield TensorName(STATE, f"{name}/{number}"), LocalTensor(tensor, differs=True)

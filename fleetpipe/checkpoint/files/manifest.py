@@ -407,7 +407,7 @@ class StepReader:
             for name, piece in pieces:
                 file, stored = opened(name)
                 with _damage_named(self._path(name)):
-                    checksum = tensors.stored_checksum(file, stored, piece.cut)
+                    checksum = tensors.checksum(tensors.blocks(file, stored, piece.cut))
                 if checksum != piece.crc32:
                     cut = piece.cut
                     place = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""

@@ -244,15 +244,6 @@ def checksum(values: Iterable[memoryview | bytes]) -> int:
     return value
 
 
-def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
-    """Returns the CRC-32 of a part of a tensor in an open file.
-
-    Raises:
-        EOFError: The file ends too early.
-    """
-    return checksum(blocks(file, stored, cut))
-
-
 def blocks(file: FileIO, stored: Stored, cut: Region | None = None) -> Iterator[memoryview]:
     """Yields the bytes of a part of a tensor in an open file; each block overwrites the last one.
 
