@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 
-#: Has the token that whoever looks from elsewhere must show.
+#: The environment variable with the token that a request from another host must show.
 TOKEN = "FLEETPIPE_WATCH_TOKEN"
-#: Has the address where the first rank serves, for a command whose script says nothing.
+#: The environment variable with the address at which the first rank serves the job.
 SERVE = "FLEETPIPE_SERVE"
 
 
@@ -59,7 +59,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, value: object) -> Address:
-        """Reads a port, or HOST:PORT."""
+        """Reads PORT or HOST:PORT; the default host is 127.0.0.1."""
         host, _, port = str(value).rpartition(":")
         if isinstance(value, bool) or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(
@@ -80,7 +80,8 @@ class Address(NamedTuple):
     def token(self) -> str:
         """Returns the token that a request has to show; empty if it needs none.
 
-        Without ``FLEETPIPE_WATCH_TOKEN``, other hosts need a new token, and this host needs none.
+        This is ``FLEETPIPE_WATCH_TOKEN``. If that is not set, an address that other hosts reach
+        gets a random token, and one that only this host reaches needs none.
         """
         chosen = os.environ.get(TOKEN, "")
         return chosen or ("" if self.is_loopback else secrets.token_urlsafe(16))

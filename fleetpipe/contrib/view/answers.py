@@ -1,4 +1,7 @@
-"""What somebody asks of a run, and the answers, alike in the terminal, the page and JSON."""
+"""Answers the questions that a user has about a run, for the terminal, the page and JSON.
+
+Start with ``answers_of``.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from fleetpipe.contrib.view.board import JobBoard, RunRecord
 from fleetpipe.contrib.view.history import EVALUATED, RunEvent
 from fleetpipe.contrib.view.showing.drawing import percent, seconds, short
 
-#: From this moment on the hour of an end means nothing, and much later ones have none.
+#: The latest moment whose hour is shown, in seconds since 1970.
 _FAR = 1e11
 _DAY = 86400.0
-#: Stretches of a run whose means are compared, and the fewest figures of one.
+#: Into how many stretches a run is cut to compare their means, and the fewest figures of one.
 _STRETCHES, _FEWEST = 20, 5
-#: A loss whose mean is so many times its lowest one diverges.
+#: A loss diverges if its mean is so many times the lowest mean before.
 _DIVERGES = 2.0
-#: A step that takes so many times the fastest ones is slow.
+#: Steps are slow if they take so many times as long as those of the best stretch.
 _SLOW = 1.25
-#: A part of the time that is larger, beside computing, is worth a look; a pipeline always waits.
+#: A larger share of the time is reported with its likely cause; a pipeline always waits.
 _LARGE, _LARGE_WAITING = 0.25, 0.5
 _WORDS = {"waiting": "waiting for peers"}
-#: What is likely where a part of the time is large.
+#: The likely cause of a large share of the time.
 _LIKELY = {
     "waiting": "the stages are uneven, the micro-batches few, or a rank is slow: fleetpipe why",
     "data": "the loader is slow: give it more workers, or a faster disk",
@@ -33,10 +36,10 @@ _LIKELY = {
     "saves": "save less often, or in the background",
     "other": "the script does something between its steps, such as loading data",
 }
-#: Events that are shown, the newest ones, and slow ranks.
+#: The most events that are shown, the newest ones, and the most slow ranks.
 _MOST_EVENTS, _MOST_SLOW = 6, 3
-#: Events that tell of something wrong.
-_BAD = ("nan", "mixed")
+#: Kinds of events that tell of something wrong.
+_BAD = ("nan", "mixed", "failed")
 #: Steps, and the figure of each.
 Points = Sequence[tuple[int, float]]
 
@@ -45,9 +48,9 @@ class Answer(NamedTuple):
     """An answer to a question.
 
     Attributes:
-        question: The subject of the question, in a word or two; of an event its time.
+        question: The subject of the question in a word or two, or the time of an event.
         text: The answer.
-        kind: ``good``, ``open`` or ``bad``; empty for what is only a figure.
+        kind: ``good``, ``open`` or ``bad``; empty for a mere figure.
     """
 
     question: str
@@ -56,10 +59,10 @@ class Answer(NamedTuple):
 
 
 def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
-    """Returns what is to be said of a run.
+    """Returns the answers for a run: its state first, its newest events last.
 
     Args:
-        run: What is recorded of it.
+        run: The record of the run.
         now: Seconds since 1970; None: the present time.
     """
     at = time.time() if now is None else now
@@ -71,15 +74,11 @@ def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
         *_time(board.shares),
         *_slow(board),
     ]
-    return [_beside_wrong(alive(board, at), answers), *answers, *_history_of(board, at)]
-
-
-def _beside_wrong(state: Answer, answers: Sequence[Answer]) -> Answer:
-    """Returns a state; one that is good names the answers that are not."""
+    state = alive(board, at)
     wrong = dict.fromkeys(answer.question for answer in answers if answer.kind == "bad")
-    if state.kind != "good" or not wrong:
-        return state
-    return Answer("state", f"{state.text}, but see {', '.join(wrong)}", "open")
+    if state.kind == "good" and wrong:
+        state = Answer("state", f"{state.text}, but see {', '.join(wrong)}", "open")
+    return [state, *answers, *_history_of(board, at)]
 
 
 def status_of(board: JobBoard) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def status_of(board: JobBoard) -> dict[str, Any]:
 
 
 def alive(board: JobBoard, now: float) -> Answer:
-    """Returns whether a job runs, and since when and why it does not."""
+    """Returns the answer whether a job runs, or since when and why it does not."""
     mixed = [event for event in board.history.events if event.kind == "mixed"]
     attempt = board.attempts[-1] if board.attempts else None
     if mixed:
@@ -133,7 +132,7 @@ def clock_of(moment: float, now: float) -> str:
 def learning_of(
     figures: Mapping[str, Points], norm: float | None = None, events: Sequence[RunEvent] = ()
 ) -> Iterator[Answer]:
-    """Yields whether a run learns.
+    """Yields the answer whether a run learns, for each of its losses.
 
     Args:
         figures: Steps and values by name: of the loss, and of evaluations as ``eval_loss``.
@@ -160,7 +159,7 @@ def _loss(name: str, points: Points) -> str:
 
 
 def _wrong(points: Points, first: Sequence[int]) -> Iterator[str]:
-    """Yields from which step on a loss is no number, or diverges."""
+    """Yields from which step on a loss is NaN or infinite, or that it diverges."""
     strange = [step for step, value in points if not math.isfinite(value)]
     means = _means(points)
     step, lowest = min(means, key=lambda mean: mean[1], default=(0, 0.0))
@@ -204,7 +203,7 @@ def _rates(board: JobBoard, figures: Mapping[str, Points]) -> Iterator[Answer]:
 
 
 def _beside_best(step_time: float, points: Points) -> str:
-    """Returns how many times as long as in the best stretch a step takes, if that is much."""
+    """Compares the time of a step with that of the best stretch; empty if it is not slow."""
     means = ((mean, step) for step, mean in _means(points) if mean > 0)
     best, step = min(means, default=(step_time, 0))
     if step_time < _SLOW * best or not step_time:
@@ -221,7 +220,7 @@ def _means(points: Points) -> list[tuple[int, float]]:
 
 
 def _time(shares: Mapping[str, float]) -> Iterator[Answer]:
-    """Yields the shares of wall time, and what is likely where one of them is large."""
+    """Yields the shares of wall time, with the likely cause of the largest that is too large."""
     if shares:
         limits = {part: _LARGE_WAITING if part == "waiting" else _LARGE for part in _LIKELY}
         large = [part for part in _LIKELY if shares.get(part, 0.0) > limits[part]]
@@ -237,7 +236,7 @@ def time_of(shares: Mapping[str, float]) -> str:
 
 
 def _slow(board: JobBoard) -> Iterator[Answer]:
-    """Yields who is slow now, or who was."""
+    """Yields which ranks are slow now, or which one was slow last."""
     for one in board.slow[:_MOST_SLOW]:
         yield Answer("slow", str(one), "bad")
     if len(board.slow) > _MOST_SLOW:
@@ -248,7 +247,7 @@ def _slow(board: JobBoard) -> Iterator[Answer]:
 
 
 def events_of(board: JobBoard) -> list[RunEvent]:
-    """Returns what happened to a run, the newest last."""
+    """Returns the events of a run and the failures of its attempts, the newest last."""
     attempts = [
         RunEvent(one.ended, one.last_step or 0, "failed", one.outcome, one.last_step or 0)
         for one in board.attempts
@@ -258,7 +257,7 @@ def events_of(board: JobBoard) -> list[RunEvent]:
 
 
 def _history_of(board: JobBoard, now: float) -> Iterator[Answer]:
-    """Yields a summary of what happened, and the newest events with their times."""
+    """Yields the restarts, healings and saves of a job, then its newest events with their times."""
     saved = board.last_checkpoint
     last = "none" if saved is None else f"step {saved.step:,}, {seconds(saved.age)} ago"
     restarts = max(board.restarts, len(board.attempts) - 1)
@@ -271,5 +270,4 @@ def _history_of(board: JobBoard, now: float) -> Iterator[Answer]:
     ]
     yield Answer("happened", ", ".join(filter(None, happened)))
     for event in events_of(board)[-_MOST_EVENTS:]:
-        bad = event.kind in (*_BAD, "failed")
-        yield Answer(clock_of(event.time, now), str(event), "bad" if bad else "")
+        yield Answer(clock_of(event.time, now), str(event), "bad" * (event.kind in _BAD))

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 #: The board of a job, in the folder of an attempt and in those of a run.
 FILE = "watch.json"
-#: A rank that was not heard for so long is called stopped; so is a job whose board stays as it is.
+#: After so many seconds of silence a rank is stopped, and a job whose board has not changed.
 SILENT_SECONDS = 0.6
-#: A job that has done no step for so many usual ones, and for so many seconds, is late.
+#: A job is late if its last step is older than so many usual steps, and than so many seconds.
 _STEPS, _LEAST_LATE = 3, 1.0
 #: Seconds from one board to the next.
 PERIOD = 0.2
@@ -52,18 +52,13 @@ class LastCheckpoint:
     age: float
 
 
-#: What a script gets.
+#: The keys of ``status``, and those of a slow rank in it; no version changes them.
 _STATUS = (
     *("state", "step", "steps", "step_time", "samples_per_second", "eta_seconds", "shares"),
     *("ranks", "slow", "restarts", "last_checkpoint"),
 )
 _OF_SLOW = ("rank", "what", "factor", "since")
-#: What stands in files of their own beside the board's.
-_BESIDE = ("history", "attempts")
-
-
-#: The history of a job that has done no step.
-_NONE = History()
+_NO_HISTORY = History()
 
 
 @dataclass(frozen=True)
@@ -75,17 +70,17 @@ class JobBoard:
         step: Steps that are done.
         steps: Steps of the whole run; None if unknown.
         step_time: Seconds of a step.
-        usual_step: The same, the median of the last steps.
+        usual_step: The median of the seconds of the last steps.
         samples_per_second: Samples per second of all replicas together.
         ranks: The record of each rank.
         slow: The ranks that are slow.
         restarts: How often the job was restarted.
         last_checkpoint: The last checkpoint; None if none was saved.
         gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
-        news: What happened to the job, in words; empty if nothing did.
-        silence: Seconds in which nothing was heard of it.
-        history: The figures of its steps, and what happened.
-        attempts: The starts of the run, where it has a folder.
+        news: Why the job was restarted, or that it has ended; empty for neither.
+        silence: Seconds since the job was last heard of, if these make it count as stopped.
+        history: The figures of its steps, and its events.
+        attempts: The attempts of the run; empty if it has no folder.
     """
 
     at: float
@@ -101,7 +96,7 @@ class JobBoard:
     gradient_norm: float | None = None
     news: str = ""
     silence: float = 0.0
-    history: History = field(default=_NONE, compare=False, repr=False)
+    history: History = field(default=_NO_HISTORY, compare=False, repr=False)
     attempts: tuple[AttemptRecord, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -114,7 +109,7 @@ class JobBoard:
 
     @property
     def state(self) -> str:
-        """``starting``, ``running``, ``late``, ``stopped`` (some rank is, or all) or ``ended``."""
+        """``starting``, ``running``, ``late``, ``stopped`` (if any rank is) or ``ended``."""
         states = {rank.state for rank in self.ranks}
         if states == {"ended"}:
             return "ended"
@@ -126,7 +121,7 @@ class JobBoard:
 
     @property
     def is_late(self) -> bool:
-        """Whether steps are left, and no rank has done one for more than three usual ones."""
+        """Whether steps are left, and the last one is older than three usual steps and 1 s."""
         if self.steps is not None and self.step >= self.steps:
             return False
         ages = [rank.step_age for rank in self.ranks if rank.step_age is not None]
@@ -141,9 +136,10 @@ class JobBoard:
         return {part: fmean(shares) for part, shares in zip(PARTS, zip(*each))}
 
     def content(self) -> dict[str, Any]:
-        """Returns the board without its history and attempts as a value of JSON."""
-        content = asdict(replace(self, history=_NONE, attempts=()))
-        return {name: value for name, value in content.items() if name not in _BESIDE}
+        """Returns the board, without its history and attempts, as a value for ``json.dumps``."""
+        content = asdict(replace(self, history=_NO_HISTORY, attempts=()))
+        del content["history"], content["attempts"]
+        return content
 
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
@@ -178,14 +174,14 @@ class JobBoard:
         )
 
     def seen_at(self, now: float) -> JobBoard:
-        """Returns the board as of ``now``, by the clock that made it; see :meth:`after`."""
+        """Returns the board as of ``now``, in seconds since 1970; see :meth:`after`."""
         return self.after(max(0.0, now - self.at))
 
     def after(self, silence: float) -> JobBoard:
-        """Returns the board as of some seconds later, in which nothing was heard of the job.
+        """Returns the board as of ``silence`` seconds later, if nothing new is heard of the job.
 
-        After a silence its ranks count as stopped. A job that is stopped or late has neither a rate
-        nor an end, and the ranks for which others wait are slow.
+        After ``SILENT_SECONDS`` its ranks count as stopped. A job that is stopped or late has no
+        rate and no time left; in a late one the ranks for which others wait are slow.
         """
         dead = silence >= SILENT_SECONDS
         heard = self._silent(silence) if dead else self
@@ -208,7 +204,7 @@ class JobBoard:
         return replace(self, ranks=ranks, last_checkpoint=aged, silence=silence)
 
     def _late_ranks(self) -> Iterator[SlowRank]:
-        """Yields the ranks of a late job for which others wait, but for an evaluation."""
+        """Yields the ranks of a late job that run while others wait, unless they evaluate."""
         if any(rank.awaited is not None for rank in self.ranks):
             for rank in self.ranks:
                 if rank.state == "running" and rank.step_age and rank.part != "evaluation":
@@ -218,7 +214,7 @@ class JobBoard:
 
 
 def read_board(path: Path) -> JobBoard:
-    """Reads the file of a board, and what stands beside it.
+    """Reads the file of a board, with the history and the attempts in its folder.
 
     Raises:
         ConfigError: The file is missing, or is no board.
@@ -231,9 +227,10 @@ def read_board(path: Path) -> JobBoard:
 
 
 class BoardFile:
-    """The file of a board. A job that runs writes it again and again; one that does not is dead.
+    """The file of a board, which a running job replaces five times a second.
 
-    Only changes of the file count, and not the time in it: the clocks of two hosts may differ.
+    A job whose file does not change counts as stopped. The time in the file is not compared with
+    this host's clock: the clocks of two hosts may differ.
     """
 
     def __init__(self, path: Path) -> None:
@@ -242,7 +239,7 @@ class BoardFile:
         self._changed = 0.0
 
     def __call__(self) -> JobBoard:
-        """Returns the board as of now. The first call waits for a change of the file.
+        """Returns the board as of now. The first call waits 0.6 s for a change of the file.
 
         Raises:
             ConfigError: The file is missing, or is no board.
@@ -281,7 +278,7 @@ class Boards:
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[tuple[int, ...], int]] = {}
-        self._slow: SlowRanks | None = None
+        self._slow = SlowRanks({})
 
     def next(self, heard: Mapping[int, Heard], now: float) -> JobBoard:
         """Returns the state of the job.
@@ -312,14 +309,15 @@ class Boards:
 
     def _name_slow(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
         if len(records) == 1:
-            return []  # slower than which other?
+            return []  # there is no other rank to compare it with
         places = {rank: (one.stages, one.shard) for rank, one in records.items()}
-        if self._slow is None or places != self._places:
+        if places != self._places:
             self._places, self._slow = places, SlowRanks(places)
         return self._slow.add({rank: one.rows for rank, one in records.items()})
 
 
 def _state(heard: Heard) -> RankRecord:
+    """Returns the record of a rank with its state, and the age of its last step as of now."""
     record = heard.record
     state = "running"
     if heard.left:
@@ -334,7 +332,7 @@ def _state(heard: Heard) -> RankRecord:
     return replace(record, rows=(), state=state, step_age=age)
 
 
-#: Of any clock, in seconds since 1970.
+#: The latest time that is believed, in seconds since 1970.
 _LAST_MOMENT = 1e11
 
 
@@ -356,7 +354,7 @@ class Row(NamedTuple):
     """The figures of one batch or one evaluation.
 
     Attributes:
-        step: Batches trained by then, in all epochs.
+        step: Batches that were trained before, in all epochs, with this one.
         epoch: Number of the epoch, from 0.
         time: Seconds since 1970; 0 if the line has none.
         figures: Values by name, NaN and infinities included.
@@ -372,11 +370,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is recorded of a run: in its folder, or by a job that runs, which has its board alone.
+    """All that is recorded of a run: in its folder, or, of a job that runs, its board alone.
 
     Attributes:
         name: The name of the folder, or of the job.
-        board: The last state of the job; if nobody wrote it, what its rows tell.
+        board: The last board of the job; if none was written, one made from its rows.
         train: Rows of batches, by step; the later one of a step that was run twice.
         evaluations: Rows of evaluations, by step.
         about: ``run.json``; empty without that file.
@@ -396,7 +394,7 @@ class RunRecord:
 
     @cached_property
     def series(self) -> dict[str, Series]:
-        """The figures by name, of evaluations as ``eval_loss``; rows know more than the board."""
+        """The figures by name, of evaluations as ``eval_loss``; from the rows where they exist."""
         series = {
             name: Series(steps, values, self._elapsed_at(steps))
             for name, (steps, values) in self.board.history.series().items()
@@ -413,7 +411,7 @@ class RunRecord:
 
     @property
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """The steps and figures by name, without the gaps of what is unknown."""
+        """The steps and figures by name, without the NaN that marks a gap in the history."""
         gaps = set(self.board.history.unknown().values())
         return {
             name: [(x, y) for x, y in zip(one.steps, one.values) if x not in gaps]
@@ -421,22 +419,22 @@ class RunRecord:
         }
 
     def _elapsed_at(self, steps: Sequence[int]) -> list[float]:
-        """Returns how long the run had lasted at each step, as the rows tell; empty if unknown."""
+        """Returns the seconds from the start of the run to each step; empty if unknown."""
         ends = [row.step for row in self.train]
         times = self.elapsed(self.train)
         return [times[max(0, bisect_right(ends, step) - 1)] for step in steps] if times else []
 
     def elapsed(self, rows: Sequence[Row]) -> list[float]:
-        """Returns how long the run had lasted at each row; an empty list if unknown."""
-        begun = [each.began for each in self.board.attempts[:1]]
-        moments = [*begun, *(row.time for row in self.train[:1])]
-        begin = min(filter(_is_moment, moments), default=0.0)
+        """Returns the seconds from the start of the run to each row; empty if unknown."""
+        starts = [each.began for each in self.board.attempts[:1]]
+        starts += [row.time for row in self.train[:1]]
+        begin = min(filter(_is_moment, starts), default=0.0)
         if not begin or not all(_is_moment(row.time) for row in rows):
             return []
         return [max(0.0, row.time - begin) for row in rows]
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Returns a part of ``run.json``; empty if there is none of that name."""
+        """Returns a section of ``run.json`` by name; empty if there is none."""
         value = self.about.get(name)
         return value if isinstance(value, dict) else {}
 

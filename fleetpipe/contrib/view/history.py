@@ -1,6 +1,7 @@
-"""The figures of a run by step, its attempts, and what happened to it, in bounded memory.
+"""The figures of a run by step, its events and its attempts, in bounded memory.
 
-Of the attempts ``lives.jsonl`` says when each began and how it ended.
+A job writes figures and events into ``watch-history.json`` (``History``). ``lives.jsonl`` says when
+each attempt began and how it ended (``attempts_of``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.json_value import JsonValue, Source, read
 
-#: The exit code of what Ctrl-C has ended.
+#: The exit code of a process that Ctrl-C has ended.
 INTERRUPTED = 130
 
 
@@ -100,14 +101,14 @@ FILE = "watch-history.json"
 MOST = 600
 #: Events that are kept, the newest ones.
 MOST_EVENTS = 100
-#: Names of a row's figures begin so if an evaluation has measured them.
+#: The prefix of the names of figures that an evaluation has measured.
 EVALUATED = "eval_"
 
 _SOURCE = Source("this is no history of a job", ConfigError, "remove it: the job writes another")
 
 
 class HistoryRow(NamedTuple):
-    """The figures of a step, or of as many steps as a row stands for, by name."""
+    """The figures by name of a step, or of the ``stride`` steps that end with it."""
 
     step: int
     figures: Mapping[str, float]
@@ -141,14 +142,14 @@ class RunEvent(NamedTuple):
 
 
 class History:
-    """Figures by step: a row for each step, or for more of them where there would be too many rows.
+    """Figures by step: a row for each ``stride`` steps, and at most ``MOST`` rows.
 
-    A row has the last figure of its steps; a NaN or an infinity among them stays.
+    A row has the figures of its last step, or the NaN or infinity that another of its steps had.
 
     Attributes:
         events: What happened, the newest last.
-        stride: How many steps a row stands for.
-        last: The last step; 0 without one.
+        stride: How many steps a row stands for; it doubles when there are too many rows.
+        last: The last step; 0 if there is none.
     """
 
     def __init__(
@@ -162,17 +163,17 @@ class History:
             self.add(*row)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """Adds figures of a step, from 1.
+        """Adds the figures of a step, from 1, and drops those of later steps.
 
-        What was known of later steps is dropped: the run goes on from a checkpoint.
+        A step that is not the next one is trained again, from a checkpoint.
         """
-        place = (max(1, step) - 1) // self.stride
+        index = (max(1, step) - 1) // self.stride
         if step < self.last:
-            kept = {at: row for at, row in self._rows.items() if at < place}
-            self._rows, self.stride = kept, self.stride if kept else 1
-            place = (max(1, step) - 1) // self.stride
+            earlier = {at: row for at, row in self._rows.items() if at < index}
+            self._rows, self.stride = earlier, self.stride if earlier else 1
+            index = (max(1, step) - 1) // self.stride
         self.last = step
-        self._rows[place] = _join(self._rows.get(place, {}), figures)
+        self._rows[index] = _join(self._rows.get(index, {}), figures)
         if len(self._rows) > MOST:
             halved: dict[int, Mapping[str, float]] = {}
             for at, row in self._rows.items():
@@ -180,7 +181,7 @@ class History:
             self._rows, self.stride = halved, 2 * self.stride
 
     def add_event(self, event: RunEvent) -> None:
-        """Adds an event; one that is as the last one is counted with that."""
+        """Adds an event; one of the kind and text of the last event raises its count instead."""
         *earlier, last = self.events or (None,)
         if last is not None and (last.kind, last.text) == (event.kind, event.text):
             times = last.times + event.times
@@ -190,7 +191,7 @@ class History:
         self.events = (*earlier[1 - MOST_EVENTS :], event)
 
     def rows(self) -> list[HistoryRow]:
-        """Returns the rows, each with its last step."""
+        """Returns the rows, each with the last of its steps."""
         ends = ((self.stride * (at + 1), row) for at, row in list(self._rows.items()))
         return [HistoryRow(min(self.last, step), row) for step, row in ends]
 
@@ -209,13 +210,13 @@ class History:
         return series
 
     def unknown(self) -> dict[int, int]:
-        """Returns a step of which nothing is known, by the next one that has figures."""
+        """Returns the first step of each gap in the rows, by the step of the row after the gap."""
         steps = [0, *(row.step for row in self.rows())]
         pairs = itertools.pairwise(steps)
         return {step: x + self.stride for x, step in pairs if step - x > 2 * self.stride}
 
     def content(self) -> dict[str, Any]:
-        """Returns the history as a value of Python's JSON, which has NaN and infinities."""
+        """Returns the history as a value for ``json.dumps``, which writes NaN and infinities."""
         rows = [[step, {**row}] for step, row in self.rows()]
         return {"stride": self.stride, "rows": rows, "events": list(map(list, self.events))}
 
@@ -242,12 +243,13 @@ def _figures(value: JsonValue) -> dict[str, float]:
 
 
 def _join(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:
+    """Returns the later figures, or the earlier ones where these are NaN or infinite."""
     strange = {name: value for name, value in earlier.items() if not math.isfinite(value)}
     return {**earlier, **later, **strange}
 
 
 def read_history(folder: Path) -> History:
-    """Reads the history in a folder; an empty one if there is none, or a damaged one."""
+    """Reads the history in a folder; returns an empty one if the file is missing or damaged."""
     with suppress(ConfigError):
         return read(folder / FILE, _SOURCE, History.of)
     return History()

@@ -28,14 +28,14 @@ from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.records import Heard, RankRecord
 
 _log = log.logger(__name__)
-#: The least seconds from one file of the history to the next, and how many times its writing.
+#: A history is written again after so many seconds, and so many times as long as writing it took.
 _HISTORY_PERIOD, _HISTORY_TIMES = 1.0, 500
-#: Seconds that a board may take at the end of a job.
+#: Seconds that the thread may still run at the end of a job.
 _LONGEST = 10.0
-#: Most steps, and events, between two boards.
+#: The most steps, and the most events, that are kept from one board to the next.
 _MOST_NOTED = 4096
-#: Loggers whose warnings are events of another kind.
-_OTHERWISE = (__name__, allow.__name__)
+#: Loggers whose warnings are no events, since others tell of the same.
+_NO_EVENTS = (__name__, allow.__name__)
 
 
 class BoardWriter:
@@ -59,15 +59,15 @@ class BoardWriter:
         self._history = history.History()
         self._figures = job.progress.figures = deque(maxlen=_MOST_NOTED)
         self._noted = job.progress.events = deque(maxlen=_MOST_NOTED)
-        if attempt_files.number() <= 1:  # of a later attempt the launcher says why it begins
+        if attempt_files.number() <= 1:  # the launcher adds the event of a later attempt
             self._add_event("start", "the training begins", job.progress.step, now)
         self._slow: Mapping[tuple[int, str], SlowRank] = {}
         self._allowed: set[str] = set()
         self._strange: set[str] = set()
         self._mixed = False
-        #: By the clock of the boards, which may be set back.
+        #: In the time of the boards, which may be set back.
         self._history_written, self._history_period = -math.inf, _HISTORY_PERIOD
-        #: Of each folder, which file of a board was written last.
+        #: By folder the identity of the board's file that was written last.
         self._written: dict[Path, tuple[int, int]] = {}
 
     def add(self, heard: Mapping[int, Heard], now: float) -> None:
@@ -95,7 +95,7 @@ class BoardWriter:
         """Writes the last board, which says that the job has ended.
 
         Args:
-            last: The last record of this rank, which may be younger than what was heard last.
+            last: The last record of this rank, which may be newer than that in the last board.
             now: Seconds since 1970.
         """
         step = max(self.board.step, last.step)
@@ -120,11 +120,11 @@ class BoardWriter:
         self._write(self.board)
 
     def _note(self, board: JobBoard) -> None:
-        """Adds the figures that came since the last board to those of the run."""
+        """Adds the figures since the last board to the history."""
         if not self._figures:
             return
         if not self._history.last:
-            self._adopt(self._figures[0][0])
+            self._continue_history(self._figures[0][0])
         for _ in range(len(self._figures)):
             step, figures = self._figures.popleft()
             self._history.add(step, figures)
@@ -137,8 +137,8 @@ class BoardWriter:
             norm = {} if board.gradient_norm is None else {"gradient_norm": board.gradient_norm}
             self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
 
-    def _adopt(self, step: int) -> None:
-        """Takes over what an earlier attempt has left; later steps of it are dropped."""
+    def _continue_history(self, step: int) -> None:
+        """Continues the longest history in the folders if the first step is that of a restart."""
         if step > 1 or attempt_files.number() > 1:
             earlier = map(history.read_history, self._folders())
             events = self._history.events
@@ -149,8 +149,8 @@ class BoardWriter:
                 self._history.add_event(event)
 
     def _note_events(self, board: JobBoard) -> None:
-        """Adds what has happened since the last board."""
-        # A process that replaces a rank has done no step of its own so far.
+        """Adds the events since the last board to the history."""
+        # A process that replaces a rank has not done a step of its own yet.
         step = max(board.step, self._history.last)
         for _ in range(len(self._noted)):
             self._add_event(*self._noted.popleft(), step, board.at)
@@ -173,7 +173,7 @@ class BoardWriter:
 
     def _write(self, board: JobBoard) -> None:
         self._replace(FILE, board.content())
-        # Before the first figures it would replace what is still to be adopted.
+        # Before the first figures it would replace the history that is to be continued.
         due = abs(board.at - self._history_written) >= self._history_period
         if self._history.last and due:
             begin = time.thread_time()
@@ -187,13 +187,14 @@ class BoardWriter:
         for folder in self._folders():
             with contextlib.suppress(OSError):
                 if name == FILE:
-                    self._note_others(folder)
+                    self._note_other_writer(folder)
                 atomic_file.replace_text(folder / name, text)
-                self._written[folder / name] = _identity(folder / name)
+                if name == FILE:
+                    self._written[folder] = _identity(folder / FILE)
 
-    def _note_others(self, folder: Path) -> None:
+    def _note_other_writer(self, folder: Path) -> None:
         """Adds an event if the board in a folder is not the one that was written last."""
-        last = self._written.get(folder / FILE)
+        last = self._written.get(folder)
         if last is not None and _identity(folder / FILE) != last and not self._mixed:
             self._mixed = True
             text = "another job writes into this folder: give each a folder of its own"
@@ -233,12 +234,12 @@ class Reporter:
         self._ended.set()
         self._thread.join(_LONGEST)
         logging.getLogger(log.NAME).removeHandler(self._warnings)
-        if not self._thread.is_alive():  # on a disk that hangs it would write over the last one
+        if not self._thread.is_alive():  # a thread that hangs could write after the last board
             last = self._job.progress.record(0, "", with_rows=False)
             self._writer.close(last, time.time())
 
     def _note_warning(self, record: logging.LogRecord) -> None:
-        if record.name not in _OTHERWISE:
+        if record.name not in _NO_EVENTS:
             first = record.getMessage().partition("\n")[0]
             self._job.progress.note_event("warning", first)
 
@@ -251,25 +252,25 @@ class Reporter:
 
 
 def record_in(folder: Path) -> None:
-    """Makes the first rank write the board of the current job into the folder of a run too."""
+    """Makes the first rank write the board of the current job into the folder of a run too.
+
+    Warns if another job is writing its board there.
+    """
     job = current_job()
-    if job is not None and job.leads():
-        _warn_of_another(folder)
-        job.progress.folders.append(folder)
-        if not job.keeps_board:
-            _keep(job)
-
-
-def _warn_of_another(folder: Path) -> None:
-    """Warns if another job is writing its board into this folder."""
+    if job is None or not job.leads():
+        return
     with contextlib.suppress(ConfigError):
         board = read_board(folder / FILE)
         over = all(rank.state == "ended" for rank in board.ranks)
         if not over and board.seen_at(time.time()) is board:
             _log.warning("another job runs in %s: give each a folder of its own", folder)
+    job.progress.folders.append(folder)
+    if not job.keeps_board:
+        _keep(job)
 
 
 def _keep(job: Job) -> Reporter:
+    """Keeps the board of a job until it ends."""
     reporter = Reporter(job)
     job.keeps_board = True
     job.endings.append(reporter.close)

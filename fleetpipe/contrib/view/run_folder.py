@@ -22,14 +22,16 @@ from fleetpipe.contrib.view.history import AttemptRecord, attempts_of
 from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.contrib.view.traced_ops import Pipeline, pipeline_of
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
-from fleetpipe.job import run_files
-from fleetpipe.job.run_files import ABOUT, ATTEMPTS, METRICS, TRACE
+from fleetpipe.job.run_files import ABOUT, ATTEMPTS, METRICS, TRACE, read_lines
 
+#: A larger figure counts as infinite.
 _MOST = 1e200
-#: What stands in a row beside its figures.
+#: The names in a row that are no figures.
 _KEYS = ("step", "epoch", "phase", "time")
-#: Of a training, whose product is the number of its steps.
+#: The settings of a training whose product is the number of its steps.
 _SIZES = ("batches_per_epoch", "epochs")
+#: The files of a run that a page must not replace.
+_FILES = (METRICS, ABOUT, ATTEMPTS, TRACE)
 
 
 def read(folder: Path) -> RunRecord:
@@ -41,23 +43,22 @@ def read(folder: Path) -> RunRecord:
     Raises:
         ConfigError: There is no such folder, or it has none of the files of a run.
     """
-    traces = [path for path in (folder, *_below(folder)) if (path / run_files.TRACE).is_file()]
-    names = (run_files.METRICS, run_files.ABOUT, run_files.ATTEMPTS)
-    if not traces and not any((folder / name).exists() for name in names):
+    traces = [path for path in (folder, *_subfolders(folder)) if (path / TRACE).is_file()]
+    if not traces and not any((folder / name).exists() for name in (METRICS, ABOUT, ATTEMPTS)):
         raise ConfigError(
             "there is no run in this folder"
             if folder.is_dir()
             else "this is a file, and no folder of a run"
             if folder.exists()
             else "there is no such folder",
-            expected=f"{run_files.METRICS}, {run_files.ABOUT} or {run_files.TRACE}",
+            expected=f"{METRICS}, {ABOUT} or {TRACE}",
             got=str(folder),
             fix="train with callbacks=MetricsLogger(folder), and give that folder",
         )
     notes: list[str] = []
-    about = _about(folder / run_files.ABOUT, notes)
-    train, evaluations = _rows(folder / run_files.METRICS, notes)
-    attempts = attempts_of(_lines(folder / run_files.ATTEMPTS, notes))
+    about = _about(folder / ABOUT, notes)
+    train, evaluations = _rows(folder / METRICS, notes)
+    attempts = attempts_of(_lines(folder / ATTEMPTS, notes))
     pipeline = _pipeline(traces, about, notes)
     if pipeline is None or not pipeline.measured:
         notes.append(
@@ -69,9 +70,9 @@ def read(folder: Path) -> RunRecord:
             "No throughput and memory were measured: add ThroughputMonitor() to the callbacks, "
             "before MetricsLogger; it measures every 10 batches."
         )
-    # The first evaluation comes behind the first epoch.
-    over = bool(attempts) and attempts[-1].finished
-    if train and not evaluations and (over or train[-1].epoch > train[0].epoch):
+    # The first evaluation follows the first epoch.
+    finished = bool(attempts) and attempts[-1].finished
+    if train and not evaluations and (finished or train[-1].epoch > train[0].epoch):
         notes.append("There was no evaluation: give fit some eval_data to have its curves.")
     board = _board(folder, [*train, *evaluations], about, attempts)
     name, saved = folder.resolve().name, _newest_model(folder)
@@ -81,10 +82,9 @@ def read(folder: Path) -> RunRecord:
 def _pipeline(
     traces: Sequence[Path], about: Mapping[str, Any], notes: list[str]
 ) -> Pipeline | None:
-    """Returns the timelines of a run; notes why they cannot be drawn."""
+    """Returns the timelines of a run; None, with a note of the reason, if they cannot be drawn."""
     try:
-        trace = traces[0] / run_files.TRACE if traces else None
-        return pipeline_of(about.get("schedule"), trace)
+        return pipeline_of(about.get("schedule"), traces[0] / TRACE if traces else None)
     except (
         *(OSError, ValueError, LookupError, TypeError, AttributeError, FleetPipeError),
         RecursionError,
@@ -100,22 +100,22 @@ def _board(
     about: Mapping[str, Any],
     attempts: Sequence[AttemptRecord],
 ) -> JobBoard:
-    """Returns the state of a job as it wrote it, or else what can be told from the other files."""
+    """Reads the board that the job wrote; without one, makes one from the other files."""
     try:
         return BoardFile(folder / BOARD)()
     except ConfigError:
         last = max(rows, key=lambda row: (row.step, row.time), default=Row(0, 0, 0.0, {}, {}))
         training = about.get("training")
-        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else []
-        counts = [size for size in sizes if isinstance(size, int)]
-        steps = math.prod(counts) if len(counts) == len(_SIZES) else None
+        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else [None]
+        steps = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
         norm = last.figures.get("gradient_norm")
         return JobBoard(last.time, last.step, steps, gradient_norm=norm, attempts=tuple(attempts))
 
 
 def _newest_model(folder: Path) -> tuple[int, str] | None:
-    """Returns the newest step in a folder and those below it, and the hash of its model."""
-    steps = {n: path for at in _below(folder) for n, path in run_folder.complete_steps(at).items()}
+    """Returns the newest step that the subfolders of a run hold, and the hash of its model."""
+    complete = map(run_folder.complete_steps, _subfolders(folder))
+    steps = {step: path for each in complete for step, path in each.items()}
     try:
         newest = max(steps)
         return newest, manifest.read_manifest(steps[newest]).model_hash[:SHORT]
@@ -123,7 +123,7 @@ def _newest_model(folder: Path) -> tuple[int, str] | None:
         return None
 
 
-def _below(folder: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.is_dir())
 
 
@@ -147,15 +147,15 @@ def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
 def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """Returns the rows of training batches, and the rows of evaluations."""
     by_phase: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
-    strange = 0
+    invalid = 0
     for line in _lines(path, notes):
         row, phase = _row(line), str(line.get("phase"))
         if row is None or phase not in by_phase:
-            strange += 1
+            invalid += 1
         else:
             by_phase[phase][row.step] = row
-    if strange:
-        notes.append(f"{strange} lines of {path.name} are no rows of a run, and were left out.")
+    if invalid:
+        notes.append(f"{invalid} lines of {path.name} are no rows of a run, and were left out.")
     if not path.exists():
         notes.append(f"{path.name} is missing, so all curves are: MetricsLogger writes it.")
     elif not by_phase["train"]:
@@ -165,6 +165,7 @@ def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
 
 
 def _row(line: Mapping[str, Any]) -> Row | None:
+    """Returns the row in a line of ``metrics.jsonl``; None if it is no row."""
     step, epoch, when = (line.get(name, 0) for name in ("step", "epoch", "time"))
     if not all(_is_number(value) and math.isfinite(value) for value in (step, epoch, when)):
         return None
@@ -192,7 +193,7 @@ def _is_number(value: Any) -> bool:
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Returns the objects of a file of JSON lines; notes invalid lines."""
     try:
-        values, torn = run_files.read_lines(path)
+        values, torn = read_lines(path)
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}.")
         return []
@@ -241,25 +242,21 @@ def run(options: argparse.Namespace) -> int:
         )
     runs: list[RunRecord] = []
     for folder in folders:
-        _refuse_file_of_run(folder, options.output)
+        files = (path for name in _FILES for path in folder.rglob(name))
+        if options.output.resolve() in {path.resolve() for path in files}:
+            raise ConfigError(
+                f"--output: {options.output} is a file of the run, which the page would replace",
+                fix="give another name, such as report.html",
+            )
         with using("FOLDER", folder, "the folder of a run"):
             runs.append(read(folder))
     names = short_names(folders)
     text = page(runs[0]) if len(runs) == 1 else comparison(dict(zip(names, runs)))
     with using("--output", options.output, "a file that can be written"):
-        # Half a character of a pair, which JSON may hold, is no text.
+        # JSON may hold half of a surrogate pair, which UTF-8 has no bytes for.
         options.output.write_text(text, encoding="utf-8", errors="replace")
     for name, recorded in zip(names, runs):
         of = f"{name}: " if len(runs) > 1 else ""
         sys.stderr.writelines(f"fleetpipe: {of}{note}\n" for note in recorded.notes)
     sys.stdout.write(f"{options.output}: {len(text):,} characters\n")
     return 0
-
-
-def _refuse_file_of_run(folder: Path, output: Path) -> None:
-    names = (METRICS, ABOUT, ATTEMPTS, TRACE)
-    if output.resolve() in {path.resolve() for name in names for path in folder.rglob(name)}:
-        raise ConfigError(
-            f"--output: {output} is a file of the run, which the page would replace",
-            fix="give another name, such as report.html",
-        )

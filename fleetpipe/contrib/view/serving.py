@@ -19,7 +19,7 @@ from fleetpipe.job.records import RankRecord
 
 
 class AttemptBoard:
-    """Reads the board of a job from the attempt that runs now."""
+    """The board of a job, read from the folder of the attempt that runs now."""
 
     def __init__(self) -> None:
         self._last = JobBoard(time.time())
@@ -68,17 +68,15 @@ class AttemptBoard:
 
 @contextmanager
 def serving(address: Address | None) -> Iterator[AttemptBoard]:
-    """While it is open, the board of a job is served at ``address``, if that is not None.
+    """While it is open, serves the board of a job at ``address``; serves nothing if that is None.
 
-    Raises the errors of ``Server``.
+    Yields the board, which the launcher tells of each attempt. Raises the errors of ``Server``.
     """
     board = AttemptBoard()
     if address is None:
         yield board
         return
-    from fleetpipe.contrib.view.showing.server import (
-        Server,  # with what serves, which others do not load
-    )
+    from fleetpipe.contrib.view.showing.server import Server
 
     server = Server(address, board)
     sys.stderr.write(f"fleetpipe: the job can be watched at {server.url}\n")

@@ -1,14 +1,17 @@
-"""Finds which ranks are slow, and in what, from nothing but the figures of their steps.
+"""Finds which ranks are slow, and in what, from the figures of their steps alone.
+
+``SlowRanks`` compares all figures of all ranks, ``StepComparison`` one figure, and ``Notices``
+chooses which slow ranks a log names.
 
 A rank is compared with its peers, which run the same stages of other replicas. A rank without peers
 is compared with its own earlier steps, less the slowdown that the other ranks share. A rank is slow
-if seven of eight steps in a row are above a threshold and the lost time is a part of the step that
-matters. The threshold is learned: it lies above nearly all values of the undisturbed steps before,
-and never below ``LEAST``. The kernel tells of a limit on a rank's processor time; that needs no
-learned threshold.
+if seven of eight steps in a row are above a threshold and it loses a sufficient share of the step.
+The threshold is learned: it lies above nearly all values of earlier undisturbed steps, and never
+below ``LEAST``. A limit on a rank's processor time is known from the kernel, and needs no learned
+threshold.
 
-Computing is counted in probes, pieces of work that are always the same, because a machine that
-others use takes longer for both. If the probe itself takes much longer, the machine is slow.
+Computing is measured in probes, always the same small piece of work, because other work on the
+machine slows both. If the probe itself takes much longer, the machine is slow.
 """
 
 from __future__ import annotations
@@ -22,38 +25,38 @@ from typing import NamedTuple
 
 from fleetpipe.job.records import StepRow
 
-#: Steps in a row that are looked at together, and of how many the slowness is to be seen.
+#: The steps of a window, and how many of them must be above the threshold.
 WINDOW, OF_WINDOW = 8, 7
-#: The least threshold: it finds what is 1.3 times slower, and leaves room for chance below.
+#: The least threshold: it finds a rank that is 1.3 times slower, in spite of noise.
 LEAST = 1.15
-#: The same of a link: its messages are a small part of a step that is 1.3 times slower for them.
+#: The least threshold of a link: 1.3 times a step is much more than 1.3 times its messages.
 LEAST_LINK = 1.3
-#: Steps from which a threshold is learned: the least, and the most.
+#: The fewest and the most steps from which a threshold is learned.
 FEWEST, MOST = 12, 200
-#: How far the threshold lies above what chance has shown, and further after few steps.
+#: How many times the noise of earlier steps the threshold is, and a further margin over few steps.
 _MARGIN, _FEW = 1.25, 6.0
-#: The part of the steps that shows it: one slowness that was not named must not hide the next.
+#: The quantile that counts as the noise: a slowness that was not named must not hide the next one.
 _CHANCE = 0.95
-#: The first steps allocate memory and load code.
+#: The first steps, which allocate memory and load code, are left out.
 _WARM_UP = 3
-#: The least part of a step that a slowness costs, and that a slow link does.
+#: The least share of a step that a slow rank loses, and that a slow link loses.
 _MATTERS, _LINK_MATTERS = 0.01, 0.05
 _SHORTEST = 1e-7
-#: The least time that is looked at for a limit: by default a kernel counts in tenths of a second.
+#: The least span in which a limit is measured: by default a kernel counts in tenths of a second.
 _LIMIT_SECONDS = 0.3
 LIMIT, MACHINE = "compute (processor limit)", "compute (slow machine)"
-#: The least threshold of a machine: others on it make it 1.5 times as slow now and then.
+#: The least threshold of a machine: other jobs make it 1.5 times as slow now and then.
 LEAST_MACHINE = 2.0
-#: The logarithm of what others become slower by and that may be chance.
+#: The logarithm of a common slowdown of the other ranks that counts as noise.
 _STEADY = math.log(1.1)
-#: What a rank is named for, by the figure of a row in which it is slow.
+#: What a rank is slow in, by the figure of a row that shows it.
 _WHAT = {"cpu": "compute", "wall": "compute", "data": "data", "save": "save", "probe": MACHINE}
-#: The power of a probe's time with which that of actions goes up on a slower machine: 0.65 to 1.15
-#: in jobs that were measured, since a probe has nothing but the interpreter.
+#: On a slower machine actions take this power of a probe's time: 0.65 to 1.15 in measured jobs,
+#: since a probe runs in the interpreter alone.
 _POWER = 0.75
 #: Seconds for which a rank is slow before it is named.
 _LASTS = 5.0
-#: Seconds after which it may be named again for the same; each time twice as many.
+#: Seconds until a rank may be named again for the same; they double each time.
 _PAUSE = 600.0
 _REMEDIES = {
     "compute": "; likely its rows are longer, or something in its layers takes longer",
@@ -95,7 +98,7 @@ class _Compared(NamedTuple):
     Attributes:
         factor: The logarithm of how many times as long it took.
         lost: Seconds beyond the reference.
-        costs: The lost seconds from which a slowness matters.
+        costs: The rank is slow only if it loses more seconds than this.
     """
 
     factor: float
@@ -128,13 +131,13 @@ class StepComparison:
 
         Args:
             figures: The figure of each rank, in seconds or probes.
-            costs: The lost time from which a slowness of each rank matters, in the same unit.
+            costs: Each rank is slow only if it loses more time than this, in the same unit.
         """
         self._count += 1
         if self._count <= _WARM_UP:
             return
         figures = {rank: max(figure, _SHORTEST) for rank, figure in figures.items()}
-        # Where somebody is slow, what is seen is not what is usual.
+        # Steps in which a rank is slow are not usual ones.
         learns = not self.slow
         if learns:
             for rank, figure in figures.items():
@@ -147,10 +150,10 @@ class StepComparison:
             self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
 
     def _learn(self) -> None:
-        """Updates usual figures and thresholds, once in a window because it takes long."""
+        """Updates usual figures and thresholds; once in a window, because it takes long."""
         self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
         for rank, chance in self._chance.items():
-            # The last ones may be the beginning of what is to be noticed.
+            # The last window may be the beginning of a slowness.
             past = sorted(list(chance)[:-WINDOW])
             if len(past) >= FEWEST:
                 most = past[int(_CHANCE * len(past))] - median(past)
@@ -178,7 +181,7 @@ class StepComparison:
         factors, lost, costs = zip(*(step[rank] for step in self._recent))
         ordered = sorted(factors)
         low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
-        # What was slow stays so until as many steps are below the threshold again.
+        # A slow rank stays slow until seven of eight steps are below the threshold again.
         shown = high if rank in self.slow else low
         slow = shown > self._thresholds.get(rank, math.inf)
         if learns and not slow:
@@ -202,7 +205,7 @@ class ProcessorLimit:
         while len(self._steps) > WINDOW and self._span - self._steps[0][1] > _LIMIT_SECONDS:
             self._span -= self._steps.popleft()[1]
         factor = self._span / max(_SHORTEST, self._span - sum(lost for lost, _ in self._steps))
-        # As long as half of it is left it is the same limit.
+        # A limit that was found lasts as long as half of the threshold is exceeded.
         least = LEAST if self.factor is None else math.sqrt(LEAST)
         self.factor = factor if len(self._steps) >= WINDOW and factor > least else None
 
@@ -235,13 +238,12 @@ class SlowRanks:
         """Adds finished steps of each rank, in order; returns the ranks that are slow now."""
         for rank, new in rows.items():
             self._rows[rank].update((row.step, row) for row in new)
-        whole = set.intersection(*map(set, self._rows.values()))
-        for step in sorted(whole):
-            self._compare(step, {rank: kept[step] for rank, kept in self._rows.items()})
-        if whole:
-            last = max(whole)
-            for rank, kept in self._rows.items():
-                self._rows[rank] = {step: row for step, row in kept.items() if step > last}
+        complete = sorted(set.intersection(*map(set, self._rows.values())))
+        for step in complete:
+            self._compare(step, {rank: rows[step] for rank, rows in self._rows.items()})
+        if complete:
+            for rank, rows in self._rows.items():
+                self._rows[rank] = {n: row for n, row in rows.items() if n > complete[-1]}
         return self.slow
 
     def _compare(self, number: int, step: Mapping[int, StepRow]) -> None:
@@ -254,7 +256,7 @@ class SlowRanks:
                 for rank, probe in probes.items():
                     figures[rank] /= probe
                     costs[rank] /= probe
-            # 0 is not measured; but only where it is so of all ranks there may be no data to load.
+            # A figure of 0 was not measured; of data, a rank may have none to load.
             if (any if name == "data" else all)(figures.values()):
                 comparison.add(figures, costs)
         self._compare_links(step, span)
@@ -288,11 +290,11 @@ class SlowRanks:
         return "on ranks with the same stages" if on_peers else "in the steps before"
 
     def _compare_links(self, step: Mapping[int, StepRow], span: float) -> None:
-        """Compares links by the time that messages are on their way.
+        """Compares links by the time from the send of a message to its receive.
 
-        The times of both directions are added, so that clocks may differ. A slow link costs a step
-        its delay for each message that both ends wait for. An end that waits for none notices
-        messages only after it has computed: their time is a bound, and the lowest one counts.
+        The times of both directions are added, so that the clocks may differ. A slow link delays a
+        step by each message that both ends wait for. An end that waits for no message receives it
+        only after it has computed: its time is an upper bound, and the lowest one counts.
         """
         ways = {
             (int(source), rank): (flight, awaited)
@@ -312,12 +314,12 @@ class SlowRanks:
 
 
 class Notices:
-    """Chooses who is named in a log: who stays slow, and again only after longer and longer pauses.
+    """Chooses the slow ranks that a log names: slow for 5 s, and again after longer and longer.
 
-    Other work of a desktop computer is often short, and comes again and again.
+    On a desktop computer other work is often short, and comes again and again.
 
     Attributes:
-        lasting: Those that are slow now, and have been so for long enough to be named.
+        lasting: The ranks that have been slow for 5 s, by rank and what.
     """
 
     def __init__(self) -> None:
@@ -328,7 +330,7 @@ class Notices:
         self._pauses: defaultdict[tuple[int, str], float] = defaultdict(lambda: _PAUSE)
 
     def choose(self, slow: Sequence[SlowRank], now: float) -> list[SlowRank]:
-        """Returns who is to be named of those that are slow at a moment, in seconds."""
+        """Returns which of the ranks that are slow at the time ``now``, in seconds, to name."""
         by_key = {(one.rank, one.what): one for one in slow}
         self._since = {key: self._since.get(key, now) for key in by_key}
         lasts = {key for key, since in self._since.items() if now >= since + _LASTS}

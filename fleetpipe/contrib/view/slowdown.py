@@ -1,8 +1,8 @@
 """Computes how much time a run loses to stragglers, and to which.
 
-The ideal step: every computation takes the mean of its kind over replicas, stages and steps, every
-communication the median of its transfer time (arXiv:2505.05713). The cost of some operations is the
-time that a replay gains if only they are ideal.
+In the ideal step every computation takes the mean of its kind over replicas, stages and steps,
+every communication the median of its transfer time (arXiv:2505.05713). The cost of some operations
+is the time that a replay gains if only they are ideal. Start with ``slowdown_of``.
 
 A straggler is a rank, a stage, a replica, a link or a micro-batch: an operation is compared with
 the median of its kind. A stage is slow if all its replicas are, a replica if all its stages are, a
@@ -23,7 +23,7 @@ from fleetpipe.contrib.view.traced_ops import COMMUNICATIONS, TRANSFERS, TracedO
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, SliceNumber, build
 
-#: Factors below this one are taken for noise.
+#: Factors below this one count as noise.
 LEAST = 1.1
 
 Key = TypeVar("Key")
@@ -94,17 +94,20 @@ def _ratios(
 def _medians(
     values: Iterable[tuple[TracedOperation, float]], key: Callable[[TracedOperation], Key]
 ) -> dict[Key, float]:
-    grouped: defaultdict[Key, list[float]] = defaultdict(list)
-    for one, value in values:
-        grouped[key(one)].append(value)
+    grouped = _grouped((key(one), value) for one, value in values)
     return {name: float(np.median(group)) for name, group in grouped.items()}
 
 
-def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[Key, float]:
-    """Returns the median of each group's ratios, for groups that are slow throughout."""
+def _grouped(values: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
     grouped: defaultdict[Key, list[float]] = defaultdict(list)
-    for place, ratio in ratios.items():
-        grouped[key(place)].append(ratio)
+    for name, value in values:
+        grouped[name].append(value)
+    return grouped
+
+
+def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[Key, float]:
+    """Returns the median ratio of each group; at most 1 for a group that is not slow throughout."""
+    grouped = _grouped((key(place), ratio) for place, ratio in ratios.items())
     return {
         name: median if min(group) - 1 > (median - 1) / 2 else min(median, 1.0)
         for name, group in grouped.items()
@@ -193,8 +196,8 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
         ("last", 0): lambda one: one.stage == last,
         ("links", 0): lambda one: one.kind in COMMUNICATIONS,
     }
-    sets.update({("stage", stage): _of("stage", stage) for stage in stages})
-    sets.update({("replica", replica): _of("replica", replica) for replica in replicas})
+    sets.update({("stage", stage): _has("stage", stage) for stage in stages})
+    sets.update({("replica", replica): _has("replica", replica) for replica in replicas})
     accused = suspects(steps)
     sets.update({("cause", number): member for number, (_, member) in enumerate(accused)})
     times = _times(steps, ideal, list(sets.values()))
@@ -228,16 +231,17 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     )
 
 
-def _of(field: str, value: int) -> Member:
+def _has(field: str, value: int) -> Member:
     return lambda one: bool(getattr(one, field) == value)
 
 
 def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
     """Returns the mean time of each kind of computation and the median of each communication."""
-    by_kind: defaultdict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        for one, seconds in zip(step.operations, step.transfer_times):
-            by_kind[one.kind].append(float(seconds))
+    by_kind = _grouped(
+        (one.kind, float(seconds))
+        for step in steps
+        for one, seconds in zip(step.operations, step.transfer_times)
+    )
     return {
         kind: float(np.median(values) if kind in COMMUNICATIONS else np.mean(values))
         for kind, values in by_kind.items()
@@ -247,7 +251,7 @@ def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
 def _times(
     steps: Sequence[ReplayedStep], ideal: Mapping[str, float], members: Sequence[Member]
 ) -> np.ndarray:
-    """Returns [steps, cases]: the time of each step if the operations of a case are ideal."""
+    """Returns [steps, cases]: the seconds of each step if the operations of a case are ideal."""
     rows = []
     for step in steps:
         chosen = np.array([[member(one) for member in members] for one in step.operations])
@@ -256,7 +260,7 @@ def _times(
     return np.array(rows)
 
 
-#: Schedules of one model part on each rank that are tried; W of a whole backward is half of it.
+#: The schedules that are tried, of one model part on each rank.
 NAMES = ("FThenB", "1F1B", "ZBH1", "ZBH2")
 
 
@@ -275,11 +279,11 @@ class Alternative(NamedTuple):
 
 
 def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
-    """Simulates schedules on the mean costs of a trace's stages, the fastest first.
+    """Simulates schedules with the mean costs of a trace's stages; W is half of a whole backward.
 
     Returns:
-        An empty list for a trace with several model parts on a rank, fused actions, slices, or a
-        rank that computed nothing.
+        The schedules, the fastest first; none for a trace with several model parts on a rank, fused
+        actions, slices, or a rank that computed nothing.
     """
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     moved: list[float] = []
@@ -305,9 +309,7 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
 
     def step_time(name: str, costs: Sequence[Sequence[float]]) -> float:
         schedule = build(name, ranks=ranks, micro_batches=micro_batches)
-        forward, input_grad, weight_grad = map(tuple, costs)
-        measured = Costs(forward, input_grad, weight_grad, comm=comm)
-        return float(schedule.simulate(measured).makespan)
+        return float(schedule.simulate(Costs(*map(tuple, costs), comm=comm)).makespan)
 
     costs = (forward, input_grad, weight_grad)
     even = [[float(np.mean(part))] * ranks for part in costs]

@@ -1,16 +1,16 @@
-"""Computes when each operation of a step ends, and where the time of the steps went.
+"""Replays the steps of a trace (``ReplayedStep``), and adds up where their time went.
 
-An operation begins when the one before it on its stream has ended, and its inputs have arrived:
-computations of a rank are one stream, in the order of the trace, and so is each kind of transfer. A
-computation waits for its receive, a send for its computation, a collective for the computations
-whose gradients it reduces, and the optimizer for the collectives. A send and its receive, and the
-replicas of a collective, begin together and then take their transfer time. A trace without
-transfers is replayed as if these took no time. Launch delays count as nothing.
+An operation begins when the operation before it on its stream has ended and its inputs have
+arrived. The computations of a rank are one stream, in the order of the trace; each kind of transfer
+is another. A computation waits for its receive, a send for its computation, a collective for the
+computations whose gradients it reduces, and the optimizer for the collectives. A send and its
+receive, and the replicas of a collective, begin together and then take their transfer time. A trace
+without transfers is replayed as if these took no time. Launch delays are left out.
 
 fleetpipe's own ranks have one thread: all operations of a rank are one stream, and a send does not
 wait for its receive.
 
-The account of the steps has rows whose sum is the measured step.
+The rows of ``account_of`` add up to the measured step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import BETWEEN
 from fleetpipe.json_value import JsonValue, Source
 
-#: ``[operations, cases]``: what each operation takes in each of several cases, in seconds.
+#: ``[operations, cases]``: the seconds of each operation in each of several cases.
 Durations = np.ndarray
 
 
@@ -43,9 +43,9 @@ class ReplayedStep:
 
     Attributes:
         operations: The operations, in the order of the trace.
-        transfer_times: [operations]; seconds of each without waits: a communication counts from the
-            begin of the last of its group to its own end.
-        span: Seconds from the end of the step before, or the begin of the first one, to its end.
+        transfer_times: [operations]; seconds of each without waits: a communication counts from
+            when the last operation of its group begins.
+        span: Seconds from the end of the step before, or else from its own begin, to its end.
         follows: Whether the step before is in the trace.
     """
 
@@ -64,8 +64,8 @@ class ReplayedStep:
         needs = _needs(self.operations, one_thread)
         together = {index: group for group in groups for index in group}
         if one_thread:
-            sends = [i for i, one in enumerate(self.operations) if one.kind.endswith("-send")]
-            together = {i: group for i, group in together.items() if i not in set(sends)}
+            kinds = [one.kind for one in self.operations]
+            together = {i: g for i, g in together.items() if not kinds[i].endswith("-send")}
         self._waits = [
             sorted({need for member in together.get(index, (index,)) for need in needs[member]})
             for index in range(len(self.operations))
@@ -89,19 +89,15 @@ class ReplayedStep:
             self.transfer_times[index] = max(self.operations[index].end - begun, 0)
 
     def time(self, durations: Durations) -> np.ndarray:
-        """Returns how long the step takes, for each case, in seconds.
-
-        Args:
-            durations: [operations, cases].
-        """
+        """Returns the seconds of the step in each case, from durations [operations, cases]."""
         longest: np.ndarray = self.ends(durations).max(axis=0)
         return longest
 
     def ends(self, durations: Durations) -> np.ndarray:
-        """Returns when each operation ends, in seconds from the begin of the step.
+        """Returns [operations, cases]: when each ends, in seconds from the begin of the step.
 
         Args:
-            durations: [operations, cases], as in the result.
+            durations: [operations, cases].
         """
         ends = np.zeros_like(durations)
         for index in self._order:
@@ -154,7 +150,7 @@ def _stream(one: TracedOperation, one_thread: bool) -> tuple[object, ...]:
 
 
 def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
-    """Returns for each operation those that it waits for, without those of its group."""
+    """Returns for each operation the indices of those that it itself waits for."""
     last: dict[tuple[object, ...], int] = {}
     needs: list[list[int]] = []
     places = _places(operations)
@@ -172,7 +168,10 @@ def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list
 
 
 def _places(operations: Sequence[TracedOperation]) -> Mapping[tuple[object, ...], int]:
-    """Returns the index of each computation and transfer; a fused one has several names."""
+    """Returns the index of each operation by kind, replica, part and micro-batch.
+
+    A fused operation has an entry for each of its kinds.
+    """
     return {
         (kind, one.replica, one.part, one.micro_batch): index
         for index, one in enumerate(operations)
@@ -213,7 +212,7 @@ def _before_collective(
     operations: Sequence[TracedOperation],
     places: Mapping[tuple[object, ...], int],
 ) -> list[int]:
-    """Returns the backwards whose gradients a collective of gradients reduces."""
+    """Returns the backwards whose gradients a collective reduces; none for parameters."""
     if not one.kind.startswith("grads"):
         return []
     return [
@@ -238,7 +237,7 @@ def _wait_for_collectives(operations: Sequence[TracedOperation], needs: list[lis
             needs[index] += reduced[one.rank]
             stepped[one.rank] = index
         elif one.kind.split("|")[0] == "F":
-            # One that comes after the optimizer is for the next step.
+            # A gather after the optimizer is for the forwards of the next step.
             needs[index] += gathered[one.replica, one.part]
 
 
@@ -249,15 +248,15 @@ _SOURCE = Source("this is no trace of fleetpipe's", ConfigError, "trace the run 
 
 
 class Machine(NamedTuple):
-    """What a trace says of the machine that ran it.
+    """What a trace records of the machine that ran it.
 
     Attributes:
-        ranks: How many ranks each host has.
-        processors: How many processors these may use.
-        limited: Seconds of each step that a container's limit took.
+        ranks: The number of ranks on each host.
+        processors: The number of processors that the ranks of each host may use.
+        limited: Seconds of each step in which a container's limit stopped the ranks.
         stolen: Seconds of each step that the hypervisor took.
-        load: Threads that ran or waited for a processor, in the last minute.
-        between: Seconds on each of ``BETWEEN`` before each step; empty of older traces.
+        load: Threads that ran or waited for a processor, in the mean of the last minute.
+        between: Seconds before each step by their use (``BETWEEN``); empty in older traces.
     """
 
     ranks: tuple[int, ...] = ()
@@ -269,7 +268,7 @@ class Machine(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Says that ranks share processors; empty if each may have its own."""
+        """Tells that ranks share processors; empty if each rank has its own."""
         for ranks, processors in zip(self.ranks, self.processors):
             if processors < ranks:
                 if processors == 1:
@@ -279,10 +278,10 @@ class Machine(NamedTuple):
 
 
 def machine_of(document: Mapping[str, Any]) -> Machine:
-    """Reads what a trace says of its machine; nothing of an older one.
+    """Reads the machine that a trace records; an older trace has none.
 
     Raises:
-        ConfigError: It is no such record.
+        ConfigError: The record is damaged.
     """
     other = document.get("otherData")
     content = other.get("machine", {}) if isinstance(other, dict) else {}
@@ -293,7 +292,7 @@ def machine_of(document: Mapping[str, Any]) -> Machine:
 
 
 def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
-    """Returns the seconds of a mean step by what a mean rank did; their sum is the step."""
+    """Returns the seconds that a mean rank spends on each row; the sum is the mean step."""
     ranks = {one.rank for step in steps for one in step.operations}
     rows: defaultdict[str, list[float]] = defaultdict(list)
     for number, step in enumerate(steps):
@@ -318,8 +317,8 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
 def shares_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
     """Returns the share of a mean step that a mean rank spends on each of ``PARTS``.
 
-    A step lasts from the end of the step before to its own; those that no step precedes in the
-    trace are left out. Empty of a trace that does not say what passed between two steps.
+    A step lasts from the end of the step before to its own end; steps without one before them in
+    the trace are left out. Empty for a trace that does not record the time between steps.
     """
     numbers = [number for number, step in enumerate(steps) if step.follows]
     if not machine.between or not numbers:
@@ -337,7 +336,7 @@ def shares_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, floa
 
 
 def _seconds_of(operations: Iterable[TracedOperation]) -> float:
-    """Returns the seconds in which one or several of the operations ran."""
+    """Returns the seconds in which at least one of the operations ran; they are in order."""
     seconds, until = 0.0, float("-inf")
     for one in operations:
         seconds += max(0.0, one.end - max(one.start, until))

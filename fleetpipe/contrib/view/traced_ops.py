@@ -1,6 +1,7 @@
-"""Reads the operations of fleetpipe's traces and of tables: what ran when on which rank.
+"""Reads which operation ran when on which rank, from fleetpipe's traces and from tables.
 
-With a schedule's text they are the predicted and measured timelines of a pipeline.
+``pipeline_of`` reads the predicted and the measured timeline of a pipeline, from a schedule's text
+and a trace.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from fleetpipe.schedules.forms.trace import (
     tracks_of,
 )
 
-#: Columns that a table has to have; ``replica``, ``chunk`` and ``micro_batch`` are 0 without one.
+#: The columns of a table; a missing ``replica``, ``chunk`` or ``micro_batch`` counts as 0.
 COLUMNS = ("step", "replica", "stage", "chunk", "kind", "micro_batch", "start", "duration")
 _OPTIONAL = ("replica", "chunk", "micro_batch")
 
-#: Kinds that several ranks end together: a pair of neighbours, or all replicas of a stage.
+#: Communications between two neighbouring stages, and between all replicas of a stage.
 TRANSFERS = frozenset({"forward-send", "forward-recv", "backward-send", "backward-recv"})
 COLLECTIVES = frozenset({"grads-reduce-scatter", "grads-all-reduce", "params-all-gather"})
 COMMUNICATIONS = TRANSFERS | COLLECTIVES
@@ -54,7 +55,7 @@ KINDS: Mapping[str, str] = {
 #: The largest number of a table.
 _MOST = 1e18
 
-#: Most that the engine takes between two operations of a rank.
+#: The most seconds that the engine takes between two operations of a rank.
 _ENGINE_SECONDS = 1e-3
 
 
@@ -152,7 +153,7 @@ def _operations_of(event: Event) -> Iterator[TracedOperation]:
         name = str(op)
         way = "forward" if name[1] == "F" else "backward"
         kind = f"{way}-{'send' if name[0] == 'S' else 'recv'}"
-        # Its own stage: where a value leaves, or where it arrives.
+        # The rank's own stage: the value leaves it, or arrives there.
         ends = op.edge.source, op.edge.target
         stage = ends[(name[0] == "R") == (name[1] == "F")]
         yield TracedOperation(0, 0, rank, stage, kind, op.micro_batch, *times, queued=event.queued)
@@ -164,7 +165,7 @@ def _operations_of(event: Event) -> Iterator[TracedOperation]:
 
 
 def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Numbers slices of micro-batches by the number that the trace has of them."""
+    """Makes the micro-batch of a slice a ``SliceNumber``, whose slices the trace has to count."""
     places = [
         divmod(int(one.micro_batch), one.micro_batch.slices)
         if isinstance(one.micro_batch, SliceNumber)
@@ -181,8 +182,8 @@ def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
 def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
     """Numbers the steps: a new one begins when a rank repeats a computation.
 
-    The time before an operation counts as a part of it: a rank has one thread, and waits in a
-    receive.
+    A gap of at most ``_ENGINE_SECONDS`` before an operation becomes a part of it: the engine takes
+    it.
     """
     numbers: dict[tuple[object, ...], int] = {}
     ends: dict[tuple[int, tuple[int, int]], float] = {}
@@ -279,7 +280,7 @@ def _operation(row: Mapping[str, Any], where: str) -> TracedOperation:
     )
 
 
-#: Ranks that a pipeline may have of which a trace does not show stages: each is a row to draw.
+#: The most ranks of a pipeline with fewer stages than ranks: each is a row to draw.
 _MOST_IDLE = 1000
 _TRACKS = ("predicted", "measured")
 

@@ -77,8 +77,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+#: Seconds from one look to the next.
 _PERIOD = 0.5
-#: By the kind of an answer, and the state of a rank.
+#: The style of rich for each kind of answer and each state of a rank.
 _STYLES = {
     "good": "green",
     "open": "yellow",
@@ -88,7 +89,7 @@ _STYLES = {
     "stopped": "bold red",
 }
 _BARS = "▁▂▃▄▅▆▇█"
-#: Most blocks of a curve.
+#: The most blocks of a curve.
 _BLOCKS = 50
 
 
@@ -129,15 +130,15 @@ def render(board: JobBoard) -> RenderableType:
     )
     for answer in answers_of(RunRecord("job", board)):
         style = _STYLES.get(answer.kind, "")
-        # Where there are no colours, too, it is seen what is wrong.
+        # The mark shows what is wrong without colours too.
         mark = "!" if answer.kind == "bad" else ""
         answers.add_row(mark, answer.question, _plain(answer.text, style))
     for name, (_, values) in board.history.series().items():
         text = _plain(title_of(name))
         curves.add_row(text, _plain(short(values[-1])), _plain(_spark(values), "cyan"))
-    columns = present(board.ranks)[:-1]  # a line of its own has the action
+    columns = present(board.ranks)[:-1]  # the action stands in a line of its own
     for column in columns:
-        # Of a narrow terminal others get less.
+        # A narrow terminal shortens the other columns.
         whole = column.name in ("state", "busy", "step")
         justify: Literal["left", "right"] = "right" if column.number else "left"
         ranks.add_column(column.name, justify=justify, overflow="ellipsis", no_wrap=whole)
@@ -150,14 +151,14 @@ def render(board: JobBoard) -> RenderableType:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Returns a text in which neither rich nor the terminal finds a command."""
+    """Returns a text for rich without markup and without control characters."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
 def _spark(values: Sequence[float]) -> str:
-    """Returns the curve of some figures in a line of blocks; a gap where one is no number."""
+    """Draws figures as a line of blocks, with a blank for each that is NaN or infinite."""
     shown = values[:: -(-len(values) // _BLOCKS)]
     finite = [value for value in shown if math.isfinite(value)]
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
@@ -167,10 +168,10 @@ def _spark(values: Sequence[float]) -> str:
     )
 
 
-#: Gives the board as it is now.
+#: Returns the board of a job as of now.
 Source = Callable[[], JobBoard]
-_PATIENCE = 2.0
-_LARGEST = 1 << 24
+#: The most seconds that a served job may take to answer, and the most bytes of its board.
+_PATIENCE, _LARGEST = 2.0, 1 << 24
 
 
 def source_of(text: str) -> Source:
@@ -204,7 +205,7 @@ def source_of(text: str) -> Source:
 def _fetch(address: Address, token: str) -> JobBoard:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        # A proxy of the environment is not for what is nearby.
+        # The proxy that the environment names may not reach the job.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(f"http://{address}/board.json", headers=headers)
         with opener.open(request, timeout=_PATIENCE) as answer:

@@ -1,4 +1,7 @@
-"""The command ``fleetpipe why``."""
+"""The command ``fleetpipe why``: adds up where the time of traced steps went, and names stragglers.
+
+Start with ``run``. ``page`` writes the same figures as a page, with two timelines.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         with using("--output", options.output, "a file that can be written"):
             text = page(steps, slowdown, sentence, account, shares)
             options.output.write_text(text, encoding="utf-8")
-    # How many actions each rank ran early, if it took the schedule for a hint.
+    # By rank the number of actions that it ran before others that the schedule has first.
     early = dict(sorted(Counter(one.stage for one in operations if one.early).items()))
     if options.json:
         listed = {
@@ -145,8 +148,8 @@ def _lines(
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
 
 
-#: Where the operations explain less of the steps, what lies between them comes first.
-_LEAST_EXPLAINED = 0.85
+#: If more than this share of the steps' time went elsewhere, that comes before the stragglers.
+_MOST_UNEXPLAINED = 0.15
 #: What happens between two steps, in words.
 _BETWEEN = {
     "data": "in loading data",
@@ -158,32 +161,37 @@ _BETWEEN = {
 
 
 def _sentence(slowdown: Slowdown, account: Mapping[str, float], shares: Mapping[str, float]) -> str:
+    """Says in words where the time went, and which straggler costs most."""
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
+    slowest = _slowest(slowdown, replayed, ideal)
     step = sum(account.values())
     taken = sum(account[row] for row in (QUEUEING, LIMITED, STOLEN)) / step
-    if taken > 1 - _LEAST_EXPLAINED:
-        return (
-            f"{taken:.0%} of the steps' time the ranks had no processor: other work ran on these "
-            f"cores, or a limit stopped them. Of the rest: {_slowest(slowdown, replayed, ideal)}"
-        )
     between = {part: shares[part] for part in BETWEEN if shares}
-    if sum(between.values()) > 1 - _LEAST_EXPLAINED:
-        worst = max(between, key=lambda part: between[part])
-        return (
-            f"{sum(between.values()):.0%} of the time passed between one step and the next, most "
-            f"of it {_BETWEEN[worst]}. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+    if taken > _MOST_UNEXPLAINED:
+        where = (
+            f"{taken:.0%} of the steps' time the ranks had no processor: other work ran on these "
+            "cores, or a limit stopped them"
         )
-    if replayed < _LEAST_EXPLAINED * measured:
+    elif sum(between.values()) > _MOST_UNEXPLAINED:
+        worst = max(between, key=lambda part: between[part])
+        where = (
+            f"{sum(between.values()):.0%} of the time passed between one step and the next, most "
+            f"of it {_BETWEEN[worst]}"
+        )
+    elif replayed < (1 - _MOST_UNEXPLAINED) * measured:
         outside = min(1 - replayed / measured, account[OUTSIDE] / step)
-        return (
+        where = (
             f"{outside:.0%} of the steps' time went outside of the operations of "
             "the trace: in data, the optimizer, checkpoints, callbacks, or other work on these "
-            f"cores. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+            "cores"
         )
-    return _slowest(slowdown, replayed, ideal)
+    else:
+        return slowest
+    return f"{where}. Of the rest: {slowest}"
 
 
 def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
+    """Names the worst straggler, and how much shorter steps would be without it."""
     causes = [cause for cause in slowdown.causes if cause.share > 0]
     if not causes:
         return f"No rank, stage, link or micro-batch stands out; S = {slowdown.slowdown:.3f}."
@@ -196,14 +204,14 @@ def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
     )
 
 
-#: Columns of the heat map; more steps share one.
+#: The most columns of the heat map; of more steps several share one.
 _MOST_COLUMNS = 60
-#: A rank whose computations take so many times the mean has the full colour.
+#: The cell of a rank whose computations take so many times the mean has the full colour.
 _HOTTEST = 2.0
 
 
 class HeatRow(NamedTuple):
-    """A rank of the heat map, with the relative times of its computations in each column."""
+    """The row of a rank in the heat map: in each column its computing time over the ideal one."""
 
     name: str
     factors: list[float]
@@ -220,7 +228,8 @@ def page(
     step = sum(account.values()) or 1.0
     lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
     slowest = int(np.argmax(lost))
-    columns = _columns(len(steps))
+    width = -(-len(steps) // _MOST_COLUMNS)
+    columns = [steps[first : first + width] for first in range(0, len(steps), width)]
     return template("why.html").render(
         sentence=sentence,
         answers=[
@@ -232,8 +241,8 @@ def page(
             *(Answer(name, f"{seconds(x)}, {x / step:.1%}") for name, x in account.items()),
         ],
         drawing=_timelines(steps, slowdown, slowest),
-        heat=_heat(steps, slowdown, columns),
-        columns=[str(steps[part[0]].operations[0].step) for part in columns],
+        heat=_heat(columns, slowdown, ideal_times(steps)),
+        columns=[str(column[0].operations[0].step) for column in columns],
         hottest=_HOTTEST,
         version=__version__,
         written=moment(time.time()),
@@ -276,19 +285,13 @@ def _event(one: TracedOperation, start: float, end: float) -> Event:
     return Event(one.stage, name, start, end)
 
 
-def _columns(steps: int) -> list[range]:
-    """Returns the range of steps in each column."""
-    width = -(-steps // _MOST_COLUMNS)
-    return [range(first, min(first + width, steps)) for first in range(0, steps, width)]
-
-
 def _heat(
-    steps: Sequence[ReplayedStep], slowdown: Slowdown, columns: Sequence[range]
+    columns: Sequence[Sequence[ReplayedStep]], slowdown: Slowdown, ideal: Mapping[str, float]
 ) -> list[HeatRow]:
-    ideal = ideal_times(steps)
+    """Returns the rows of the heat map, by replica and stage."""
     rows = {rank: ([0.0] * len(columns), [0.0] * len(columns)) for rank in sorted(slowdown.ranks)}
-    for column, part in enumerate(columns):
-        for one in (each for number in part for each in steps[number].operations):
+    for column, steps in enumerate(columns):
+        for one in (each for step in steps for each in step.operations):
             if one.kind not in COMMUNICATIONS and one.rank in rows:
                 taken, expected = rows[one.rank]
                 taken[column] += one.duration

@@ -1,7 +1,8 @@
-"""Computes what is drawn on a page: the charts of a run, and the boxes of the ranks' timelines.
+"""Computes the drawings of a page: the charts of a run, and the timelines of its ranks.
 
-It chooses which curves stand on one scale, formats numbers, and chooses the ticks of an axis. The
-page's script draws the charts, ``templates/timelines.html`` the timelines.
+It formats numbers, chooses which curves share a chart, and where an axis has ticks. The page's
+script draws the charts (``learning``, ``machine``), ``templates/timelines.html`` the timelines
+(``drawings``).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def align(values: Sequence[float]) -> list[str]:
 
 def percent(value: float) -> str:
     """Formats a share of 1 as a percentage."""
-    # Never -0.0%, which a sum of costs may come to.
+    # The sum turns -0.0 into 0.0.
     return f"{round(value, 3) + 0.0:.1%}"
 
 
@@ -108,7 +109,7 @@ def labels(values: Sequence[float]) -> list[str]:
 
 LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
 THROUGHPUT = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
-#: Figures of the machine that are drawn, which are no metrics of the model, with their units.
+#: The drawn figures that are no metrics of the model, with their units.
 _MACHINE = {**THROUGHPUT, BUBBLE: "%", "step time": "s", "busy share": "%, mean of ranks"}
 _NO_METRICS = (LOSS, RATE, NORM, *_MACHINE, "peak_held")
 _TITLES = {
@@ -117,16 +118,16 @@ _TITLES = {
     NORM: "gradient norm",
     **dict.fromkeys(THROUGHPUT, "throughput"),
 }
-#: Lists with a figure of each rank: title, name of a curve, unit, and factor.
+#: For each list with a figure of every rank: title, name of a curve, unit, and factor.
 _BY_RANK = {
     "busy_share_by_rank": ("busy share", "rank", "%", 100.0),
     "peak_memory_by_process": ("peak memory", "process", "GB", 1e-9),
 }
-#: Points of a curve that are drawn; of more, the least and the most of each stretch.
+#: The most points of a curve; of more, the least and the most of each stretch are drawn.
 MOST_POINTS = 600
-#: Of more ranks the least, the median and the most are drawn; there are as many colours.
+#: The number of colours; of more ranks the least, the median and the most are drawn.
 MOST_COLOURS = 8
-#: From so many points on the mean of a part of them is drawn over a curve.
+#: A curve of so many points has a running mean, over its points divided by ``_WINDOWS``.
 _SMOOTH_FROM, _WINDOWS = 60, 40
 
 
@@ -140,7 +141,7 @@ class Curve(NamedTuple):
         kind: ``line``, or ``points`` for a line with a dot at each figure.
         colour: 0 for training, 1 for evaluation; the position among several curves of one kind.
         times: Seconds since the run began, for each figure; empty if unknown.
-        window: Over so many figures a mean is drawn too; 1 for none.
+        window: The number of figures of the running mean that is drawn too; 1 for none.
     """
 
     name: str
@@ -152,7 +153,7 @@ class Curve(NamedTuple):
     window: int = 1
 
     def thin(self) -> Curve:
-        """Returns this curve with about as many points as a screen shows, all from the curve."""
+        """Returns this curve with at most about ``MOST_POINTS`` of its points."""
         if len(self.xs) <= MOST_POINTS:
             return self
         length = math.ceil(2 * len(self.xs) / MOST_POINTS)
@@ -189,7 +190,7 @@ class Chart(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The data of the page's script. JSON has no NaN."""
+        """The data of the page's script, with None for NaN and infinities."""
         curves = [
             {
                 **curve._asdict(),
@@ -220,7 +221,7 @@ def learning(runs: Mapping[str, RunRecord]) -> list[Chart]:
 
 
 def machine(runs: Mapping[str, RunRecord]) -> list[Chart]:
-    """Returns the charts of what steps took; for a single run also those of each rank."""
+    """Returns the charts of throughput, bubble, times and shares; of a single run by rank too."""
     charts = list(_charts(runs, [*_MACHINE]))
     if len(runs) == 1:
         charts += chain.from_iterable(map(_charts_by_rank, runs.values()))
@@ -228,7 +229,7 @@ def machine(runs: Mapping[str, RunRecord]) -> list[Chart]:
 
 
 def _charts(runs: Mapping[str, RunRecord], names: Sequence[str]) -> Iterator[Chart]:
-    """Yields a chart for each figure that exists; each of several runs has its colour."""
+    """Yields a chart for each figure that some run has; each of several runs has its colour."""
     several = len(runs) > 1
     for name in names:
         curves: list[Curve] = []
@@ -251,7 +252,7 @@ def _curve(name: str, series: Series, kind: str, colour: int, percent: bool = Fa
 
 
 def with_mean(curve: Curve) -> Curve:
-    """Returns a curve with the window of a mean, if it has many points."""
+    """Returns a curve with the window of its running mean, if it has many points."""
     points = min(len(curve.xs), MOST_POINTS)
     return curve._replace(window=max(5, points // _WINDOWS) if points >= _SMOOTH_FROM else 1)
 
@@ -282,11 +283,11 @@ def _stops(run: RunRecord) -> list[int]:
 
 
 _WIDTH = 1000
-#: Least width of a picture that is scrolled, and most, in pixels of CSS.
+#: The least and the most width of a drawing, in pixels of CSS; a wide one is scrolled.
 _PIXELS = (560, 1600)
 _PIXELS_OF_A_BOX = 14.0
 _PIXELS_OF_A_DIGIT = 7.0
-#: Above this number of boxes those of one colour are one shape, without a text of each.
+#: In a timeline of more boxes those of one colour are one shape, without texts.
 _MOST_BOXES = 2500
 _TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
@@ -351,7 +352,7 @@ def drawings(pipeline: Pipeline) -> list[Drawing]:
     predicted = _panel(f"Predicted {costs}", pipeline, pipeline.predicted)
     count = len(pipeline.traced)
     titles = [f"Measured, step {number:,}" for number in pipeline.numbers] or ["Measured"]
-    # Many steps of many boxes each would be a page that no browser likes.
+    # A browser is slow on a page of many steps of many boxes each.
     most = min(_MOST_BOXES, 4 * _MOST_BOXES // max(1, count))
     return [
         laid_out([predicted, _panel(title, pipeline, events)], most)
@@ -373,7 +374,7 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     """
     bars = [bar for panel in panels for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
-    # A width for the boxes of a rank, within reason.
+    # The more boxes a rank has, the wider the drawing, within limits.
     boxes = max(len(panel.events) / panel.placement.ranks for panel in panels)
     pixels = min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
     tracks = [

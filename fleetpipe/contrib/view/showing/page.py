@@ -1,6 +1,6 @@
-"""Computes the contents of the pages, live or saved, which templates then show.
+"""Makes the HTML pages: of a run, live or saved (``page``), and of several runs (``comparison``).
 
-Of tables it computes the cells: evaluations, ranks, attempts, and settings.
+It computes the cells of their tables; the markup is in ``templates``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fleetpipe.job.records import RankRecord
 from fleetpipe.schedules.forms.trace import figures_of
 from fleetpipe.version import __version__
 
-#: Letters of the names of a stage's layers.
+#: The most letters of the names of a stage's layers.
 _MOST_LETTERS = 60
-#: Of settings in settings; what is deeper is written as it is.
+#: The most levels of nested settings; deeper ones are written as Python does.
 _MOST_LEVELS = 8
 
 
@@ -79,7 +79,7 @@ def evaluations(rows: Sequence[Row]) -> list[Column]:
 
 
 def stages(run: RunRecord) -> list[Column]:
-    """Returns the stages of each rank of the pipeline, and what it holds; nothing if unknown."""
+    """Returns stages, layers, parameters and held forwards of each rank; empty if unknown."""
     stages = _stages(run.about.get("stages"))
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
@@ -107,7 +107,7 @@ def stages(run: RunRecord) -> list[Column]:
 
 
 def present(records: Sequence[RankRecord]) -> list[Column]:
-    """Returns what each rank of a job does and has at this moment."""
+    """Returns state, step, memory, messages and action of each rank of a job."""
     limits = [f" of {size(one.memory_limit)}" if one.memory_limit else "" for one in records]
     caps = ["" if one.held_cap is None else f" of {one.held_cap}" for one in records]
     ages = [one.step_age for one in records]
@@ -128,7 +128,7 @@ def present(records: Sequence[RankRecord]) -> list[Column]:
 
 
 def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
-    """Returns when and where each attempt of the run began, and how it ended."""
+    """Returns when and after which step each attempt of the run began, and how it ended."""
     lasted = [None if each.ended is None else each.ended - each.began for each in records]
     steps = [each.last_step for each in records]
     return table(
@@ -144,7 +144,7 @@ def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
 
 
 def events_table(happened: Sequence[RunEvent]) -> list[Column]:
-    """Returns what happened to a run, the newest last."""
+    """Returns the events of a run and their times, the newest last."""
     return table(
         [
             Column("time (UTC)", [moment(event.time) for event in happened], False),
@@ -188,10 +188,9 @@ def _names(layers: object) -> str:
 
 
 def _stages(value: object) -> list[dict[str, Any]]:
-    """Returns the stages of ``run.json``; each rank has at least one."""
-    stages = (
-        [stage for stage in value if isinstance(stage, dict)] if isinstance(value, list) else []
-    )
+    """Returns the stages of ``run.json`` without those of impossible ranks."""
+    listed = value if isinstance(value, list) else []
+    stages = [stage for stage in listed if isinstance(stage, dict)]
     return [stage for stage in stages if 0 <= _count(stage.get("rank")) < len(stages)]
 
 
@@ -199,7 +198,7 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-#: Parts of ``run.json`` that are shown and compared; its stages and its schedule's text are not.
+#: The sections of ``run.json`` whose settings are shown and compared.
 _SECTIONS = ("config", "training", "layout", "environment", "versions")
 
 
@@ -223,9 +222,9 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
     """Returns the page of a run as an HTML text that loads no other file.
 
     Args:
-        run: What is recorded of it.
+        run: The record of the run.
         now: The date of the page, in seconds since 1970; None: the present time.
-        live: Whether the page asks again and again for what has changed.
+        live: Whether the page updates itself.
     """
     at = time.time() if now is None else now
     command = run.about.get("command")
@@ -251,12 +250,13 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
 
 
 def _more_answers(run: RunRecord) -> list[Answer]:
-    """Returns what only the files of a run tell."""
+    """Returns the answers that need the files of a run: metrics, elapsed time, bubble and hash."""
     answers = []
     for name in metrics(run):
-        figures = [(run.series.get(prefix + name), prefix) for prefix in (EVALUATED, "")]
-        of = {EVALUATED: " in the evaluation", "": ""}
-        texts = [f"{short(one.values[-1])}{of[prefix]}" for one, prefix in figures if one]
+        named = {EVALUATED + name: " in the evaluation", name: ""}
+        texts = [
+            f"{short(run.series[n].values[-1])}{of}" for n, of in named.items() if n in run.series
+        ]
         answers.append(Answer(name, ", ".join(texts)))
     elapsed = run.elapsed([*run.train[-1:], *run.evaluations[-1:]])
     if elapsed:

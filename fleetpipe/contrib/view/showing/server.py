@@ -1,7 +1,7 @@
 """Serves a board over HTTP: a page, ``/status.json``, and ``/metrics`` for Prometheus.
 
-One thread answers all requests from texts that it makes at most five times a second. A client that
-sends or reads nothing is dropped, and so is the oldest one if too many connect.
+One thread answers all requests, and makes each text at most five times a second. A client that
+sends or reads nothing for 3 s is dropped, and so is the oldest one if too many connect.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fleetpipe.contrib.view.showing.page import page
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
 
-#: Connections that may be open at once: the descriptors are the training's too.
+#: The most open connections: their file descriptors are also the training's.
 MOST_CONNECTIONS = 64
-#: Seconds that a request, and the reading of its answer, may take.
+#: The seconds in which a client must send its request and read the answer.
 PATIENCE = 3.0
 _MOST_BYTES = 8192
 #: The types of the pages; ``/board.json`` is what ``fleetpipe watch`` reads.
@@ -81,7 +81,7 @@ class Server:
             raise
         port = self._server.sockets[0].getsockname()[1]
         token = f"/?token={quote(self._token, safe='')}" if self._token else "/"
-        # All addresses of this host are none that a browser takes.
+        # A browser takes no wildcard address.
         host = socket.gethostname() if address.host in ("0.0.0.0", "::") else address.host
         self.url = f"http://{Address(host, port)}{token}"
         self._thread = threading.Thread(target=self._run, name="fleetpipe-serve", daemon=True)
@@ -117,7 +117,7 @@ class Server:
                 await asyncio.wait_for(self._answer(reader, writer), PATIENCE)
         finally:
             self._open.pop(task, None)
-            # What is not read by now is not sent either.
+            # An answer that the client has not read by now is dropped.
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,7 +136,7 @@ class Server:
     def _respond(self, method: str, target: str, headers: Message) -> tuple[int, str, bytes]:
         """Returns the status code, the type and the body of an answer."""
         parts = urlsplit(target)
-        # A page elsewhere may give its own name this host's address, to read in its visitor's name.
+        # Against DNS rebinding: a web page may give its own name this host's address.
         host = urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
         if not self._token and not Address(host, 0).is_loopback:
             return _refusal(421, f"this job is shown as localhost; by other names with a {TOKEN}")
@@ -178,7 +178,7 @@ def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
 
 
 _STATES = ("starting", "running", "waiting", "stopped", "ended")
-#: Of the job, and of each rank: an attribute, its name, its unit, and what it is.
+#: For each metric of the job: attribute of the board, name, unit and description.
 _OF_JOB = (
     ("steps", "run_steps", "", "Steps of the whole run."),
     ("step_time", "step_time_seconds", "seconds", "Time of a step."),
@@ -186,6 +186,7 @@ _OF_JOB = (
     ("eta_seconds", "eta_seconds", "seconds", "Time to the end."),
     ("gradient_norm", "gradient_norm", "", "Of the last step, before clipping."),
 )
+#: For each metric of a rank: attribute of its record, name, unit and description.
 _OF_RANK = (
     ("busy", "busy_ratio", "ratio", "Share of a step in which it computes."),
     ("memory", "memory_bytes", "bytes", "What it has."),
@@ -196,12 +197,12 @@ _OF_RANK = (
     ("incoming", "incoming_messages", "", "Messages that it has not taken."),
     ("outgoing", "outgoing_bytes", "bytes", "What it has not sent."),
 )
-#: Values of labels, and the figure of that.
+#: The values of the labels of a figure, and the figure; None if it is unknown.
 _Sample = tuple[tuple[str, ...], "float | None"]
 
 
 def require_package() -> None:
-    """Checks that the package that writes metrics is installed."""
+    """Raises PackageNotFound unless prometheus-client is installed."""
     with needed_for("serving the board of a job"):
         import prometheus_client.openmetrics.exposition  # noqa: F401
 
@@ -215,7 +216,7 @@ def text(board: JobBoard) -> bytes:
 
 
 class _Metrics:
-    """Yields the metrics of a board, in the place of a registry of prometheus-client."""
+    """The metrics of a board, as a registry of prometheus-client gives them."""
 
     def __init__(self, board: JobBoard) -> None:
         self._board = board
