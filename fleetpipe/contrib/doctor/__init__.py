@@ -1,9 +1,8 @@
-"""``fleetpipe doctor``: checks what this machine can do, measures it, and names what is wrong.
+"""``fleetpipe doctor``: checks and measures this machine, and names what would make a job fail.
 
-Here are the result of one check, a ``Finding``, and the checks of what a host has for the ranks of
-a job, which need no Paddle. Start with ``doctor_command.py``. It checks Paddle and its device, and
-starts some ranks of ``worker.py``, which measure each transport and compare bits;
-``cluster_checks.py`` checks the nodes of a Ray cluster.
+Start with ``doctor_command.py``: it checks Paddle and its device, starts some ranks of
+``worker.py``, which measure each transport and compare bits, and checks the nodes of a Ray cluster.
+This file has the result of one check, a ``Finding``, and the checks of a host that need no Paddle.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ def wrong(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.state == WRONG]
 
 
-#: Where Paddle's data loaders hand over what they loaded.
+#: The folder of shared memory, through which the workers of Paddle's data loaders pass tensors.
 _SHARED = Path("/dev/shm")
 _SHARED_BYTES = 256 << 20
 #: Descriptors of a rank beside those of its connections: files, Paddle's groups and stores.
 _DESCRIPTORS = 200
-#: Ranks that a limit on descriptors leaves room for, below which a note says so.
+#: A limit on descriptors that is enough for fewer ranks is noted.
 _MOST_RANKS = 100
-#: Below these a port of a job may be one of an outgoing connection.
+#: The ports at which jobs listen; outgoing connections should take others.
 _PORTS = range(20000, 32000)
 _WRITTEN_BYTES = 32 << 20
 _DISK_BYTES = 1 << 30
@@ -107,7 +106,7 @@ def _processors(ranks: int) -> Finding:
 
 
 def _bits(ranks: int) -> Finding:
-    """Reports threads and MKL's settings: they change the last bits of a product."""
+    """Reports the number of threads and MKL's settings, which change the bits of a product."""
     numerics.prepare()
     settings = ", ".join(f"{k}={v or 'unset'}" for k, v in numerics.environment().items())
     if os.environ.get("OMP_NUM_THREADS"):
@@ -195,12 +194,12 @@ def _checkpoints(folder: Path) -> Finding:
 
 
 def clock(address: str, behind: float, ahead: float) -> Finding:
-    """Checks that another host's clock, when asked once, was between two moments of this one's.
+    """Checks another host's clock, which was read once between two readings of this host's.
 
     Args:
         address: The address of the other host.
-        behind: Seconds by which it was before the first moment.
-        ahead: Seconds by which it was after the second.
+        behind: Seconds by which its time is before the first reading.
+        ahead: Seconds by which its time is after the second reading.
     """
     apart = max(behind, ahead, 0.0)
     if apart <= CLOCK_SECONDS:

@@ -1,4 +1,4 @@
-"""The command ``fleetpipe doctor``: it checks Paddle, and measures transports between two ranks."""
+"""The command ``fleetpipe doctor``: checks this host, Paddle, some ranks, and a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fleetpipe import arguments as kinds
 from fleetpipe import systems
 from fleetpipe.contrib import doctor
 from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, looked_at, wrong
-from fleetpipe.errors import UsageError
+from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.extras import needed_for
 from fleetpipe.launch.script import LAUNCHED, command_folder
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
@@ -63,9 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.nproc > 1 and not wrong(of_paddle):
         findings += findings_of_ranks(options.nproc)
     if options.ray is not None:
-        with needed_for("a Ray cluster is looked at"):
-            from fleetpipe.contrib.doctor import cluster_checks
-        findings += cluster_checks.findings(options.ray, options.nproc, options.checkpoint_dir)
+        findings += findings_of_cluster(options.ray, options.nproc, options.checkpoint_dir)
     if options.json:
         listed = [finding._asdict() for finding in findings]
         result = {"fleetpipe": __version__, "findings": listed, "wrong": len(wrong(findings))}
@@ -85,7 +84,7 @@ def _lines(findings: list[Finding]) -> Iterator[str]:
     yield f"fleetpipe {__version__}: " + (f"{count} wrong" if count else "nothing is wrong")
 
 
-#: Versions of Paddle that the tests run on.
+#: The versions of Paddle that the tests run on.
 _SUPPORTED = ("3.3.", "2.6.2")
 
 
@@ -122,7 +121,7 @@ def _device(paddle: Any) -> Finding:
 
 
 def _card(paddle: Any, device: str) -> Finding:
-    """Compares the card with those that the wheel was compiled for, and computes on it."""
+    """Checks that the wheel is compiled for the card, and computes on it."""
     major, minor = paddle.device.cuda.get_device_capability()
     version = paddle.version
     read = _ARCHS.get((version.full_version, version.cuda()), ())
@@ -152,14 +151,14 @@ _LIBRARIES = (
     "install CUDA and cuDNN of the versions that the wheel is built for, in a folder of "
     "LD_LIBRARY_PATH: PyPI's wheel brings none of their libraries; docs/gpu.md has them"
 )
-#: What is in wheels that do not say it, read in their libraries: by version and CUDA's.
+#: The architectures of wheels that do not tell them, by version of Paddle and of CUDA.
 _ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
 
 
 _WORKER = Path(__file__).with_name("worker.py")
-#: Seconds that all ranks may take for everything.
+#: Seconds in which the ranks must finish.
 LIMIT_SECONDS = 90.0
-#: Seconds that they may take to end when they are asked to.
+#: Seconds in which the ranks must end after a signal.
 _END_SECONDS = 5.0
 _LOG_LINES = 5
 _FIXES = {
@@ -171,7 +170,7 @@ _FIXES = {
 
 
 def findings_of_ranks(ranks: int) -> list[Finding]:
-    """Starts the ranks and returns their findings."""
+    """Starts the ranks, and returns the findings on transports and on parity."""
     try:
         systems.require_ranks()
     except UsageError as error:
@@ -187,7 +186,7 @@ def findings_of_ranks(ranks: int) -> list[Finding]:
 
 
 def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Runs the worker on every rank; returns its results so far, and the end of its output."""
+    """Runs the worker on every rank; returns its results, and the last lines of its output."""
     file, logs = folder / "results.json", folder / "log"
     command = [sys.executable, str(LAUNCHED), "run", "--nproc", str(ranks)]
     command += ["--log-dir", str(logs), "--log-level", "ERROR", str(_WORKER), str(file)]
@@ -203,7 +202,7 @@ def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, A
         process.wait(LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         ended = f"the ranks did not end within {LIMIT_SECONDS:g} s"
-        # As Ctrl-C: the first asks the ranks to end, the second ends them.
+        # The launcher asks the ranks to end at the first signal, and kills them at the second.
         for _ in range(2):
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,7 +223,7 @@ def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, A
 def _of_transport(name: str, results: Mapping[str, Any], words: str) -> Finding:
     result = results.get(name, {"error": words})
     if "error" in result:
-        # What cannot be chosen here is no fault of the machine's.
+        # A transport that this machine cannot have is no fault of the machine.
         state = NOTE if result.get("refused") else WRONG
         return Finding(name, state, result["error"].splitlines()[0], _FIXES[name])
     seconds = {int(nbytes): taken for nbytes, taken in result.items()}
@@ -242,3 +241,37 @@ def _of_parity(ranks: int, results: Mapping[str, Any], words: str) -> Finding:
     last = result["verdict"].splitlines()[-1].removeprefix("parity: ")
     text = f"a small model on {ranks} ranks beside one device: {last}"
     return Finding("parity", OK if result["passed"] else WRONG, text, _FIXES["parity"])
+
+
+def findings_of_cluster(address: str, ranks: int, folder: Path) -> list[Finding]:
+    """Checks every node of a Ray cluster: its packages, resources, folder and clock.
+
+    Args:
+        address: The address of the cluster, as for ``fleetpipe launch --ray``.
+        ranks: The number of ranks for each node.
+        folder: The folder of the checkpoints on each node.
+    """
+    with needed_for("a Ray cluster is looked at"):
+        import ray
+
+        from fleetpipe.contrib.ray import ray_cluster
+
+    def look(ranks: int, folder: str) -> tuple[float, list[Finding]]:
+        return time.time(), doctor.findings_of_host(ranks, Path(folder))
+
+    listed: list[Finding] = []
+    try:
+        with ray_cluster.connect(None if address == "local" else address, {"CPU": ranks}):
+            ray_cluster.require_packages()
+            remote: Any = ray.remote(num_cpus=0)(look)
+            # One node after another: its clock is compared with this one's around the call.
+            for node in ray_cluster.staying():
+                begin = time.time()
+                reference = remote.options(label_selector=node.label).remote(ranks, str(folder))
+                (answer,) = ray_cluster.answers({node: reference}).values()
+                clock, looks = answer
+                listed += [one._replace(subject=f"{node.address} {one.subject}") for one in looks]
+                listed.append(doctor.clock(node.address, begin - clock, clock - time.time()))
+    except FleetPipeError as error:
+        return [Finding("ray", WRONG, str(error).splitlines()[0], str(error).splitlines()[-1])]
+    return listed

@@ -22,7 +22,7 @@ from fleetpipe.transport import MessageKey, Transport
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
 TIMEOUT = 20.0
-#: Bytes of a message, and how many round trips are measured.
+#: The bytes of each measured message, and its number of round trips.
 SIZES = {4: 200, 1 << 20: 40, 16 << 20: 8}
 WIDTH, ROWS, MICRO_BATCHES, STEPS = 64, 4, 4, 3
 _THERE, _BACK = MessageKey("F", 0, 1, "doctor", 0), MessageKey("B", 0, 1, "doctor", 0)
@@ -56,7 +56,7 @@ def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Returns the seconds of one way for each size in bytes, or the error. Collective."""
+    """Returns the seconds of one way by the message's size, or the error. Collective."""
     try:
         job = begin(name)
         try:
@@ -70,7 +70,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def compare() -> dict[str, Any]:
-    """Trains a small model beside its single-device one. Collective."""
+    """Trains a small model beside its single-device model, and compares them. Collective."""
     try:
         begin()
         try:
@@ -94,7 +94,7 @@ def compare() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the parts and writes the results after each; a part that hangs is ended from outside."""
+    """Runs the parts, and writes the results after each of them, since a later one may hang."""
     file, results = Path(sys.argv[1]), {}
     parts = {SOCKETS: lambda: measure(SOCKETS), PROCESS_GROUP: lambda: measure(PROCESS_GROUP)}
     for part, run in {**parts, "parity": compare}.items():

@@ -1,9 +1,8 @@
-"""Checkpoints of other programs, and conversion of any to any.
+"""Reads and writes the checkpoints of other programs, and converts any of them to any other.
 
-Each format has a reader, which turns files into a ``contents.Checkpoint``, and a writer, which does
-the reverse; start with ``convert.py``, which has the table of formats, and loads any of them into a
-job directly. ``name_map.py`` renames tensors. Tensors are read one after another, when they are
-written.
+A reader turns files into a ``contents.Checkpoint``, a writer does the reverse. Start with
+``convert.py``, which has the table of formats and also loads a checkpoint into a job directly.
+``name_map.py`` renames tensors. Each tensor is read when it is written, one after another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The contents of a checkpoint of any format: tensors that are read on demand, and the rest.
+"""A checkpoint of any format in memory: tensors that are read on demand, and other contents.
 
-Names are those of fleetpipe's own checkpoints: the optimizer's are ``3.weight/moment1_0``, and a
+The names are those of fleetpipe's own checkpoints: ``3.weight/moment1_0`` is the optimizer's, and a
 master weight has the name of its parameter.
 """
 
@@ -20,7 +20,14 @@ from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import tensors, writer
 from fleetpipe.checkpoint.files.manifest import tensor_digest
-from fleetpipe.checkpoint.files.tensors import CODES, Stored
+from fleetpipe.checkpoint.files.tensors import (
+    CODES,
+    FilePlan,
+    Holding,
+    Inventory,
+    Stored,
+    plan_files,
+)
 from fleetpipe.mesh.parts import Described, LocalTensor, Region
 
 #: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
@@ -45,7 +52,7 @@ class LazyTensor(NamedTuple):
         return self.read_part(cut)
 
     def digest(self) -> str:
-        """Returns the digest that the hash of a model has of it."""
+        """Returns the digest of dtype, shape and bits, as in the hash of a model."""
         return tensor_digest(self.described, [memory_of(np.ascontiguousarray(self.read()))])
 
 
@@ -54,7 +61,7 @@ class Checkpoint:
     """The contents of a checkpoint.
 
     Attributes:
-        tensors: Its tensors, those of the model in the model's order.
+        tensors: The tensors, those of the model in the model's order.
         step: The step after which it was saved; None if unknown.
         scheduler: The state of the learning rate's scheduler; None without one.
         files: Other files in its folder, which are not read.
@@ -81,6 +88,11 @@ class Checkpoint:
 
         tensors = {renamed(name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, plain_order=())
+
+    def plan_of_files(self) -> FilePlan:
+        """Plans the safetensors files of the checkpoint."""
+        holdings = {name: Holding(one.described, None, False) for name, one in self.tensors.items()}
+        return plan_files([Inventory(holdings)])
 
 
 def join_names(names: list[str]) -> str:
@@ -114,8 +126,8 @@ def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seque
     """Whether parts cover a whole tensor without overlap.
 
     Args:
-        boxes: The begin of each part on each axis, and its shape.
-        shape: The shape of the whole.
+        boxes: For each part its begin on each axis, and its shape.
+        shape: The shape of the whole tensor.
     """
     parts = [(begin, [b + n for b, n in zip(begin, size)]) for begin, size in boxes]
     if any(len(begin) != len(shape) or len(end) != len(shape) for begin, end in parts):
@@ -133,7 +145,7 @@ def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seque
 
 
 def lazy_array(path: Path, array: np.ndarray) -> LazyTensor:
-    """Returns an array of a file of ``paddle.save``, which is read from there when it is used."""
+    """Returns a memory-mapped array of a file of ``paddle.save`` as a tensor."""
     if not isinstance(array, np.ndarray):
         raise tensors.damage(path, f"a {type(array).__name__} in the place of a tensor")
     described = LocalTensor(array).described
@@ -171,7 +183,7 @@ def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
 
 
 def write_rest(state: Checkpoint, folder: Path) -> None:
-    """Writes the scheduler's state, and copies of files that were not read.
+    """Writes the scheduler's state, and copies the other files of the source.
 
     Raises:
         OSError: A file cannot be written.

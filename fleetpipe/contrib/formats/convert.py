@@ -1,7 +1,7 @@
 """Converts a checkpoint of any format to any other, or loads it into a job or a plain model.
 
-It has the table of formats, and the reader and writer of fleetpipe's own runs, of which every byte
-is compared with its checksum before its use.
+Here are the table of formats, ``FORMATS``, and the reader and writer of fleetpipe's own runs, whose
+checksums are compared before any use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fleetpipe.checkpoint.contents.parts import (
 from fleetpipe.checkpoint.files import run_folder
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, SavedStep, StepReader
 from fleetpipe.checkpoint.files.run_folder import Retention, complete_steps, is_checkpoint, step_in
-from fleetpipe.checkpoint.files.tensors import Holding, Inventory, indexes, plan_files
+from fleetpipe.checkpoint.files.tensors import indexes
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore_from
@@ -100,10 +100,10 @@ def _reading(reader: StepReader, name: TensorName) -> Callable[[Region | None], 
 
 
 def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
-    """Saves a step of a run. The random states are those of this process.
+    """Saves a checkpoint as a step of a run, with the random states of this process.
 
     Raises:
-        CheckpointError: The run has this step, or later ones; or a tensor cannot be read.
+        CheckpointError: The run has this step or later ones, or a tensor cannot be read.
         OSError: A file cannot be written.
     """
     later = [number for number in run_folder.complete_steps(run_directory) if number >= step]
@@ -119,14 +119,14 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     if state.scheduler is not None:
         states[SCHEDULER] = state.scheduler
     merged = training_state.merge_states([states], [ranks.place])
-    holdings = {
-        name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
-    }
-    plan = plan_files([Inventory(holdings)])
+    plan = state.plan_of_files()
     text = training_state.to_text({"step": step, **merged})
     texts = {**indexes(plan), training_state.FILE: text}
     order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
-    files, optimizer = described_files(plan, texts), _optimizer(state)
+    kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
+    # The Trainers of libraries train with AdamW.
+    optimizer = "Momentum" if kinds == {"velocity_0"} else "AdamW" if kinds else None
+    files = described_files(plan, texts)
     contents = Manifest(
         *(step, files, {}, order, optimizer, {}, ranks.layout, versions, state.plain_order)
     )
@@ -139,14 +139,6 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     except BaseException:
         run_folder.remove_left(run_directory if made else draft)
         raise
-
-
-def _optimizer(state: Checkpoint) -> str | None:
-    """Returns the class of optimizers with such a state; AdamW for Trainers of libraries."""
-    kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
-    if not kinds:
-        return None
-    return "Momentum" if kinds == {"velocity_0"} else "AdamW"
 
 
 FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
@@ -172,7 +164,7 @@ class Format(NamedTuple):
     groups: tuple[str, ...] = _TRAINED
 
 
-#: By name, in the order in which a folder is looked at: fleetpipe's has files of others in it.
+#: The formats by name, in the order in which a folder is tried: fleetpipe's has others' files too.
 FORMATS = {
     FLEETPIPE: Format("manifest.json", is_checkpoint, read_step, None, tuple(GROUPS)),
     FLEET: Format(
@@ -220,8 +212,8 @@ def format_of(folder: Path) -> str:
         CheckpointError: The folder has no known format.
     """
     there = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
-    # A Trainer's folder may have its model in safetensors as well, and a unified one is of them.
-    # The file of PaddleNLP, which is the last, may be another copy of the model.
+    # A Trainer's folder may also have its model in safetensors or in PaddleNLP's file, as a copy,
+    # and a unified checkpoint is a folder of safetensors.
     lesser = (PRETRAINED, "huggingface" if "unified" in there else PRETRAINED)
     alike = [name for name in there if name not in lesser]
     if len(alike) > 1 and there[0] not in (FLEETPIPE, "formers"):
@@ -246,7 +238,7 @@ def format_of(folder: Path) -> str:
 def read_checkpoint(
     folder: Path, source_format: str, names: NameMap | None = None, step: int | None = None
 ) -> Checkpoint:
-    """Reads a checkpoint except for the values of its tensors.
+    """Reads a checkpoint, but not yet the values of its tensors.
 
     Args:
         folder: The folder of the checkpoint, or of a run of fleetpipe.
@@ -286,7 +278,7 @@ def convert(
     names: NameMap | None = None,
     step: int | None = None,
 ) -> str:
-    """Converts a checkpoint. The target appears whole, or not at all.
+    """Converts a checkpoint. The target appears when it is complete, or not at all.
 
     Args:
         source: The folder of a checkpoint, or of a run of fleetpipe.
@@ -294,11 +286,10 @@ def convert(
         to: The format to write; None: Fleet's for a run of fleetpipe, fleetpipe's for others.
         source_format: The format to read; None: the one that the folder has.
         names: The map that renames tensors.
-        step: The step of a run to read; or the number of the new step, if fleetpipe's format is
-            written.
+        step: The step of a run to read; for another source the number of the step to write.
 
     Returns:
-        Sentences about what was written and what was left out.
+        What was written and what was left out, in words.
 
     Raises:
         CheckpointError: The source is damaged, or the target exists.
@@ -423,14 +414,14 @@ def _fitting(objects: Objects, state: Checkpoint) -> Objects:
 
 
 class _StepOfAnother:
-    """Another program's checkpoint as a step of fleetpipe's; it has no checksums."""
+    """Another program's checkpoint in the place of a step of fleetpipe's; it has no checksums."""
 
     def __init__(self, state: Checkpoint, optimizer: Optimizer | None) -> None:
         self._state = state
         entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
         kind = None
         if optimizer is not None and state.of(OPTIMIZER):
-            # No other format says which it is: the kinds of its tensors are compared.
+            # No other format names the optimizer: the kinds of its tensors are compared.
             kind = type(unwrap(optimizer)).__name__
         self.manifest = Manifest(
             step=state.step or 0,
@@ -445,7 +436,7 @@ class _StepOfAnother:
         )
 
     def text(self, _name: str) -> dict[str, Any]:
-        """Returns everything except tensors."""
+        """Returns the contents that are no tensors."""
         rate = {} if self._state.scheduler is None else {SCHEDULER: self._state.scheduler}
         return {"extra": {}, **rate}
 
@@ -453,7 +444,7 @@ class _StepOfAnother:
         """Does nothing."""
 
     def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
-        """Does nothing: the indices of its files were compared when they were opened."""
+        """Does nothing: the indices of the files were compared when they were opened."""
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:

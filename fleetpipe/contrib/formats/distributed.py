@@ -1,9 +1,9 @@
-"""Paddle's distributed checkpoint: ``0.metadata``, and ``*.distcp`` with the ranks' parts.
+"""Reads and writes Paddle's distributed checkpoint: ``0.metadata``, and the ranks' ``*.distcp``.
 
 ``paddle.distributed.save_state_dict`` writes a single folder; PaddleFormers' Trainer one folder for
 each of model, optimizer and master weights. An optimizer's tensor is ``name.moment1_0`` there, and
-a master weight ``name.w_0``. The classes of its metadata and its language for names are 3.3's.
-2.6.2 has fewer fields in another module, which readers allow for, and no language.
+a master weight ``name.w_0``. Writing and ``compose``, Paddle's language for names, need Paddle 3.3;
+the metadata of 2.6.2, with fewer fields, are read too.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from fleetpipe.mesh.parts import Described, Region
 from fleetpipe.paddle_api import VERSION, paddle
 
 _METADATA_MODULE = "dcp.metadata"
-#: The names of the classes that a file of metadata is made of, in 3.3 and before.
+#: The classes in a file of metadata, of 3.3 and of earlier versions.
 RECORDS = frozenset(
     f"paddle.distributed.{module}.{name}"
     for module in (f"flex_checkpoint.{_METADATA_MODULE}", "checkpoint.metadata")
     for name in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
 )
-#: Stands before names of layers of a list, ``0.weight``: the language has no names of digits.
+#: The prefix of names such as ``0.weight``: the language has no names that begin with a digit.
 _NUMBERED = "numbered_"
 _NUMBER = re.compile(r"(?<![\w.$])(?=\d+\.|\$LAYER_ID\.)")
 _MISFITS = (AssertionError, ValueError, LookupError, SyntaxError, RuntimeError)
@@ -136,13 +136,10 @@ def compose(
     outputs, unread = {}, []
     for word, tensor in engine.output_vars.items():
         name = word.removeprefix(_NUMBERED)
-        # What no statement reads comes out under its own name, and is no result of one.
+        # A tensor that no statement reads comes out under its own name.
         if word in engine.input_vars and word not in engine.intermediate_vars:
             unread.append(name)
-        outputs[name] = tuple(
-            _copy_of(source.removeprefix(_NUMBERED), taken, put, steps or ())
-            for source, taken, put, steps in tensor.slices
-        )
+        outputs[name] = tuple(_copied(*part) for part in tensor.slices)
     unknown = [name for name in outputs if "$" in name]
     if unknown:
         raise ConfigError(
@@ -163,12 +160,13 @@ def compose(
     return outputs, unread
 
 
-def _copy_of(
-    source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str]
+def _copied(
+    source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str] | None
 ) -> Copied:
-    orders = (ast.literal_eval(step) for step in steps if step.startswith("["))
-    casts = (step for step in steps if not step.startswith("["))
-    return Copied(source, tuple(taken), tuple(put), tuple(orders), tuple(casts))
+    """Returns a part from Paddle's description, whose steps are permutations and dtypes."""
+    orders = tuple(ast.literal_eval(step) for step in steps or () if step.startswith("["))
+    casts = tuple(step for step in steps or () if not step.startswith("["))
+    return Copied(source.removeprefix(_NUMBERED), tuple(taken), tuple(put), orders, casts)
 
 
 #: PaddleFormers' folder of each group.
@@ -179,7 +177,7 @@ FOLDERS = {
 }
 _METADATA, _SHARD = ".metadata", ".distcp"
 _MASTER = "w_0"
-#: Bytes of tensors after which the next file begins: as many are in memory at once.
+#: The most bytes of tensors in a file, which are in memory at once.
 SHARD_BYTES = 128 << 20
 #: Paddle's function, whose stub knows tensors only.
 _save: Any = paddle.save
@@ -203,14 +201,14 @@ class _Part(NamedTuple):
     range: tuple[int, int] | None
 
     def is_in(self, cut: Region | None) -> bool:
-        """Whether it overlaps a part of the whole tensor."""
+        """Whether the part overlaps a region of the whole tensor; None is all of it."""
         if cut is None:
             return True
         begin = self.begin[cut.axis]
         return begin < cut.stop and cut.start < begin + self.shape[cut.axis]
 
     def put(self, values: np.ndarray, whole: np.ndarray) -> None:
-        """Copies its values into the whole tensor."""
+        """Copies the values of the part into the whole tensor."""
         inner = whole[tuple(slice(b, b + n) for b, n in zip(self.begin, self.shape))]
         if self.range is None:
             inner[...] = values
@@ -232,7 +230,7 @@ def read_folder(folder: Path) -> Checkpoint:
     """Reads the metadata and the index of each file of tensors.
 
     Raises:
-        CheckpointError: One is damaged or missing; the message names the file.
+        CheckpointError: A file is damaged or missing; the message names it.
     """
     of_group = {group: folder / name for group, name in FOLDERS.items()}
     if is_formers(folder):
@@ -250,6 +248,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def _rename(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+    """Yields the tensors of a folder of PaddleFormers by the names of a ``Checkpoint``."""
     for name, tensor in named.items():
         parameter, _, kind = name.rpartition(".")
         if group == OPTIMIZER:
@@ -259,7 +258,7 @@ def _rename(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, 
 
 
 def _meaning(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
-    """Tells a model's tensor from an optimizer's, whose name begins with its parameter's name."""
+    """Returns a tensor's group and name; an optimizer's begins with its parameter's name."""
     parameter, _, kind = name.rpartition(".")
     if parameter not in everything:
         return TensorName(MODEL, name)
@@ -342,7 +341,7 @@ class _Shards:
         return LazyTensor(described, read)
 
     def _piece(self, part: _Part) -> LazyTensor:
-        """Returns the tensor in a file for a part, after checking its size."""
+        """Returns the tensor in a file for a part; raises CheckpointError if its size is wrong."""
         if part.file not in self._files:
             self._files[part.file] = _contents(part.file)
         piece = self._files[part.file].get(part.name)
@@ -356,7 +355,7 @@ class _Shards:
 
 
 def _are_whole(parts: Iterable[_Part], shape: tuple[int, ...]) -> bool:
-    """Whether parts form a whole tensor; flat ranges must first form their parts."""
+    """Whether parts form a whole tensor, and the flat ranges of each part form that part."""
     ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for part in parts:
         flat = part.range or (0, math.prod(part.shape))
@@ -397,6 +396,7 @@ def write_formers(state: Checkpoint, folder: Path) -> None:
 
 
 def _flat(name: TensorName) -> str:
+    """Returns the name of a tensor in a distributed checkpoint."""
     if name.group == MASTER_WEIGHTS:
         return f"{name.name}.{_MASTER}"
     return name.name.replace("/", ".") if name.group == OPTIMIZER else name.name

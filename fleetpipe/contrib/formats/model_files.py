@@ -1,7 +1,7 @@
-"""Models in files of other libraries: of ``paddle.save``, and folders of safetensors.
+"""Reads and writes models in the files of other libraries.
 
-Fleet's layer files, PaddleNLP's ``save_pretrained``, and folders of safetensors with an index:
-Hugging Face's, and unified checkpoints.
+They are Fleet's layer files and PaddleNLP's state files, both of ``paddle.save``, and folders of
+safetensors: Hugging Face's, and unified checkpoints, which have an optimizer too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.tensors import Holding, Inventory, indexes, plan_files
+from fleetpipe.checkpoint.files.tensors import indexes
 from fleetpipe.contrib.formats.contents import (
     SCHEDULER,
     Checkpoint,
@@ -43,15 +43,15 @@ _LAYER_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
 
 def has_layer_files(folder: Path) -> bool:
-    """Whether a folder has such files."""
+    """Whether a folder has Fleet's layer files."""
     return any(folder.glob("layer_*-model_states.pdparams"))
 
 
 def read_layer_files(folder: Path) -> Checkpoint:
-    """Reads the indices of the files.
+    """Reads the indices of Fleet's layer files.
 
     Raises:
-        CheckpointError: A file cannot be read, or holds a shard of its layer.
+        CheckpointError: A file cannot be read, or has a shard of its layer.
     """
     contents: dict[TensorName, LazyTensor] = {}
     saved = manifest.save_in(folder)
@@ -83,7 +83,7 @@ def read_layer_files(folder: Path) -> Checkpoint:
 
 
 def write_layer_files(state: Checkpoint, folder: Path) -> None:
-    """Writes a model without shared layers; each layer has a file, even without parameters.
+    """Writes Fleet's layer files: one for each layer, even without parameters.
 
     Raises:
         CheckpointError: The model has shared layers, or other names than a list of layers; or a
@@ -106,12 +106,12 @@ def write_layer_files(state: Checkpoint, folder: Path) -> None:
 
 
 def is_state_file(folder: Path) -> bool:
-    """Whether a folder has such a file."""
+    """Whether a folder has PaddleNLP's state file."""
     return (folder / STATE_FILE).is_file()
 
 
 def read_state_file(folder: Path) -> Checkpoint:
-    """Reads the index of the file.
+    """Reads the index of PaddleNLP's state file.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -120,10 +120,10 @@ def read_state_file(folder: Path) -> Checkpoint:
 
 
 def read_state_dict(path: Path) -> Checkpoint:
-    """Reads the index of any file of a state dict.
+    """Reads the index of any file in which ``paddle.save`` wrote a state dict.
 
     Raises:
-        CheckpointError: It cannot be read, or holds more than tensors.
+        CheckpointError: It cannot be read, or has values that are no tensors.
     """
     contents = fleet_files.mapped(path)
     foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
@@ -138,7 +138,7 @@ def read_state_dict(path: Path) -> Checkpoint:
 
 
 def write_state_file(state: Checkpoint, folder: Path) -> None:
-    """Writes a model, and copies of the JSON files that were with it."""
+    """Writes PaddleNLP's state file, and copies the JSON files of the source."""
     tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
     fleet_files.save(folder / STATE_FILE, tensors)
     for file in state.files:
@@ -162,15 +162,15 @@ def is_there(folder: Path) -> bool:
 
 
 def is_unified(folder: Path) -> bool:
-    """Whether the folder also has an optimizer."""
+    """Whether a folder has a model and an optimizer in safetensors."""
     return is_there(folder) and any(folder.glob(f"{OPTIMIZER}*.safetensors*"))
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Reads the indices and headers.
+    """Reads the indices and headers of the safetensors files: model, optimizer, master weights.
 
     Raises:
-        CheckpointError: One is damaged, or they do not agree; the message names the file.
+        CheckpointError: A file is damaged, or files contradict each other; the message names it.
     """
     contents = {TensorName(g, name): one for g in GROUPS for name, one in _group(folder, g).items()}
     for name, tensor in contents.items():
@@ -193,9 +193,9 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
-    """Returns the model's names if they are sorted, else none; an index or a dtype sorts them.
+    """Returns the model's names if they are sorted, by name or by dtype and name; else none.
 
-    Then their order says nothing about the order in the model.
+    The order of sorted names is not that of the layers.
     """
     model = {n.name: -one.described.itemsize for n, one in contents.items() if n.group == MODEL}
     in_order = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))
@@ -203,7 +203,7 @@ def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
 
 
 def read_model(folder: Path) -> Checkpoint:
-    """Reads the model only.
+    """Reads the indices and headers of the model alone.
 
     Raises:
         CheckpointError: An error of :func:`read_folder`.
@@ -214,6 +214,7 @@ def read_model(folder: Path) -> Checkpoint:
 
 
 def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
+    """Returns the tensors of a group by name, from one file or from those of an index."""
     index, single = folder / f"{group}{_INDEX}", folder / f"{group}.safetensors"
     if index.is_file():
         places = read(index, _SOURCE, _weight_map)
@@ -272,7 +273,7 @@ def write_unified(state: Checkpoint, folder: Path) -> None:
 
 
 def write_huggingface(state: Checkpoint, folder: Path) -> None:
-    """Writes a model for libraries on PyTorch; a map supplies their names and shapes."""
+    """Writes a model for libraries on PyTorch; names and shapes are those of the checkpoint."""
     _write(state, folder, "pt")
     for file in state.files:
         if file.suffix == ".json" and file.name != _TRAINER:
@@ -280,10 +281,8 @@ def write_huggingface(state: Checkpoint, folder: Path) -> None:
 
 
 def _write(state: Checkpoint, folder: Path, made_by: str) -> None:
-    holdings = {
-        name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
-    }
-    plan = plan_files([Inventory(holdings)])
+    """Writes safetensors files and their indices; ``made_by`` is "np" or "pt"."""
+    plan = state.plan_of_files()
     for group, files in plan.groups.items():
         for name in files:
             layout = tensors.layout_of(

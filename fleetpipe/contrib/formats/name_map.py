@@ -27,7 +27,7 @@ from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.mesh.parts import Described, Region
 
 _FOLDER = Path(__file__).parent / "names"
-#: What stands in a statement beside names: attributes, and patterns whose names are not counted.
+#: The words of a statement that are no names of tensors: attributes, and patterns.
 _NO_NAME = re.compile(r"_?|.*[=*\[\]'].*|fused_(qkv|qkv_old|ffn)")
 #: Stands for the number of each layer.
 _LAYER = "$LAYER_ID"
@@ -41,9 +41,9 @@ class NameMap:
     """The statements of a map of names.
 
     Attributes:
-        aoa_statements: Statements that must all fit.
+        aoa_statements: Statements whose tensors must all exist.
         optional_statements: Statements that are used if their tensors exist.
-        reverse: Whether they are read from right to left.
+        reverse: Whether statements are read from right to left.
         file: The file of the map.
     """
 
@@ -103,7 +103,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
                 uncast = [part._replace(casts=()) for part in parts]
                 one = sources[parts[0].source] if "pow" in kind else _build(uncast, sources)
                 contents[full] = one
-    # The order of a map is that of its statements.
+    # The tensors are in the order of the statements.
     return replace(state, tensors=contents, plain_order=tuple(outputs))
 
 
@@ -118,12 +118,12 @@ def _optimizer_tensors(state: Checkpoint) -> list[tuple[str, str, dict[str, Lazy
 
 
 def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
-    """Returns the statements to use, after checking that no layer lacks a tensor."""
+    """Returns the statements to use; raises CheckpointError if some layer lacks a tensor."""
     fitting = [*names.aoa_statements]
     results = {name for one in fitting for name in _names(one, right=not names.reverse)}
     inputs = {name for one in fitting for name in _names(one, right=names.reverse)}
     layers = {pattern: _layers(pattern, model) for pattern in sorted(inputs)}
-    # What another statement makes is read from there.
+    # The inputs that another statement makes need not exist.
     layers = {name: one for name, one in layers.items() if one or name not in results}
     every = set().union(*(one for pattern, one in layers.items() if _LAYER in pattern))
     for pattern, numbers in layers.items():
@@ -139,8 +139,8 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
         if all(_layers(pattern, model) for pattern in _names(statement, right=names.reverse)):
             fitting.append(statement)
     _require_order(fitting, names.reverse, model)
-    # Paddle's language finds the layers of names that the checkpoint has, and of no others, and
-    # leaves out ("_") single names alone.
+    # Paddle expands $LAYER_ID only in names that the checkpoint has, and leaves out ("_") only
+    # names without it. Other statements are written for each layer here.
     made = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
     expanded: list[str] = []
     for statement in fitting:
@@ -154,7 +154,7 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
 def _require_order(
     statements: Sequence[str], reverse: bool, model: Mapping[str, LazyTensor]
 ) -> None:
-    """Raises ``ConfigError`` if a tensor would be lost by a reused name."""
+    """Raises ``ConfigError`` if a statement reuses the name of a tensor that is read later."""
     read: set[str] = set()
     made: set[str] = set()
     for statement in reversed(statements) if reverse else statements:
@@ -178,7 +178,7 @@ def _names(statement: str, *, right: bool) -> list[str]:
 
 
 def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
-    """Returns the numbers of the layers that have a tensor; "" if the pattern has no number."""
+    """Returns the numbers of the layers with such a tensor; {""} for a name without $LAYER_ID."""
     if _LAYER not in pattern:
         return {""} if pattern in model or "$" in pattern else set()
     text = re.escape(pattern).replace(re.escape(_LAYER), r"(\d+)", 1)
@@ -187,7 +187,7 @@ def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
 
 
 def _build(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Returns a tensor that is assembled when it is read."""
+    """Returns a tensor that is joined from parts of others when it is read."""
     described = _describe(parts, sources)
 
     def read(cut: Region | None) -> np.ndarray:
@@ -200,7 +200,7 @@ def _build(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
 
 
 def _describe(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
-    """Returns dtype and shape of a tensor assembled from parts, which must fit each other."""
+    """Returns dtype and shape of a tensor that is joined from parts; raises if these do not fit."""
     dtypes = {_dtype_of(part, sources[part.source].described.dtype) for part in parts}
     if len(dtypes) != 1:
         names = ", ".join(f"{p.source} {sources[p.source].described.dtype}" for p in parts)
@@ -256,9 +256,9 @@ def _values(part: Copied, source: LazyTensor) -> np.ndarray:
     return array
 
 
-#: Dtypes that are cast, with those of their bits: NumPy has no bfloat16.
+#: The dtypes that can be cast, with the dtype of their bits: NumPy has no bfloat16.
 _CAST = {"float32": "u4", "float16": "u2", "bfloat16": "u2"}
-#: What Paddle makes of every float32 that is no number.
+#: The bits of the bfloat16 that Paddle makes of a NaN.
 _NO_NUMBER = 0x7FFF
 
 

@@ -1,9 +1,10 @@
 """Verifies in every few steps that a training on several ranks keeps its invariants.
 
 Ranks that hold the same parameters exchange a fingerprint of each parameter; equal bits have equal
-fingerprints. A rank computes its own when it first waits for a message, in the bubble, and compares
-them with those of other ranks after its batch has run. As long as all is well, ranks exchange only
-fingerprints and a sum of squares, and no number of the training changes.
+fingerprints. A rank computes its fingerprints when it first waits for a message, in the bubble, and
+compares them with those of other ranks after its batch has run. Unless an invariant is violated,
+ranks exchange only fingerprints and a sum of squares, and no number of the training changes. Start
+with ``Guards``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.schedules import Op, Recv
 from fleetpipe.transport import bridge
 
-#: How much of the norm the order of a sum may change where halves are added up.
+#: The relative rounding of a norm of 16-bit gradients.
 _ROUNDING_OF_HALVES = 0.02
 
 
@@ -56,7 +57,7 @@ class Guards(BatchObserver):
         self._passed: int | None = None
 
     def begin(self, batch: ObservedBatch) -> None:
-        """Decides whether to verify the batch, and notes the states of its random streams."""
+        """Decides whether to verify the batch, and stores the states of the random streams."""
         self._keys, self._scaled = batch.keys, batch.scaler is not None
         self._on = self._due = self._batches % self._every == 0
         self._batches += 1
@@ -80,15 +81,15 @@ class Guards(BatchObserver):
         """Verifies a batch that has run, before its gradients are added up over ranks. Collective.
 
         Raises:
-            InvariantError: A gradient of this rank is not finite; parameters that ranks hold alike
-                differ; or ranks with other values have drawn the same random numbers.
+            InvariantError: A gradient of this rank is not finite; a parameter differs between ranks
+                that share it; or ranks with different values have drawn the same random numbers.
             PipelineTimeout: Some rank did not come within the limit.
         """
         if not self._on:
             return
         if self._due:
             self._publish()
-        if not self._scaled:  # a scaler looks for such itself
+        if not self._scaled:  # a GradScaler looks for them itself
             self._require_finite()
         drawn = self._streams_drawn_from(self._keys)
         for holders, gathering in self._gatherings:
@@ -104,7 +105,7 @@ class Guards(BatchObserver):
         Raises:
             InvariantError: The norm is not that of all gradients of all ranks, each counted once.
         """
-        # One that is not wrapped, on a rank that has all, clips as Paddle does.
+        # An optimizer that is not wrapped, or has all gradients, clips as Paddle does.
         if not self._on or scaled or not getattr(optimizer, "clips_all", False):
             step()
             return
@@ -154,7 +155,7 @@ class Guards(BatchObserver):
             )
 
     def _require_equal(self, holders: Holders, prints: Sequence[Sequence[str]]) -> None:
-        """Compares fingerprints by rank and parameter. If one holder raises, all raise."""
+        """Compares the fingerprints of all holders. If one holder raises, all raise."""
         by_name = dict(zip(holders.parameters, zip(*prints)))
         unequal = [name for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1]
         if not unequal:
@@ -188,7 +189,7 @@ class Guards(BatchObserver):
                 ends = [rank, self._rank]
                 axis = "" if rank == self._rank else _axis_of(self._job, [rank], ends)
                 equal = states.get(stream) == streams[here].get(stream)
-                # Along mp a whole value's dropout is the same, and that of shards is not.
+                # Along mp ranks draw the same numbers for full tensors, and others for shards.
                 if not axis or equal == (axis == "mp" and stream == DEFAULT):
                     continue
                 raise InvariantError(
@@ -204,7 +205,7 @@ class Guards(BatchObserver):
                 )
 
     def _streams_drawn_from(self, keys: random_keys.Keys | None) -> list[str]:
-        """Returns the names of the streams that this batch has drawn from, to be compared."""
+        """Returns the names of the random streams that this batch has drawn from."""
         if keys is not None:
             return sorted(keys.common_streams & random_keys.OF_SHARDS)
         now = _streams()
@@ -230,7 +231,7 @@ class _Leaf(NamedTuple):
 
 def fingerprint(tensor: Tensor) -> str:
     """Returns the sum and the xor of a tensor's 64-bit words, the same for equal bits."""
-    # What is kept holds the bytes as long as they are read.
+    # The first result keeps the bytes alive while they are read.
     _kept, memories = bridge.readable([tensor], [_Leaf(tensor_bytes(tensor))])
     if not memories:
         return ""
@@ -273,7 +274,7 @@ def _text_of(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-#: The groups of guards take no messages of other groups with the same ranks.
+#: Separates the messages of these groups from those of other groups with the same ranks.
 PURPOSE = "guards"
 
 
@@ -281,10 +282,10 @@ class Holders(NamedTuple):
     """Parameters, and the ranks that hold equal copies of them.
 
     Attributes:
-        group: The group of these ranks.
-        ranks: Their numbers in the job.
+        group: The group of the ranks.
+        ranks: The ranks of the job.
         parameters: The parameters by name.
-        tied: Whether they are tied weights, which several stages have.
+        tied: Whether the parameters are tied weights, which several stages have.
     """
 
     group: Group
@@ -294,9 +295,9 @@ class Holders(NamedTuple):
 
 
 def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
-    """Returns the parameters that this rank shares with others, in the same order on all of these.
+    """Returns the parameters that this rank shares with others, in the same order on each of them.
 
-    The ranks with the same stages as this one form an entry even if they share no parameter.
+    The ranks with the same stages as this one are an entry even if they share no parameter.
     """
     if job.local:
         return []
@@ -333,7 +334,7 @@ def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Jo
     """Returns the parameters that this rank contributes to the norm over all ranks."""
     tensors, place = layers.state.local_tensors(), job.coordinate
     elsewhere = {id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != place.pp}
-    # The rank that owns a parameter's state alone has its gradient then.
+    # Only the rank with a parameter's optimizer shard has its gradient then.
     scattered = {*job.degrees.state_axes, "moe_sharding"} if job.scatters_gradients else set()
     return [
         parameter
@@ -344,7 +345,7 @@ def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Jo
 
 
 def _axis_of(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
-    """Returns the axis along which ranks are apart, or else the first on which they are several."""
+    """Returns the axis that separates differing ranks from the rest, or the first with several."""
     places = {rank: job.mesh.coordinate(rank)._asdict() for rank in ranks}
     axes = [a for a in (*COPIES, *SHARDS, "pp") if len({at[a] for at in places.values()}) > 1]
     return axis_between(places, differing, axes) or axes[0]

@@ -1,7 +1,7 @@
-"""Heals a job: a process takes the place of a rank that died, and the others keep theirs.
+"""Heals a job: a new process takes the place of a rank that died, and the other ranks stay.
 
-Start with ``replacing.py``, the launcher's part, and ``survivor.py``, that of a rank which stays.
-``replacement.py`` is that of the process which is started; it also connects all of them again.
+Start with ``replacing.py``, the part of the launcher, and ``survivor.py``, the part of a surviving
+rank. ``replacement.py`` is the part of the new process, and connects all ranks again.
 """
 
 from __future__ import annotations

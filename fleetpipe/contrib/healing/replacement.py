@@ -1,8 +1,8 @@
-"""The part of the process that takes the place of a rank: it begins alone, and joins at a step.
+"""The part of a process that replaces a rank: it begins alone, and joins the others at a step.
 
-The script runs from its beginning. Until its first batch, no collective operation of it meets the
-other ranks: what these exchange there, they have exchanged; what differs between them is restored.
-Then all ranks connect again; another may die in that too.
+The process runs the script from its beginning. Until its first batch no collective operation
+reaches the other ranks, which have done these before; the state that differs between ranks is
+restored (``restore``). Then all ranks connect again (``connect_again``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fleetpipe.paddle_api.distributed import beginning, refuse_unconnected
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
 from fleetpipe.transport.base import PROCESS_GROUP
 
-#: Seconds after a death in which a rank that connects Paddle's groups notices it, if ever.
+#: Seconds within which a rank that connects Paddle's groups notices a death, if at all.
 _STUCK_SECONDS = 5.0
 
 
@@ -38,11 +38,7 @@ class Changed(PeerFailed):
 
 
 def require_going_on(now: Generation) -> None:
-    """Checks that the launcher still heals the job.
-
-    Raises:
-        PeerFailed: It does not.
-    """
+    """Raises PeerFailed if the launcher no longer heals the job."""
     if now.refused:
         raise PeerFailed(
             "a rank died, and no process takes its place",
@@ -57,7 +53,7 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     Args:
         job: The job.
         now: The generation.
-        served_anew: Whether rank 0 is another process than when this one opened the job's store.
+        served_anew: Whether another process serves the job's store than before.
 
     Raises:
         Changed: Another rank has died meanwhile.
@@ -94,10 +90,10 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
 
 @contextlib.contextmanager
 def killed_if_stuck(watch: Watch) -> Iterator[None]:
-    """While it is open, the death of a rank ends this process, too, if it does not notice it.
+    """While it is open, this process is killed if it does not return soon after a rank's death.
 
-    Gloo waits for a member that has died, and no exception ends that. Another process takes the
-    place of this one, which has kept its state.
+    Gloo waits for ever for a member that has died, and no exception ends that. Another process then
+    replaces this one, whose state is kept.
     """
     done = threading.Event()
 
@@ -125,14 +121,14 @@ def begin_alone(
     make_groups: Callable[[], tuple[Any, Any]],
     transport: str,
 ) -> Job:
-    """Begins the job of a process that replaces a rank, connected to nobody.
+    """Begins the job of a process that replaces a rank, without connections to other ranks.
 
     Args:
         mesh: The places of all ranks.
         timeout: Seconds that any wait for another rank may last.
         number: Number of earlier jobs of this process.
         make_groups: As for :func:`fleetpipe.job.start.begin_together`.
-        transport: As there.
+        transport: As for the same function.
 
     Raises:
         StateError: It is not the first job of the script, or the script has set variables that
@@ -155,7 +151,7 @@ def begin_alone(
     rank, ranks = meeting.own_rank(), meeting.world_size()
     connections = SocketTransport(rank, ranks, {}, timeout=timeout)
     if rank == 0:
-        meeting.opened_store(timeout)  # at which the others wait
+        meeting.opened_store(timeout)  # the others wait for it
     by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
     with _without_connections(timeout):
         hcg, copies = make_groups()
@@ -180,13 +176,13 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
 
     Raises:
         CheckpointError: The others are at different steps, or at one that this rank had not kept.
-        PipelineTimeout: Some rank has not said within the limit at which step it is.
+        PipelineTimeout: Some rank did not report its step within the limit.
     """
     deadline = time.monotonic() + job.timeout
     while True:
         now = attempt_files.current_generation()
         require_going_on(now)
-        # Those that began later, or with this one, have done nothing: they await this one.
+        # Ranks that began with this process or later have done no step, and wait for it.
         ranks, began = range(job.degrees.size), attempt_files.own_generation()
         awaited = {rank for rank in ranks if now.since.get(rank, 0) < began}
         places = attempt_files.waiting_places(home, now.number)
@@ -196,7 +192,7 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
             raise PipelineTimeout(f"ranks {sorted(awaited - places.keys())} did not come to heal")
         time.sleep(_LOOK_SECONDS)
     step, why = kept.newest_of_all(), ""
-    # Some may have done the one after it, of which fit counts the batches.
+    # Some ranks may have done one step more, which they will repeat.
     if step is None or len({step, *places.values()}) > 2 or step > min([step, *places.values()]):
         why = f"ranks are at other steps than {step}, the newest that all have kept"
     if step is None or why:
@@ -210,6 +206,7 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
 
 @contextlib.contextmanager
 def _without_connections(timeout: float) -> Iterator[None]:
+    """While it is open, Paddle's groups are made without connecting their members."""
     paddle_groups.make_unconnected(timeout)
 
     def make(new_group: Callable[..., Any], ranks: list[int], **options: Any) -> Any:

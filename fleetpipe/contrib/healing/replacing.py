@@ -1,4 +1,7 @@
-"""The launcher's part: a fork of it, which has loaded Paddle, takes the place of a rank."""
+"""The launcher's part in healing: it forks a process, with Paddle loaded, to replace a rank.
+
+Start with ``Healer.settle``, which the launcher calls again and again.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from fleetpipe.launch import forked_ranks
 from fleetpipe.launch.forked_ranks import EARLY, Program, WatchedProcess
 from fleetpipe.paddle_api.launcher import RankProcess
 
-#: Is loaded before a fork, and imports Paddle.
+#: The module that is loaded before a fork, and imports Paddle.
 _REPLACEMENT = "fleetpipe.contrib.healing.replacement"
 _ENDED = "rank {} has ended its work, and meets no other process"
 
 
 class Rank(WatchedProcess):
-    """The process of a rank, whichever it is now, as Paddle's launcher watches a process."""
+    """The present process of a rank, as Paddle's launcher watches it."""
 
     def __init__(self, started: RankProcess, healer: Healer) -> None:
         self.started = started
@@ -39,7 +42,7 @@ class Rank(WatchedProcess):
         return int(self.process.pid)
 
     def poll(self) -> int | None:
-        """Returns the exit code of the last process; None while there is one, or will be."""
+        """Returns the exit code of the last process; None while one runs or will replace it."""
         self._healer.settle()
         return self.code
 
@@ -49,9 +52,9 @@ class Rank(WatchedProcess):
 
 
 class Healer:
-    """Decides for each rank that ends whether a process takes its place, and starts that.
+    """Decides for each rank that ends whether a process replaces it, and starts that process.
 
-    It has no thread: what one holds at the moment of a fork stays locked in the child.
+    It has no thread: a lock that a thread holds at a fork would stay locked in the child.
     """
 
     def __init__(self, home: Path, most: int) -> None:
@@ -59,26 +62,26 @@ class Healer:
 
         Args:
             home: The folder of the attempt.
-            most: How many processes may be replaced.
+            most: The number of processes that may be replaced.
         """
         self._ranks: list[Rank] = []
         self._home = home
         self._left = most
         self._generation = Generation()
         self._replaced: list[tuple[int, int]] = []
-        #: The steps in which ranks raised an error, which a replacement would meet again.
+        #: The (rank, step) in which an error was raised; a replacement may raise it again.
         self._raised: set[tuple[int, int]] = set()
         self._loaded = False
 
     def hold(self, started: RankProcess) -> Rank:
-        """Returns what the launcher watches in the place of a process."""
+        """Returns the object that the launcher watches in place of a process."""
         self._ranks.append(Rank(started, self))
         return self._ranks[-1]
 
     def settle(self) -> None:
         """Handles the ranks that have ended since the last call.
 
-        The first call, when the ranks have been started, loads what a replacement needs.
+        The first call, after the ranks have been started, loads the modules of a replacement.
         """
         if not self._loaded:
             self._loaded = True
@@ -86,7 +89,7 @@ class Healer:
             importlib.import_module(_REPLACEMENT)
         running = [rank for rank in self._ranks if rank.code is None]
         ended = [(rank, code) for rank in running if (code := rank.process.poll()) is not None]
-        # A rank that ends because of another one has another code.
+        # Ranks that end because another one ended (EXIT_CODE) come last.
         for rank, code in sorted(ended, key=lambda end: end[1] == EXIT_CODE):
             number = rank.started.rank
             why_not = self._obstacle(number, code) if code else ""
@@ -102,9 +105,9 @@ class Healer:
         self._refuse_ended()
 
     def _refuse_ended(self) -> None:
-        """Refuses to heal where a rank has ended with 0 in the midst of the job, by ``os._exit``.
+        """Refuses to heal if a rank has ended with 0 during the job, as by ``os._exit``.
 
-        The others have noticed a death, and wait for a process that no end with 0 starts.
+        The others have noticed a death and wait for a process, which an end with 0 does not start.
         """
         ended = [rank.started.rank for rank in self._ranks if rank.code == 0]
         if ended and not self._generation.refused:
@@ -151,7 +154,7 @@ class Healer:
         return ""
 
     def _refuse(self, why: str, code: int) -> None:
-        """Notes that the attempt ends; the end of a rank that was not made good counts first."""
+        """Ends the healing of this attempt; a replaced rank that has not joined counts first."""
         self._generation = self._generation._replace(refused=why)
         attempt_files.write_generation(self._home, self._generation)
         waiting = attempt_files.waiting_places(self._home, self._generation.number)
@@ -163,7 +166,7 @@ class Healer:
         number, before = rank.started.rank, self._generation
         self._left -= 1
         self._replaced.append((number, code))
-        systems.end_session(rank.pid)  # what it has left
+        systems.end_session(rank.pid)  # the children that the rank has left
         for file in ("place", "code"):
             (self._home / f"{file}.{number}").unlink(missing_ok=True)
         now = before.number + 1

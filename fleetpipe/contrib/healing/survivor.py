@@ -1,8 +1,8 @@
-"""The part of a rank in healing: it repeats the step in which another died, and keeps all else.
+"""The part of a surviving rank in healing: it repeats the step in which another rank died.
 
-It records what it trains on in its last steps, by which a process that replaces another is checked.
-A script may hold its place in the data, or a generator of its own, where nothing restores it: then
-a process that runs it anew has another batch than the rank that it replaces had.
+``Healing.train`` trains a batch, again if a rank dies. Each rank records digests of its last
+batches (``Record``), which show whether a process that replaces a rank trains on the same: the
+script may keep its position in the data, or a generator of its own, where nothing restores it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fleetpipe.job.attempt_files import Generation
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api.distributed import has_gloo, meets_by_host
 
-#: Digests of inputs, of labels, and of random states, learning rate and the like before a batch.
+#: Digests of a batch: of its inputs, of its labels, and of random states, learning rate and so on.
 Record = list[int | None]
 #: The records of all ranks: by rank, by step.
 Records = Mapping[int, Mapping[int, Record]]
@@ -38,21 +38,23 @@ def record_of(batch: Any, before: Any, generators: Any) -> Record:
 
     Args:
         batch: The batch, or a ``ProgramBatch``.
-        before: What is neither tensor nor data, before it was drawn.
-        generators: The states of Paddle's generators after the step before, which is kept. Where
-            they are the same, ranks are alike: a static program draws on some of them alone.
+        before: The state that is neither tensor nor data (``KeptState.collect``), before the batch
+            was read.
+        generators: The states of Paddle's generators that were kept after the step before. If they
+            have not changed they are left out: in a static program only some ranks draw.
     """
-    # From NumPy's and Python's generators come rows, if anything, which have digests.
-    left_out = {"numpy", "python", "program"}  # those of a program's stages are the rank's own
+    # NumPy's and Python's generators matter for the rows alone, which have digests; those of a
+    # program's stages differ between ranks.
+    left_out = {"numpy", "python", "program"}
     left_out |= {"paddle"} if before["random"]["paddle"] == generators else set()
     random = {k: v for k, v in before["random"].items() if k not in left_out}
-    # What objects look like is compared by name.
+    # Attributes are compared by name, in ``changed_since``.
     text = repr({**before, "random": random, "attributes": None})
     return [*batch.digests, zlib.crc32(text.encode())]
 
 
 def write_record(home: Path, step: int, record: Record) -> None:
-    """Writes this rank's record of a step beside that of the step before."""
+    """Writes this rank's records of a step and of the step before."""
     file = home / f"batch.{attempt_files.own_rank()}"
     earlier = _steps(file)
     before = _before(earlier, step)
@@ -67,16 +69,16 @@ def read_records(home: Path) -> Records:
 
 
 def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: int) -> Record | None:
-    """Returns what a rank had in a step; None where that cannot be told.
+    """Returns the record of a rank's batch in a step; None if it is unknown.
 
-    Where it had not come to the step, it is what ranks have that had the same in the step before:
-    the same inputs, labels, random states.
+    If the rank had not begun the step, each digest is that of a rank which had the same digest as
+    this one in the step before.
 
     Args:
-        earlier: The records of all ranks.
-        now: What the others have in the step.
+        earlier: The records of all ranks, from before the death.
+        now: The records of the other ranks in the step.
         rank: The rank.
-        step: The number of steps before.
+        step: The step, as the number of steps before it.
     """
     here = earlier.get(rank, {})
     before = _before(here, step)
@@ -93,6 +95,7 @@ def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: in
 
 
 def _before(steps: Mapping[int, Record], step: int) -> int | None:
+    """Returns the last recorded step before a step."""
     return max((one for one in steps if one < step), default=None)
 
 
@@ -103,7 +106,7 @@ def _steps(file: Path) -> dict[int, Record]:
 
 
 class Taken:
-    """An iterator whose items can be taken once more, with what was drawn to make them."""
+    """An iterator that can return its items again, with the random states after each item."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
@@ -128,7 +131,7 @@ class Taken:
 
 _log = log.logger(__name__)
 _LOOK_SECONDS = 0.01
-#: Seconds in which the launcher notices that a process has ended.
+#: Seconds within which the launcher notices that a process has ended.
 _CHANGE_SECONDS = 2.0
 
 
@@ -142,19 +145,19 @@ class Running(Protocol):
     step: int
 
     def meet_anew(self) -> int:
-        """Begins what the ranks exchange from step to step anew; returns a step not yet saved."""
+        """Restarts the exchange after each step; returns a step whose save has not ended."""
 
     def agree_once_more(self) -> None:
-        """Exchanges what the ranks exchange after a step; waits for none."""
+        """Sends what the ranks exchange after a step, without waiting."""
 
 
 class StepCall(NamedTuple):
-    """What all ranks do together in a step: a script does the same there in whichever process.
+    """A collective call of the script in a step, which every process of a rank makes alike.
 
     Attributes:
-        step: How many steps were done before.
+        step: The number of steps before.
         number: The number of the call in its step.
-        what: Says what it does.
+        what: What the call does, in words.
     """
 
     step: int
@@ -163,13 +166,13 @@ class StepCall(NamedTuple):
 
 
 class Healing:
-    """Makes good the death of a rank where all others can go on from the same step.
+    """Lets training go on after the death of a rank, when another process has taken its place.
 
-    Training goes back to the last step that is kept. What else the ranks did together since then
-    has one result on all of them, which the process that replaces a rank is told.
+    All ranks go back to the last kept step. The other collective calls since then have one result
+    on all ranks, which the new process receives instead of calling again.
 
     Attributes:
-        counts: Whether the script is within its steps, in which calls are counted.
+        counts: Whether the script has begun its steps, in which calls are counted.
     """
 
     def __init__(
@@ -195,23 +198,23 @@ class Healing:
         self._manager, self._number = manager, 0
         self.counts = self._within = False
         self._call = StepCall(0, -1, "")
-        #: Of the calls of the last steps.
+        #: The results of the calls of the last steps.
         self._results: dict[StepCall, Any] = {}
-        #: Up to this step the ranks make sure that they do the same.
+        #: Up to this step the ranks compare which calls they make.
         self._doubted = -1
-        #: The last step with something that no process can be told.
+        #: The last step that cannot be repeated, and why.
         self._hindrance = -1, ""
-        #: The generation in which the process began that serves the job's store; this one, if new.
+        #: The generation in which the process that serves the job's store began.
         self._served_by = attempt_files.current_generation().since.get(0, 0) if job.alone else 0
         self._last: _Batch | None = None
         self._obstacle = kept.obstacle()
         if job.healing is not None:
-            # A process that replaces a rank would begin with the first of them.
+            # A process that replaces a rank would begin with the first training.
             attempt_files.tell_unhealed("the script has begun a second training")
         elif not (meets_by_host() and has_gloo()):
-            # Told before a rank dies: what connects such groups cannot be made anew.
+            # The launcher is told before a rank dies: such groups cannot be connected again.
             attempt_files.tell_unhealed("the ranks' groups are not Gloo's")
-        #: What the processes before had of their last batches, of one that replaces a rank.
+        #: In a process that replaces a rank: the records from before, and that it has yet to join.
         self._earlier, self._joins = read_records(home) if job.alone else {}, job.alone
         job.be_patient()
 
@@ -220,7 +223,7 @@ class Healing:
         self._obstacle = self._obstacle or why
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal where a batch has what cannot be done once more; see ``Recovery``."""
+        """Refuses to heal from now on if a batch cannot be repeated; see ``Recovery``."""
         if model is not self._model:
             self.refuse("another model trains than the one that is kept")
         if self._last is not None and self._last.call.step == self._run.step:
@@ -235,7 +238,7 @@ class Healing:
     def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
         """Trains ``begin(data)`` and returns it; trains again after the death of a rank.
 
-        Collective. A step counts once every rank has done it: until then each can go back.
+        Collective. It returns when every rank has done the step: until then each can go back.
 
         Args:
             begin: Returns a ``TrainingBatch`` of the data.
@@ -250,7 +253,7 @@ class Healing:
         self.counts = True
         data = Taken(data) if hasattr(type(data), "__next__") else data
         batch = _Batch(self._next("a training batch"), begin, data, optimizer, self._kept.collect())
-        # What the others compared at their first batch, this process does not ask them again.
+        # A process that joins does not repeat the comparisons of the others' first batch.
         with self._job.apart() if self._joins else contextlib.nullcontext():
             begun = begin(data)
         batch = batch._replace(record=record_of(begun, batch.before, self._kept.generators))
@@ -279,7 +282,7 @@ class Healing:
     def share(
         self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
     ) -> Any:
-        """Returns what ``act`` returns, after the death of a rank, too; see ``Job.share``.
+        """Returns the result of ``act``, which is called again if a rank dies; see ``Job.share``.
 
         Raises:
             CheckpointError: The ranks do different things since a process replaced another.
@@ -310,12 +313,12 @@ class Healing:
         return self._results[call]
 
     def hinder(self, why: str, alone: bool = True) -> None:
-        """Refuses to heal where this step has to begin anew; see ``Recovery``."""
+        """Refuses to heal in the present step, which cannot be repeated; see ``Recovery``."""
         if self.counts and not (alone and self._within):
             self._hindrance = self._run.step, why
 
     def _next(self, what: str) -> StepCall:
-        """Counts a call; in a new step, forgets what is older than the last."""
+        """Counts a call, and returns it; a new step drops the results from before the last one."""
         step, last = self._run.step, self._call
         if step != last.step:
             self._results = {k: v for k, v in self._results.items() if k.step >= last.step}
@@ -323,13 +326,13 @@ class Healing:
         return self._call
 
     def _require_same(self, call: StepCall, record: Record | None = None) -> list[Any]:
-        """Makes sure that all ranks do the same, where some have come there in another way.
+        """Compares the call of all ranks, in steps that some process repeats or joins.
 
         Returns:
-            The records of all ranks.
+            The records of all ranks; empty in other steps.
 
         Raises:
-            CheckpointError: They do not.
+            CheckpointError: A rank makes another call.
         """
         if call.step > self._doubted:
             return []
@@ -343,14 +346,14 @@ class Healing:
 
     def _heal_in_step(self, error: PeerFailed | PipelineTimeout) -> None:
         if self.heal(error):
-            # As the process does that has done the step before for the first time.
+            # The new process sends this too, after the step before.
             self._run.agree_once_more()
 
     def _require_batch_of_rank(self, batch: _Batch, everyone: list[Record]) -> None:
-        """Makes sure that this process trains on what the rank that it replaces had.
+        """Checks that this process trains on the batch of the rank that it replaces.
 
         Raises:
-            CheckpointError: It cannot be told, or is otherwise.
+            CheckpointError: The batch is another one, or that of the rank is unknown.
         """
         here, step = attempt_files.own_rank(), batch.call.step
         now = {rank: one for rank, one in enumerate(everyone) if rank != here}
@@ -363,10 +366,10 @@ class Healing:
             raise CheckpointError(why, where=f"step {step}")
 
     def _go_back(self, batch: _Batch) -> None:
-        """Restores all that is kept, to the values before a batch.
+        """Restores all kept state to the values before a batch.
 
         Raises:
-            CheckpointError: The batch has changed attributes, as a layer that counts its calls.
+            CheckpointError: The batch has changed an attribute of a layer, such as a counter.
         """
         changed = self._kept.changed_since(batch.before)
         if changed:
@@ -381,12 +384,11 @@ class Healing:
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
         """Waits for the process that replaces a rank, and connects with it. Collective.
 
-        Where a wait has ended, ranks that say nothing are killed first.
-
-        Where a rank had not kept the step that this one has, this one does it once more with it.
+        If a wait has ended, silent ranks are killed first. If some rank has done one step fewer
+        than this one, all ranks train that step again.
 
         Returns:
-            Whether it did.
+            Whether a step was trained again.
 
         Raises:
             FleetPipeError: ``error``, if the job cannot heal.
@@ -429,13 +431,13 @@ class Healing:
 
     def _kill(self, ranks: list[int]) -> None:
         processes = dict(attempt_files.started_ranks(self._home))
-        # Another rank may have done it, and a process that has just begun is in its place.
+        # Another rank may have killed them already, and new processes have taken their places.
         for rank in ranks if attempt_files.current_generation().number == self._number else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(processes[rank], systems.SIGKILL)
 
     def _repeats(self, step: int) -> bool:
-        """Trains the last batch, of a step, once more; then has what it had. Collective.
+        """Trains the last batch again, then restores the state after it. Collective.
 
         Returns:
             Whether no rank has died meanwhile.
@@ -466,7 +468,7 @@ class Healing:
             time.sleep(_LOOK_SECONDS)
 
     def meet(self) -> tuple[Generation, int]:
-        """Connects all ranks, once more where another one dies meanwhile. Collective.
+        """Connects all ranks, again if another one dies meanwhile. Collective.
 
         Returns:
             The generation that is connected, and the least number of steps that a rank has done.
@@ -481,7 +483,7 @@ class Healing:
                 connect_again(self._job, now, served_by != self._served_by)
                 least = self._exchange()
             except FleetPipeError:
-                # The death of a rank is known to its neighbours before the launcher sees it.
+                # The neighbours of a rank notice its death before the launcher does.
                 if not _changes(now.number):
                     raise
             else:
@@ -490,7 +492,7 @@ class Healing:
                 return now, least
 
     def _exchange(self) -> int:
-        """Tells all ranks what this one has done, and saves what they have not. Collective.
+        """Exchanges steps and results with all ranks, and finishes a save. Collective.
 
         Returns:
             The least number of steps that a rank has done.
@@ -506,7 +508,7 @@ class Healing:
         self._results.update((StepCall(*call), value) for rows in shared for *call, value in rows)
         due = max(*lost_steps, self._manager.newest_due(least))
         if due > saved:
-            # No rank writes now. Where it is no longer kept, a later one is saved in its place.
+            # The save of this step did not end. If a rank no longer keeps it, the newest is saved.
             step = due if all(due in one for one in kept) else least
             counts, self.counts = self.counts, False
             try:
@@ -520,7 +522,7 @@ class Healing:
 
 
 def _changes(number: int) -> bool:
-    """Waits a moment for the end of a generation; returns whether it has ended."""
+    """Waits up to 2 s for the end of a generation; returns whether it has ended."""
     deadline = time.monotonic() + _CHANGE_SECONDS
     while attempt_files.current_generation().number == number and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
@@ -535,8 +537,8 @@ class _Batch(NamedTuple):
         begin: Returns a ``TrainingBatch`` of the data.
         data: The batch, or a :class:`Taken`.
         optimizer: The optimizer to step.
-        before: Random states, learning rate and the like before it.
-        record: What this rank trains on.
+        before: Random states, learning rate and so on before the batch (``KeptState.collect``).
+        record: The digests of the batch.
     """
 
     call: StepCall

@@ -1,12 +1,12 @@
 """Stores the state of every step in this host's memory, which survives the death of a rank.
 
-Start with ``kept_state.py``, the part of a rank, which writes into a folder of the supervisor's.
-Here are its files, a ``Segment`` for each rank, and the states that all ranks of one layout have
-kept. It needs no Paddle: the supervisor asks which ranks there were.
+Start with ``kept_state.py``, the part of a rank, which writes into a folder of the supervisor.
+This file has the format of the files, a ``Segment`` for each rank, and finds the steps that all
+ranks of a layout have kept. It needs no Paddle, since the supervisor uses it too.
 
-A segment has two slots, each for one state of a rank. A slot holds a whole state or counts as
-empty: its step is taken out before the first byte changes and put in after the last one. While one
-is written, the other holds the step before.
+A segment has two slots, each for one state of a rank. A slot has a complete state or counts as
+empty: its step is removed before the first byte changes and set after the last one. While one slot
+is written, the other has the step before.
 
     magic; bytes of what follows; room for the text of a slot                     each 8 bytes
     index, and the sizes of a slot's blocks                                       JSON
@@ -44,7 +44,7 @@ class Segment:
     """
 
     def __init__(self, file: Path) -> None:
-        """Opens a file with the states that it holds."""
+        """Opens a file with its states."""
         with file.open("r+b") as opened:
             self._memory = memoryview(mmap.mmap(opened.fileno(), 0))
         _, about_bytes, text_bytes = _HEAD.unpack_from(self._memory)
@@ -102,7 +102,7 @@ class Segment:
                 self._mark(place, 0, 0)
 
     def _counts(self) -> list[int]:
-        """Returns for each slot the number of its state's steps plus one; 0 if it is empty."""
+        """Returns for each slot the step of its state plus one; 0 if it is empty."""
         return [_SLOT.unpack_from(self._memory, place)[0] for place in self._places]
 
     def _mark(self, place: int, count: int, text_bytes: int) -> None:
@@ -155,7 +155,7 @@ class KeptLayout(NamedTuple):
     Attributes:
         degrees: The number of ranks along each axis; one process may play those of a pipeline.
         step: The step.
-        segments: What each rank has kept, by rank.
+        segments: The segment of each rank, by rank.
     """
 
     degrees: Mapping[str, int]
@@ -166,8 +166,8 @@ class KeptLayout(NamedTuple):
     def smaller(self) -> tuple[int, ...]:
         """The smaller numbers of ranks that the script's degrees allow, the largest first.
 
-        Where it leaves the number of replicas open, that becomes a divisor of what it was: the
-        samples of a batch divide by it too. Then the pipeline has fewer stages.
+        If the script leaves dp open, the number of replicas becomes a divisor of what it was, so
+        that it divides the samples of a batch too; then the pipeline may have fewer stages.
         """
         numbers, ranks = [], len(self.segments)
         for axis in self.segments[0].index["narrows"]:
@@ -186,7 +186,7 @@ def complete_layouts(folder: Path) -> list[KeptLayout]:
         try:
             segment = Segment(file)
         except FileNotFoundError:
-            continue  # a rank drops what another layout had kept
+            continue  # a rank has just removed the segment of another layout
         index = segment.index
         count, degrees = index["ranks"], index["degrees"]
         ranks = layouts.setdefault(f"{count} {degrees}", [[] for _ in range(count)])

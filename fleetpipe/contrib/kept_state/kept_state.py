@@ -1,6 +1,7 @@
 """Stores the state after every step in memory that outlives this process, and restores it.
 
-What the ranks of one layout have kept is a step that ranks of any layout restore.
+``KeptState`` is the store of a rank. ``KeptStep`` is a step that all ranks of a layout have stored,
+which ranks of any layout can restore.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Block(NamedTuple):
     Attributes:
         group: The group of the tensor's fully qualified name.
         name: The name in that group.
-        dtype: Paddle's name of it.
-        shape: The shape of the whole tensor.
-        bytes: The size of the part.
-        cut: Which part it is, as numbers of a :class:`Region`; None for the whole.
-        differs: Whether other replicas may hold other values.
+        dtype: Paddle's name of the dtype.
+        shape: The shape of the full tensor.
+        bytes: The bytes of the block.
+        cut: The fields of the :class:`Region` that it has of the tensor; None for the full tensor.
+        differs: Whether replicas may have different values.
     """
 
     group: str
@@ -68,15 +69,14 @@ class Block(NamedTuple):
 
     @property
     def whole(self) -> Described:
-        """The whole tensor."""
+        """Dtype and shape of the full tensor."""
         return Described(self.dtype, tuple(self.shape))
 
 
 class KeptStep:
-    """The parts that all ranks have kept of one step, for ``restore_from``.
+    """The parts of a step that all ranks have stored, for ``restore_from``.
 
-    They are this host's memory, in which a slot counts once it is complete: nothing is compared
-    with a checksum.
+    They have no checksums: in this host's memory a slot counts only when it is complete.
     """
 
     def __init__(self, kept: KeptLayout) -> None:
@@ -103,7 +103,7 @@ class KeptStep:
         )
 
     def text(self, _name: str) -> Any:
-        """Returns all of the state that is no tensor."""
+        """Returns the state that is no tensor."""
         return self._state
 
     def check_texts(self) -> None:
@@ -124,7 +124,7 @@ class KeptStep:
         yield read
 
     def _whole_bytes(self, name: TensorName) -> np.ndarray:
-        """Returns the bytes of a tensor: an array of its shape, with an axis for an element's."""
+        """Returns the bytes of a tensor: uint8 [*shape, bytes of an element]."""
         whole, parts = self.manifest.tensors[name].tensor, self._parts[name]
         shape = (*whole.shape, whole.itemsize)
         if None in parts:
@@ -139,13 +139,13 @@ class KeptStep:
 
 _log = log.logger(__name__)
 
-#: Names the folder in memory; whoever starts a job again gives it.
+#: The environment variable with the folder in memory, which the supervisor sets.
 FOLDER = "FLEETPIPE_KEPT_STATE"
 
-#: What describes a segment: the layout of the job, and what its blocks are.
+#: The description of a segment: the layout of the job, and the blocks.
 Index = dict[str, Any]
 
-#: How much longer than the first one a text may get: a generator's state has no fixed length.
+#: How many times as long as the first text a later one may be: generators' states vary in length.
 _TEXT_TIMES = 2
 
 
@@ -153,9 +153,9 @@ class KeptState:
     """The stored states of this rank after its last steps.
 
     Attributes:
-        folder: Where those of all ranks of this host are.
-        generators: The states of Paddle's own generators in the last one that this process has kept
-            or restored.
+        folder: The folder of the states of all ranks on this host.
+        generators: The states of Paddle's generators in the state that this process has stored or
+            restored last.
     """
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
@@ -164,7 +164,7 @@ class KeptState:
         self._objects = objects
         self._ranks = ranks
         self._segments = dict(self._earlier())
-        #: Whether the newest step was kept by the ranks of another layout.
+        #: Whether ranks of another layout have stored the newest step.
         self._of_others = False
         self._index: Index = {}
         self._tensors: list[tuple[TensorName, int, Described]] | None = None
@@ -178,7 +178,7 @@ class KeptState:
 
     @dynamic_mode()
     def keep(self, step: int) -> None:
-        """Stores the state after ``step`` steps. Each rank does so by itself.
+        """Stores the state after ``step`` steps. Not collective.
 
         Raises:
             CheckpointError: The host has too little memory.
@@ -196,9 +196,7 @@ class KeptState:
 
     @dynamic_mode()
     def newest(self) -> int | None:
-        """Returns the newest step that all ranks have stored completely, or None. Collective.
-
-        The ranks may have been others, of another layout.
+        """Returns the newest step that all ranks of some layout have stored, or None. Collective.
 
         Raises:
             PeerFailed: A rank died.
@@ -209,7 +207,7 @@ class KeptState:
             newest = max(steps, default=None)
             return newest, newest != self.newest_of_all()
 
-        # They are of one host, and see the same.
+        # All ranks are on one host and see the same files.
         newest, self._of_others = self._ranks.together("looking for kept states", look)[0]
         return newest
 
@@ -266,14 +264,14 @@ class KeptState:
         self.generators = state["random"]["paddle"]
 
     def obstacle(self) -> str:
-        """Returns what a state lacks of all that a step changes; empty if nothing is known."""
+        """Returns why the stored states are incomplete; empty if they are complete."""
         if self._objects.optimizer is None:
             return "fleetpipe.resume was given no optimizer, whose state is not kept"
         return ""
 
     @dynamic_mode()
     def collect(self) -> dict[str, Any]:
-        """Returns what is neither tensor nor position in the data, as it is now."""
+        """Returns the present state without tensors and without the position in the data."""
         return self._beside_data().collect()
 
     @dynamic_mode()
@@ -291,7 +289,7 @@ class KeptState:
 
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
-        """Copies the tensors as they are now; returns what puts these values back."""
+        """Copies the tensors; returns a function that restores these values."""
         *_, local = self._collect_tensors(self._objects.script_part(self._ranks.place))
         copies = writer.Snapshot().take(local)
 
@@ -306,13 +304,13 @@ class KeptState:
     def save(self, step: int, manager: CheckpointManager) -> None:
         """Saves the state after a step that all ranks have stored. Collective.
 
-        The tensors are those of that step afterwards, and all else is what it was.
+        Afterwards the tensors are those of that step, and the other state is as before.
 
         Raises:
             CheckpointError: The step cannot be saved.
         """
         now, objects = self.collect(), self._objects
-        # Of that step, too; what the script has now stays.
+        # The script's own state is saved as it was then, and stays as it is.
         script = None if objects.state is None else dict.fromkeys(objects.state)
         state = json.loads(self.put_tensors_back(step, script))
         position = SimpleNamespace(state_dict=lambda: state["data"], set_state_dict=dict)
@@ -332,11 +330,11 @@ class KeptState:
 
     @dynamic_mode()
     def put_tensors_back(self, step: int, script: dict[str, Any] | None = None) -> bytes:
-        """Restores the tensors alone, of this rank alone; returns the rest of the state as text.
+        """Restores the tensors of this rank; returns the rest of the state as text.
 
         Args:
-            step: One that this rank has stored.
-            script: What the script adds, where that is restored, too.
+            step: A step that this rank has stored.
+            script: The script's own state, if its tensors are restored too.
         """
         segment = next(one for one in self._segments.values() if step in one.steps())
         index = segment.index
@@ -362,14 +360,14 @@ class KeptState:
     def _list_tensors(self, script: ScriptState) -> list[LocalTensor]:
         """Returns the tensors of the present state; describes them again if they have changed."""
         model, optimizer, local = self._collect_tensors(script)
-        # A tensor that is made anew for each step may have the address of another.
+        # Tensors count as the same by name, id and shape: a new one may have another's address.
         tensors = [(name, id(one.tensor), one.described) for name, one in local.items()]
         if tensors != self._tensors:
             self._tensors = tensors
             static = isinstance(self._objects.model, SavedProgram)
             self._index = {
                 **self._layout,
-                # A static program has its stages in itself.
+                # The stages of a static program are fixed.
                 "narrows": ["dp"] if static else [*self._ranks.axes_that_narrow],
                 "samples": self._samples,
                 "place": self._ranks.place.to_json(),
@@ -390,7 +388,7 @@ class KeptState:
 
     @property
     def _samples(self) -> int | None:
-        """How many samples a step has on all replicas; None if the model does not say."""
+        """The number of samples of a step on all replicas; None if the model does not tell."""
         names = "accumulate_steps", "micro_batch_size"
         sizes = [getattr(self._objects.model, name, None) for name in names]
         counts = [size for size in sizes if isinstance(size, int)]
@@ -402,11 +400,11 @@ class KeptState:
         return {"rank": ranks.rank, "ranks": ranks.count, "degrees": ranks.layout}
 
     def _segment(self, text: bytes) -> Segment:
-        """Returns the segment for a state of the present form, with room for a text."""
+        """Returns the segment for the present index that has room for a text; makes a new one."""
         for segment in self._segments.values():
             if segment.index == self._index and segment.takes(text):
                 return segment
-        # The steps that are kept in another form stay until this one has two.
+        # Segments of another index stay until this one has two steps.
         files = self.folder.glob(f"rank-{self._ranks.rank}.*")
         number = 1 + max((int(file.suffix[1:]) for file in files), default=0)
         file = self.folder / f"rank-{self._ranks.rank}.{number}"
@@ -416,9 +414,9 @@ class KeptState:
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
-        """Removes the other segments; ``kept`` has the two newest steps, as on all ranks.
+        """Removes this rank's other segments, and rank 0 those of ranks that no longer exist.
 
-        Among them are those of ranks that there are no more.
+        ``kept`` has the two newest steps, as on all ranks.
         """
         self._segments = {file: one for file, one in self._segments.items() if one is kept}
         for file in self.folder.glob("rank-*"):

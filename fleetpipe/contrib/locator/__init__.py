@@ -8,10 +8,10 @@ processes, which leave files:
    tensors by their meaning (layer, micro-batch, which tensor), and ``record`` stores them;
 2. ``twin`` runs a script at degrees 1, and gives each of its steps the job's weights, data and
    gradients: every phase of every step is compared by itself;
-3. ``layouts`` finds the part of the twin's tensors that a rank has;
-4. ``locate_command`` goes through the phases of a step (``flow`` has what goes through layers,
-   ``parameters`` the rest); a difference counts if it is larger than that of a second twin, whose
-   numbers were changed in the last place;
+3. ``layouts`` finds which shard of the twin's tensors, and which of its rows, a rank has;
+4. ``locate_command`` compares the phases of a step in turn (``flow`` compares the outputs of layers
+   and their gradients, ``parameters`` weights and updates); a difference counts if it is larger
+   than that of a second twin, whose numbers were changed in the last place;
 5. a ``Location`` describes the first place that differs, with the likely cause in a sentence.
 """
 
@@ -27,13 +27,13 @@ class Location(NamedTuple):
 
     Attributes:
         layer: The path of a layer or parameter in the whole model; "" for the whole step.
-        phase: That of a ``record.Meaning``.
-        axis: The axis of the mesh along which something is wrong; "" if unknown.
+        phase: The phase of the step, as in ``record.Meaning``.
+        axis: The axis of the mesh along which ranks are wrong; "" if unknown.
         ranks: The ranks of the job whose values are wrong.
         step: The training step, from 0.
-        micro_batch: The micro-batch of its replica, from 0; None for a value of the whole step.
-        difference: The largest difference over the largest expected number; infinite if there is
-            nothing to compare with, or a number is not finite.
+        micro_batch: The micro-batch within the replica, from 0; None for a value of the whole step.
+        difference: The largest difference over the largest expected number; infinite if the ranks
+            or the twin lack the tensor, or a number is not finite.
         tolerance: The difference that rounding causes there.
         cause: The likely cause, in a sentence.
     """
@@ -49,7 +49,7 @@ class Location(NamedTuple):
     cause: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name, as JSON values: None if nothing can be measured."""
+        """Returns the fields by name, as JSON values; an infinite difference is None."""
         fields = {**self._asdict(), "ranks": list(self.ranks)}
         return {k: None if v == float("inf") else v for k, v in fields.items()}
 
@@ -129,7 +129,7 @@ UPDATE = (
 )
 BUFFER = "the buffer is updated another number of times, or from other values"
 
-#: By axis, of a layer whose outputs on its ranks sum to the right one.
+#: By axis the cause where a layer's outputs on the ranks of the axis add up to the twin's.
 PARTIAL = {
     "mp": "a missing all-reduce over mp: each rank's output is its part of the sum",
     "ep": "a missing sum over ep: each rank's output has its own experts' part",
@@ -149,11 +149,11 @@ def of_loss(
     """Describes a loss that differs from the twin's.
 
     Args:
-        ratio: The sum of the ranks' losses over that of the twin's.
+        ratio: The sum of the ranks' losses over the sum of the twin's.
         tolerance: The relative difference that rounding may cause.
-        scales: The factors by which the ratio may rightly be larger.
+        scales: The factors by which the ratio may be larger without a fault.
         micro_batches: The number of micro-batches.
-        rows: The number of rows of one.
+        rows: The number of rows of a micro-batch.
         degrees: The job's degrees.
     """
     if not ratio or not math.isfinite(ratio):
@@ -189,8 +189,8 @@ def of_reduction(
 
     Args:
         degrees: The job's degrees.
-        axes: The axes along which ranks' gradients had to be added up.
-        missing: The axes along which ranks still have different gradients.
+        axes: The axes along which the ranks' gradients must be added up.
+        missing: The axes along which the ranks still have different gradients.
         ratio: The factor by which the gradient is too large, or None.
         name: The parameter.
         shared: Whether several stages have the parameter.

@@ -1,4 +1,7 @@
-"""Puts a recorder's hooks on layers, losses, backward, clips and optimizers of a script."""
+"""Puts a recorder's hooks on layers, losses, backward, clips and optimizers of a script.
+
+``run`` runs a script so; ``collecting`` installs the hooks, whose methods are in ``_Hooks``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
 from fleetpipe.schedules import Action, Op
 
-#: A method's replacement: it takes the method, then what that takes.
+#: A replacement of a method: it takes the method first, then the method's own arguments.
 Around = Callable[..., Any]
 
 
@@ -86,14 +89,14 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         put(Capturing, "with_numbers", hooks.unrecorded)
         put(paddle.nn.Layer, "__call__", hooks.layer)
         for module in (paddle.nn.functional, paddle.nn.functional.common):
-            # dropout2d calls the second.
+            # dropout2d calls the one of the second module.
             put(module, "dropout", hooks.dropout)
         put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
         put(paddle.Tensor, "backward", hooks.backward)
         put(PipelineParallel, "train_batch", hooks.train_batch)
         put(PipelineParallel, "forward_backward_pipeline", hooks.forward_backward)
         if feed is not None:
-            # A twin steps by the job's gradients, not by those whose norm a guard has measured.
+            # A twin steps by the job's gradients, whose norm is not the one that guards measure.
             put(Guards, "begin", lambda *_: None)
             put(PipelineLayer, "__init__", hooks.without_recompute)
         clips: Any = paddle.nn.ClipGradByNorm.__base__
@@ -114,7 +117,7 @@ def _with_method(base: type, name: str) -> list[type]:
 
 
 def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
-    """Returns which numbers a dropout is about to keep: of zeros its output does not show it."""
+    """Returns the mask of a dropout before it runs: its output does not show it where x is 0."""
     states = paddle.get_rng_state()
     with paddle.no_grad():
         kept: np.ndarray = numbers_of(call(paddle.ones_like(x), *more, **named) != 0)
@@ -123,24 +126,26 @@ def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
 
 
 class _Hooks(BatchObserver):
+    """The replacements of methods, which call a method and record its tensors."""
+
     def __init__(self, recorder: Recorder, feed: Feed | None) -> None:
         self._recorder = recorder
         self._feed = feed
         self._paths: list[str | None] = []
         self._training = False
-        #: How often the twin had to read more samples before an optimizer could step.
+        #: By optimizer how often its step was skipped, so that the twin reads more samples first.
         self._put_off: Counter[int] = Counter()
         self._paused = False
         self._in_recompute = False
         self._steps_within = 0
         self._clips_within = 0
-        #: Micro-batches that earlier calls have had in this step of a loop of one's own.
+        #: In a user's own loop: the micro-batches of earlier forward-backward calls in this step.
         self._earlier = 0
 
     # Layers
 
     def unrecorded(self, call: Around, *arguments: Any, **named: Any) -> Any:
-        """Calls something whose layers are no part of the training, as a capture's are."""
+        """Calls a function without recording its layers, such as a capture."""
         before, self._paused = self._paused, True
         try:
             return call(*arguments, **named)
@@ -148,7 +153,7 @@ class _Hooks(BatchObserver):
             self._paused = before
 
     def capture(self, call: Around, model: Layer, *arguments: Any, **named: Any) -> Any:
-        """Captures a model without a proof: this comparison is one; on one device in one stage."""
+        """Captures a model without comparing it to the plain one; for a twin into one stage."""
         passed = inspect.signature(call).bind(model, *arguments, **named).arguments
         passed["verify"] = False
         if self._feed is not None:
@@ -157,10 +162,11 @@ class _Hooks(BatchObserver):
         return self.unrecorded(call, **passed)
 
     def without_recompute(self, call: Around, *arguments: Any, **named: Any) -> None:
-        """Builds a pipeline that keeps all: what it computes again would not have the masks."""
+        """Builds a pipeline without recompute, which would not get the job's dropout masks."""
         call(*arguments, **{**named, "recompute_interval": 0})
 
     def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
+        """Calls a layer and records its inputs and outputs."""
         recorder = self._recorder
         outermost = not self._paths
         training = paddle.is_grad_enabled() or self._in_recompute
@@ -168,7 +174,7 @@ class _Hooks(BatchObserver):
         if self._paused or not wanted or isinstance(layer, PipelineParallel):
             return call(layer, *inputs, **named)
         if outermost:
-            # A frozen layer within is one of the model's: an evaluation is of a whole model.
+            # The mode of the outermost layer counts: a layer within may be frozen.
             self._training = recorder.in_pipeline or layer.training
             self._enter_root(layer, [*inputs, *named.values()])
         self._paths.append(recorder.path_of(layer) if self._training else None)
@@ -181,6 +187,7 @@ class _Hooks(BatchObserver):
         return output
 
     def dropout(self, call: Around, x: Tensor, *more: Any, **named: Any) -> Tensor:
+        """Applies a dropout: records the mask of a job, and gives a twin the job's mask."""
         bound = inspect.signature(call).bind(x, *more, **named)
         bound.apply_defaults()
         p, training, mode = (bound.arguments[name] for name in ("p", "training", "mode"))
@@ -201,6 +208,7 @@ class _Hooks(BatchObserver):
         return kept / (1 - p) if mode == "upscale_in_train" else kept
 
     def recompute(self, call: Around, function: Any, *inputs: Any, **named: Any) -> Any:
+        """Runs a function with recompute; in a twin without it."""
         if self._feed is not None:
             options = ("preserve_rng_state", "use_reentrant", "offload_indices")
             return function(*inputs, **{k: v for k, v in named.items() if k not in options})
@@ -211,6 +219,7 @@ class _Hooks(BatchObserver):
             self._in_recompute = before
 
     def _enter_root(self, layer: Layer, inputs: list[Nest]) -> None:
+        """Begins the call of an outermost layer: a model, whose inputs are samples, or a loss."""
         recorder = self._recorder
         inner = wrapped_layer(layer) or layer
         new = recorder.path_of(inner) is None and recorder.add_root(layer)
@@ -242,6 +251,7 @@ class _Hooks(BatchObserver):
     def train_batch(
         self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
+        """Runs ``train_batch`` as one step, and records the loss that it returns."""
         recorder = self._recorder
         loss = self.forward_backward(call, pipeline, data, *more, **named)
         for number, value in enumerate(loss if isinstance(loss, list) else [loss]):
@@ -252,7 +262,7 @@ class _Hooks(BatchObserver):
     def forward_backward(
         self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
-        """Records a forward and backward: of ``train_batch``, or one of several of a step."""
+        """Runs forward and backward of some micro-batches: all of a step, or a part of them."""
         recorder = self._recorder
         if pipeline.layers.placement.has_head:
             raise UsageError(
@@ -283,7 +293,7 @@ class _Hooks(BatchObserver):
             self._data("label", value, number)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Notes the micro-batch whose forward runs."""
+        """Tells the recorder the micro-batch whose forward runs."""
         if not isinstance(op, Action) or op.kind != "F":
             return instruction
         recorder = self._recorder
@@ -304,7 +314,7 @@ class _Hooks(BatchObserver):
         for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
             recorder.put(Meaning(recorder.step, "loss", "", number, "share"), share)
         if self._earlier:
-            # Each call adds up its own: before that there is no sum over all of the step.
+            # Several calls accumulate gradients; those after one call are no step's.
             recorder.forget_gradients()
         else:
             recorder.gradients_as("gradient")
@@ -312,6 +322,7 @@ class _Hooks(BatchObserver):
     # Backward and the step
 
     def backward(self, call: Around, tensor: Tensor, *more: Any, **named: Any) -> None:
+        """Runs backward in a user's own loop, and records the loss and the gradients."""
         recorder = self._recorder
         if recorder.main_root is None or recorder.in_pipeline or self._paused:
             call(tensor, *more, **named)
@@ -324,6 +335,7 @@ class _Hooks(BatchObserver):
         recorder.gradients_as("gradient")
 
     def clip(self, call: Around, clip: Any, pairs: Any, *more: Any, **named: Any) -> Any:
+        """Clips gradients and records them; a clip may call another one."""
         self._clips_within += 1
         try:
             clipped = call(clip, pairs, *more, **named)
@@ -337,10 +349,16 @@ class _Hooks(BatchObserver):
         return clipped
 
     def optimizer_step(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> Any:
-        recorder = self._recorder
+        """Steps an optimizer, and records its inputs and the new parameters.
+
+        A twin with fewer samples than all replicas of the job together does not step yet: its
+        script goes on, and the next samples count for this step too.
+        """
+        recorder, feed = self._recorder, self._feed
         if recorder.main_root is None:
             return call(optimizer, *more, **named)
-        if self._steps_within == 0 and self._must_read_on():
+        alone = self._steps_within == 0 and not recorder.in_pipeline
+        if alone and feed is not None and feed.must_read_on(recorder.recorded, recorder.step):
             self._put_off[id(base_optimizer(optimizer))] += 1
             return None
         if self._steps_within == 0 and "gradient" not in recorder.noted:
@@ -360,19 +378,12 @@ class _Hooks(BatchObserver):
         return result
 
     def clear_grad(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> None:
+        """Clears gradients, unless the step was skipped and they still accumulate."""
         if not self._put_off[id(base_optimizer(optimizer))]:
             call(optimizer, *more, **named)
 
-    def _must_read_on(self) -> bool:
-        """Whether a twin has fewer samples for this step than all replicas of the job together.
-
-        Its script then goes on, and the next samples count for this step too.
-        """
-        if self._feed is None or self._recorder.in_pipeline:
-            return False
-        return self._feed.must_read_on(self._recorder.recorded, self._recorder.step)
-
     def _inputs_of(self, optimizer: Optimizer) -> None:
+        """Records gradients, learning rate and parameter names; sets a twin's to the job's."""
         recorder = self._recorder
         put_off = self._put_off[id(base_optimizer(optimizer))]
         if put_off and self._feed is not None:

@@ -1,9 +1,9 @@
-"""Compares what flows through the layers of a step: samples, outputs and their gradients.
+"""Compares samples, the outputs of layers and their gradients in a step of a job and of its twin.
 
-One step of a job is beside that of its twin. A difference counts if it is larger than the effect of
-a change in the last place: the twin runs a second time with each number of its weights, data and
-gradients changed by at most one unit, and the difference at a place is the effect of rounding
-there, for any operation.
+A difference counts if it is larger than the effect of rounding (``Tolerances``): the twin runs a
+second time with each number of its weights, data and gradients changed by at most one unit in the
+last place, and how much a tensor changes by that is the effect of rounding there.
+``StepBesideTwin`` has the records of one step, and ``Flow`` compares them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fleetpipe.contrib.locator.layouts import Matched, SampleRows, gather, parts
 from fleetpipe.contrib.locator.record import READ_ON, Meaning, RankTensors, Record
 from fleetpipe.mesh.axes import axis_between
 
-#: Of a tensor of the twin: its phase, name, part and call.
+#: The phase, name, part and call of a tensor of the twin.
 Key = tuple[str, str, str, int]
 
 
@@ -31,7 +31,7 @@ class Tolerances:
 
     def __init__(self, twin: Record, perturbed: Record | None) -> None:
         """Compares a twin with its perturbed run; None: bits must be equal."""
-        #: By place, the steps and what was measured in each.
+        #: By phase, name and part: the step and the relative change in it.
         self._measured: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
         self._exact = perturbed is None
         if perturbed is None:
@@ -47,8 +47,8 @@ class Tolerances:
         """Returns the largest allowed relative difference at a place, in any micro-batch."""
         if self._exact or dtype.kind != "f":
             return 0.0
-        # One place for all micro-batches: a sample of one number says little. And what comes
-        # after a bug may be anything: a step is measured by those up to it.
+        # The changes in all micro-batches count, since a single one may be small by chance. Those
+        # of later steps do not: after a fault they may have any size.
         samples = self._measured[key_of(place)[:3]]
         sizes = [size for step, size in samples if step <= place.step]
         return MARGIN * max([unit_of(dtype), *sizes])
@@ -63,10 +63,10 @@ class StepBesideTwin:
         number: The number of the step.
         ranks: The job's ranks by number.
         degrees: The degrees of the axes that are split.
-        scales: The factors by which a rank's loss, or gradient, may rightly be larger before ranks
-            average it.
+        scales: The factors by which a rank's loss or gradient may be larger before ranks average
+            it, without a fault.
         reads_on: Whether the twin has read the samples of several replicas one after another.
-        positions: When the twin first computed a tensor, for any micro-batch.
+        positions: By key the position of the tensor in the order in which the twin computes them.
     """
 
     def __init__(self, job: Record, twin: Record, tolerances: Tolerances, number: int) -> None:
@@ -87,28 +87,28 @@ class StepBesideTwin:
         return Meaning(self.number, phase, name, micro_batch, part)
 
     def tolerance(self, place: Meaning, tensor: np.ndarray) -> float:
-        """Returns the largest relative difference of a tensor at a place that is rounding."""
+        """Returns the relative difference of a tensor that rounding may cause at a place."""
         return self._tolerances.at(place, tensor.dtype)
 
     def parts_of(
         self, whole: np.ndarray, shape: tuple[int, ...], rank: int
     ) -> Iterator[np.ndarray]:
-        """Yields the possible parts of a tensor that a rank has, by the shape of its part."""
+        """Yields the possible shards of a full tensor that a rank has, from its shard's shape."""
         return parts_of(whole, shape, self.ranks[rank].coordinate, self.degrees)
 
     def members(self, rank: int, axes: Iterable[str], of: Iterable[int]) -> list[int]:
-        """Returns the ranks of ``of`` that differ from one along some axes only."""
+        """Returns the ranks of ``of`` with the coordinates of ``rank`` on all other axes."""
         anywhere = dict.fromkeys(axes, 0)
         here = {**self.ranks[rank].coordinate, **anywhere}
         return [n for n in of if {**self.ranks[n].coordinate, **anywhere} == here]
 
     def axis_of(self, wrong: Iterable[int], of: Iterable[int]) -> str:
-        """Returns an axis whose place decides which ranks of ``of`` are wrong; "" if none does."""
+        """Returns an axis whose coordinate decides which ranks of ``of`` are wrong, or ""."""
         places = {number: self.ranks[number].coordinate for number in of}
         return axis_between(places, {*wrong}, self.degrees)
 
     def split(self, *axes: str) -> str:
-        """Returns the first of some axes that is split; "" if none is."""
+        """Returns the first of some axes with a degree above 1; "" if there is none."""
         return next((axis for axis in axes if self.degrees.get(axis, 1) > 1), "")
 
     def location(
@@ -132,7 +132,7 @@ def key_of(place: Meaning) -> Key:
     return place.phase, place.name, place.part, place.call
 
 
-#: Axes whose ranks have parts of one tensor, or of the sum that it is.
+#: Axes whose ranks have shards of one tensor, or summands of it.
 _PARTED = ("mp", "ep", "sep", "cp")
 
 
@@ -142,8 +142,8 @@ class Outcome(NamedTuple):
     Attributes:
         rank: The rank.
         place: The place of the tensor.
-        position: The position at which the twin computed it.
-        gap: The difference between the two.
+        position: The position of the twin's tensor in the order in which the twin computes them.
+        gap: The relative difference between the two.
         tolerance: The difference that rounding may cause.
         partial: The axis along which the ranks' tensors sum to the twin's; "" if they do not.
     """
@@ -166,7 +166,8 @@ class Flow:
 
     Attributes:
         rows: The number of rows of a micro-batch of the twin.
-        waiting: What adds up to the right value, and of which nothing right was made yet.
+        waiting: The outcomes of the last tensor whose ranks' values only add up to the right one,
+            until a right tensor follows.
     """
 
     def __init__(self, step: StepBesideTwin, matched: Matched) -> None:
@@ -182,7 +183,7 @@ class Flow:
             if phase == "forward":
                 self._calls[name, part] = max(self._calls[name, part], call + 1)
         self._sources = {p: s for p, s in step.twin.sources.items() if p.step == step.number}
-        #: By layer and call, where what it takes comes from.
+        #: By layer and call the meanings of the tensors that are its inputs.
         self._inputs = {
             (p.name, p.call): s for p, s in self._sources.items() if p.part == "output 0"
         }
@@ -213,8 +214,8 @@ class Flow:
     def wrong(self, outcomes: Iterable[Outcome], backward: bool = False) -> list[Outcome] | None:
         """Returns the outcomes of the first place that is wrong on some rank.
 
-        A value whose parts sum to the right one may be summed later. It is to blame if the next
-        difference is in a value computed from it.
+        Values that add up to the right one over the ranks may be summed later. They are wrong if
+        the next difference comes before a right tensor.
 
         Args:
             outcomes: The comparisons of all ranks.
@@ -246,7 +247,7 @@ class Flow:
         if not apart:
             return None
         key = self._key(place, place.call)
-        # What was done to a value on its way comes after it.
+        # An input may be another layer's output, and comes after it.
         position = self._at.positions.get(key, 0) + 0.5 * (key[1] != place.name)
         outcome = Outcome(rank, place, position, min(apart), self._at.tolerance(place, tensor))
         if outcome.right or place.phase == "data":
@@ -265,7 +266,7 @@ class Flow:
     def _pairs(
         self, rank: RankTensors, place: Meaning, tensor: np.ndarray, wholes: list[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields a rank's tensor beside each part of the twin's that it may have to equal."""
+        """Yields a rank's tensor with each part of the twin's tensors that it may have to equal."""
         for whole in wholes:
             for part in self._at.parts_of(whole, tensor.shape, rank.rank):
                 for n in self._at.scales if place.phase == "gradient" else [1]:
@@ -278,7 +279,7 @@ class Flow:
         numbers = [place.call] if here in (0, calls) else range(calls)
         rows = self.rows_of(rank, place.micro_batch)
         if place.name and size == 1 and (self._at.split(*_PARTED) or rows.whole is None):
-            # One number is made of all rows that a rank has, and of no others.
+            # A single number depends on all rows of a micro-batch, and the rank has others.
             return []
         tensors = (self._by_key.get(self._key(place, n), {}) for n in numbers)
         wholes = [gather(rows, of_key, self.rows) for of_key in tensors]
@@ -288,7 +289,7 @@ class Flow:
         """Returns the key of the twin's tensor: an input may be another layer's output."""
         key = place.phase, place.name, place.part, call
         sources = self._inputs.get((place.name, call), [])
-        # Of several it is not known which is meant.
+        # With several sources it is unknown which one the input is.
         if place.part == "input 0" and len(sources) == 1 and key not in self._by_key:
             return key_of(sources[0])
         return key
@@ -320,9 +321,10 @@ class Flow:
         return at.location(layer, place.phase, ranks, cause, axis, *measured)
 
     def _of_value(self, place: Meaning, partial: str, axis: str) -> tuple[str, str]:
+        """Returns the layer to blame for a wrong value in forward, and the cause."""
         layer = place.name
         if place.part.startswith("input") and "." in layer:
-            # No layer has made it: the layer around has.
+            # The layer around computes an input that is no layer's output.
             layer = layer.rpartition(".")[0]
         if partial:
             return layer, locator.PARTIAL[partial]
@@ -332,6 +334,7 @@ class Flow:
         return layer, f"this layer computes something else{along}"
 
     def _of_gradient(self, outcome: Outcome, partial: str) -> tuple[str, str]:
+        """Returns the layer to blame for a wrong gradient of an output, and the cause."""
         place = outcome.place
         users = sorted(self._users(place), key=lambda name: name.count("."))
         layer = users[-1] if users else place.name
@@ -345,9 +348,9 @@ class Flow:
         return layer, cause + (f", or another use of that in {users[0]}" if users[1:] else "")
 
     def _of_skip_connection(self, outcome: Outcome, users: list[str]) -> tuple[str, str] | None:
-        """Finds a skip connection of which one way gives no gradient back.
+        """Finds a skip connection ``x + f(x)`` of which one summand gives no gradient back.
 
-        ``x + f(x)`` gives ``x`` the gradient of the sum as it is, and that of ``f``.
+        Without a fault ``x`` gets the gradient of the sum unchanged, plus the one through ``f``.
         """
         rank, place, tensor = outcome.rank, outcome.place, outcome.rank.tensors[outcome.place]
         pairs = list(self._pairs(rank, place, tensor, self._of_twin(rank, place, tensor.size)))
@@ -369,7 +372,7 @@ class Flow:
         return None if layer is None else (layer, matching[layer])
 
     def _users(self, place: Meaning) -> list[str]:
-        """Returns the layers that take a layer's output, on one device."""
+        """Returns the layers of the twin that take a layer's output as an input."""
         key = place.name, place.part
         return list(
             dict.fromkeys(

@@ -1,7 +1,8 @@
-"""Finds what a rank has of the twin's tensors: its part of a whole tensor, its rows of a batch.
+"""Finds which shard of the twin's tensors, and which of its rows, a rank has.
 
-How a tensor is split is not recorded: it follows from both shapes, and from the numbers where they
-show it. The rows of a replica's micro-batches are found by their contents.
+``match`` finds the rows of each replica's micro-batches by their contents. ``layouts`` yields how a
+tensor may be split: this is not recorded, and follows from both shapes and from the numbers.
+``WholeTensors`` joins the ranks' shards to the tensors of one device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fleetpipe.compare.differences import gap
 from fleetpipe.contrib.locator import OTHER_SAMPLES, REORDERED, SAME_SAMPLES
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 
-#: Of the twin: a micro-batch and a row of it.
+#: A row of the twin's data: its micro-batch, and its index there.
 Row = tuple[int, int]
 #: By replica and micro-batch, the bytes of each row.
 Samples = dict[int, dict[int, list[bytes]]]
@@ -28,8 +29,8 @@ class SampleRows(NamedTuple):
     """The twin's rows that one micro-batch of a replica has.
 
     Attributes:
-        places: Each row's place in the twin.
-        whole: The twin's micro-batch that has just these rows in this order, or None.
+        places: The twin's row for each row.
+        whole: The twin's micro-batch that has exactly these rows in this order, or None.
     """
 
     places: tuple[Row, ...]
@@ -37,11 +38,11 @@ class SampleRows(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """The places of the step's samples in the twin's data.
+    """The samples of a step, found in the twin's data.
 
     Attributes:
-        rows: The rows by replica and micro-batch; empty if samples cannot be distinguished.
-        wrong: The cause, with room for a replica, and the replica; None if all is right.
+        rows: The rows by replica and micro-batch; empty if samples cannot be told apart.
+        wrong: A cause with ``{}`` for the replica, and the replica; None if the samples are right.
     """
 
     rows: dict[tuple[int, int], SampleRows]
@@ -74,18 +75,14 @@ def match(job: Record, twin: Record, step: int) -> Matched:
                     break
                 places.append(free.pop(0) if free is taken.get(signature) else free[0])
             else:
-                rows[replica, number] = SampleRows(tuple(places), _whole(places, expected))
-    # Parts of sequences, or numbers drawn on each rank: nothing to be known by content.
+                first = places[0][0]
+                same = places == [(first, row) for row in range(len(expected[first]))]
+                rows[replica, number] = SampleRows(tuple(places), first if same else None)
+    # Ranks with parts of sequences have no row of the twin's.
     split = any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
     if missing:
         return Matched(rows, None if split and not rows else (OTHER_SAMPLES, missing[0]))
     return Matched(rows, _find_repeated(samples, expected) or _find_reordered(samples, expected))
-
-
-def _whole(places: list[Row], expected: dict[int, list[bytes]]) -> int | None:
-    first = places[0][0]
-    same = places == [(first, row) for row in range(len(expected[first]))]
-    return first if same else None
 
 
 def _find_repeated(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
@@ -129,8 +126,8 @@ def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
 def is_sample(label: np.ndarray, place: Meaning, twin: RankTensors) -> bool:
     """Whether a label belongs to a sample of the twin's, or consists of whole numbers.
 
-    Other numbers may be computed, as weights or scaled targets are. They are not compared, but the
-    loss computed from them is.
+    Other labels, such as weights or scaled targets, may be computed: they are not compared, only
+    their loss is.
     """
     wholes = (t for p, t in twin.of(place.step, "data").items() if p.part == place.part)
     rows = {row.tobytes() for whole in wholes if whole.ndim for row in whole}
@@ -145,11 +142,11 @@ def gather(
     Args:
         rows: The places of the rows.
         by_micro_batch: The twin's tensor of each micro-batch.
-        counts: SampleRows that a micro-batch of the twin has.
+        counts: The number of rows in a micro-batch of the twin.
 
     Returns:
-        The tensor itself if the micro-batches have the same rows; else its rows along the first or
-        second dimension, and the tensor itself, which may have no rows.
+        The twin's tensor if its micro-batch has the same rows; else the rows along the first and
+        along the second dimension, and the twin's tensor, for a tensor without rows.
     """
     first = rows.places[0][0] if rows.whole is None else rows.whole
     if first not in by_micro_batch:
@@ -170,12 +167,12 @@ def gather(
     return [*candidates, by_micro_batch[first]]
 
 
-#: Axes along which ranks hold parts of one tensor, and those that split one together.
+#: The axes that may split a dimension, alone or together; the first one splits first.
 _SPLITTING = (
     *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
     *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
 )
-#: Of fused matrices each part is split: that of q, k and v, of gate and up, or of four gates.
+#: The numbers of parts of fused matrices: q, k and v; gate and up; four gates. Each part is split.
 FUSED = (1, 3, 2, 4)
 
 
@@ -198,7 +195,7 @@ class DimensionCut(NamedTuple):
     def indices(
         self, size: int, coordinate: Mapping[str, int], degrees: Mapping[str, int]
     ) -> np.ndarray:
-        """Returns the indices along the dimension that a rank has of ``size``."""
+        """Returns which of the ``size`` indices of the dimension a rank has."""
         axes, here = self.axes, np.arange(size)
         if self.zigzag:
             ranks, number = degrees[axes[0]], coordinate.get(axes[0], 0)
@@ -211,19 +208,19 @@ class DimensionCut(NamedTuple):
         return here.reshape(self.parts, ranks, -1)[:, place].reshape(-1)
 
 
-#: How a tensor is split, dimension by dimension; () where a rank has it whole.
+#: How a tensor is split, dimension by dimension; () if each rank has the full tensor.
 Layout = tuple[DimensionCut, ...]
 
 
 def layouts(
     whole: Sequence[int], here: Sequence[int], degrees: Mapping[str, int]
 ) -> Iterator[Layout]:
-    """Yields the possible splits of a tensor of which a rank has a part, likely ones first.
+    """Yields the possible splits of a tensor, the likely ones first.
 
     Args:
-        whole: The shape of the whole tensor.
-        here: The shape of the rank's part.
-        degrees: The degrees of the axes that are split.
+        whole: The shape of the full tensor.
+        here: The shape of the rank's shard.
+        degrees: The degree of each axis with a degree above 1.
     """
     if len(whole) != len(here):
         return
@@ -232,19 +229,16 @@ def layouts(
         for dimension, (size, part) in enumerate(zip(whole, here))
         if size != part
     ]
-    # One axis splits one dimension; of matrices that are fused there are fewer than of others.
-    apart = [way for way in itertools.product(*ways) if _disjoint(way)]
+    # An axis splits one dimension only; fused matrices are the less likely case.
+    axes = {way: [axis for cut in way for axis in cut.axes] for way in itertools.product(*ways)}
+    apart = [way for way, used in axes.items() if len(used) == len({*used})]
     yield from sorted(apart, key=lambda way: sum(cut.parts > 1 for cut in way))[:24]
-
-
-def _disjoint(way: Layout) -> bool:
-    axes = [axis for cut in way for axis in cut.axes]
-    return len(axes) == len({*axes})
 
 
 def _cuts(
     dimension: int, size: int, part: int, degrees: Mapping[str, int]
 ) -> Iterator[DimensionCut]:
+    """Yields the ways to split ``size`` indices of a dimension so that a rank has ``part``."""
     for axes in _SPLITTING:
         ranks = int(np.prod([degrees.get(axis, 1) for axis in axes]))
         if ranks == 1 or part * ranks != size or not all(degrees.get(a, 1) > 1 for a in axes):
@@ -259,7 +253,7 @@ def _cuts(
 def places_of(
     shape: Sequence[int], layout: Layout, coordinate: Mapping[str, int], degrees: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """Returns the index of a rank's part in a whole tensor of a shape."""
+    """Returns the index that takes a rank's shard out of a full tensor of a shape."""
     if not layout:
         return (...,)
     places: list[np.ndarray] = [np.arange(size) for size in shape]
@@ -274,13 +268,13 @@ def parts_of(
     coordinate: Mapping[str, int],
     degrees: Mapping[str, int],
 ) -> Iterator[np.ndarray]:
-    """Yields the possible parts of a tensor that a rank has, by the shape of its part."""
+    """Yields the possible shards of a full tensor that a rank has, from the shape of its shard."""
     for layout in layouts(whole.shape, shape, degrees):
         yield whole[places_of(whole.shape, layout, coordinate, degrees)]
 
 
 class WholeTensors:
-    """Parameters, gradients and samples of a job, assembled as one device would have them."""
+    """The parameters, gradients and samples of a job, joined to those of one device."""
 
     def __init__(self, job: Record) -> None:
         self._job = job
@@ -295,7 +289,7 @@ class WholeTensors:
         for step in range(self._job.steps):
             now = {**now, **rank.names(step, "initial")}
             values.append(now)
-            # Running statistics, which Paddle makes parameters, are left as buffers.
+            # Running statistics, which Paddle makes parameters, are recorded as buffers.
             now = {**now, **rank.names(step, "update"), **rank.names(step, "buffer")}
         return values
 
@@ -323,11 +317,12 @@ class WholeTensors:
     def _assemble(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> np.ndarray | None:
+        """Returns the full tensor of the ranks' parts; None if they do not make one."""
         wholes = [part for part in parts if part is not None and part.shape == like.shape]
         if wholes:
             if self._job.degrees.get("sharding", 1) == 1:
                 return wholes[0]
-            # Of an optimizer's shards one rank has the reduced gradient.
+            # Only the rank whose optimizer shard has the parameter has the reduced gradient.
             nearest: np.ndarray = min(wholes, key=lambda part: gap(part, like))
             return nearest
         layout = self._layout(name, parts, like)
@@ -336,7 +331,7 @@ class WholeTensors:
     def _join(
         self, parts: Sequence[np.ndarray | None], layout: Layout, like: np.ndarray
     ) -> np.ndarray:
-        """Returns a tensor with the parts of ranks, and what ``like`` has where there is none."""
+        """Returns a copy of ``like`` with the ranks' parts put into it."""
         whole: np.ndarray = like.copy()
         for rank, part in zip(self._job.ranks, parts):
             if part is not None:
@@ -349,32 +344,32 @@ class WholeTensors:
     def _layout(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> Layout | None:
-        """Returns how a parameter is split: as the twin's values show, else the simplest way."""
+        """Returns the layout that is nearest to the twin's values; the likeliest if these tie."""
         if name not in self._layouts:
             apart = self._apart(parts, like)
             if not apart:
                 return None
             nearest = min(apart, key=lambda layout: apart[layout])
             if sum(far <= 2 * apart[nearest] for far in apart.values()) > 1:
-                # Constants show nothing, but their gradients will.
+                # Constants show no layout; their gradients will.
                 return next(iter(apart))
             self._layouts[name] = nearest
         return self._layouts[name]
 
     def _apart(self, parts: Sequence[np.ndarray | None], like: np.ndarray) -> dict[Layout, float]:
-        """Returns for each layout how far the ranks' parts are from a whole tensor."""
+        """Returns for each layout the difference between the ranks' parts and a full tensor."""
         held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
         ways = layouts(like.shape, held[0][1].shape, self._job.degrees) if held else ()
         return {way: sum(gap(p, like[self._places(r, way, like)]) for r, p in held) for way in ways}
 
     def unclear(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
-        """Returns the parameters whose layout the twin's values do not show.
+        """Finds the parameters whose layout the twin's values do not show.
 
         Args:
             drawn: The twin's parameters before it was given the job's.
 
         Returns:
-            Whether ranks have just these numbers, in other places; else they have drawn others.
+            By name whether the ranks have the twin's numbers at other places, or other numbers.
         """
         unclear: dict[str, bool] = {}
         for name, like in drawn.items():
@@ -397,7 +392,7 @@ class WholeTensors:
         matched = [self._sources(place.step).get(sample) for sample in samples]
         sources = [source for source in matched if source is not None]
         if len(sources) < len(samples) or not samples:
-            # Parts of sequences: samples are not known by content.
+            # Ranks with parts of sequences: the contents do not show the samples.
             counts = [p.micro_batch for rank in self._job.ranks for p in rank.tensors]
             replica, number = divmod(place.micro_batch, 1 + max(counts))
             there = place._replace(micro_batch=number)
@@ -434,7 +429,7 @@ class WholeTensors:
         shape: tuple[int, ...],
         samples: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray | None:
-        """Joins the parts of the ranks of a replica; None if the result has another shape."""
+        """Joins the parts of a replica's ranks to a tensor of a shape; None if no rank has any."""
         parts = self._of_replica(replica, place)
         first = next((part for part in parts if part is not None), None)
         if first is None:
@@ -443,7 +438,7 @@ class WholeTensors:
         if any(self._in_order(place, replica, *sample) for sample in (samples or {}).items()):
             ways.sort(key=lambda way: any(cut.zigzag for cut in way))
         joined = {way: self._join(parts, way, np.zeros(shape, first.dtype)) for way in ways}
-        # A wrong way gives one place to ranks that have different values there.
+        # Under a wrong layout ranks with different values share a part.
         fitting = (whole for way, whole in joined.items() if self._apart(parts, whole)[way] == 0)
         return next(fitting, next(iter(joined.values()), None))
 
@@ -452,7 +447,7 @@ class WholeTensors:
         return [r.tensors.get(place) if self._job.replica(r) == replica else None for r in ranks]
 
     def _in_order(self, place: Meaning, replica: int, part: str, whole: np.ndarray) -> bool:
-        """Whether ranks have successive pieces of a sample that fit in no other order."""
+        """Whether the ranks have successive pieces of a sample, and certainly no zigzag ones."""
         here = Meaning(place.step, "data", "", place.micro_batch, part)
         apart = self._apart(self._of_replica(replica, here), whole)
         fitting = [way for way, far in apart.items() if way and far == 0]

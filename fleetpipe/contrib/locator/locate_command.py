@@ -1,6 +1,7 @@
 """``fleetpipe locate``: runs a job and its twin, and prints the first place that differs.
 
-The phases of each step are compared in their order.
+``run`` is the command, ``first_difference`` compares two records step by step, and ``_Comparison``
+compares the phases of one step in their order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fleetpipe.launch import script, streams
 from fleetpipe.launch.script import command_folder
 from fleetpipe.mesh.axes import STREAMS
 
-#: Losses by micro-batch.
+#: By micro-batch the loss that backward begins from.
 Losses = dict[int, float]
 
 
@@ -44,7 +45,8 @@ def first_difference(job: Record, twin: Record, perturbed: Record | None = None)
     Args:
         job: The tensors of the job's ranks.
         twin: The tensors of one device.
-        perturbed: The same with numbers changed in the last place; None: any different bit counts.
+        perturbed: The tensors of the twin with its numbers changed in the last place; None: any
+            different bit counts.
     """
     tolerances = Tolerances(twin, perturbed)
     steps = (
@@ -86,7 +88,7 @@ class _Comparison:
     # Data and loss
 
     def _evaluation(self) -> Location | None:
-        """Finds ranks on which nothing of the model was recorded, as in the mode of evaluation."""
+        """Finds ranks that recorded a loss and no inputs: their model is in the mode of eval()."""
         step, ranks = self._at.number, self._at.job.ranks
         training = [
             r.rank for r in ranks if any(p.part.startswith("input") for p in r.of(step, "data"))
@@ -102,6 +104,7 @@ class _Comparison:
         return self._at.location("", "forward", wrong, locator.EVALUATING, axis)
 
     def _data(self) -> Location | None:
+        """Finds a replica with other samples than the twin, or a rank with other labels."""
         at = self._at
         if self._matched.wrong is not None:
             cause, replica = self._matched.wrong
@@ -138,8 +141,9 @@ class _Comparison:
                 axis = at.axis_of([one.rank], [one.rank, other.rank])
                 if axis in ("", "pp", "ep") or drawn != same:
                     continue
-                taken = [rank.tensors.get(place._replace(part=DROPPED)) for rank in (one, other)]
-                if axis in ("mp", "sep", "cp") and _are_alike(*taken):
+                inputs = [rank.tensors.get(place._replace(part=DROPPED)) for rank in (one, other)]
+                alike = any(value is None for value in inputs) or gap(*inputs) <= 1e-3
+                if axis in ("mp", "sep", "cp") and alike:
                     continue
                 ranks, cause = [one.rank, other.rank], STREAMS.format(axis)
                 measured = place.micro_batch, 1.0
@@ -147,7 +151,7 @@ class _Comparison:
         return None
 
     def _loss(self) -> Location | None:
-        """Compares the losses that backward began from."""
+        """Compares the losses that backward begins from."""
         at, flow = self._at, self._flow
         shares, expected = self._shares(), _shares_of(at.twin, at.number)
         if not shares or not expected:
@@ -162,7 +166,7 @@ class _Comparison:
         count = len(next(iter(shares.values())))
         cause = locator.of_loss(ratio, tolerance, at.scales, count, flow.rows, at.degrees)
         ranks = [rank.rank for rank in at.job.ranks if _shares_of(rank, at.number)]
-        # Of rows that are no micro-batch of the twin's the loss is not known.
+        # The twin has a loss of whole micro-batches of its own alone, not of other rows.
         wrong = [
             (number, rank.rank)
             for rank in at.job.ranks
@@ -176,7 +180,7 @@ class _Comparison:
         return at.location("", "loss", bad, cause, axis, first, off, tolerance)
 
     def _shares(self, *more: str) -> dict[tuple[int, ...], Losses]:
-        """Returns backward's losses, by place on the axes of data and ``more``."""
+        """Returns the losses of the ranks by their coordinates on the axes of data and ``more``."""
         shares: dict[tuple[int, ...], Losses] = {}
         for rank in self._at.job.ranks:
             axes = ("dp", "sharding", "sep", "cp", "ep", *more)
@@ -186,7 +190,7 @@ class _Comparison:
         return shares
 
     def _has_parts(self, ratio: float, expected: float, tolerance: float) -> bool:
-        """Whether each member along mp has the loss of other tokens, which sum to the twin's."""
+        """Whether the ranks along mp have losses of different tokens, which sum to the twin's."""
         members = self._at.degrees.get("mp", 1)
         total = _sum(self._shares("mp").values()) / (expected or 1.0)
         apart = abs(total - members * ratio) > tolerance * abs(total)
@@ -194,7 +198,7 @@ class _Comparison:
         return apart and min(abs(total / n - 1) for n in ways) <= tolerance
 
     def _returned_losses(self) -> Location | None:
-        """Compares the losses that ``train_batch`` returned."""
+        """Compares the losses that ``train_batch`` returns."""
         at, place = self._at, self._at.place("loss", "", "returned 0")
         value = at.twin.tensors.get(place)
         if value is None:
@@ -212,6 +216,7 @@ class _Comparison:
     # Backward
 
     def _backward(self) -> Location | None:
+        """Finds the first wrong gradient of a layer's output, or of a parameter, in backward."""
         flow = self._flow
         outcomes = (o for o in flow.outcomes("gradient") if o.place.part.startswith("output"))
         wrong = flow.wrong(outcomes, backward=True)
@@ -231,18 +236,13 @@ class _Comparison:
 
 
 def _shares_of(rank: RankTensors, step: int) -> Losses:
-    """Returns by micro-batch the losses that a rank's backward started from."""
+    """Returns the losses that a rank's backward begins from."""
     losses = rank.of(step, "loss").items()
     return {p.micro_batch: float(tensor.sum()) for p, tensor in losses if p.part == "share"}
 
 
 def _sum(shares: Collection[Losses]) -> float:
     return sum(itertools.chain.from_iterable(losses.values() for losses in shares))
-
-
-def _are_alike(value: np.ndarray | None, copy: np.ndarray | None) -> bool:
-    """Whether two ranks have the same values before a dropout."""
-    return value is None or copy is None or gap(value, copy) <= 1e-3
 
 
 def _cut_by_the_script(replica: int, step: int) -> UsageError:
@@ -255,7 +255,7 @@ def _cut_by_the_script(replica: int, step: int) -> UsageError:
     )
 
 
-#: Where a record has the job, its twin, and the twin that was moved in the last place.
+#: The folders in a record: of the job, its twin, and the twin changed in the last place.
 JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
 
 
@@ -302,7 +302,10 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
     with command_folder(large=True) as temporary:
         kept = None if options.against is None else _earlier_twins(options.against)
         folder_of_record = options.record or temporary
-        _empty_folder(folder_of_record)
+        for part in (JOB, TWIN, PERTURBED):
+            (folder_of_record / part).mkdir(parents=True, exist_ok=True)
+            for file in (folder_of_record / part).glob(record.FILES):
+                file.unlink()
         _start(options, Setting(str(folder_of_record / JOB), options.steps))
         job = record.read(folder_of_record / JOB)
         if kept is not None:
@@ -346,7 +349,11 @@ def _earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
 
 
 def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
-    """Names a weight whose parts form another whole than that of one device."""
+    """Returns a finding, or else a weight whose shards are cut in another way than the twin's.
+
+    Raises:
+        UsageError: The finding is in a layer whose weight the ranks have drawn by themselves.
+    """
     for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
         layer = name.rpartition(".")[0]
         if finding is None and moved:
@@ -417,13 +424,6 @@ def locate(
     return find_difference(options)[0]
 
 
-def _empty_folder(folder_of_record: Path) -> None:
-    for part in (JOB, TWIN, PERTURBED):
-        (folder_of_record / part).mkdir(parents=True, exist_ok=True)
-        for file in (folder_of_record / part).glob(record.FILES):
-            file.unlink()
-
-
 def _start(options: argparse.Namespace, setting: Setting) -> None:
     """Runs the script in recording processes."""
     alone = bool(setting.job)
@@ -466,7 +466,7 @@ def _await_end(process: subprocess.Popen[bytes], folder: Path, limit: float) -> 
             code = process.wait(limit)
             return f"exit code {code}" if code else ""
     for end in (process.send_signal, process.send_signal, lambda _: process.kill()):
-        # It passes the first on to its ranks, which have sessions of their own, then kills them.
+        # The launcher passes the first signal on to its ranks, and kills them at the second.
         end(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(10)

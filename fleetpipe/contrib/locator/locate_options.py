@@ -9,21 +9,21 @@ from typing import NamedTuple
 from fleetpipe import arguments as kinds
 from fleetpipe.launch.script import configure_script
 
-#: The environment variable that says to a process of a script what it is to record.
+#: The environment variable that tells a process of a script what to record.
 SETTING = "FLEETPIPE_LOCATE"
-#: Seconds within which a run finishes a step.
+#: Seconds within which a run must finish a step.
 TIMEOUT = 600.0
 
 
 class Setting(NamedTuple):
-    """The recording that one process of a script does.
+    """What one process of a script has to record.
 
     Attributes:
         folder: The folder of the record.
         steps: The number of steps.
         job: For a twin: the folder of the job whose values it uses; "" for the job itself.
         perturbed: Whether each number is changed in the last place.
-        automatic: Whether degrees are set to 1 automatically, or as the user says.
+        automatic: Whether ``fleet.init`` sets all degrees to 1; else the user's options do.
     """
 
     folder: str

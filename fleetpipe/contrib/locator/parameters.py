@@ -17,16 +17,19 @@ from fleetpipe.contrib.locator.layouts import layouts
 from fleetpipe.contrib.locator.record import LEFT, READ_ON, RankTensors
 from fleetpipe.mesh.axes import NORM, of_unequal
 
-#: By rank.
+#: By rank its part of a parameter, gradient or buffer.
 Parts = dict[int, np.ndarray]
 
 
 class Best(NamedTuple):
-    """The smallest difference between ranks' gradients, or sums of them, and the twin's."""
+    """The sums of the ranks' gradients along some axes that are nearest to the twin's gradient.
 
-    #: By rank, how far its sum is off.
+    Attributes:
+        apart: By rank the relative difference of its sum.
+        axes: The axes along which the gradients are added up.
+    """
+
     apart: dict[int, float]
-    #: Along which they are added up.
     axes: tuple[str, ...]
 
 
@@ -79,22 +82,22 @@ class ParameterChecks:
         """Finds a weight that the script changed after a step."""
         step = self._at.number
         if any(p.step == step - 1 and p.part == READ_ON for p in self._twin.tensors):
-            # To read further samples the twin has gone through these lines several times.
+            # The twin has run these lines of the script several times, to read further samples.
             return None
         left = {**self._twin.names(step - 1, "update"), **self._twin.names(step, "initial")}
         for name in names:
             if (whole := left.get(name)) is not None:
                 parts = {**self._parts("update", name, -1), **self._parts("initial", name)}
                 tolerance = max(self._tolerance(p, name, whole) for p in ("initial", "update"))
-                finding = self._wrong(name, "initial", parts, whole, tolerance, locator.CHANGED)
-                if finding is not None:
-                    return finding
+                if wrong := self._wrong(name, "initial", parts, whole, tolerance, locator.CHANGED):
+                    return wrong
         return None
 
     def _unequal(self, name: str, parts: Parts, whole: np.ndarray | None) -> Location | None:
+        """Finds ranks whose shard differs from that of ranks with the same shard."""
         axes = self._split_axes(parts, whole) if whole is not None else ()
         if self._at.number and not axes:
-            # On the others it is as the step before has left it.
+            # Ranks that recorded no change have the value that the step before left.
             holders = [*self._holders(name)]
             left = self._parts("update", name, -1)
             parts = {**{n: part for n, part in left.items() if n in holders}, **parts}
@@ -118,7 +121,7 @@ class ParameterChecks:
     def _find_misplaced(
         self, name: str, parts: Parts, whole: np.ndarray, axes: Sequence[str]
     ) -> Location | None:
-        """Finds ranks with the shard of other ranks, or with one close to it."""
+        """Finds ranks with other ranks' shards, or with other values than the rest."""
 
         def distance(number: int, place: int) -> float:
             expected = self._at.parts_of(whole, parts[number].shape, place)
@@ -138,7 +141,7 @@ class ParameterChecks:
         for rank in self._job.ranks:
             held = rank.names(0, "initial")
             alike = [n for n in held if n in whole and whole[n].shape == held[n].shape]
-            # Beside experts and shards that other ranks draw, what is drawn later is another.
+            # A model part with shards or experts draws fewer numbers, and then different ones.
             parted = {n.partition(".")[0] for n in whole.keys() - {*alike}}
             random = {n for n in alike if whole[n].std() > 0}
             other = [n for n in alike if not same_numbers(held[n], whole[n]) and whole[n].size > 1]
@@ -152,7 +155,7 @@ class ParameterChecks:
     # Gradients
 
     def cleared(self) -> Location | None:
-        """Finds ranks that start backward with old gradients when the twin has none."""
+        """Finds ranks that begin backward with gradients of the step before, unlike the twin."""
 
         def has_old(rank: RankTensors) -> bool:
             return any(place.part == LEFT for place in rank.of(self._at.number, "gradient"))
@@ -172,11 +175,11 @@ class ParameterChecks:
         firsts: list[tuple[float, Location]] = []
         before = self._twin.names(self._at.number, "gradient")
         stepped = self._twin.names(self._at.number, "reduction")
-        # A script may clip by hand before the step; what a twin reads on is averaged there too.
+        # A script may clip by itself before the step; a twin that reads on averages there.
         for name, whole in (stepped if self._at.reads_on else {**stepped, **before}).items():
             parts = self._parts("gradient", name)
             if not parts:
-                # Experts that no token came to have none on one device either.
+                # An expert without tokens has no gradient in the twin either.
                 if name in before and (ranks := self._holders(name)):
                     finding = self._finding(name, "gradient", ranks, locator.NO_GRADIENT)
                     firsts.append((self._position(name), finding))
@@ -210,11 +213,18 @@ class ParameterChecks:
         return self._finding(name, "gradient", bad, cause, axis, worst, tolerance)
 
     def _best(self, parts: Parts, whole: np.ndarray, tolerance: float) -> Best:
+        """Tries along which axes the ranks' gradients add up to the twin's."""
         axes = [axis for axis in self._at.degrees if axis not in ("ep", "moe_sharding")]
         results: list[tuple[float, int, Best]] = []
+
+        def total(number: int, chosen: Sequence[str]) -> np.ndarray:
+            members = self._at.members(number, (*chosen, "ep", "moe_sharding"), parts)
+            tensors = [parts[n] for n in members if parts[n].shape == parts[number].shape]
+            return np.sum([tensor.astype("float64") for tensor in tensors], axis=0)
+
         for count in range(len(axes) + 1):
             for chosen in itertools.combinations(axes, count):
-                totals = {n: self._total(n, parts, chosen) for n in parts}
+                totals = {n: total(n, chosen) for n in parts}
                 for scale in self._at.scales:
                     apart = self._gaps({n: t / scale for n, t in totals.items()}, whole)
                     results.append((max(apart.values()), count, Best(apart, chosen)))
@@ -222,20 +232,14 @@ class ParameterChecks:
                         return results[-1][2]
         return min(results, key=lambda result: result[:2])[2]
 
-    def _total(self, number: int, parts: Parts, axes: Sequence[str]) -> np.ndarray:
-        members = self._at.members(number, (*axes, "ep", "moe_sharding"), parts)
-        tensors = [parts[n] for n in members if parts[n].shape == parts[number].shape]
-        total: np.ndarray = np.sum([tensor.astype("float64") for tensor in tensors], axis=0)
-        return total
-
     def reduction(self) -> Location | None:
         """Finds the first gradient that is wrong after the reduction over ranks."""
         expected = self._twin.names(self._at.number, "reduction")
         for name in sorted(expected, key=self._position):
             apart = self._gaps(self._parts("reduction", name), expected[name])
             tolerance = self._tolerance("reduction", name, expected[name])
-            # What an optimizer does not step by may be anything: another rank has the sum, as the
-            # optimizer shard that steps the parameter for this rank.
+            # Only the gradients that an optimizer steps by must be right. With optimizer shards
+            # another rank steps the parameter for this one.
             right = [n for n, far in apart.items() if far <= tolerance]
             stepping = [n for n in self._stepping(name) if n in apart]
             bad = [n for n in stepping if not self._at.members(n, ("sharding",), right)]
@@ -250,7 +254,7 @@ class ParameterChecks:
         parts = self._parts("reduction", name)
         part = parts[bad[0]]
         axes = self._local[name].axes if name in self._local else ()
-        # Ranks along these have not the same gradient, after it was to be added up.
+        # After a reduction along an axis all of its ranks have the same gradient.
         members = {axis: self._at.members(bad[0], (axis,), parts) for axis in axes}
         missing = [a for a in axes if not all(same_numbers(part, parts[n]) for n in members[a])]
         ratio, shared = self._ratio(part, whole, bad[0]), len(self._stages(name)) > 1
@@ -271,7 +275,7 @@ class ParameterChecks:
     def clip(self) -> Location | None:
         """Finds ranks that do not clip, or the first gradient clipped by another norm."""
         clipping = [r.rank for r in self._job.ranks if r.names(self._at.number, "clip")]
-        # A rank whose shard has no parameter steps none, and clips none.
+        # A rank whose optimizer shard is empty neither steps nor clips.
         stepping = [r.rank for r in self._job.ranks if self._rate in r.tensors]
         rest = [number for number in stepping if number not in clipping]
         if rest and self._twin.names(self._at.number, "clip"):
@@ -280,7 +284,7 @@ class ParameterChecks:
         return self._first("clip", NORM, "mp", "pp", "sharding", *self._at.degrees)
 
     def trained(self) -> Location | None:
-        """Finds a parameter that no optimizer has, which also changes a clip's norm."""
+        """Finds a parameter that no optimizer has, unlike in the twin."""
         trained = {name for names in self._listed.values() for name in names}
         for name in self._twin.listed(self._rate):
             if trained and name not in trained and (ranks := self._holders(name)):
@@ -308,6 +312,7 @@ class ParameterChecks:
         return self._first("buffer", locator.BUFFER)
 
     def _first(self, phase: str, cause: str, *axes: str) -> Location | None:
+        """Finds the first tensor of a phase that differs from the twin's."""
         for name, whole in self._twin.names(self._at.number, phase).items():
             parts = self._parts(phase, name)
             if phase == "update":
@@ -345,10 +350,10 @@ class ParameterChecks:
         """Returns the ranks whose optimizers step a parameter."""
         return [rank for rank, names in self._listed.items() if name in names]
 
-    # What all of them need
+    # Shared by the checks
 
     def _parts(self, phase: str, name: str, later: int = 0) -> Parts:
-        """Returns what ranks have of a name in a phase, which may be that of another step."""
+        """Returns the ranks' tensors of a name in a phase of this step, or of one ``later``."""
         places = [
             self._at.place(phase, name, kind)._replace(step=self._at.number + later)
             for kind in ("parameter", "gradient", "buffer")
@@ -362,11 +367,11 @@ class ParameterChecks:
         return {self._at.ranks[n].coordinate.get("pp", 0) for n in self._holders(name)}
 
     def _gaps(self, parts: Parts, whole: np.ndarray) -> dict[int, float]:
-        """Returns how far each rank's tensor is from its part of the twin's."""
+        """Returns the relative difference of each rank's tensor from its part of the twin's."""
         scale = largest_of(whole)
 
         def gap_of(number: int, part: np.ndarray) -> float:
-            # Sums of several ranks are kept wider.
+            # Sums over several ranks are float64.
             expected = self._at.parts_of(whole, part.shape, number)
             return min((gap(part, p.astype(part.dtype), scale) for p in expected), default=0.0)
 
@@ -382,7 +387,7 @@ class ParameterChecks:
         return self._at.tolerance(self._at.place(phase, name, kinds.get(phase, "gradient")), whole)
 
     def _position(self, name: str) -> float:
-        """Returns the place of a parameter's gradient in the order of the twin's backward."""
+        """Returns the position of a parameter's gradient in the order of the twin's backward."""
         layer = name.rpartition(".")[0]
 
         def last(phase: str) -> float:

@@ -15,11 +15,11 @@ from fleetpipe.json_value import JsonValue, Source, parse
 
 #: The files of a record.
 FILES = "rank-*.step-*.safetensors"
-#: The part of a gradient that there is before backward begins.
+#: The ``part`` of a gradient of the step before that still exists when backward begins.
 LEFT = "left over"
-#: The part of what a dropout takes: its first numbers.
+#: The ``part`` of the first numbers of a dropout's input.
 DROPPED = "dropped"
-#: How often a twin has read further samples before it could step.
+#: The ``part`` of the number of times that a twin read further samples before it stepped.
 READ_ON = "read on"
 
 
@@ -28,12 +28,12 @@ class Meaning(NamedTuple):
 
     Attributes:
         step: The training step, from 0.
-        phase: Where a step may differ, in its order: initial, data, forward, loss, gradient,
-            reduction, clip, optimizer input, update or buffer.
+        phase: The phase of the step: initial, data, forward, loss, gradient, reduction, clip,
+            optimizer input, update or buffer, in this order.
         name: The path of a layer, parameter or buffer in the whole model; "" for the whole step.
         micro_batch: The micro-batch within the step and replica, from 0; -1 for a value of the
             step.
-        part: The tensor of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
+        part: Which tensor of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
         call: The number of the layer's call in its micro-batch.
     """
 
@@ -46,13 +46,13 @@ class Meaning(NamedTuple):
 
 
 class RankTensors:
-    """The tensors of one rank, in order.
+    """The tensors of one rank.
 
     Attributes:
         rank: The rank in the job.
-        coordinate: Its place on each axis that is split.
-        tensors: The tensors by their meaning, in the order in which they came.
-        sources: For each output of a layer, the places of its inputs.
+        coordinate: Its coordinate on each axis with a degree above 1.
+        tensors: The tensors by their meaning, in the order in which they were computed.
+        sources: For each output of a layer, the meanings of the layer's inputs.
     """
 
     def __init__(self, rank: int, coordinate: Mapping[str, int]) -> None:
@@ -66,11 +66,11 @@ class RankTensors:
         return {p: t for p, t in self.tensors.items() if p.step == step and p.phase == phase}
 
     def names(self, step: int, phase: str) -> dict[str, np.ndarray]:
-        """Returns by name the tensors of a phase that each name has once, such as parameters."""
+        """Returns by name the tensors of a phase that belong to no micro-batch, as parameters."""
         return {p.name: t for p, t in self.of(step, phase).items() if p.micro_batch == -1}
 
     def listed(self, place: Meaning) -> list[str]:
-        """Returns the parameters of the optimizers whose learning rate is at a place."""
+        """Returns the names of the parameters of the optimizer whose learning rate is ``place``."""
         text = self.tensors.get(place._replace(part="parameters"))
         return [] if text is None else json.loads(text.tobytes().decode())
 
@@ -80,7 +80,7 @@ class Record(NamedTuple):
 
     Attributes:
         ranks: The tensors of each rank.
-        degrees: The degrees of the axes that are split.
+        degrees: The degree of each axis with a degree above 1.
     """
 
     ranks: Sequence[RankTensors]
@@ -93,7 +93,7 @@ class Record(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """The number of copies of the model with different samples."""
+        """The number of replicas, which have different samples."""
         return self.degrees.get("dp", 1) * self.degrees.get("sharding", 1)
 
     def replica(self, rank: RankTensors) -> int:

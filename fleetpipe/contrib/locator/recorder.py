@@ -31,10 +31,10 @@ class Recorder:
     """Collects the tensors of one process.
 
     Attributes:
-        step: The present training step.
+        step: The present training step, from 0.
         micro_batch: The micro-batch of the present forward, within the step and replica.
-        in_pipeline: Whether ``train_batch`` runs, which reports micro-batches itself.
-        forwarding: Whether it runs the forward of a micro-batch.
+        in_pipeline: Whether ``train_batch`` runs; the engine then tells the micro-batch.
+        forwarding: Whether ``train_batch`` runs the forward of a micro-batch.
         recorded: The tensors of this step.
     """
 
@@ -51,13 +51,13 @@ class Recorder:
         self._paths: dict[int, str] = {}
         self._parameter_names: dict[int, str] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
-        #: What layers returned in this step, alive so that no other tensor gets its id.
+        #: The outputs of layers in this step by id; held, so that no other tensor gets the id.
         self.made: dict[int, tuple[Tensor, Meaning]] = {}
         self._last: dict[str, np.ndarray] = {}
         #: The phases of which gradients are stored in this step.
         self.noted: set[str] = set()
 
-    # What there is
+    # Models and parameters
 
     def add_root(self, root: Layer) -> bool:
         """Adds a model or a loss; returns whether it is new."""
@@ -76,7 +76,7 @@ class Recorder:
             parameters = list(layer.parameters())
             spreads = isinstance(layer, Experts) and len(layer.experts) < layer.experts.total
             if spreads or (parameters and all(map(is_spread, parameters))):
-                # Which tokens come to an expert here, and in how many calls, is no replica's.
+                # The tokens and the calls of an expert come from all replicas: no single one's.
                 spread.append(f"{path}.")
             if not f"{path}.".startswith(tuple(spread)):
                 self._paths.setdefault(id(layer), f"{prefix}{path}".rstrip("."))
@@ -110,7 +110,7 @@ class Recorder:
         """Returns the name of a parameter."""
         return self._parameter_names.get(id(parameter))
 
-    # What happens
+    # Tensors
 
     def put(self, place: Meaning, tensor: Tensor | np.ndarray) -> None:
         """Stores a copy of a tensor."""
@@ -118,7 +118,7 @@ class Recorder:
         self.recorded.tensors[place] = array
 
     def called(self, layer: Layer, inputs: Iterable[Nest], output: Nest) -> None:
-        """Stores a layer's output, and those of its inputs that no layer computed."""
+        """Stores the outputs of a layer, and the inputs that are no output of another layer."""
         path = self.path_of(layer)
         if path is None:
             return
@@ -130,8 +130,8 @@ class Recorder:
             return Meaning(self.step, "forward", path, self.micro_batch, part, call)
 
         sources = []
-        # A number alone is a loss, of as many rows as a micro-batch happens to have; one beside
-        # other outputs is handed on, and compared where a micro-batch has the twin's rows.
+        # A single number is a loss, whose rows depend on the micro-batch, and is left out; one
+        # beside other outputs is compared where a micro-batch has the twin's rows.
         for number, tensor in enumerate(tensors_of(list(inputs))):
             source = self.made.get(id(tensor))
             if source is not None:
@@ -148,7 +148,7 @@ class Recorder:
             self.put(here, tensor)
             self.recorded.sources[here] = sources
             if id(tensor) in self.made:
-                # On one device what is handed on has the gradient of its earlier uses too.
+                # The output of another layer too: its gradient is also that of its earlier uses.
                 continue
             self.made[id(tensor)] = tensor, here
             if not tensor.stop_gradient and tensor.dtype in _FLOATS:
@@ -161,7 +161,7 @@ class Recorder:
         return Meaning(self.step, "forward", path, self.micro_batch, "mask", self._calls[key] - 1)
 
     def parameters_as(self, phase: str) -> None:
-        """Stores all parameters that have changed since they were last stored."""
+        """Stores the parameters: in phase "update" all, else those that have changed since."""
         for name, parameter in self.parameters().items():
             array = numbers_of(parameter.detach())
             last = self._last.get(name)
@@ -179,7 +179,7 @@ class Recorder:
         self.noted.add(phase)
 
     def forget_gradients(self) -> None:
-        """Drops parameters' gradients from before the reduction."""
+        """Drops the parameters' gradients of phase "gradient" from this step."""
         for place in self.recorded.of(self.step, "gradient"):
             if place.part == "gradient":
                 del self.recorded.tensors[place]
@@ -233,6 +233,6 @@ class Recorder:
             raise Finished(0)
 
 
-#: Of a batch normalisation: Paddle makes parameters of them, which no optimizer steps.
+#: The running statistics of a batch normalisation, which Paddle makes parameters.
 _STATISTICS = ("_mean", "_variance")
 _FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)

@@ -1,4 +1,7 @@
-"""Runs a script at degrees 1 so that each of its steps starts with the job's state."""
+"""Runs a script at degrees 1 so that each of its steps starts with the job's state.
+
+``degrees_of_one`` makes the job one rank's; ``Feed`` gives it weights, samples and gradients.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from fleetpipe.paddle_api.optimizer import learning_rate_of
 
 
 class Feed:
-    """Gives a twin the job's weights, samples, and the gradients for each step.
+    """Gives a twin the job's weights and samples at the begin of each step, and its gradients.
 
-    So a difference in a step has its cause in that step, and the update is compared by itself: Adam
-    would turn the rounding of a tiny gradient into whole steps.
+    Thus a difference in a step has its cause in that step. The update begins from the job's
+    gradients, since Adam turns the rounding of a tiny gradient into whole steps.
     """
 
     def __init__(self, folder: Path, perturbed: bool) -> None:
@@ -36,7 +39,7 @@ class Feed:
 
         Args:
             folder: The folder of the record.
-            perturbed: Whether each number is changed by at most one unit in its last place.
+            perturbed: Whether each number is changed by at most one unit in the last place.
         """
         self._job = record.read(folder)
         self.whole = WholeTensors(self._job)
@@ -56,7 +59,7 @@ class Feed:
                 self._set(parameter, drawn if value is None else value)
 
     def gradients(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Sets gradients to those with which the job's optimizer stepped."""
+        """Sets gradients to those that the job's optimizer stepped by."""
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 value = self.whole.gradient(step, name, numbers_of(parameter.grad))
@@ -71,32 +74,32 @@ class Feed:
         return _rows(recorded, step) < sum(_rows(rank, step) for rank in of_replica.values())
 
     def average(self, batches: int, parameters: Iterable[Tensor]) -> None:
-        """Divides gradients that several batches have summed, to those of their mean loss."""
+        """Divides the gradients, which are sums over some batches, by the number of batches."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.set_value(parameter.grad / batches)
 
     def rate(self, step: int, optimizer: Optimizer) -> None:
-        """Sets an optimizer's learning rate to the job's, which its own scheduler may not have."""
+        """Sets an optimizer's learning rate to the job's if a scheduler computes it."""
         place = Meaning(step, "optimizer input", "", part="learning rate")
         rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(place)
         if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):
             rate.last_lr = value.item()
 
     def batch(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
-        """Returns the samples of all replicas if the script gives the twin those of one."""
+        """Returns the samples of all replicas if ``data`` has those of one, else ``data``."""
         if self.replicas == 1 and self._random is None:
             return data
-        batches = self._union(step, data, pipeline)
+        batches = self._samples_of_all(step, data, pipeline)
         if self._random is None:
             return batches
         return map_tensors(self._perturb, batches)
 
-    def _union(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
+    def _samples_of_all(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
         wanted = pipeline.accumulate_steps
         inputs, labels = (self.whole.batches(step, kind) for kind in ("input", "label"))
         listed = isinstance(data, (list, tuple)) and len(data) == 2
-        rows = pipeline.accumulate_steps * pipeline.micro_batch_size
+        rows = wanted * pipeline.micro_batch_size
         whole = listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data)))
         if whole or len(inputs) != wanted or len(labels) != wanted:
             return data
@@ -130,16 +133,16 @@ def _rows(rank: RankTensors, step: int) -> int:
 
 
 def _fill(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
-    """Returns a value like ``template`` with other tensors."""
+    """Returns a nest like ``template`` with the tensors of ``values``, by their places in it."""
     ordered = (values[place] for place in tensors_by_place(template))
     return map_tensors(lambda _: paddle.to_tensor(next(ordered)), template)
 
 
 @contextmanager
 def degrees_of_one(replicas: int) -> Iterator[None]:
-    """While this context is open, ``fleet.init`` creates a job of one rank with any degrees.
+    """While it is open, ``fleet.init`` creates a job of one rank, whatever degrees are asked for.
 
-    Its pipelines take the micro-batches of all replicas.
+    The pipelines of this job take the micro-batches of all replicas.
     """
     build = PipelineLayer.__init__
 
@@ -152,13 +155,14 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
             del passed["seg_method"]
         build(**passed)
 
-    alone = ((paddle.distributed, name, function) for name, function in _COLLECTIVES.items())
+    collectives = ((paddle.distributed, name, call) for name, call in _COLLECTIVES.items())
     changed = strategies_changed(lambda strategy: _of_one(strategy, replicas))
-    with changed, replaced((PipelineLayer, "__init__", whole), *alone):
+    with changed, replaced((PipelineLayer, "__init__", whole), *collectives):
         yield
 
 
 def _of_one(strategy: Any, replicas: int) -> Any:
+    """Returns a strategy with all degrees 1 and the micro-batches of all replicas."""
     strategy = copy.deepcopy(strategy)
     configs = strategy.hybrid_configs
     strategy.hybrid_configs = {f"{axis}_degree": 1 for axis in AXES if f"{axis}_degree" in configs}
@@ -169,14 +173,14 @@ def _of_one(strategy: Any, replicas: int) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Leaves the tensor of the only rank unchanged, as a collective would."""
+    """Does nothing: with one rank the collective leaves its tensor unchanged."""
 
 
 def _into_list(tensors: list[Any], tensor: Any, *_: Any, **__: Any) -> None:
     tensors.append(tensor)
 
 
-#: Collectives of the only rank, which Paddle refuses outside of a parallel environment.
+#: The collectives of a single rank; Paddle's own raise an error there.
 _COLLECTIVES: Mapping[str, Callable[..., None]] = {
     "all_reduce": _nothing,
     "broadcast": _nothing,

@@ -1,9 +1,9 @@
 """Runs jobs on a Ray cluster: a trainer of Ray Train whose workers are the ranks.
 
 Start with ``paddle_trainer.py``: a user calls it, and it tells each worker which rank it is. Needs
-``pip install 'fleetpipe[ray]'``; nothing of Ray or Paddle is imported before a name needs it. Here
-is the command ``fleetpipe launch``, which runs a job by the local launcher, or with ``--ray`` by
-Ray Train.
+``pip install 'fleetpipe[ray]'``; neither Ray nor Paddle is imported before a name needs it. This
+file has the command ``fleetpipe launch``, which runs a job by the local launcher, or with ``--ray``
+by Ray Train.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fleetpipe.contrib.ray.paddle_trainer import PaddleTrainer as PaddleTrainer
 
 
-#: Names that are loaded when they are used, by the module that has them.
+#: The public names, which are loaded when they are first used, with their modules.
 _LATE = {
     "PaddleConfig": "fleetpipe.contrib.ray.paddle_trainer",
     "PaddleTrainer": "fleetpipe.contrib.ray.paddle_trainer",
@@ -76,9 +76,8 @@ def run(options: argparse.Namespace) -> int:
         UsageError: ``--ray`` is given, and Ray is not installed.
         FleetPipeError: The launcher refuses the job.
     """
-    name = "fleetpipe.launch.supervisor.supervisor"
-    if options.ray is not None:
-        name = "fleetpipe.contrib.ray.launch"
+    local = options.ray is None
+    name = "fleetpipe.launch.supervisor.supervisor" if local else "fleetpipe.contrib.ray.launch"
     try:
         return int(importlib.import_module(name).run(options))
     except ModuleNotFoundError as error:

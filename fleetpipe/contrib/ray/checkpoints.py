@@ -48,7 +48,7 @@ class RayCheckpointManager(CheckpointManager):
         self._saver.owner = None  # this worker's own, and it is uploaded whole
         self._rank = context.get_world_rank()
         if self._rank == 0:
-            # What an attempt left that ended while it saved.
+            # An attempt that ended while it saved has left files.
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def save(
@@ -62,7 +62,7 @@ class RayCheckpointManager(CheckpointManager):
             **state: The objects to save, as for a :class:`fleetpipe.CheckpointManager`.
 
         Returns:
-            A handle of a save that is done already; None if the step is not saved.
+            The handle of the save, which is finished; None if the step is not saved.
 
         Raises:
             ConfigError: ``step`` is no valid number, or an object is of an unknown kind.
@@ -70,7 +70,7 @@ class RayCheckpointManager(CheckpointManager):
         """
         saving = super().save(step, metrics=metrics, **state)
         if saving is not None:
-            # Rank 0 has the files, or those of its node, which see them, wrote theirs there.
+            # All files are in the folder of rank 0: its own, and those of ranks that see it.
             checkpoint = (
                 ray.train.Checkpoint.from_directory(self._folder) if self._rank == 0 else None
             )
@@ -109,7 +109,7 @@ class RayCheckpointManager(CheckpointManager):
 
 
 class _Reporting(StepManager, RayCheckpointManager):
-    """Saves and reports when the callback says so."""
+    """The manager of ``ReportCallback``, which decides when it saves and reports."""
 
     def __init__(self) -> None:
         RayCheckpointManager.__init__(self, save_interval=sys.maxsize)
@@ -143,12 +143,12 @@ class ReportCallback(PipelineCheckpoint):
         go_on: bool,
         state: dict[str, Any] | None = None,
     ) -> Iterator[PipelineCheckpoint]:
-        """While it is open, a training resumes, runs and is reported. Collective."""
+        """While it is open, a training that resumes or begins is reported. Collective."""
         with super().going(position, save_dir, True, state):
             yield self
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Notes the figures of the batch."""
+        """Keeps the figures of the batch for the next report."""
         self._logs = _numbers(logs or {})
 
     def _manager_of(self, run_directory: Path) -> StepManager:

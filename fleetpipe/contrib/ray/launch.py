@@ -25,11 +25,11 @@ from fleetpipe.job import attempt_files
 from fleetpipe.launch import script, streams
 from fleetpipe.launch.supervisor.supervisor import say
 
-#: Variables that ranks find as this process has them; of others those of their node go first.
+#: Variables of this process that ranks get whatever their node has set.
 _CARRIED = ("FLEETPIPE_", "PADDLE_", "FLAGS_", "GLOG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "PYTHON")
-#: Variables that are a process's own, or a host's.
+#: Variables that ranks do not get, since they belong to this process or host.
 _OF_HOST = ("RAY_", "LD_", "SLURM_")
-#: Options of the launcher of one host: what they are without being given, and what to do instead.
+#: Options of the launcher of one host, each with its default and with what to do instead.
 _OF_ONE_HOST = {
     "keep_state": (
         False,
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         except TrainingFailedError as error:
             say(str(error).rstrip())
             return 1
-        except SystemExit:  # so does Ray answer Ctrl-C
+        except SystemExit:  # Ray raises it at Ctrl-C
             say("interrupted")
             return attempt_files.INTERRUPTED
     return 0
@@ -112,7 +112,7 @@ def _trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Returns the variables that every rank gets, whatever its node has set."""
     carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
-    # Ray would show twice what the script prints.
+    # Else Ray shows the script's output twice.
     carried["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
     if options.checkpoint_dir is not None:
         carried["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
@@ -122,14 +122,14 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def run_script(config: Mapping[str, Any]) -> None:
-    """Runs a script as a rank, as ``fleetpipe run`` does; the train loop of each worker.
+    """Runs a script as ``fleetpipe run`` does; this is the train loop of each worker.
 
     Args:
         config: The ``script``, its ``arguments``, the ``folder`` that it runs in if the node has
             it, the ``log_level``, and the ``environment`` for variables that the node has not set.
 
     Raises:
-        FleetPipeError: The script ended itself with a code other than 0. Its own exceptions pass.
+        FleetPipeError: The script exited with a code other than 0. Its own exceptions pass.
     """
     from fleetpipe.launch.substitution import in_place_of_paddles
 

@@ -36,7 +36,7 @@ from fleetpipe.errors import ConfigError, TransportError, reason
 from fleetpipe.mesh.axes import DENSE, Degrees, Mesh
 from fleetpipe.transport import hosts
 
-#: Below the ports that the system gives to outgoing connections, above those of Ray's workers.
+#: The ports of ranks: below the system's ephemeral ports, above those of Ray's workers.
 _PORTS = range(20000, 32000)
 
 _PR_SET_PDEATHSIG = 1
@@ -57,13 +57,13 @@ class PaddleConfig(BackendConfig):
     wait_for_nodes: float = 5.0
 
     def __post_init__(self) -> None:
-        """Refuses degrees that no strategy takes, before Ray starts a worker.
+        """Refuses invalid degrees, before Ray starts a worker.
 
         Raises:
             ConfigError: An option is unknown, or has a value that cannot be used.
         """
         if self.hybrid_configs:
-            # The strategy needs Paddle, which a driver loads for this alone.
+            # The driver loads Paddle for the strategy alone.
             from fleetpipe.fleet import DistributedStrategy
 
             DistributedStrategy().hybrid_configs = self.hybrid_configs
@@ -86,7 +86,7 @@ class PaddleConfig(BackendConfig):
 class PaddleBackend(Backend):
     """Makes each worker of a group a rank, before its train loop begins."""
 
-    #: NCCL reaches the other devices of a node only where a process may see them.
+    #: NCCL reaches another device of the node only if the process sees that device.
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
@@ -113,14 +113,14 @@ class RankPlace(NamedTuple):
 
 
 def environments(worker_group: Any) -> list[dict[str, str]]:
-    """Returns the environment variables that describe the job to each rank, by rank.
+    """Returns for each rank the environment variables that describe the job to it.
 
     Args:
-        worker_group: Ray's group of workers, which tell their places and free ports.
+        worker_group: Ray's group of workers; these report their places and free ports.
     """
     places: list[RankPlace] = worker_group.execute(own_place)
     nodes = [place.node for place in places]
-    # Of each node one worker answers: two that probe at once would be given the same port.
+    # One worker of each node answers: two that probe at once could find the same port.
     ports = {
         node: worker_group.execute_single_async(nodes.index(node), free_ports, ranks + 1)
         for node, ranks in Counter(nodes).items()
@@ -131,7 +131,7 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
 
 
 def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> list[dict[str, str]]:
-    """Returns the environment variables that describe the job to each rank, by rank.
+    """Returns for each rank the environment variables that describe the job to it.
 
     Args:
         places: The place of each rank.
@@ -142,19 +142,17 @@ def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> l
     endpoints = [
         f"{place.address}:{ports[place.node][number]}" for place, number in zip(places, local)
     ]
-    return [
-        {
-            **hosts.rank_variables(rank, local[rank], endpoints, nodes),
-            "PADDLE_MASTER": f"{places[0].address}:{ports[nodes[0]][-1]}",
-            # Without it Paddle waits for ever at an HTTP store of its own on a CPU.
-            **(
-                {"FLAGS_selected_gpus": place.device}
-                if place.device
-                else {"PADDLE_DISTRI_BACKEND": "gloo"}
-            ),
-        }
-        for rank, place in enumerate(places)
-    ]
+    variables = []
+    for rank, place in enumerate(places):
+        one = hosts.rank_variables(rank, local[rank], endpoints, nodes)
+        one = {**one, "PADDLE_MASTER": f"{places[0].address}:{ports[nodes[0]][-1]}"}
+        if place.device:
+            one["FLAGS_selected_gpus"] = place.device
+        else:
+            # Without it Paddle on a CPU waits for ever at an HTTP store of its own.
+            one["PADDLE_DISTRI_BACKEND"] = "gloo"
+        variables.append(one)
+    return variables
 
 
 def adopt(environment: Mapping[str, str]) -> None:
@@ -191,14 +189,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def _end_with_worker() -> None:
-    """Ends a child of a worker with it: it shares sockets whose close tells Ray of the end."""
+    """Makes a forked child end with its worker, whose sockets it would keep open for Ray."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def _as_rank() -> Iterator[None]:
-    """Prepares the thread of a train loop, and ends its job with it; others get its error."""
+    """Prepares the thread of a train loop, and ends its job after it; other ranks get its error."""
     from fleetpipe.paddle_api.loading import load_data_in_threads
 
     load_data_in_threads()
@@ -306,7 +304,7 @@ class PaddleTrainer(DataParallelTrainer):
             config: PaddleConfig = self.backend_config
             ray_cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
             ray_cluster.require_packages(self.run_config.worker_runtime_env)
-            # Two seconds by default, in which neither a report nor a failure is noticed.
+            # By default Ray notices a report or a failure only every two seconds.
             poll = ray_cluster.environment({_POLL: os.environ.get(_POLL, "0.25")})
             with poll, _interrupt_handler_kept():
                 return super().fit()
@@ -323,9 +321,10 @@ class PaddleTrainer(DataParallelTrainer):
             ) from error
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Returns Ray's callbacks without one that queries its dashboard every second.
+        """Returns Ray's callbacks without the cleaner of placement groups, and ``_LostStarts``.
 
-        That one frees resources of a lost controller, which are freed too when the driver ends.
+        The cleaner queries Ray's dashboard every second, to free the resources of a lost
+        controller, which are freed when the driver ends, too.
         """
         callbacks: list[Any] = super()._create_default_callbacks()
         kept = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
@@ -338,10 +337,10 @@ class PaddleTrainer(DataParallelTrainer):
 
 
 class _StartPolicy(DefaultFailurePolicy):
-    """Starts all workers again where one dies while Ray hands the train loop to it.
+    """Starts all workers again if one dies while Ray passes the train loop to it.
 
-    Ray does so for every earlier moment of a start, and counts it alike: at most
-    ``FailureConfig(controller_failure_limit=..)`` times, by default as often as it happens.
+    Ray itself does so at every earlier moment of a start. Both count towards
+    ``FailureConfig(controller_failure_limit=..)``, which by default is no limit.
     """
 
     def _is_retryable_error(self, training_failed_error: TrainingFailedError) -> bool:
@@ -352,22 +351,22 @@ class _StartPolicy(DefaultFailurePolicy):
 
 
 class _LostStarts(WorkerGroupCallback):
-    """Frees what workers hold of which one was lost while they started: Ray forgets them."""
+    """Frees the resources of workers of which one died while they started: Ray does not."""
 
     def __init__(self) -> None:
         self._started: Any = None
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Shuts down the workers before, unless Ray did."""
+        """Shuts down the workers of the start before, unless Ray has done so."""
         if self._started is not None:
             self._started.shutdown()
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Notes that they hold resources."""
+        """Remembers the workers, which hold resources."""
         self._started = worker_group
 
     def before_worker_group_shutdown(self, worker_group: Any) -> None:
-        """Notes that they are freed."""
+        """Forgets the workers, whose resources Ray frees."""
         self._started = None
 
 

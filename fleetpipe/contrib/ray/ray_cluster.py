@@ -1,6 +1,7 @@
 """Connects to the Ray cluster of a job: the user's, or a new one that ends with the job.
 
-It lists the nodes of a cluster, and collects the answers of processes on them.
+``connect`` does this; ``require_room`` and ``require_packages`` refuse a cluster whose nodes cannot
+run the workers. ``staying`` lists the nodes, ``answers`` collects the results of processes there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fleetpipe import systems
 from fleetpipe.errors import ConfigError, reason
 from fleetpipe.version import __version__
 
-#: Seconds that a node may take to start a process and say what it has.
+#: Seconds in which a node must start a process and return its result.
 _CHECK_SECONDS = 60.0
 
 
@@ -51,8 +52,8 @@ class RayNode(NamedTuple):
 
 
 def staying() -> list[RayNode]:
-    """Returns the live nodes of the cluster, except those that are about to be taken away."""
-    # What Ray Train itself asks for preemption: its answer to a train loop is collective.
+    """Returns the live nodes of the cluster, except those that are about to be preempted."""
+    # Not ray.train's own function for preemption, which is collective in a train loop.
     leaving = state.get_draining_nodes()
     return [
         RayNode(node["NodeID"], node["NodeManagerAddress"])
@@ -91,16 +92,14 @@ def _answer(node: RayNode, answer: Any) -> Any:
         ) from error
 
 
-#: Seconds in which a cluster answers.
-_ANSWER_SECONDS = 5.0
-#: Seconds in which this process has left one.
-_LEAVE_SECONDS = 60.0
-#: By default Ray asks twenty times, each for 40 s, what does not answer as a cluster.
+#: Seconds in which a cluster must answer, and in which leaving one must end.
+_ANSWER_SECONDS, _LEAVE_SECONDS = 5.0, 60.0
+#: Makes Ray give up soon; by default it tries twenty times for 40 s to reach a cluster.
 _AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
-#: What a worker imports, and in which version where that has to be this one.
+#: The packages that a worker imports, each with the version that it must have, or "" for any.
 NEEDED = {"fleetpipe": __version__, "paddle": ""}
 _MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-#: What looks for nodes that are to be taken away; here there is one.
+#: Ray's watcher of preempted nodes, which a cluster of one node does not need.
 _WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
 
@@ -110,7 +109,7 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
 
     If the process is connected already, it stays with that cluster; else it joins the one at
     ``address``. Without an address it starts a cluster on this host, which listens on the loopback,
-    takes nobody without its token, and ends with the job, or with this process, however that ends.
+    refuses processes without its token, and ends with the job, or however this process ends.
 
     Args:
         address: ``HOST:PORT``, ``"auto"`` for the one that ``ray start`` began here, or None.
@@ -120,7 +119,7 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
         ConfigError: There is no such cluster, or it does not take this process.
     """
     if "RAY_DEDUP_LOGS" not in os.environ:
-        # Lines of steps, which differ in their numbers alone, are all shown.
+        # Ray would leave out lines that differ in numbers alone, as those of steps do.
         ray_logging.RAY_DEDUP_LOGS = False
     if ray.is_initialized():
         yield
@@ -137,6 +136,7 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
 
 @contextlib.contextmanager
 def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
+    """While it is open, this process is connected to a new cluster on this host."""
     token = secrets.token_hex(32)
     reaper = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
@@ -169,7 +169,7 @@ def _leave() -> None:
     leaving.start()
     leaving.join(_LEAVE_SECONDS)
     if leaving.is_alive():
-        atexit.unregister(ray.shutdown)  # else it waits once more
+        atexit.unregister(ray.shutdown)  # it would wait once more
 
 
 @contextlib.contextmanager
@@ -190,7 +190,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 def _on_loopback() -> Iterator[None]:
     """While it is open, a cluster that starts listens at 127.0.0.1 alone."""
     changed = ray_constants.ENABLE_RAY_CLUSTER
-    # On Linux Ray turns a loopback address that it is given into one that others reach.
+    # On Linux Ray replaces a loopback address by one that other hosts reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
@@ -215,18 +215,19 @@ def _deaf_to_stop_signals() -> Iterator[None]:
             yield
         finally:
             for number, handler in handlers.items():
-                if handler is not None:  # one that is not of Python
+                if handler is not None:  # None is a handler that Python did not set
                     signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _read_settings_again() -> None:
-    """Makes Ray read the environment and its token again, which it does once by itself."""
+    """Makes Ray read the environment and its token again; by itself it reads them once."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _join(address: str) -> None:
+    """Connects to the cluster at an address; raises ConfigError if that fails."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     local = _on_loopback() if host in ("127.0.0.1", "localhost") else contextlib.nullcontext()
     try:
@@ -244,6 +245,7 @@ def _join(address: str) -> None:
 
 
 def _refusal(address: str, error: Exception) -> ConfigError:
+    """Returns the error to raise where a cluster could not be joined."""
     cause, text = error.__cause__, str(error)
     while cause is not None:
         cause, text = cause.__cause__, f"{text}: {cause}"
@@ -264,7 +266,7 @@ def _refusal(address: str, error: Exception) -> ConfigError:
 
 
 def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> None:
-    """Refuses more workers than the nodes of the cluster have room for, busy or not.
+    """Refuses more workers than the nodes of the cluster could run if they were idle.
 
     Args:
         bundle: The resources of each worker.
@@ -301,14 +303,14 @@ def _text_of(resources: Mapping[str, float]) -> str:
 
 
 def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
-    """Refuses a node on which a worker could not begin.
+    """Refuses nodes that lack a package which workers import, or have another version of it.
 
     Args:
-        runtime_env: The runtime environment of workers, besides the variables of the job.
+        runtime_env: Ray's runtime environment of the workers.
     """
 
     def missing(needed: Mapping[str, str]) -> str:
-        # Sent as it stands here: a node that has no fleetpipe can run it.
+        # Ray sends the code of this function, so that a node without fleetpipe can run it.
         import importlib
         import importlib.util
 

@@ -1,7 +1,7 @@
-"""Ends what is left of a cluster when the process that started it is gone; runs as a script.
+"""Kills the remaining processes of a cluster when the process that started it has ended.
 
-Ray ends most of its processes, but two agents stay for a minute, and a child of a worker may stay
-for ever. All of them have the cluster's token in their environment, and no other process has it.
+It runs as a script. Ray ends most of its processes, but two agents stay for a minute, and a child
+of a worker may stay for ever. They alone have the cluster's token in their environment.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Run isolated, it has to be told where the package stands.
+    # Python runs it isolated (-I), without the path of the package.
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from fleetpipe import systems
 
-#: Seconds in which nothing more may be found.
+#: It ends when it has found no process for so many seconds.
 _QUIET_SECONDS = 1.0
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal, and what a scheduler sends to all, is for the job, which ends this.
+    # Ctrl-C and a scheduler's signals are for the job, whose end ends this process.
     for number in (signal.SIGINT, *systems.STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     main()

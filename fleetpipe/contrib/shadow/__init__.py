@@ -1,8 +1,8 @@
-"""Trains the untouched model beside the first batches of its pipeline, and compares the two.
+"""Trains the untouched model on the first batches of its pipeline too, and compares the two.
 
-The comparison has the real data, loss, optimizer and clip, which a proof beforehand lacks. Each
+The comparison has the real data, loss, optimizer and clip, which the proof before it lacks. Each
 rank runs the whole model and compares the stages that it owns. ``unshadowed.py`` finds reasons why
-the plain model cannot be trained so.
+this is impossible. Start with ``Shadow``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)
 
-#: Into how many parts an optimizer is copied, one after another.
+#: The number of parts in which an optimizer's state is copied, one after another.
 _PIECES = 8
 
 _Value = TypeVar("_Value")
@@ -69,7 +69,7 @@ class _Batch(NamedTuple):
         inputs: The inputs of this replica's micro-batches.
         everyone: The micro-batches of all replicas.
         loss: The loss of the plain model.
-        held: The gradients that parameters of this rank had before the batch, by name.
+        held: By name the gradients of this rank's parameters before the batch.
     """
 
     observed: ObservedBatch
@@ -87,17 +87,17 @@ class Shadow(BatchObserver):
         self._pipeline, self._pipe = pipeline, pipeline.layers
         self._forms, self._batches = forms, batches
         self._reference: Reference | None = None
-        #: What the model depended on, in all its layers, when it was copied.
+        #: The attributes of all layers when the model was copied.
         self._copied: Marks = {}
         self._batch: _Batch | None = None
         self._number = 0
         self._seconds = 0.0
-        #: The parameters whose memory the copy shares, by name.
+        #: The names of the parameters whose memory the copy shares.
         self._shared: set[str] = set()
-        #: The buffers as the last batch has left them.
+        #: By name the digests of the buffers after the last batch.
         self._left: dict[str, str] = {}
         self._copies_optimizer = False
-        #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
+        #: Why the plain model failed on the batch; the pipeline's stages may fail on it too.
         self._failure: str | None = None
 
     def begin(self, batch: ObservedBatch) -> None:
@@ -117,7 +117,7 @@ class Shadow(BatchObserver):
         return_memory()
         batches_here, everyone = self._pipeline.share(batch.data)
         batch = batch._replace(keys=copy.copy(batch.keys))
-        # An optimizer leaves zeros, which take no part in what follows.
+        # Gradients of zeros, which an optimizer leaves, count as none.
         before = self._gradients().items()
         held = {n: grad.clone() for n, grad in before if grad is not None and _gap(grad, None)}
         del before
@@ -132,7 +132,7 @@ class Shadow(BatchObserver):
         if self._failure == _NO_MEMORY:
             self._give_up(_NO_MEMORY)
             return
-        # The plain model that was trained is a copy.
+        # The copy was trained, so that only the loss can have written into the model's buffers.
         written = [n for n, digest in self._buffers().items() if digest != buffers.get(n, digest)]
         if written := _first_of_ranks(written) or []:
             put_back()
@@ -181,7 +181,7 @@ class Shadow(BatchObserver):
         return first is not None
 
     def reduced(self, loss: Nest) -> None:
-        """Compares the loss, the gradients, and what the forward wrote. Collective.
+        """Compares the loss, the gradients, and the buffers after the forward. Collective.
 
         Raises:
             CaptureError: They differ by more than rounding, on this rank or on another.
@@ -203,7 +203,7 @@ class Shadow(BatchObserver):
             differences = [f"the gradient of {name}" for name in off]
             differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
         self._refuse(differences, off, batch)
-        # From here on those of the stages count: rounding is no fault of the optimizer's.
+        # Both optimizers step by the gradients of the stages, so that rounding does not matter.
         expected, of_stages = reference.tensors(), self._gradients()
         drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
         self._batch = batch._replace(held={})
@@ -232,7 +232,7 @@ class Shadow(BatchObserver):
         batch, reference = self._batch, self._reference
         if batch is None or reference is None or not self._copies_optimizer:
             step()
-            if batch is not None:  # one without an optimizer has ended already
+            if batch is not None:  # a batch without an optimizer is counted before
                 self._count_batch()
             return
         parameters = self._pipe.state.own_parameters()
@@ -241,7 +241,7 @@ class Shadow(BatchObserver):
             before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         step()
         with self._count_seconds():
-            # A norm over ranks is a sum in another order than that over one model.
+            # The norm over ranks is summed in another order than that of one model.
             differences = [
                 f"the update of {name}"
                 for name, parameter in parameters.items()
@@ -269,11 +269,11 @@ class Shadow(BatchObserver):
         kept = {id(expected[name]) for name in parameters}
         release(t for t in expected.values() if id(t) not in kept and is_parameter(t))
         gradients = {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
-        # It takes a clip that was put in since the last step.
+        # The script may have set another clip since the last step.
         optimizer.bind(self._pipe)
         names, clips = list(parameters), [one for one in clips_of_a_step(optimizer.wrapped) if one]
         count = most = max(1, len(names))
-        # What is the script's own may compute with all gradients.
+        # An optimizer or clip of the script's own may need all gradients at once.
         library = len(clips) < 2 and all(map(is_of_library, (optimizer.wrapped, *clips)))
         if library and optimizer.shards is None:
             most = -(-count // _PIECES)
@@ -289,10 +289,10 @@ class Shadow(BatchObserver):
                 renew(expected[name])
             return_memory()
             stepping = reference.copy_of(optimizer, self._pipe, piece)
-            # Names of an optimizer's state are counted: the user's are to be those of a first one.
+            # Paddle numbers the names of optimizer states: the user's must not change by the copy.
             with paddle.utils.unique_name.guard():
                 stepping.step()
-            # It is in a cycle, with all that it keeps.
+            # The copy is part of a reference cycle, which would keep its state alive.
             stepping.__dict__.clear()
             drop_gradients(expected[name] for name in piece)
         return_memory()
@@ -304,14 +304,14 @@ class Shadow(BatchObserver):
         marks = attributes_of(capturing.model, lambda *_: True)
         if self._reference is None or self._copied != marks:
             self._reference, self._copied = None, marks
-            # What no forward writes into has one memory in both, but while the copy steps.
+            # Parameters that no forward writes into share their memory, but while the copy steps.
             parameters = pipe.state.own_parameters()
             self._shared = parameters.keys() - capturing.unopened.written
             shared = [parameters[name] for name in self._shared]
             model = Untouched(capturing.model, capturing.example, capturing.unopened, shared)
             self._reference = of_model(pipe, model, None, None)
             self._reference.takes_switches = True
-            # A gradient is weighed against those of the layer that has the parameter.
+            # A gradient is compared with those of its layer, so that other layers are not needed.
             layers = {name.rpartition(".")[0] for name in parameters}
             names = self._reference.names.values()
             self._reference.uncompared = frozenset(
@@ -319,7 +319,7 @@ class Shadow(BatchObserver):
             )
         else:
             pipe.copy_to(self._reference.model)
-            # As a new copy does: on another rank a forward may have registered a buffer.
+            # On another rank a forward may have registered a buffer, which a new copy would have.
             self._reference.take_hidden_buffers(pipe)
             self._take_unsaved_buffers(self._reference)
         self._copies_optimizer = all(all_ranks().all_gather(_can_be_copied(optimizer)))
@@ -328,7 +328,7 @@ class Shadow(BatchObserver):
         return self._reference
 
     def _take_unsaved_buffers(self, reference: Reference) -> None:
-        """Copies buffers of no state dict that a script changed since the last batch."""
+        """Copies buffers outside of the state dict that the script changed since the last batch."""
         for name, digest in self._buffers().items():
             if name not in reference.names and self._left.get(name) != digest:
                 path, _, key = name.rpartition(".")
@@ -354,8 +354,9 @@ class Shadow(BatchObserver):
         return moved
 
     def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
+        """Returns "the loss" if it differs by more than rounding, else nothing."""
         for one, other in zip(tensors_of(loss), tensors_of(right)):
-            # The losses of micro-batches one by one are another question.
+            # A loss with a value for each micro-batch has another shape, and is not compared.
             if list(one.shape) == list(other.shape):
                 most = ROUNDING * largest_of(other) if self._pipeline.replicas.ranks > 1 else 0
                 if largest_gap(one, other) > most:
@@ -364,7 +365,7 @@ class Shadow(BatchObserver):
 
     def _different_state(self, reference: Reference) -> list[str]:
         """Names the parameters, buffers and modes of layers that differ before the step."""
-        # Running statistics are those of the data of one replica.
+        # With several replicas each one has running statistics of its own data.
         alone = self._pipeline.replicas.ranks == 1
         state = compare_state(self._pipe, reference, self._number, alone)
         differences = [f"what the forward wrote into {one.name}" for one in state if one.absolute]
@@ -445,7 +446,7 @@ class Shadow(BatchObserver):
 
 
 def _first_of_ranks(value: _Value | None) -> _Value | None:
-    """Returns the first value that is not empty, in the order of ranks. Collective."""
+    """Returns the first rank's value that is not empty, else None. Collective."""
     return next(filter(None, all_ranks().all_gather(value)), None)
 
 

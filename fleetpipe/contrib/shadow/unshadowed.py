@@ -13,7 +13,7 @@ from fleetpipe.dygraph.batch.micro_batches import ObservedBatch
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 
-#: What a deep copy makes anew.
+#: The kinds of objects that a deep copy duplicates.
 _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
@@ -55,9 +55,9 @@ def obstacle(
 
 
 def _holds_on(model: Layer) -> str | None:
-    """Returns a layer with a function whose closure holds what a deep copy duplicates, or None.
+    """Returns the path of a layer with a function that refers to objects of the model, or None.
 
-    A copy shares the function itself, which would reach into the original model.
+    A deep copy duplicates these objects, but shares the function, which would use the originals.
     """
     for path, layer in model.named_sublayers(include_self=True):
         attributes = [*vars(layer).values()]

@@ -1,8 +1,8 @@
-"""Makes the tasks that Slurm's ``srun`` started the ranks of a job, without another launcher.
+"""Makes the tasks of Slurm's ``srun`` the ranks of a job, without another launcher.
 
 ``srun`` tells each task its number, its node and the nodes of all (srun(1), "output environment
-variables"). Only the port at which rank 0 serves the job's store is missing: it is derived from the
-numbers of job and step, so that all ranks know it.
+variables"). The port at which rank 0 serves the job's store is computed from the numbers of the job
+and the step, so that all ranks know it. Start with ``adopt``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fleetpipe.transport import hosts
 
 _log = log.logger(__name__)
 
-#: Below the ports that the system gives to outgoing connections, and those of Gloo's stores.
+#: The ports of the store: below the system's ephemeral ports, and those of Gloo's stores.
 _PORTS = range(12000, 20000)
-#: What a launcher tells a rank: where one has said this, nothing is derived.
+#: The variables by which another launcher describes a rank; then ``adopt`` does nothing.
 _LAUNCHED = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS")
 
 _START_BY_SRUN = "start the ranks by srun, and leave its SLURM_* variables as they are"
@@ -35,7 +35,7 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class _Step(NamedTuple):
-    """Slurm's facts about this process and those that were started with it.
+    """What Slurm tells about a step, and about this process in it.
 
     Attributes:
         job: The job's number.
@@ -55,12 +55,12 @@ class _Step(NamedTuple):
 
 
 def adopt() -> None:
-    """Makes this process the rank that ``srun`` started it as, unless a launcher has named it one.
+    """Makes this task of ``srun`` a rank, unless another launcher has done so.
 
     Sets the variables that Paddle's launcher would set, ``PADDLE_TRAINER_ID`` and others, in this
     process. If the user set ``PADDLE_MASTER=HOST:PORT``, rank 0 serves the job's store at that
-    address of the first node. One line on rank 0 says that it happened. A process that ``srun`` did
-    not start, or started as a single task, is left alone.
+    address of the first node. Rank 0 logs one line. Does nothing in a process that ``srun`` did not
+    start, or started as a single task.
 
     Raises:
         ConfigError: Slurm's variables are incomplete or contradict each other, or the first node's
@@ -89,7 +89,7 @@ def adopt() -> None:
 
 
 def expand_nodes(listed: str) -> list[str]:
-    """Expands a list of nodes such as ``node[01-03,07],login`` to its names, in order.
+    """Returns the names in a list of nodes such as ``node[01-03,07],login``, in order.
 
     Args:
         listed: The list in Slurm's form: numbers in brackets are ranges, with leading zeros.
@@ -98,7 +98,7 @@ def expand_nodes(listed: str) -> list[str]:
         raise _unreadable("list of nodes", "node[01-03,07],login", listed)
     names = []
     for node in re.finditer(_NODE, listed):
-        # By turns what stands outside of brackets and what is within.
+        # The even parts are outside of brackets, the odd ones inside.
         parts = re.split(_RANGES, node[0])
         choices = [list(_numbers(part)) if i % 2 else [part] for i, part in enumerate(parts)]
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -106,7 +106,7 @@ def expand_nodes(listed: str) -> list[str]:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """Expands a list such as ``2(x3),1`` to its numbers, 2, 2, 2, 1.
+    """Returns the numbers in a list such as ``2(x3),1``: 2, 2, 2, 1.
 
     Args:
         counts: The tasks of each node in Slurm's form.
@@ -121,6 +121,7 @@ def expand_counts(counts: str) -> list[int]:
 
 
 def _numbers(ranges: str) -> Iterator[str]:
+    """Yields the numbers of ranges such as ``01-03,07``, with their leading zeros."""
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         for number in range(int(first), int(last or first) + 1):
@@ -128,8 +129,8 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def _step(tasks: int) -> _Step:
+    """Reads the step of this process from Slurm's variables."""
     nodes = expand_nodes(_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
-    # Slurm tells it always; where there is one node it is plain.
     counts = expand_counts(
         _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
     )
@@ -171,9 +172,9 @@ def _places(counts: Sequence[int], distribution: str) -> list[int]:
 def _endpoints(step: _Step) -> list[str]:
     """Returns an endpoint for each rank; only rank 0 listens at its own."""
     names = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
-    # "12000-12003", where the cluster deals ports out: srun --resv-ports.
+    # With srun --resv-ports Slurm reserves ports, such as "12000-12003".
     port = os.environ.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0]
-    # Paddle's own store, which this names, gets another address: two cannot listen at one.
+    # Removed, because Paddle would start its own store at the same address.
     if chosen := os.environ.pop("PADDLE_MASTER", ""):
         names[0], _, port = chosen.rpartition(":")
     elif not port:
@@ -194,12 +195,12 @@ def _choose_device(local: int) -> None:
     if device_kind() == "gpu":
         seen = paddle.device.cuda.device_count()
         chosen = os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
-        # Paddle knows a device since the import, when nothing was chosen.
+        # Paddle has chosen a device at the import, before the variable was set.
         paddle.device.set_device(f"gpu:{chosen.partition(',')[0]}")
 
 
 def _variable(*names: str, default: str = "") -> str:
-    """Returns the first of these variables that is set."""
+    """Returns the first of these variables that is set; raises ConfigError without a default."""
     value = next(filter(None, map(os.environ.get, names)), default)
     if not value:
         raise ConfigError(f"Slurm did not set {' or '.join(names)}", fix=_START_BY_SRUN)

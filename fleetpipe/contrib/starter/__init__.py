@@ -1,6 +1,6 @@
-"""``fleetpipe new``: writes a project that trains at once from the text files in this folder.
+"""``fleetpipe new``: writes a project, ready to train, from the text files in this folder.
 
-The files end in ``.txt``, as they are not a part of the package. No Paddle is needed.
+Their names end in ``.txt``, so that they are no modules of the package. No Paddle is needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from fleetpipe.arguments import using
 from fleetpipe.errors import ConfigError
 
-#: What stands for the project's name in the files.
+#: The placeholder for the project's name in the files.
 _NAME = "PROJECT_NAME"
 _FILES = {
     "train.py": "train.py.txt",
@@ -25,9 +25,9 @@ _FILES = {
     ".gitignore": "gitignore.txt",
 }
 _USABLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")
-#: A folder of this name would stand for the package wherever Python begins beside it.
+#: Names of packages, which a folder of that name would hide from Python.
 _TAKEN = ("fleetpipe", "paddle", "numpy")
-#: Whoever begins with `git init` has these already.
+#: A folder may have these already, after `git init`.
 _KEPT = {".git"}
 
 
@@ -68,7 +68,7 @@ def _folder(text: str) -> Path:
 
 
 def _project_name(folder: Path) -> str:
-    """Returns the name of a project, or refuses one that cannot be used."""
+    """Returns the name of the project; refuses an invalid name, and a folder that is not empty."""
     name = folder.resolve().name
     if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:
         raise ConfigError(

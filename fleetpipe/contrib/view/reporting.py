@@ -252,21 +252,22 @@ class Reporter:
 
 
 def record_in(folder: Path) -> None:
-    """Makes the first rank write the board of the current job into the folder of a run too.
-
-    Warns if another job is writing its board there.
-    """
+    """Makes the first rank write the board of the current job into the folder of a run too."""
     job = current_job()
-    if job is None or not job.leads():
-        return
+    if job is not None and job.leads():
+        _warn_of_another(folder)
+        job.progress.folders.append(folder)
+        if not job.keeps_board:
+            _keep(job)
+
+
+def _warn_of_another(folder: Path) -> None:
+    """Warns if another job is writing its board into this folder."""
     with contextlib.suppress(ConfigError):
         board = read_board(folder / FILE)
         over = all(rank.state == "ended" for rank in board.ranks)
         if not over and board.seen_at(time.time()) is board:
             _log.warning("another job runs in %s: give each a folder of its own", folder)
-    job.progress.folders.append(folder)
-    if not job.keeps_board:
-        _keep(job)
 
 
 def _keep(job: Job) -> Reporter:
