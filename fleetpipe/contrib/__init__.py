@@ -1,7 +1,7 @@
-"""The extras: what a user of a pipeline can do without, a package for each, with a README.
+"""The extras: features that a pipeline does not need, in a package each, with a README.
 
 They import the core and the standard ring; nothing there imports them. Tables (of commands, of
-callbacks, of observers) name them as text and load them when they are asked for.
+callbacks, of observers) name them as text and load them when they are used.
 
 Users import an extra by the shorter path of ``SHORTER``: ``fleetpipe.ray`` is
 ``fleetpipe.contrib.ray``.
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 
 from fleetpipe.extras import Finder, spec_of
 
-#: The paths by which users import modules of this package, and what is below them.
+#: The paths by which users import packages and modules of this package.
 SHORTER = {
     "fleetpipe.checkpoint.formats": "formats",
     "fleetpipe.compat": "compat",
@@ -40,16 +40,16 @@ SHORTER = {
 
 
 def _find(fullname: str) -> ModuleSpec | None:
-    """Finds what is imported by a shorter path.
+    """Finds a module that is imported by a shorter path, or is below one.
 
-    The packages that it gives have their own ``__path__``, in which the path finder would find
-    their modules and load them a second time.
+    Without it the path finder would find the modules below in the package's ``__path__``, and load
+    them a second time.
     """
     for shorter, extra in SHORTER.items():
         if f"{fullname}.".startswith(f"{shorter}."):
             name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
             spec = spec_of(fullname, name)
-            # To import one of them would put it in the place of the package's name for its own.
+            # A later import of a loaded module would replace the package's attribute of its name.
             for below in [other for other in sys.modules if other.startswith(f"{name}.")]:
                 shorter_below = fullname + below.removeprefix(name)
                 sys.modules.setdefault(shorter_below, sys.modules[below])

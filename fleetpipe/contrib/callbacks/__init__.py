@@ -95,7 +95,7 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiase
 
 
 def require_packages(formats: list[str]) -> None:
-    """Refuses a tracker whose package is missing. Every rank checks, so that none waits."""
+    """Refuses a tracker whose package is missing. Every rank checks: else the others would wait."""
     for name in formats:
         package = TRACKERS[name].package if name in TRACKERS else None
         if package is not None and find_spec(package) is None:
@@ -142,7 +142,7 @@ class LogMetricByEpoch(rank_policy.Callback):
         self._losses: list[float] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the number of the epoch, and drops the losses of the last one."""
+        """Stores the number of the epoch, and drops the losses of the last one."""
         self._epoch = epoch
         self._losses = []
 
@@ -164,7 +164,7 @@ class LogMetricByEpoch(rank_policy.Callback):
         return {"losses": self._losses}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the losses of an epoch that goes on in its middle."""
+        """Restores the losses of an epoch that is resumed in its middle."""
         self._losses = state["losses"]
 
     def _print(self, what: str, logs: Any, more: dict[str, float]) -> None:
@@ -219,7 +219,7 @@ class LossMonitor(rank_policy.Callback):
         self._hooks.clear()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the number of the epoch."""
+        """Stores the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:

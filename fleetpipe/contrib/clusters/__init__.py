@@ -1,8 +1,8 @@
-"""Estimates a training step on a cluster that one does not have, without running anything.
+"""Estimates the time and memory of a training step on any cluster, without running anything.
 
-Begin with ``TrainingJob``: a job under a layout. The time of a pipeline is that of the schedules'
-own simulator: after some micro-batches a schedule repeats, so a long batch is extrapolated from two
-shorter ones. ``cluster.py`` describes the machines, ``workload.py`` the model, ``layout_search.py``
+Begin with ``TrainingJob``: a job under a layout. The time of a pipeline comes from the simulator of
+schedules; since a schedule repeats after some micro-batches, a long batch is extrapolated from two
+shorter ones. ``cluster.py`` describes the machines, ``workload.py`` the model; ``layout_search.py``
 tries all layouts.
 """
 
@@ -73,11 +73,11 @@ def _even(layers: tuple[LayerCost, ...], stages: int) -> tuple[int, ...]:
     return (0, *accumulate(counts))
 
 
-#: Actions beyond which a batch is carried on, not played.
+#: A batch of more actions is extrapolated, not simulated.
 _MOST_PLAYED = 20_000
 
 
-#: By stage, how many forwards a rank holds whose B or I is to come, and whose W is to come.
+#: By stage the forwards that a rank holds: those before their B or I, and those before their W.
 HeldStages = tuple[dict[int, int], dict[int, int]]
 
 
@@ -145,16 +145,16 @@ def _play(
 def most_held(
     name: str, ranks: int, chunks: int, micro_batches: int
 ) -> tuple[HeldStages, ...] | None:
-    """Returns for each rank the most activations that it holds, with all stages alike.
+    """Returns for each rank the most activations that it holds, if all stages are alike.
 
-    The amount does not grow once the pipeline is full, so that twice its length is simulated at
-    most. None if the schedule does not take these numbers.
+    None if the schedule does not take these numbers. As the amount does not grow once the pipeline
+    is full, at most two periods are simulated.
     """
     enough = min(micro_batches, 2 * _period(ranks, micro_batches))
     try:
         held = _most_of_ranks(cached_schedule(name, ranks, enough, chunks))
         if any(enough in forwards.values() for forwards, _ in held):
-            # A stage that holds all of these may hold all of more.
+            # A stage that holds all micro-batches may hold more of a longer batch.
             held = _most_of_ranks(cached_schedule(name, ranks, micro_batches, chunks))
     except ConfigError:
         return None
@@ -180,7 +180,7 @@ def _most_of(schedule: Schedule, rank: int) -> HeldStages:
     return best
 
 
-#: Matrices of a layer, each of which is gathered by itself.
+#: The matrices of a layer, which are gathered one by one.
 _MATRICES = 4
 
 
@@ -214,8 +214,8 @@ class StepEstimate(NamedTuple):
         layout: The layout.
         micro_batches: Micro-batches of a replica.
         seconds: Time of a step.
-        utilisation: FLOPs of the model, without recompute, over those that all devices could do
-            (MFU); 0 if the model's are unknown.
+        utilisation: FLOPs of the model, without recompute, over the peak of all devices (MFU); 0 if
+            the model's FLOPs are unknown.
         computing: Seconds that the busiest rank computes, its exchanges included.
         bubble: Seconds for which the busiest rank waits.
         exchange: Seconds of the exchange of gradients that nothing hides.
@@ -331,7 +331,10 @@ class TrainingJob:
         An update reads and writes all of the optimizer's state.
         """
         cluster, sharding = self.cluster, layout.sharding
-        owned = _stages_of_ranks(layout)
+        # The placement does not depend on the number of micro-batches.
+        ranks = layout.pipeline
+        placed = cached_schedule(layout.schedule, ranks, 2 * ranks, layout.chunks).placement
+        owned = [placed.stages_of(rank) for rank in range(ranks)]
         gradients = max(sum(stages[stage].gradients for stage in rank) for rank in owned)
         parameters = max(sum(stages[stage].parameters for stage in rank) for rank in owned)
         seconds = cluster.reduce(gradients / sharding, layout.copies)
@@ -394,9 +397,3 @@ class TrainingJob:
         kept = parameters + gradients if layout.sharding_stage == 1 else 0.0
         kept += self.optimizer_copies * gradients / layout.sharding
         return micro_batches * slowest + waiting, kept
-
-
-def _stages_of_ranks(layout: JobLayout) -> list[Sequence[int]]:
-    """Returns the stages of each rank."""
-    schedule = cached_schedule(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks)
-    return [schedule.placement.stages_of(rank) for rank in range(layout.pipeline)]

@@ -1,6 +1,6 @@
-"""A cluster as a value, with its devices and links, and a layout of a job on it.
+"""Describes a cluster, with its devices and links (``Cluster``), and how a job is split on it.
 
-A layout is the degrees by which a job is split, the schedule, and the micro-batch size.
+A ``JobLayout`` has the degrees of a job, the schedule, and the micro-batch size.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.profiling.cost_model import Link
 from fleetpipe.profiling.memory import read_bytes
 
-#: FLOP/s by the size of a product: the edge of the cube with as many multiplications.
+#: FLOP/s by the size of a product, which is the cube root of its multiplications.
 Curve = tuple[tuple[float, float], ...]
 
-#: Ranks that exchange values: how many, and the distance from each to the next.
+#: Ranks that exchange values: their number, and the distance from each rank to the next.
 Group = tuple[int, int]
 
-#: How an all-reduce goes about.
+#: The algorithms of an all-reduce.
 ALL_REDUCES = ("ring", "tree")
 
 _SOURCE = Source(
@@ -121,7 +121,7 @@ class Cluster:
         Args:
             size: Bytes that each member has at the end.
             group: The members.
-            messages: Number of successive gathers that these bytes are split into.
+            messages: The number of successive gathers into which the bytes are split.
         """
         if group[0] == 1 or not size:
             return 0.0
@@ -143,10 +143,11 @@ class Cluster:
         return self.between.seconds(size * outside) + self.inside.seconds(size * within)
 
     def _members(self, group: Group) -> int:
-        """Returns how many members of a group share a host."""
+        """Returns the number of members of a group on one host."""
         return max(1, min(group[0], self.devices // group[1]))
 
     def _bottleneck(self, group: Group) -> Link:
+        """Returns the slowest link of a ring through a group, between hosts shared by a host."""
         members = self._members(group)
         if members == group[0]:
             return self.inside

@@ -1,6 +1,6 @@
-"""``--cluster`` of ``fleetpipe estimate`` and ``fleetpipe plan``, and what they show.
+"""``--cluster`` of ``fleetpipe estimate`` and ``fleetpipe plan``: its options and its output.
 
-Estimates are shown as tables, as JSON, and as a picture.
+Estimates are written as tables, as JSON, and as a picture.
 """
 
 from __future__ import annotations

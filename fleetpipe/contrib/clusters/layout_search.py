@@ -1,8 +1,7 @@
-"""Finds the fastest layouts of a job, and what of the cluster limits a layout.
+"""Finds the fastest layouts of a job, and which resources of the cluster limit a layout.
 
-Each layout has a lower bound, which takes microseconds. In the order of bounds, pipelines are
-simulated until the next bound is above the slowest of the wanted number: layouts that cannot be
-among them are not simulated.
+A lower bound of each layout takes microseconds. Pipelines are simulated in the order of their
+bounds, until the next bound is above the slowest of the wanted layouts. Start with ``search``.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from fleetpipe.profiling.cost_model import Link
 from fleetpipe.profiling.memory import show_bytes
 from fleetpipe.schedules.families.table import FAMILIES
 
-#: Chunks that are tried where a schedule takes any number.
+#: The numbers of chunks that are tried for a schedule that takes any number.
 _CHUNKS = (2, 4, 8)
 
-#: Most ranks of a pipeline that are tried where none are named.
+#: The most ranks of a pipeline that are tried, unless ``--only pp=`` names others.
 _MOST_RANKS = 128
 
-#: How many layouts that lack little memory are simulated, and how much is not looked at.
+#: The number of layouts above the memory that are simulated; one of four times the memory is not.
 _LACKING, _MUCH = 20, 4
 
-#: Tokens of a sequence above which more ranks share it, where nothing is named.
+#: The least tokens of a sequence for each rank that shares it, unless ``--only cp=`` names others.
 _TOKENS = 8192
 
 
-#: What is tried, by what may be named; an empty tuple stands for all that makes sense.
+#: The values that are tried, by the names of ``--only``; an empty tuple: all that make sense.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "pp": (),
     "tp": (),
@@ -177,7 +176,7 @@ def _powers(most: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(most.bit_length()))
 
 
-#: As good as without end of a resource; and 10 % more of it.
+#: The factors for a practically unlimited resource, and for 10 % more of it.
 _ENDLESS, _MORE = 1e9, 1.1
 
 
@@ -228,7 +227,7 @@ def _sooner(link: Link, factor: float) -> Link:
     return Link(link.latency / factor, link.per_byte)
 
 
-#: How a cluster looks with so many times as much of a resource.
+#: By resource the function that returns a cluster with a multiple of it.
 _RESOURCES: dict[str, Callable[[Cluster, float], Cluster]] = {
     "FLOP/s of products": Cluster.with_flops,
     "bandwidth of memory": lambda one, factor: replace(

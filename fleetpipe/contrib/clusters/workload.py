@@ -1,9 +1,9 @@
-"""The model to train: a transformer in a few figures, or a profile of measured layers.
+"""Describes the model to train: a ``Transformer`` by its sizes, or a profile of measured layers.
 
-Products run at the cluster's FLOP/s, everything else at the bandwidth of a device's memory. Counted
-in passes over a tensor: norms, residuals and dropout 12 over a block's input, biases and layouts 4
-over queries, keys and values, 2 over the feed-forward's activations, 3 with a gate; 6 over the
-scores of attention if they are stored, else 4 over its output. A backward has as many.
+Matrix products run at the cluster's FLOP/s, all else at the bandwidth of a device's memory. In
+passes over a tensor, norms, residuals and dropout take 12 over a block's input; biases and layouts
+4 over queries, keys and values; the feed-forward 2 over its activations, 3 with a gate; attention 6
+over its scores if they are stored, else 4 over its output. A backward takes as many.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fleetpipe.profiling.profile import Profile
 #: Bytes of an element.
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
-#: What is computed again in backward: nothing, attention, or all.
+#: What backward computes again: nothing, attention, or all.
 RECOMPUTES = ("none", "selective", "full")
 
-#: Bytes of a gradient and of each tensor that the optimizer keeps: they are summed in float32.
+#: Bytes of an element of gradients and of the optimizer's tensors, which are float32.
 _GRADIENT = 4
 
 #: Bytes of memory traffic for each logit, forward and backward: float32, and its softmax.
@@ -55,7 +55,7 @@ class Transformer:
             hides.
         experts: Experts of a block; 0 for none.
         active_experts: Experts that a token passes through.
-        dtype: Of products, activations and parameters.
+        dtype: The dtype of products, activations and parameters.
     """
 
     layers: int
@@ -122,7 +122,7 @@ class Transformer:
         return (3 if self.gated else 2) * self.hidden * self.inner
 
     def fits(self, layout: JobLayout) -> bool:
-        """Whether heads, experts and tokens can be split so, and recompute would save something."""
+        """Whether heads, experts and tokens can be split so, and recompute saves memory."""
         rests = (self.heads % layout.tensor, self.sequence % layout.context)
         nothing = self.flash and layout.recompute == "selective"
         return not any(rests) and not nothing and max(self.experts, 1) % layout.expert == 0
@@ -155,7 +155,7 @@ class _Part:
         self.model, self.layout, self.cluster = model, layout, cluster
         self.tokens = layout.micro_batch * model.sequence / layout.context
         self.width = WIDTHS[model.dtype]
-        #: Of a value of the model's width, where tensor ranks do not share it, and where they do.
+        #: A tensor [tokens, hidden]: the full one, and its shard on the ranks of ``tensor``.
         self.value = self.width * self.tokens * model.hidden
         self.shared = self.value / (layout.tensor if layout.sequence_parallel else 1)
         pairs = layout.micro_batch * model.heads * model.sequence**2
@@ -170,10 +170,10 @@ class _Part:
         passes = 12 * self.shared + 4 * self.query + halves * self.inner
         products = self._products()
         forward = products + self.cluster.traffic(passes) + self._messages()
-        # Keys and values are gathered again, and their gradients go back.
+        # Backward gathers keys and values again, and scatters their gradients.
         backward = forward + self._gather() + self._attention(2)
         forward += self._attention(1)
-        # Inputs of norms and products, and masks; then what products and activations read.
+        # The inputs of norms, products and activations, and the masks of dropouts.
         linear = 5 * self.shared + self.query + self.value / layout.tensor + halves * self.inner
         scores = 0.0 if model.flash else (2 * self.width + 1) * self.scores
         held = {"none": linear + scores, "selective": linear, "full": self.shared}[layout.recompute]
@@ -338,7 +338,7 @@ def _scale(layer: LayerCost, faster: float, rows: float, recompute: str) -> Laye
     With ``recompute="full"`` its forward runs once more in backward, if that saves memory.
     """
     again = layer.forward if recompute == "full" and layer.saved else 0.0
-    # What is recomputed is not in memory between forward and backward.
+    # Recomputed activations are not in memory between forward and backward.
     freed, split = (layer.saved, layer.saved_split) if again else (0, 0)
     input_grad, weight_grad = layer.input_grad, layer.weight_grad
     return replace(

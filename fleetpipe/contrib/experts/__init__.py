@@ -1,12 +1,11 @@
 """Mixtures of experts: layers whose experts may be on other ranks, and the losses of gates.
 
-``exchange.py`` routes tokens to experts and sends them there; Paddle's own layers call it too.
-``MIXTURES`` describes a whole layer to a rank that holds only some of its experts.
+Start with ``Experts``. ``exchange.py`` routes tokens to experts and sends them there; Paddle's own
+layers call it too. ``MIXTURES`` tells other packages about layers of which a rank has some experts.
 
-A gate runs in some stage, and the loss is computed in the last stage. So with ``AuxiliaryLoss``
-each layer returns a dict of its output and the sum of the losses of all gates before it and within
-it. The dict crosses between stages as any other value does, and its gradients come back the same
-way.
+A gate runs in some stage, and the loss is computed in the last stage. Therefore with
+``AuxiliaryLoss`` each layer returns a dict of its output and the sum of the losses of all gates so
+far. The dict crosses between stages as any other value, and its gradients come back the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = [
 
 
 _VALUE, _LOSS = "value", "auxiliary loss"
-#: Returns what a layer has left in the forward that ended just now; None for nothing.
+#: Takes the loss that a layer has stored in its last forward, and returns it; None for none.
 Take = Callable[[Layer], Tensor | None]
 Function = Callable[..., Nest]
 
@@ -62,7 +61,7 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
         Args:
             criterion: ``criterion(output, label)`` gives a Tensor with one element.
-            weight: What the sum of the layers' losses is multiplied by.
+            weight: The factor of the sum of the layers' losses.
             take: Called with every sublayer of a layer that has run; returns its loss, or None.
 
         Raises:
@@ -80,7 +79,7 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @property
     def declares(self) -> Any:
-        """The function that declares of how many positions the loss is the mean."""
+        """The loss function whose number of counted positions weights the micro-batches."""
         return self.criterion
 
     def forward(self, output: Nest, label: Nest) -> Tensor:
@@ -90,7 +89,7 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @staticmethod
     def carrying(functions: Mapping[int, Function], loss_fns: Sequence[Any]) -> dict[int, Function]:
-        """Wraps the layers of a list so that they hand on the losses of gates.
+        """Wraps the layers of a list so that they pass the losses of gates on.
 
         Args:
             functions: The layers and functions, by number.
@@ -108,11 +107,17 @@ class AuxiliaryLoss(paddle.nn.Layer):
                 fix="wrap the others in AuxiliaryLoss too, with weight=0",
             )
         (take,) = takes
-        return {index: _carrier(function, take) for index, function in functions.items()}
+        carrying = {}
+        for index, function in functions.items():
+            # A partial of the layer itself, so that the layer is found in it.
+            is_partial = isinstance(function, functools.partial)
+            call = (function.func, *function.args) if is_partial else (function,)
+            carrying[index] = functools.partial(_run_and_carry, take, *call)
+        return carrying
 
     @staticmethod
     def value_of(output: Nest) -> Nest:
-        """Returns the output of a layer without the loss that it hands on."""
+        """Returns the output of a layer without the losses of gates."""
         return output[_VALUE] if _is_carrier(output) else output
 
 
@@ -124,15 +129,8 @@ def _is_carrier(value: Nest) -> bool:
     return isinstance(value, dict) and value.keys() == {_VALUE, _LOSS}
 
 
-def _carrier(function: Function, take: Any) -> Function:
-    # A partial of the layer itself: so a layer is known where another function calls it.
-    parts = (function,)
-    if isinstance(function, functools.partial):
-        parts = (function.func, *function.args)
-    return functools.partial(_run_and_carry, take, *parts)
-
-
 def _run_and_carry(take: Take, *call: Any) -> Nest:
+    """Calls a function with its arguments, and adds the losses of its layers to the output."""
     function, *arguments, value = call
     total = value[_LOSS] if _is_carrier(value) else None
     output = function(*arguments, AuxiliaryLoss.value_of(value))
@@ -145,10 +143,10 @@ def _run_and_carry(take: Take, *call: Any) -> Nest:
 
 
 class ExpertList(paddle.nn.LayerList):
-    """The experts of a layer that this rank holds, named by their numbers among all experts.
+    """The experts of a layer on this rank, named by their numbers among all experts.
 
-    Thus their parameters have the same names as on one device. An index counts only the experts of
-    this rank. Parameters that other ranks do not hold have Paddle's mark ``no_sync``.
+    Thus their parameters have the same names as on one device. An index counts the experts of this
+    rank alone. Parameters that other ranks do not hold have Paddle's mark ``no_sync``.
 
     Attributes:
         total: Number of experts on all ranks.
@@ -180,11 +178,11 @@ class Experts(paddle.nn.Layer):
         """Builds this rank's experts; not collective.
 
         Args:
-            make: Builds an expert, a layer of one tensor [tokens, width]. It is called for all of
-                them in order, so that each has the weights that it has on one device; a rank keeps
-                its own experts, and has one more at a time.
+            make: Builds an expert, a layer of one tensor [tokens, width]. Every rank builds all
+                experts in order, so that each has the weights that it has on one device, and keeps
+                its own ones.
             count: Number of experts on all ranks.
-            group: Paddle's group of the ranks that hold them; None for those along ``ep_degree``.
+            group: Paddle's group of the experts' ranks; None for the ranks along ``ep_degree``.
 
         Raises:
             ConfigError: The ranks do not divide the experts, or ``make`` builds no new layer.
@@ -229,7 +227,7 @@ class Experts(paddle.nn.Layer):
         """
         _require_shapes(tokens, choices, weights)
         if tokens.stop_gradient and paddle.is_grad_enabled():
-            # All ranks exchange gradients, or none: also where no token comes to this one.
+            # All ranks must exchange gradients, or none; also a rank that gets no token.
             tokens = tokens.detach()
             tokens.stop_gradient = False
         counts = exchange.number_count(choices, self.experts.total)
@@ -249,11 +247,12 @@ class Experts(paddle.nn.Layer):
             places = paddle.zeros([choices.size, width], outputs.dtype)
             by_choice = paddle.scatter(places, order, outputs)
         else:
-            # Backward comes by both exchanges without a token too: other ranks wait in them.
+            # Without a token too, backward must run both exchanges, in which other ranks wait.
             by_choice = paddle.zeros([choices.size, width], outputs.dtype) + outputs.sum()
         return (by_choice.reshape([*choices.shape, width]) * weights.unsqueeze(-1)).sum(axis=1)
 
     def _run(self, arrived: Tensor, counts_in: Tensor) -> Tensor:
+        """Runs each expert on the tokens of one rank after another; returns all outputs."""
         outputs, start = [], 0
         by_expert = to_host(counts_in).reshape([self._group.ranks, -1]).t().tolist()
         for expert, counts in zip(self.experts, by_expert):
@@ -304,7 +303,7 @@ def is_expert(name: str) -> bool:
 
 
 def _mark_parts(mixture: Any) -> None:
-    """Marks the parameters whose gradient each member of ``mp_group`` has a part of."""
+    """Marks the parameters of which each member of ``mp_group`` has a summand of the gradient."""
     members, expected = mixture.mp_group.ranks, model_parallel_group().ranks
     gate, split = type(mixture.gate), any(p.is_distributed for p in mixture.parameters())
     if gate is not NaiveGate or list(members) != list(expected) or split:
@@ -322,11 +321,11 @@ def _mark_parts(mixture: Any) -> None:
 
 
 def _spread_lists(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
-    """Yields each list of experts that are not all here: path, names here, number of all."""
+    """Yields each list with experts on other ranks: path, names here, and number of all experts."""
     for path, inner in layer.named_sublayers(include_self=True):
         if isinstance(inner, paddle.nn.LayerList) and path.rpartition(".")[2] == LIST:
             here = [name for name, _ in inner.named_children()]
-            # Libraries' lists have None in the place of an expert that is not here.
+            # The lists of libraries have None for each expert of another rank.
             total = getattr(inner, "total", len(inner))
             if here and len(here) < total:
                 yield path, (here, total)
@@ -338,9 +337,9 @@ class Mixtures(LayerKind):
     exchanges = True
 
     def take_built(self, layer: Layer) -> None:
-        """Numbers the experts of Paddle's ``MoELayer`` among those of all ranks of its group.
+        """Gives the experts of Paddle's ``MoELayer`` their numbers among those of all ranks.
 
-        Paddle numbers them from 0 on each rank; layers of libraries have the right numbers already.
+        Paddle numbers them from 0 on each rank; the layers of libraries have these numbers already.
 
         Raises:
             ConfigError: The layer splits tokens along ``mp_group`` in a way that changes results.
@@ -356,7 +355,7 @@ class Mixtures(LayerKind):
                     inner.experts = ExpertList(experts, first, total)
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LayerKind.whole_state`. The first expert here stands for all."""
+        """See :meth:`LayerKind.whole_state`. Each missing expert gets the first one's tensors."""
         lists = {f"{path}.": numbers for path, numbers in _spread_lists(layer)}
         whole: dict[str, Tensor] = {}
         expanded: set[str] = set()
@@ -380,8 +379,8 @@ class Mixtures(LayerKind):
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Gives a gradient of zeros to experts that got no token in a batch.
 
-        They have none, because a layer does not call them. A dense mixture would have zeros there,
-        and an optimizer with momentum steps by zeros too.
+        A dense mixture has zeros there, by which an optimizer with momentum steps too; an expert
+        without tokens is not called, and has no gradient.
 
         Args:
             parameters: The parameters by fully qualified name; those of no expert stay as they are.

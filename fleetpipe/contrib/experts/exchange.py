@@ -1,15 +1,15 @@
-"""Routes tokens to experts, and sends them to those of other ranks and back.
+"""Routes tokens to experts: sends them to the experts' ranks and back.
 
-A *choice* is the number of an expert for a token, an int32 or int64; -1 stands for a choice that
-was dropped. Results are those that Paddle documents. If its kernels for GPUs leave an order to
-chance, the order of its documentation holds: within an expert the last token comes first, and
-capacity goes to members in their order and to tokens in theirs.
+A *choice* is the number of an expert for a token, an int32 or int64; -1 is a dropped choice.
+Results are those that Paddle documents. If the order of Paddle's kernels for GPUs is random, that
+of its documentation holds: within an expert the last token comes first, and capacity is given to
+members in their order and to tokens in theirs.
 
-A rank sorts its tokens by member and by that member's expert; an expert gets all of its tokens,
-sorted by the member that sent them. ``counts_out`` and ``counts_in`` say how many tokens go to and
-come from each (member, expert): int64 [members * experts of one member]. Each exchange is the
-gradient of the other. ``fleetpipe.fleet.mixtures`` puts some of these functions in the places of
-Paddle's own.
+A rank sorts its tokens by member of the group and by that member's expert; an expert gets all of
+its tokens, sorted by the member that sent them. ``counts_out`` and ``counts_in`` have the number of
+tokens that go to and come from each (member, expert): int64 [members * experts of one member]. Each
+exchange is the gradient of the other. ``fleetpipe.fleet.mixtures`` replaces some functions of
+Paddle by those of this file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fleetpipe.paddle_api.tensor import to_host
 
 
 def number_count(numbers: Tensor, upper_range: int) -> Tensor:
-    """Returns how many choices fall on each expert, int64 [upper_range].
+    """Returns the number of choices of each expert, int64 [upper_range].
 
     Args:
         numbers: The choices, of any shape.
@@ -61,7 +61,7 @@ def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
 
 
 def limit_by_capacity(expert_count: Tensor, capacity: Tensor, n_worker: int) -> Tensor:
-    """Returns how many of each member's choices an expert has room for, in the same shape.
+    """Returns how many choices of each member fit into each expert's capacity, in the same shape.
 
     Args:
         expert_count: Choices by member and expert, [n_worker * experts of one member].
@@ -107,7 +107,7 @@ def prune_gate_by_capacity(
         return gate_idx
     order = by_expert(flat)
     chosen = flat.index_select(order)
-    # Dropped choices are an expert of their own, the first, with room for none.
+    # Dropped choices count as an expert before the first, without room.
     counts = _counts(flat, experts)
     starts = counts.cumsum() - counts
     free = paddle.concat([paddle.zeros([1], "int64"), expert_count.astype("int64")])
@@ -133,8 +133,8 @@ def random_routing(prob: Tensor, topk_value: Tensor, topk_idx: Tensor) -> Tensor
 
 
 def _counts(choices: Tensor, experts: int) -> Tensor:
-    """Returns how many choices were dropped, and how many fall on each expert."""
-    if choices.shape[0] == 0:  # of which Paddle 2.6.2 counts nothing
+    """Returns the number of dropped choices, followed by that of each expert's choices."""
+    if choices.shape[0] == 0:  # Paddle 2.6.2 returns no counts then
         return paddle.zeros([experts + 1], "int64")
     return paddle.bincount(choices + 1, minlength=experts + 1).astype("int64")
 
@@ -166,7 +166,7 @@ def _require_choices(choices: Tensor, experts: int) -> None:
         )
 
 
-#: By member, how many tokens there are for each expert of one member.
+#: By member the number of tokens for each expert of one member.
 Counts = Sequence[Sequence[int]]
 
 
@@ -187,10 +187,10 @@ def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group)
 
 
 def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
-    """Returns tokens to the members that sent them with :func:`scatter`. Collective.
+    """Sends tokens back to the members that sent them with :func:`scatter`. Collective.
 
-    The tokens are sorted by expert and member, as it returned them; the other arguments and the
-    errors are the same.
+    The tokens are sorted by expert and member, as ``scatter`` returns them; the other arguments and
+    the errors are the same.
     """
     return _exchange_both_ways(False, tokens, counts_out, counts_in, group)
 
@@ -231,7 +231,7 @@ def _transpose(tokens: Tensor, counts: Counts) -> Tensor:
 
 
 def _split(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    # Paddle's split takes no size of 0, nor does 2.6.2 a slice of that.
+    # Paddle's split takes no size of 0, and 2.6.2 no slice of that size.
     none = paddle.empty([0, *tokens.shape[1:]], tokens.dtype)
     pieces, start = [], 0
     for size in sizes:
@@ -311,9 +311,9 @@ def no_check() -> None:
 def local_gather(
     inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> Tensor:
-    """Returns ``out_batch_size`` rows, each the sum of the rows of ``inp`` that go to it.
+    """Returns ``out_batch_size`` rows; row i is the sum of the rows of ``inp`` with ``pos`` i.
 
-    Paddle's own function, in 2.6.2 and 3.3.1, returns one of those rows instead of their sum. In
+    Paddle's own function, in 2.6.2 and 3.3.1, returns one of these rows instead of their sum. In
     the backward of ``MoELayer`` a token with several experts then has the gradient of one.
     """
     zeros = paddle.zeros([out_batch_size, inp.shape[-1]], inp.dtype)
@@ -327,7 +327,7 @@ def local_gather(
 def moe_scatter(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
     """Calls Paddle's ``MoEScatter.apply`` so that all ranks take part in its backward.
 
-    If the tokens needed no gradient, a rank whose experts get no token would run no backward, and
+    If its tokens needed no gradient, a rank whose experts get no token would run no backward, and
     other ranks would wait for it in the exchange of gradients.
     """
     if tokens.stop_gradient and paddle.is_grad_enabled():

@@ -1,7 +1,7 @@
-"""Replaces the ``forward`` of leaf layers by faster ones that have the same bits, on CPUs.
+"""Replaces the ``forward`` of leaf layers by faster ones with the same bits, on CPUs.
 
-A Linear has a bias whose gradient takes a fraction of the time that Paddle's kernel takes; an
-Embedding has a large table.
+They are Linears with a bias, whose gradient becomes a product, faster than Paddle's kernel, and
+Embeddings with a large table, whose gradients are added in place. Start with ``FastForwards``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.eager_operations import expand, product, reshape, total
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, saves_freely
 
-#: Numbers of an output, and of a row of it, from which the product takes less time than the sum.
+#: The least size of an output, and of its rows, for which the product is faster than the sum.
 _FEWEST, _FEWEST_COLUMNS = 2**15, 256
 
-#: Numbers of rows that are tried for each size of weight: where every batch has a length of its
-#: own, to try them all would take longer than it saves.
+#: The most row counts that are tried for each size of weight: if every batch has another length,
+#: trying all of them takes longer than it saves.
 _MOST_ROWS = 8
 
-#: What was tried, by size and dtype of the weight, and then by the number of rows.
+#: By size and dtype of the weight, and then by row count: whether both ways have the same bits.
 _tried: dict[tuple[int, int, DType], dict[int, bool]] = {}
 
-#: What is to be tried: rows, and then size and dtype of the weight.
+#: The sizes that are yet to be tried: row count, and size and dtype of the weight.
 _waiting: set[tuple[int, int, int, DType]] = set()
 
-#: Columns in which all kinds of numbers are tried: no sum knows of those beside it.
+#: The columns in which all kinds of numbers are tried; each column has a sum of its own.
 _MOST_COLUMNS = 1024
 
 plain_linear_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
@@ -52,7 +52,7 @@ plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
 
 def may_gain(layer: Layer) -> bool:
-    """Whether some number of rows makes the product faster in this Linear."""
+    """Whether the product may be faster in this Linear, for some row count."""
     return layer.bias is not None and layer.weight.shape[1] >= _FEWEST_COLUMNS
 
 
@@ -67,7 +67,7 @@ def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
     if bias is None or bias.stop_gradient or not paddle.is_grad_enabled():
         return plain_linear_forward(layer, x)
     if bias.shape != weight.shape[1:]:
-        # A bias of another shape is added to rows as well, and its gradient has that shape.
+        # A bias of another shape is broadcast, and its gradient has its own shape.
         return plain_linear_forward(layer, x)
     *lengths, inputs = x.shape
     rows, columns = math.prod(lengths), weight.shape[1]
@@ -89,7 +89,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class _Repeated(paddle.autograd.PyLayer):
     """Repeats a vector in every row. It saves no tensor, and can be differentiated twice.
 
-    The sum stands outside: Paddle ignores hooks on what a PyLayer returns.
+    The sum with it is no part of the PyLayer: Paddle ignores hooks on the output of a PyLayer.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
 
 
 def try_waiting() -> None:
-    """Tries the sizes that were first used in a recomputed piece, where nothing is tried."""
+    """Tries the sizes that were first used in recompute, during which nothing is tried."""
     while _waiting:
         rows, *size = _waiting.pop()
         _tried[tuple(size)][rows] = _try(rows, *size)
@@ -133,13 +133,13 @@ def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
     sizes = (rows, inputs), (inputs, columns), (rows, columns)
     x, weight, grad = (next(matrices(size, dtype)) for size in sizes)
     few = min(columns, _MOST_COLUMNS)
-    return _adds_alike(rows, few, dtype) and same_results(
+    return _has_same_sums(rows, few, dtype) and same_results(
         plain_linear, _linear, (x, weight, grad[0]), grad
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _adds_alike(rows: int, columns: int, dtype: DType) -> bool:
+def _has_same_sums(rows: int, columns: int, dtype: DType) -> bool:
     """Tests whether sums of all kinds of numbers have the same bits in both ways."""
     return all(
         same_results(plain_linear, _linear, (grad[:, :1], grad[:1], grad[-1]), grad)
@@ -147,7 +147,7 @@ def _adds_alike(rows: int, columns: int, dtype: DType) -> bool:
     )
 
 
-#: The dtypes for which there is a way that takes less time.
+#: The dtypes with a faster way, and NumPy's names of them.
 DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
 
 
@@ -162,7 +162,7 @@ def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
     rows, columns = shape
     usual = generator.standard_normal(shape, DTYPES[dtype])
     yield paddle.to_tensor(usual)
-    # Not before it is asked for: of a large weight the usual numbers are tried alone.
+    # A caller with a large weight takes the first matrix alone.
     other = usual[::-1, ::-1].copy()
     positive, rare = other > 0, generator.random(shape) < 1 / (4 * rows)
     zeros = np.where(positive, 0.0, -0.0)
@@ -210,9 +210,9 @@ class LookupTable:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
-        #: Whether no backward had a gradient of another use; None before the first.
+        #: Whether the table has no other use with a gradient; None before the first backward.
         self._alone: bool | None = None
-        #: The ids of each look-up and the gradient of what it returned; None while nobody keeps it.
+        #: The ids of each look-up and the gradient of its output; None outside of :meth:`adding`.
         self.calls: list[tuple[Tensor, Tensor]] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class LookupTable:
         if not has_large_table(layer) or not x.size:
             return plain_embedding_forward(layer, x)
         apply: Callable[..., Tensor] = _LookUp.apply
-        # The reshape stands outside: Paddle ignores hooks on what a PyLayer returns.
+        # Paddle ignores hooks on the output of a PyLayer, but not on that of the reshape.
         output = apply(weight, x.detach().clone(), self)
         return reshape(output, output.shape)
 
@@ -291,7 +291,7 @@ def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
     ]
 
 
-#: What takes less time, by the forward of a layer's class.
+#: The faster forward by the forward of a layer's class.
 _FORWARDS: dict[object, Callable[..., Nest]] = {plain_linear_forward: fast_linear_forward}
 
 

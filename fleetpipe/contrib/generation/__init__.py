@@ -29,7 +29,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen, by the arguments of ``generate`` that have these names."""
+    """The arguments of ``generate`` by which it chooses a token."""
 
     temperature: float
     top_k: int | None
@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
     seed: int
 
     def require_valid(self) -> None:
-        """Refuses values that choose no token."""
+        """Raises ConfigError if a value is out of its range."""
         temperature, top_k, top_p, seed = self
         if not (_is_number(temperature) and 0 <= temperature < math.inf):
             raise ConfigError(
@@ -60,7 +60,7 @@ class Sampling(NamedTuple):
 
         Args:
             logits: Float [vocabulary].
-            place: The numbers from which, with the seed, the random number follows.
+            place: With the seed, these numbers determine the random number.
 
         Raises:
             BoundaryError: The logits have a NaN or an infinity, or no finite number.
@@ -74,7 +74,7 @@ class Sampling(NamedTuple):
         if self.temperature == 0:
             return int(logits.argmax())
         below = logits.astype(np.float64) - logits.max()
-        with np.errstate(over="ignore"):  # by a temperature near 0, which is the likeliest alone
+        with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
             scaled = below / self.temperature
         # The likeliest first; of equal ones the first.
         order = np.argsort(-scaled, kind="stable")[: self.top_k]
@@ -87,9 +87,10 @@ class Sampling(NamedTuple):
 
 
 def names_of(prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """Returns two numbers for each prompt, from which its random numbers follow.
+    """Returns two numbers for each prompt, which determine its random numbers.
 
-    They depend on its tokens, and on how many equal prompts stand before it: not on other prompts.
+    They are a digest of its tokens and the number of equal prompts before it, so that other prompts
+    do not matter.
     """
     names: list[tuple[int, int]] = []
     for prompt in prompts:
@@ -122,25 +123,25 @@ def generate(
     training batch has the bits that it would have had without this call.
 
     Args:
-        model: What ``fleet.distributed_model`` returned, or a ``fleetpipe.Model`` after
+        model: The result of ``fleet.distributed_model``, or a ``fleetpipe.Model`` after
             ``prepare``.
         tokens: The prompts, the same on every rank: a list of lists of tokens, or a Tensor or array
             [prompts, length] of whole numbers.
-        max_new_tokens: Most tokens that a prompt is continued by.
+        max_new_tokens: The most new tokens of a prompt.
         temperature: Divides the logits before a token is drawn; 0 takes the likeliest.
         top_k: Draws among so many of the likeliest tokens only.
-        top_p: Draws among the likeliest tokens only, as few as have this share together.
-        eos: The token, or several, behind which a prompt is continued no further.
-        seed: The seed of the random numbers. Each depends on it, on the prompt, on how many equal
-            prompts stand before it and on the position, and on nothing else.
+        top_p: Draws among the fewest of the likeliest tokens whose shares add up to this.
+        eos: The token, or several tokens, that end a continuation.
+        seed: The seed of the random numbers. These depend on the seed, the prompt, the number of
+            equal prompts before it, and the position, and on nothing else.
         cache: Whether layers keep the keys and values of earlier positions, by
-            ``fleetpipe.dygraph.slices``; None to do so if all of them can. Without it each token
-            takes a run over the whole sequence.
-        inputs: Makes what the model takes of the tokens of a run, as ``lambda tokens: (tokens,
-            mask)``: the whole sequence, or the new tokens alone where layers keep earlier ones.
+            ``fleetpipe.dygraph.slices``; None: if all layers can. Without it each token takes a run
+            over the whole sequence.
+        inputs: Makes the model's inputs from the tokens of a run, as ``lambda tokens: (tokens,
+            mask)``: the tokens of the whole sequence, or with a cache the new ones alone.
 
     Returns:
-        On every rank the new tokens of each prompt, with the last one of ``eos``.
+        On every rank the new tokens of each prompt, the one of ``eos`` included.
 
     Raises:
         ConfigError: An argument does not fit, the ranks have different ones, a layer cannot keep
@@ -186,7 +187,7 @@ def generate(
 
 
 class _Cache(Units, SliceStates):
-    """What layers keep of each prompt from run to run: the prompt is a slice, and each token."""
+    """The keys and values that layers keep: a prompt is the first slice, each new token another."""
 
     def __init__(self) -> None:
         SliceStates.__init__(self, 1)
@@ -194,7 +195,7 @@ class _Cache(Units, SliceStates):
         self.prompts: list[int] = []
 
     def states(self) -> SliceStates:
-        """Returns itself: it has the state of all runs."""
+        """Returns itself, which has the state of all runs."""
         return self
 
     @contextmanager
@@ -204,7 +205,7 @@ class _Cache(Units, SliceStates):
             yield
 
     def release(self, stage: int, number: int) -> None:
-        """Keeps all: later runs need it."""
+        """Does nothing: later runs need all values."""
 
 
 class _Decoding:
@@ -229,7 +230,7 @@ class _Decoding:
         self._inputs, replicas = inputs, pipeline.replicas
         exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
         with job.calling("begins to generate"):
-            # Experts of one replica wait for the tokens of the others: each runs all prompts.
+            # The experts of a replica wait for tokens of the others, so that each runs all prompts.
             together = any(job.everyone().all_gather(exchanges))
         self._part = slice(None) if together else slice(replicas.rank, None, replicas.ranks)
 
@@ -238,7 +239,11 @@ class _Decoding:
         here = [number for number in going if number in range(len(self.new))[self._part]]
         chosen: list[tuple[int, int]] = []
         if here:
-            inputs = [self._input_of(number) for number in here]
+            inputs = []
+            for number in here:
+                new, is_cached = self.new[number], self._cache is not None
+                sequence = new[-1:] if new and is_cached else self._prompts[number] + new
+                inputs.append(self._inputs(paddle.to_tensor([sequence], dtype="int64")))
             if self._cache is not None:
                 self._cache.prompts = here
             units = self._cache or WHOLE
@@ -248,19 +253,13 @@ class _Decoding:
         for number, token in dict(pair for part in everyone for pair in part).items():
             self.new[number].append(token)
 
-    def _input_of(self, number: int) -> Nest:
-        """Returns what the next run of a prompt takes."""
-        new = self.new[number]
-        sequence = new[-1:] if new and self._cache is not None else self._prompts[number] + new
-        return self._inputs(paddle.to_tensor([sequence], dtype="int64"))
-
     def _choose(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Returns the next token of each prompt, on the owners of the last stage alone."""
+        """Returns the next token of each prompt; on ranks without the last stage none."""
         if not logits:
             return []
         stacked = paddle.stack(list(logits)).astype("float32")
         parts = [part.numpy() for part in self._shards.all_gather(stacked)]
-        # Each shard has its columns of them, or all have the same whole ones.
+        # Each rank along mp has its columns of the logits, or all have the same full logits.
         is_cut = _has_cut_logits(self._pipeline) or any((p != parts[0]).any() for p in parts)
         rows = np.concatenate(parts, axis=-1) if is_cut else parts[0]
         sequences = (self._prompts[number] + self.new[number] for number in numbers)
@@ -271,7 +270,7 @@ class _Decoding:
 
 
 def _has_cut_logits(pipeline: PipelineParallel) -> bool:
-    """Whether the loss function takes each shard's columns of the logits."""
+    """Whether the loss function takes logits of which each rank along mp has its columns."""
     return any(
         type(layer).__name__ == "ParallelCrossEntropy"
         for loss in pipeline.layers.loss_layers()
@@ -280,7 +279,7 @@ def _has_cut_logits(pipeline: PipelineParallel) -> bool:
 
 
 def _last_logits(output: Nest) -> Tensor:
-    """Returns the logits behind the last token, [vocabulary], of a model's output."""
+    """Returns the logits [vocabulary] at the last position of a model's output."""
     logits = output[0] if isinstance(output, (tuple, list)) and output else output
     is_tensor = isinstance(logits, paddle.Tensor)
     if not (is_tensor and logits.is_floating_point() and logits.ndim == 3 and logits.shape[0] == 1):
@@ -317,7 +316,7 @@ def prompts_of(tokens: Any) -> list[list[int]]:
 
 
 def _array_of(row: Any) -> np.ndarray[Any, Any]:
-    """Returns a prompt as an array, which is empty if it has lists of several lengths."""
+    """Returns a prompt as an array; an empty one for lists of several lengths."""
     try:
         return np.asarray(row.numpy() if isinstance(row, paddle.Tensor) else row)
     except ValueError:
@@ -359,7 +358,7 @@ def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[N
 
 
 def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
-    """Returns what the layers keep keys and values in; None without a cache."""
+    """Returns a new cache for keys and values; None if none is wanted or possible."""
     try:
         require_sliceable(pipeline.layers.layers)
     except ConfigError as error:
@@ -376,7 +375,7 @@ def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
 
 @contextmanager
 def _left_as_before(pipeline: PipelineParallel) -> Iterator[None]:
-    """At its end, puts back the random states and the layers' modes."""
+    """While it is open, a model generates; restores random states and the layers' modes after."""
     training = pipeline.layers.with_modes.training
     with random_states_kept():
         try:
@@ -389,7 +388,7 @@ def _left_as_before(pipeline: PipelineParallel) -> Iterator[None]:
 class LogSamples(rank_policy.Callback):
     """Prints on the first rank how the model continues prompts: before training, then regularly.
 
-    The training has the bits that it would have without it.
+    It does not change the bits of the training.
     """
 
     def __init__(
@@ -400,13 +399,13 @@ class LogSamples(rank_policy.Callback):
         decode: Callable[[list[int]], str] = str,
         **options: Any,
     ) -> None:
-        """Sets what is continued, and when.
+        """Sets which prompts are continued, and when.
 
         Args:
             tokens: The prompts, as for :func:`fleetpipe.generate`.
-            max_new_tokens: As there.
-            every: Batches from one time to the next; None for the end of each epoch.
-            decode: Makes text of a prompt with its new tokens, as a tokenizer's method ``decode``.
+            max_new_tokens: As for the same function.
+            every: Batches from one print to the next; None: prints after each epoch.
+            decode: Turns a prompt with its new tokens into text, as a tokenizer's ``decode``.
             options: The other arguments of ``generate``.
 
         Raises:
@@ -418,7 +417,7 @@ class LogSamples(rank_policy.Callback):
         self._options = {"max_new_tokens": max_new_tokens, **options}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prints the first samples; arguments that do not fit are refused before the training."""
+        """Prints the first samples, which refuses invalid arguments before the training."""
         self._print()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
@@ -427,7 +426,7 @@ class LogSamples(rank_policy.Callback):
             self._print()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Prints samples after an epoch, unless they come after batches."""
+        """Prints samples after an epoch if ``every`` is None."""
         if self._every is None:
             self._print()
 

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685): trains two small factors beside each of some frozen linear layers.
+"""LoRA (arXiv:2106.09685): trains two small factors beside each chosen linear layer, all frozen.
 
 Put adapters into a list of layers, or into a plain model, before a pipeline is made of it::
 
@@ -41,25 +41,25 @@ def adapt(
 ) -> Any:
     """Freezes a model, and puts an adapter beside each of some linear layers. Not collective.
 
-    Each of these adds ``x @ lora_A.weight @ lora_B.weight * alpha / rank`` to its output. A
-    ``lora_A`` is drawn from Paddle's generator, as in PEFT, and a ``lora_B`` is zero. Parameters
-    that are to be trained besides are given ``stop_gradient = False`` afterwards.
+    An adapted layer adds ``x @ lora_A.weight @ lora_B.weight * alpha / rank`` to its output.
+    ``lora_A`` is drawn from Paddle's generator, as in PEFT, and ``lora_B`` is zero. To train other
+    parameters too, set their ``stop_gradient = False`` afterwards.
 
     Args:
         model: The list of layers of a ``PipelineLayer``, of which each layer draws under its own
-            seed; or a layer that is whole on this process, as :func:`fleetpipe.pipeline` takes it.
+            seed; or a plain layer, as :func:`fleetpipe.pipeline` takes it.
         targets: The last parts of the paths of the layers, as ``["qkv", "mlp.up"]``. Paths in a
-            list begin with the number of the entry: ``"3.qkv"``. They are ``nn.Linear``,
+            list begin with the number of the entry: ``"3.qkv"``. The layers are ``nn.Linear``,
             ``ColumnParallelLinear`` or ``RowParallelLinear``.
         rank: Columns of ``lora_A``.
-        alpha: The scale, times ``rank``.
+        alpha: The scale of an adapter's output, times ``rank``.
 
     Returns:
         The layer itself, or a list of other descriptions.
 
     Raises:
-        ConfigError: The model is cut already, a target is in no path, or a layer computes something
-            else than a linear one. The model is as it was.
+        ConfigError: The model is cut already, a target is in no path, or a layer is not linear. The
+            model is unchanged.
     """
     options = _Options(frozenset([targets] if isinstance(targets, str) else targets), rank, alpha)
     if isinstance(model, PipelineLayer):
@@ -93,8 +93,8 @@ def merge(model: Layer) -> Layer:
     """Adds each adapter to the weight beside it, and removes it. Not collective.
 
     Args:
-        model: A layer that is whole on this process, with adapters; each linear layer gets its own
-            class again. Parameters stay frozen.
+        model: A plain layer with adapters; its linear layers get their own classes again.
+            Parameters stay frozen.
 
     Returns:
         The layer itself.
@@ -119,7 +119,7 @@ def merge(model: Layer) -> Layer:
 
 
 class _Options:
-    """Which layers get an adapter, and of what size."""
+    """The options of ``adapt``: which layers get an adapter, of which rank and scale."""
 
     def __init__(self, targets: frozenset[str], rank: int, alpha: float) -> None:
         require_whole("rank", rank, rule="rank is a number of 1 or more", fix="give such a number")
@@ -133,7 +133,7 @@ class _Options:
         self._text = f"rank {rank}, alpha {alpha:g}, targets {', '.join(sorted(targets))}"
 
     def chosen(self, model: Layer, path: str = "") -> list[tuple[str, Any]]:
-        """Returns the linear layers within a layer that are named, by path, and refuses others."""
+        """Returns the path and layer of each target in a layer; refuses what takes no adapter."""
         for name, _ in _adapters(model, path):
             raise _adapted_before(name)
         layers = [*model.named_sublayers(prefix=path, include_self=True)]
@@ -146,7 +146,7 @@ class _Options:
         return named
 
     def put_into(self, model: Layer, path: str = "") -> Layer:
-        """Freezes a layer, and puts adapters into those linear layers within it that are named."""
+        """Freezes a layer, and puts adapters into the targets in it; returns the layer."""
         chosen = self.chosen(model, path)
         for parameter in model.parameters():
             parameter.stop_gradient = True
@@ -158,7 +158,7 @@ class _Options:
         return model
 
     def require_paths(self, paths: Iterable[str]) -> None:
-        """Refuses targets that are no end of these paths."""
+        """Refuses targets that none of these paths ends with."""
         adapted = [*paths]
         absent = [t for t in sorted(self._targets) if not any(_ends(name, t) for name in adapted)]
         if absent or not adapted:
@@ -187,17 +187,17 @@ def _shared_weight(path: str) -> ConfigError:
 
 
 class _Adapter(paddle.nn.Layer):
-    """Stands above the class of a linear layer that has an adapter."""
+    """The first base of the class of a linear layer with an adapter."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds the adapter's output to that of the frozen layer."""
-        # Not super(), which calls itself where paddle.jit.to_static has changed the method.
+        # After paddle.jit.to_static, super() would call this method again.
         linear: Any = type(self).__bases__[1]
         return linear.forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
 
 
 class _AdaptedEntry:
-    """Stands above the class of a description whose layer gets adapters when it is built."""
+    """The first base of the class of a description whose layer gets adapters when it is built."""
 
     lora: tuple[_Options, str]
 
@@ -210,7 +210,7 @@ class _AdaptedEntry:
 
 @functools.cache
 def _above(mixin: Any, kind: Any) -> Any:
-    """Returns a class of the same name with the methods of ``mixin`` above those of ``kind``."""
+    """Returns a subclass of ``mixin`` and ``kind`` with the name of ``kind``."""
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
@@ -268,7 +268,7 @@ def adapted_by(model: Layer) -> str:
 
 
 def _require_linear(layer: Any, path: str) -> None:
-    """Refuses a layer whose output is not that of its weight and bias, as merging needs."""
+    """Refuses a layer that is not linear in its own weight, into which no adapter can be merged."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
     forward = getattr(type(layer), "forward", None)
     linear = type(layer) in kinds or forward is paddle.nn.Linear.forward
@@ -287,12 +287,12 @@ def _require_linear(layer: Any, path: str) -> None:
 
 @shows(model="_model.__class__.__name__")
 class BasePart:
-    """All of a model but its adapters, in the place of a model in checkpoints.
+    """The tensors of a model without its adapters, as the ``model`` of a checkpoint.
 
-    So a model with adapters takes a checkpoint of the model without.
+    With it a model with adapters restores a checkpoint of the model without.
     """
 
-    #: What the adapters among the tensors were made by; they are matched by name alone.
+    #: The rank, alpha and targets of the adapters among the tensors; empty without any.
     _adapters = ""
 
     def __init__(self, model: Layer) -> None:
@@ -300,7 +300,7 @@ class BasePart:
         self._model = without_wrappers(model)
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns what this process holds of it."""
+        """Returns the tensors that this process holds."""
         layer = self._model
         of = layer if isinstance(layer, PipelineLayer) else NamedTensors.of_layer(layer)
         parts: ModelParts = of.checkpoint_part()
@@ -319,14 +319,18 @@ class BasePart:
 
 
 class TrainedPart(BasePart):
-    """What training changes of a model, in the place of a model in checkpoints.
+    """The tensors of a model that training changes, as the ``model`` of a checkpoint.
 
-    These are trained parameters, and buffers and running statistics of batch norms, which a batch
-    changes. A later job loads frozen weights from where they came, and restores the rest.
+    They are the trained parameters, and buffers and running statistics. A later job loads the
+    frozen weights from their origin, and restores these.
     """
 
     def __init__(self, model: Layer) -> None:
-        """Finds what is trained, of a model as for BasePart. Collective over the pipeline."""
+        """Finds the tensors that training changes. Collective over the pipeline.
+
+        Args:
+            model: As for :class:`BasePart`.
+        """
         self._names: set[str] | None = None
         super().__init__(model)
         tensors = self.checkpoint_part().tensors

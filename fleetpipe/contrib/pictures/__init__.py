@@ -1,7 +1,7 @@
 """Pictures of schedules, runs, profiles and captured models.
 
-Here are the boxes of a picture, by rank and time, before anything is drawn. ``picture.py`` draws
-them with matplotlib, ``graphviz.py`` writes a captured model in Graphviz's language.
+A ``Panel`` of this file has the boxes of one timeline, by rank and time. ``picture.py`` draws
+panels with matplotlib, ``graphviz.py`` writes a captured model in Graphviz's language.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from functools import cached_property
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.representation import shows
-from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.trace import Event, events_of
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.simulation import Timeline, amounts_in_flight
 
-#: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
+#: Red, green and blue from 0 to 1: Okabe and Ito's colours, which the colour-blind can distinguish.
 COLOURS = {
     "F": (0.00, 0.45, 0.70),
     "B": (0.90, 0.62, 0.00),
@@ -27,8 +26,8 @@ COLOURS = {
     "other": (0.60, 0.60, 0.60),
 }
 
-HEIGHT = 0.86  # of a bar, in rows
-LANE = 0.55  # height of a bar in shares of that, where more than two chunks stand in lanes
+HEIGHT = 0.86  # height of a bar, in rows
+LANE = 0.55  # share of that height for a bar in a lane, if there are more than two chunks
 
 Colour = tuple[float, float, float]
 
@@ -39,7 +38,7 @@ class Panel:
     """One timeline of a picture.
 
     Args:
-        title: The text above it.
+        title: The text above the timeline.
         events: The events. Actions are drawn in the colour of their kind, transfers are left out,
             other events are grey.
         placement: The placement of stages on ranks.
@@ -59,7 +58,7 @@ class Panel:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether chunks are drawn below each other: shades distinguish only two."""
+        """Whether the chunks of a rank are drawn below each other, since shades show only two."""
         return self.placement.chunks > 2
 
     @cached_property
@@ -92,7 +91,7 @@ class Panel:
 class Bar:
     """A box: its kind, lightness, number and position.
 
-    ``exchange`` is the width of the part at its right end in which the rank only waits for an
+    ``exchange`` is the width of the part at the right end in which the rank only waits for an
     exchange.
     """
 
@@ -107,7 +106,7 @@ class Bar:
 
     @property
     def computed(self) -> float:
-        """The left end of the part that is an exchange, or the right end."""
+        """The right end of the part in which the rank computes."""
         return max(self.left, self.right - self.exchange)
 
     @property
@@ -118,7 +117,7 @@ class Bar:
 
     @property
     def ink(self) -> str:
-        """Black or white, whichever is easier to read on it: one has a contrast of 4.5 to 1."""
+        """Black or white, whichever has more contrast with the colour: at least 4.5 to 1."""
         red, green, blue = (
             part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
             for part in self.colour
@@ -134,8 +133,8 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool
         timeline: When each action runs.
         unit: As for :class:`Panel`.
         name: The begin of the title, if one picture has several panels.
-        memory: Whether to draw below what each rank holds: bytes if the costs give them, else
-            forwards of one stage.
+        memory: Whether to draw below how much each rank holds: in bytes if the costs give them,
+            else in forwards of one stage.
     """
     schedule = timeline.schedule
     placement = schedule.placement
@@ -156,6 +155,7 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool
 
 
 def _amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
+    """Returns (time, amount) for each change of the amount that a rank holds."""
     in_bytes = timeline.costs.bytes is not None
     around = amounts_in_flight(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
     times = zip(timeline.starts[rank], timeline.ends[rank])
@@ -174,17 +174,13 @@ def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
         return
     whole = HEIGHT * (LANE if placement.chunks > 2 else 1)
     height = whole / len(event.actions)
+    stages = placement.stages_of(event.rank)
     for index, action in enumerate(event.actions):
-        later = _lateness(action, event.rank, placement)
+        # 0 for the rank's first stage, up to 1 for its last, which is the palest.
+        later = min(1, stages.index(action.stage) / max(1, placement.chunks - 1))
         above = top + (HEIGHT - whole) * later + index * height
         number = str(action.micro_batch)
         times = event.start, event.end
         yield Bar(
             *(action.kind, 0.6 * later, number, *times, above, above + height, event.exchange)
         )
-
-
-def _lateness(action: Action, rank: int, placement: Placement) -> float:
-    """Returns 0 for a rank's first stage and up to 1 for its last, which is the palest."""
-    chunk = placement.stages_of(rank).index(action.stage)
-    return min(1, chunk / max(1, placement.chunks - 1))

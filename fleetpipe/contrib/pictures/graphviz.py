@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fleetpipe.capture.tracing.value import Capture, ValueId
 
-#: Those of Okabe and Ito, lighter: the colour-blind tell them apart, and black is legible on them.
+#: Okabe and Ito's colours, lighter, so that black text is legible on them.
 _COLOURS = ("#8fc7e8", "#f5c56b", "#86d1b3", "#e6b3cf", "#f2a27f", "#f4ec9a", "#9fb6d9", "#cfcfcf")
 
 

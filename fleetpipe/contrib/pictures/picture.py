@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: By the ending of a file: what would make two files of one picture differ.
+#: By the ending of a file the metadata that are left out, so that a picture always has one file.
 _DATED = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
 
 _LABELS = {
@@ -35,21 +35,21 @@ _LABELS = {
     "other": "other",
 }
 
-_INCHES = (9.0, 16.0)  # least and most width of a picture
-_POINTS = (6.0, 9.0)  # least and most size of a number; none is smaller than can be read
-_HALF_POINTS = 7.0  # most size in half a box
+_INCHES = (9.0, 16.0)  # the least and the most width of a picture
+_POINTS = (6.0, 9.0)  # the least and the most size of a number
+_HALF_POINTS = 7.0  # the most size of a number in half a box
 _MARGIN = 1.1  # inches beside the rows
-_DIGIT = 0.64  # width of a digit in shares of its size
+_DIGIT = 0.64  # the width of a digit over its size
 _MOST_NUMBERS = 8000
 _DPI = 130.0
-#: Kinds that have a colour as dark as another's, and what tells them apart on grey paper.
+#: The hatches of kinds whose colour looks like another's on grey paper.
 HATCHES = {"I": "////", "W": "----"}
-#: What a box has at its right end where its rank waits for an exchange.
+#: The colour and the hatch of the part of a box in which its rank waits for an exchange.
 _EXCHANGE, _EXCHANGE_HATCH = "#e6e6e6", "...."
-_HATCH_LINE = 0.4  # width of its lines, in points
+_HATCH_LINE = 0.4  # the width of a hatch's lines, in points
 _HATCH_COLOUR = "#1a1a1a"
-_HATCHED = 4.0  # least width of a box whose hatch can be seen, in points
-_HELD_ROWS = 3.0  # height of what the ranks hold, in rows
+_HATCHED = 4.0  # the least width of a box with a hatch, in points
+_HELD_ROWS = 3.0  # the height of the curves of held amounts, in rows
 
 
 class Picture(str):
@@ -84,7 +84,7 @@ def plot(
         dpi: Dots in an inch, of a .png.
         axes: Axes of matplotlib to draw into, without a legend; not together with ``path``.
         window: Begin and end of the part to draw, in the unit of the costs.
-        memory: Whether to draw below what each rank holds, in bytes if the costs give them; not
+        memory: Whether to draw below how much each rank holds, in bytes if the costs give them; not
             together with ``axes``.
 
     Returns:
@@ -148,7 +148,7 @@ def draw(
     """
     width, height = size or _size(panels)
     letters = 7 + min(width, _INCHES[1]) / 3
-    # Each panel, and below it what its ranks hold.
+    # Each panel, and below it the amounts that its ranks hold.
     rows = [
         (panel, draw_one, share)
         for panel in panels
@@ -218,7 +218,7 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _usual_width(panel: Panel) -> float:
-    """Returns the width of the narrower boxes, except for a few that are narrower still."""
+    """Returns the width that 95 % of the numbered boxes have at least."""
     widths = sorted(bar.right - bar.left for bar in panel.bars if bar.number)
     return widths[len(widths) // 20] if widths else 0
 
@@ -230,19 +230,17 @@ def _digits(panel: Panel) -> int:
 def _size(panels: Sequence[Panel]) -> tuple[float, float]:
     """Returns width and height in inches: wide enough for the numbers, and a line for each rank."""
     begin, end = _limits(panels)
-    width = max(_INCHES[0], *(_wanted_width(panel, end - begin) for panel in panels))
+    width = _INCHES[0]
+    for panel in panels:
+        boxes = (end - begin) / (_usual_width(panel) or end - begin)
+        needed = _MARGIN + boxes * (_DIGIT * _digits(panel) * _POINTS[0] + 1.2) / 72
+        width = max(width, min(needed, _INCHES[1]))
     ranks = [panel.placement.ranks for panel in panels]
     row = 0.36 if max(ranks) <= 16 else 0.24
     if any(panel.has_lanes for panel in panels):
         row *= 1.5
     held = sum(_HELD_ROWS * 0.36 for panel in panels if panel.held)
     return width, 0.9 + held + sum(row * count + 0.5 for count in ranks)
-
-
-def _wanted_width(panel: Panel, length: float) -> float:
-    boxes = length / (_usual_width(panel) or length)
-    width = _MARGIN + boxes * (_DIGIT * _digits(panel) * _POINTS[0] + 1.2) / 72
-    return min(width, _INCHES[1])
 
 
 def _draw_axis(area: Axes, unit: str, length: float) -> None:
@@ -253,8 +251,9 @@ def _draw_axis(area: Axes, unit: str, length: float) -> None:
     area.set_xlabel(f"time ({unit})" if unit else "time", fontsize="small")
 
 
-#: Units of time, and how many there are in a second.
+#: Units of time, and how many there are in a second; and units of memory, of 1024 each.
 _UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
@@ -278,7 +277,7 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
         corners = [_corners(bar, bar.left) for bar in bars]
         line = max(0.1, min(0.7, usual / 12))
         if kind in HATCHES and usual >= _HATCHED:
-            # A box of its own: the lines of a hatch have the colour of its box's edge.
+            # In a second box, because the lines of a hatch have the colour of the box's edge.
             hatched = PolyCollection(
                 corners,
                 hatch=HATCHES[kind],
@@ -336,7 +335,10 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
 def _draw_held(area: Axes, panel: Panel, scale: float) -> None:
     """Draws the amount that each rank holds over time: a line for each, the first one darkest."""
     most = max(amount for steps in panel.held for _, amount in steps)
-    name, unit = _size_unit(most) if panel.held_unit == "bytes" else (panel.held_unit, 1)
+    name, unit = panel.held_unit, 1.0
+    if name == "bytes":
+        power = min(int(math.log(max(most, 1), 1024)), len(_SIZES) - 1)
+        name, unit = _SIZES[power], 1024.0**power
     for rank, steps in enumerate(panel.held):
         grey = 0.75 * rank / max(1, len(panel.held) - 1)
         label = f"rank {rank}" if rank in (0, len(panel.held) - 1) else None
@@ -348,13 +350,6 @@ def _draw_held(area: Axes, panel: Panel, scale: float) -> None:
     area.tick_params(labelsize="small")
     area.spines[["top", "right"]].set_visible(False)
     area.legend(fontsize="small", frameon=False, loc="upper right")
-
-
-def _size_unit(most: float) -> tuple[str, float]:
-    """Returns a unit that fits an amount of bytes, and its number of bytes."""
-    names = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log(max(most, 1), 1024)), len(names) - 1)
-    return names[power], 1024.0**power
 
 
 def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> None:
@@ -401,13 +396,13 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> Non
     )
 
 
-#: More layers have numbers in the place of names.
+#: With more layers the axis has numbers alone.
 _MOST_NAMES = 48
 _MOST_INCHES = 24.0
 
 
 def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:
-    """Draws what ``Profile.plot`` shows of layers, and of the loss behind them."""
+    """Draws the time and memory of layers, and of the loss after them, for ``Profile.plot``."""
     width = min(max(6.0, 0.3 * len(layers) + 1.5), _MOST_INCHES)
     with new_figure(path, width, 5.5, 9) as figure:
         times, bytes_held = figure.subplots(2, 1, sharex=True)

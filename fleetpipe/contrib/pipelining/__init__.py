@@ -1,11 +1,11 @@
 """Runs the schedules of ``paddle.distributed.auto_parallel.pipelining`` on the engine.
 
 A script cuts its model itself, wraps the layers of each rank as ``PipelineStage``, and calls
-``schedule.step``. Between CPU ranks Paddle's own exchange ends after 30 s: under 1F1B two ranks
-send to each other, and each waits until the other receives. Here the order of Paddle's schedule
-becomes one of fleetpipe's, which is verified before any rank waits, and values go over the job's
-connections. The results are the same as Paddle's: gradients are summed over micro-batches, and the
-optimizer, the learning rate and random numbers are the script's.
+``schedule.step``. Between CPU ranks Paddle's own exchange deadlocks for 30 s: under 1F1B two ranks
+send to each other, and each waits until the other receives. Here Paddle's schedule becomes one of
+fleetpipe's, which is verified before any rank waits, and values go over the job's connections. The
+results are Paddle's: gradients are summed over micro-batches, and the optimizer, the learning rate
+and the random numbers are the script's. Start with ``on_engine``.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def _placement(paddles: PaddleSchedule) -> Placement:
 
 
 def _job() -> Job | None:
-    """Returns the job that connects the ranks; begins one if the script has not.
+    """Returns the job that connects the ranks; begins one if the script has not, collectively.
 
-    Returns None in a process that is alone. It is collective over all processes if it begins one.
+    Returns None in a process that is alone.
     """
     job = current_job()
     if job is None and meeting.world_size() > 1:
@@ -182,7 +182,7 @@ def _job() -> Job | None:
 
 
 def _require_one(schedules: list[str]) -> None:
-    """Refuses ranks that would run different schedules."""
+    """Raises ConfigError if ranks have different schedules."""
     for rank, schedule in enumerate(schedules):
         if schedule != schedules[0]:
             raise ConfigError(

@@ -1,9 +1,9 @@
 """Reads programs in Paddle's older representation, Program. Start with ``program_reader.py``.
 
-Here are single operations and variables of such a program, and Paddle's own loader,
-``DataLoader.from_generator(iterable=False)``, which puts ``read`` into a program; ``entry`` calls
-it. Only the older Program has this loader. Its operation is no part of a stage: it runs on its own,
-and its outputs are fed to the stages.
+This file has functions of single operations and variables, and reads from Paddle's own loader,
+``DataLoader.from_generator(iterable=False)``, which only the older Program has. The loader puts an
+operation ``read`` into the program. This is no part of a stage: it runs by itself, and its outputs
+are fed to the stages.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fleetpipe.static.graph import DROPOUTS, Item, draws, user_line
 
 
 def draws_of(op: Op) -> bool:
-    """Whether an operation draws random numbers, also for a dropout that is part of it."""
+    """Whether an operation draws random numbers, by itself or in a fused dropout."""
     inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
     return draws(op.type) or inner > 0.0
 
 
 def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
-    """Returns the variables that an operation takes, each with whether only its shape counts."""
+    """Returns the variables that an operation reads, each with whether it reads the shape alone."""
     slots = {name: op.input(name) for name in op.input_names}
     unread = static.unread_slots(op)
     read = {name for slot, names in slots.items() if slot not in unread for name in names}
@@ -40,7 +40,7 @@ def line_of(op: Op) -> str:
 
 
 def spare_statistics(block: Block, op: Op) -> None:
-    """Makes a repeated operation update copies of the statistics that its first run updated."""
+    """Makes an operation that runs twice update copies of its statistics, not these again."""
     for name in set(op.input_arg_names).intersection(op.output_arg_names):
         like = block.var(name)
         copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
@@ -51,17 +51,16 @@ def spare_statistics(block: Block, op: Op) -> None:
 
 
 def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType) -> Variable:
-    """Creates a variable that lives in the scope, or returns the block's one of that name."""
+    """Creates a persistable variable, or returns the block's variable of that name."""
     return block.create_var(
         name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
     )
 
 
 def temporary(block: Block, like: Variable) -> Variable:
-    """Creates a variable with the shape and dtype of another.
+    """Creates a variable with the shape and dtype of another, and a name that is free.
 
-    It gets a free name, because a clone in 2.6.2 counts unnamed variables from 0 again, and would
-    choose a name that the program has.
+    A clone in 2.6.2 numbers unnamed variables from 0 again, and so would reuse names.
     """
     names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
     name = next(name for name in names if not block.has_var(name))
@@ -111,7 +110,7 @@ def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator
     if reading is None:
         return None
     if not getattr(program, _STARTED, False):
-        # Reading would wait for ever.
+        # A read would wait for ever.
         raise StateError(
             "the program reads from a loader that was not started",
             fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
@@ -121,14 +120,15 @@ def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator
 
 
 def note_starts() -> list[Callable[[], None]]:
-    """Makes Paddle's loaders note on their program whether they run; returns undo functions.
+    """Makes Paddle's loaders set on their program whether they run; returns undo functions.
 
-    A loader itself cannot be found from its program.
+    A loader cannot be found from its program.
     """
     return [_note("start", True), _note("reset", False)]
 
 
 def _note(method: str, started: bool) -> Callable[[], None]:
+    """Makes a method of Paddle's loaders set ``started`` on their program; returns the undo."""
     original = getattr(static.GeneratorLoader, method)
 
     @functools.wraps(original)
@@ -155,6 +155,7 @@ def _reading(program: Program) -> tuple[Program, list[str]] | None:
 
 
 def _items(part: Program, names: list[str], run: Callable[..., Sequence[Tensor]]) -> Iterator[Item]:
+    """Yields the outputs of the part that reads, by name, until the loader's epoch ends."""
     while True:
         try:
             values = run(part, fetch_list=names)

@@ -1,6 +1,6 @@
-"""Reads Paddle's older Program, the representation of paddlepaddle 2.6.2.
+"""Reads Paddle's older Program, the representation of paddlepaddle 2.6.2, into a graph.
 
-It reads programs of 3.3.x with ``FLAGS_enable_pir_api=0`` too, as far as Paddle still builds them.
+In 3.3.x Paddle builds such programs with ``FLAGS_enable_pir_api=0``.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ProgramReader:
         return Update(step, startup, rate, tuple(sorted(made)), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns the startup of the named variables, which draws all that the whole one draws."""
+        """Returns the startup program of some variables, with all random draws of the whole one."""
         wanted = set(names)
         mine = program.clone()
         block = mine.global_block()
@@ -154,11 +154,13 @@ class ProgramReader:
         return mine
 
     def _write(self, name: str) -> int:
+        """Numbers a new value of a variable."""
         self._current[name] = len(self._names)
         self._names.append(name)
         return self._current[name]
 
     def _has_rows(self, name: str) -> bool:
+        """Whether the first axis of a variable has any length, as that of rows."""
         variable = self._block.vars.get(name)
         return variable is not None and is_tensor(variable) and variable.shape[:1] == (-1,)
 

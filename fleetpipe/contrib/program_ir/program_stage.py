@@ -1,4 +1,7 @@
-"""Builds a stage of an older Program with its backward, and cuts it into pieces."""
+"""Builds a stage of an older Program with its backward, and cuts it into pieces.
+
+``ProgramStage`` builds the stage, and ``ProgramStage.cut`` returns its forward and its backward.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +72,11 @@ class ProgramStage:
         self._copies = 0
         with static.program_guard(self._program, static.Program()):
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
-        # The copies were there to be differentiated; nothing takes their values.
+        # The copies served the differentiation only.
         remove_operations(self._program, range(self._forward, self._forward + self._copies))
         changed = {name for name in self._makers() if self._lasts(name)}
         backwards = self._block.ops[self._forward :]
-        # Later micro-batches change them again before this one's backward takes them.
+        # Later micro-batches change these again before the backward reads them.
         self._changed = sorted(
             changed.intersection(
                 name
@@ -87,11 +90,11 @@ class ProgramStage:
             leave_device(op)
 
     def incoming(self, value: int) -> str:
-        """Returns the variable in which the stage finds a value of an earlier stage."""
+        """Returns the name of the variable with a value of an earlier stage."""
         return self._names[value]
 
     def outgoing(self, value: int) -> str:
-        """Returns the variable in which the stage leaves a value that it makes."""
+        """Returns the name of the variable with a value that the stage computes."""
         return self._names[value]
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
@@ -132,7 +135,7 @@ class ProgramStage:
             indices: The indices of the operations.
             lasting: Variables that live in the scope.
             again: The indices of operations that run for the second time in a micro-batch.
-            copies: The variables that are read in the place of others, by the names of these.
+            copies: By name the variable that is read in place of another.
         """
         piece = self._program.clone()
         block = piece.global_block()
@@ -155,7 +158,7 @@ class ProgramStage:
         remove_variables(piece, [name for name in block.vars if name not in used])
         for name in lasting:
             if block.has_var(name):
-                # Lives in the scope itself: others would be in one that belongs to a run.
+                # Persistable variables are in the scope itself, others in a scope of the run.
                 block.var(name).persistable = True
         return piece
 
@@ -163,8 +166,8 @@ class ProgramStage:
         """Finds the variables that backward takes, and the operations that it repeats.
 
         Returns:
-            The variables that backward takes from forward; the operations that it repeats; those of
-            the variables of which only the shape counts.
+            The variables that backward takes from forward; the operations that it repeats; and the
+            variables of which it reads the shape alone.
         """
         made: set[str] = set()
         waiting: list[tuple[str, bool]] = []
@@ -199,7 +202,7 @@ class ProgramStage:
     ) -> int | None:
         """Returns the operation that computes a variable again in backward; None if it is kept.
 
-        Constants are computed again, and between checkpoints all that is not random.
+        Backward computes constants again, and between checkpoints all that is not random.
         """
         if len(makers.get(name, ())) != 1:
             return None
@@ -255,7 +258,7 @@ class ProgramStage:
         }
 
     def variable(self, value: int) -> Variable:
-        """Returns the variable of a value that the stage makes or gets."""
+        """Returns the variable of a value that the stage computes or receives."""
         return self._block.var(self._names[value])
 
     def target(self, value: int) -> Variable:
@@ -294,7 +297,7 @@ class ProgramStage:
         return str(grad.name)
 
     def _refuse_rewritten(self, numbers: Iterable[int]) -> None:
-        """Refuses a stage that overwrites a value that leaves it or came to it."""
+        """Refuses a stage that overwrites a value which it sends or receives."""
         made: dict[str, list[int]] = {}
         graph = self._split.graph
         for number in numbers:
@@ -302,7 +305,7 @@ class ProgramStage:
                 made.setdefault(self._names[value], []).append(value)
         for value in self._split.readers(self._stage):
             versions = made[self._names[value]]
-            # A while_loop writes over what it was given: without gradients, its end will do.
+            # A while_loop overwrites its inputs; without gradients the last version is right.
             if len(versions) > 1 and (versions[-1] != value or value in graph.differentiable):
                 raise self._written_again(versions[-1])
         for value in backward.incoming(self._split, self._stage):
@@ -318,6 +321,7 @@ class ProgramStage:
         )
 
     def _lasts(self, name: str) -> bool:
+        """Whether a variable is persistable."""
         return self._has(name) and bool(self._block.var(name).persistable)
 
     def _has(self, name: str) -> bool:

@@ -1,7 +1,7 @@
-"""The schedule named auto: the best that a greedy search finds under a memory cap.
+"""The schedule named auto: the best one that a greedy search finds under a memory cap.
 
-The search is over orders of F and I, and over places for W; ``orders.py`` makes them. It imports
-values, the table of the families and players; the registry alone imports it.
+The search tries orders of F and I, and positions for W in them; ``orders.py`` makes both. Start
+with ``auto``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from fleetpipe.schedules.placement import SHAPES, Placement
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation import simulate
 
-#: Preferences of the list scheduler.
+#: The fields of each ``Preference`` that is tried.
 _FLAGS = tuple(itertools.product((False, True), repeat=2))
 
-#: Actions that a search may simulate in all, which bounds its time whatever the size.
+#: The most actions that a search simulates, which bounds its time.
 _BUDGET = 8_000_000
 
 
@@ -48,7 +48,7 @@ class _Score(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A family's own schedule, or the codes of one that the search composed."""
+    """A schedule with its score: a family's own, or rows of codes that the search composed."""
 
     score: _Score
     problem: Problem
@@ -142,7 +142,7 @@ class _Search:
 
     def run(self, problem: Problem) -> None:
         """Tries the families' schedules, then composed orders, then changes of the best one."""
-        # The first of these keeps within every cap, so there is a result whatever comes.
+        # The first order keeps within every cap, so that there is a result.
         orders = [listed_order(problem, Preference(*flags)) for flags in _FLAGS]
         for schedule in _families(problem):
             self._try_family(problem, schedule)
@@ -268,14 +268,14 @@ def _families(problem: Problem) -> Iterator[ScheduleRows]:
                 schedule = schedule_rows(
                     name, placement.ranks, problem.micro_batches, placement.chunks, options
                 )
-            except ConfigError:  # it does not take these numbers
+            except ConfigError:  # the family does not take these numbers
                 continue
             # A wave of two chunks is a vee.
             yield dataclasses.replace(schedule, placement=placement)
 
 
 def _unit(problem: Problem) -> float:
-    # Alike for each placement of a model, whose orders are compared.
+    """Returns the unit of scores: the mean work of a rank, the same for all placements."""
     return sum(problem.work) / len(problem.work) or 1
 
 

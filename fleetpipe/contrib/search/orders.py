@@ -1,8 +1,9 @@
-"""Finds orders of a search's actions: of F and I on any placement, then with W in its places.
+"""Makes orders of actions for the search: of F and I on any placement, then with W inserted.
 
-A ``Problem`` is the input: the stages, their costs, and how much each rank may hold. With one stage
-on each rank, an order has some forwards to warm up, then I and F in turn; on any placement, each
-free rank takes the best ready action. W comes when a rank would wait, or must free memory.
+A ``Problem`` has the stages, their costs, and the memory of a rank. ``warm_up_order``, for one
+stage on each rank, makes an order of some forwards followed by I and F in turn; ``listed_order``,
+for any placement, lets each free rank take the best ready action. ``fill`` inserts W where a rank
+would wait or must free memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation import Timeline
 
-#: Kinds in the order of their columns, S of each.
+#: The kinds of actions in the order of their columns; each has a column for every stage.
 COLUMNS = "FIW"
 
 
@@ -30,10 +31,10 @@ COLUMNS = "FIW"
 class Problem:
     """A placement, m and costs for which the search looks for an order of actions.
 
-    Orders are rows of integers, so that a search costs little: with S stages the action (kind,
-    stage, k) has the code ``k * 3S + column``, where the columns of F begin at 0, those of I at S,
-    and those of W at 2S. The codes of one micro-batch are adjacent, so what an action waits for is
-    at a fixed distance.
+    An order has a row of integer codes for each rank, which makes a search fast: with S stages the
+    action (kind, stage, k) has the code ``k * 3S + column``, where the columns of F begin at 0,
+    those of I at S, and those of W at 2S. The codes of a micro-batch are adjacent, so that an
+    action is at a fixed distance from the one that it waits for.
 
     Args:
         placement: Which rank owns which stage.
@@ -89,14 +90,14 @@ class Problem:
 
     @cached_property
     def followers(self) -> list[int]:
-        """For each column of F and I the rank that its end may wake; -1 if there is none."""
+        """For each column of F and I the rank that waits for its value; -1 if there is none."""
         stages, rank_of = self.placement.stages, self.placement.rank_of
         forward = [rank_of(stage + 1) for stage in range(stages - 1)]
         return [*forward, -1, -1, *(rank_of(stage - 1) for stage in range(1, stages))]
 
     @cached_property
     def work(self) -> list[float]:
-        """The total time of each rank's actions, summed once so that all searches agree."""
+        """The total time of each rank's actions, summed once so that all uses have one rounding."""
         stages, parts = self.placement.stages, range(3)
         return [
             self.micro_batches
@@ -108,8 +109,8 @@ class Problem:
     def bound(self) -> float:
         """A lower bound of the span of any schedule with split backwards.
 
-        Between the first F and the last W of rank 0 every other rank must be reached, compute
-        all its F and I, and answer. (With several chunks only the work itself is counted.)
+        With one chunk: between the first F and the last W of rank 0, a value must reach each other
+        rank, which computes all its F and I, and a gradient must come back.
         """
         least = max(self.work)
         if self.placement.chunks > 1:
@@ -155,7 +156,7 @@ class Problem:
         return min(latency / least, self.micro_batches) if least else self.micro_batches
 
     def order_of(self, schedule: ScheduleRows) -> list[list[int]]:
-        """Returns the numbers of F and I of each rank in the order of a schedule; B counts as I."""
+        """Returns the codes of each rank's F and I in the order of a schedule; B counts as I."""
         width, first = self.width, {"F": 0, "I": self.placement.stages, "B": self.placement.stages}
         return [
             [k * width + first[kind] + stage for kind, stage, k in row if kind != "W"]
@@ -173,10 +174,10 @@ class Problem:
         return ScheduleRows(name, self.placement, self.micro_batches, actions)
 
 
-#: Forwards that each rank runs before its first I.
+#: By rank the number of forwards before its first I.
 WarmUp = tuple[int, ...]
 
-#: Forwards that a rank runs beyond those that fit before its first I, in times of a forward.
+#: How much longer than until its first I a rank warms up, in times of a forward.
 _SLACKS = tuple(quarters / 4 for quarters in range(9))
 
 
@@ -210,10 +211,10 @@ def is_allowed(warm_up: WarmUp, most: list[int]) -> bool:
 
 
 def warm_ups(problem: Problem) -> list[WarmUp]:
-    """Returns the first warm-ups to try, each once.
+    """Returns the warm-ups to try first, each once.
 
-    They fill the time until the first I comes back, with more or less slack, with or without a last
-    forward that delays it; others are those of 1F1B, ZBH1 and ZBH2.
+    Some fill the time until the first I, with more or less slack, with or without a last forward
+    that delays it; the others are those of 1F1B, ZBH1 and ZBH2.
     """
     ranks, most = problem.placement.ranks, most_forwards(problem)
     candidates = [_fill(problem, most, slack, late) for slack in _SLACKS for late in (False, True)]
@@ -222,11 +223,11 @@ def warm_ups(problem: Problem) -> list[WarmUp]:
 
 
 def _fill(problem: Problem, most: list[int], slack: float, late: bool) -> WarmUp:
-    """Returns the warm-up that fills the time until the first I comes back.
+    """Returns the warm-up that fills each rank's time until its first I.
 
     Args:
         problem: The costs.
-        most: For each rank how many forwards it may hold.
+        most: For each rank the number of forwards that it may hold.
         slack: Time to fill beyond that, in times of a forward.
         late: Whether the last forward may delay the first I, rather than leave a gap before it.
     """
@@ -239,7 +240,7 @@ def _fill(problem: Problem, most: list[int], slack: float, late: bool) -> WarmUp
         arrival = ended + comm_of(stage)
         gap = arrival - begins[stage]
         fitting = gap / forwards[stage] if forwards[stage] else warm_up[0]
-        # A hair of rounding must not cost a forward, nor add one.
+        # Rounding must neither remove a forward nor add one.
         first = int(fitting + slack + (1 - 1e-6 if late else 1e-6))
         warm_up.insert(0, min(max(first, warm_up[0] + 1), most[stage]))
         ended = max(arrival, begins[stage] + warm_up[0] * forwards[stage]) + input_grads[stage]
@@ -255,11 +256,11 @@ def _fit(warm_up: WarmUp, most: list[int]) -> WarmUp:
 
 
 class Preference(NamedTuple):
-    """Says which action a rank takes if several are ready.
+    """Decides which action a rank takes if several are ready.
 
     Args:
-        alternate: An F after an I and an I after an F; else always the I.
-        shallow: The F of its first stage; else that of its last.
+        alternate: Whether it takes an F after an I and an I after an F; else it takes the I.
+        shallow: Whether it takes the F of its first stage; else that of its last.
     """
 
     alternate: bool = False
@@ -330,7 +331,7 @@ class _Lister:
             self.whole[rank] -= amount
             self.halves[rank] += amount
             self.pending[rank].append(column - stages)
-        if column == stages:  # I of stage 0 has nobody to tell
+        if column == stages:  # nothing waits for the I of stage 0
             return
         step = stages if column == stages - 1 else 1 if column < stages else -1
         arrival = end + problem.waits[column + step][1]
@@ -343,21 +344,19 @@ class _Lister:
         stages, owned = self.problem.placement.stages, self.owned[rank]
         input_grads = [s + stages for s in owned if self._has_arrived(s + stages, now)]
         forwards = [s for s in owned if self._has_arrived(s, now) and self._fits(rank, s)]
-        if not input_grads or (forwards and self._forward_first(rank)):
+        forward_first = self.preference.alternate and not self.last_was_forward[rank]
+        if not input_grads or (forwards and forward_first):
             best = min if self.preference.shallow else max
             return best(forwards, default=None)
         # The oldest micro-batch first; of one micro-batch the deepest stage.
         return min(input_grads, key=lambda column: (self.next[column], -column))
-
-    def _forward_first(self, rank: int) -> bool:
-        return self.preference.alternate and not self.last_was_forward[rank]
 
     def _has_arrived(self, column: int, now: float) -> bool:
         arrivals, following = self.arrivals[column], self.next[column]
         return following < len(arrivals) and arrivals[following] <= now
 
     def _fits(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits beside the memory that the oldest micro-batch will still need."""
+        """Whether a forward leaves the memory that the oldest micro-batch will still need."""
         amounts, owned = self.problem.amounts, self.owned[rank]
         oldest = self.next[owned[-1]]
         needed = sum(amounts[other] for other in owned if self.next[other] <= oldest)
@@ -368,11 +367,11 @@ class _Lister:
 
 
 class Policy(NamedTuple):
-    """Says when a rank waits although it could compute a W.
+    """Decides when a rank waits although it could compute a W.
 
     Args:
-        patience: Total time that a rank may wait before it delays its next action instead.
-        tail: Number of the last F and I of each rank that no W may delay.
+        patience: The total time that a rank may wait before it runs a W and delays its next action.
+        tail: The number of the last F and I of each rank that no W may delay.
     """
 
     patience: float = 0
@@ -398,14 +397,14 @@ def fill(
 ) -> Filled | None:
     """Inserts the W into an order of F and I; each rank runs them in the order of its I.
 
-    Every rank uses only its own state, so the result does not depend on the order in which ranks
-    are visited.
+    The result does not depend on the order in which ranks are visited, since each rank decides by
+    its own state alone.
 
     Args:
         problem: Costs and memory.
         order: For each rank the codes of all its F and I.
-        policy: When to wait.
-        longest: Give up once a rank's span would be longer than this.
+        policy: Decides when a rank waits.
+        longest: The most span of a rank.
 
     Returns:
         None if the order deadlocks, exceeds the memory cap or takes too long.
@@ -429,8 +428,7 @@ class _Filler:
         self.begins: list[float] = [0 for _ in ranks]
         self.clocks: list[float] = [0 for _ in ranks]
         self.waited: list[float] = [0 for _ in ranks]
-        # Forwards of which nothing is released, and those whose I is done: see
-        # `amounts_in_flight`.
+        # The memory of forwards before their I, and after it: see `amounts_in_flight`.
         self.whole: list[float] = [0 for _ in ranks]
         self.halves: list[float] = [0 for _ in ranks]
         self.pending: list[deque[int]] = [deque() for _ in ranks]

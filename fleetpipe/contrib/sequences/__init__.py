@@ -1,6 +1,6 @@
-"""Sequences that are split over ranks: along sep by exchanging heads, along cp in a ring.
+"""Attention over sequences that are split over ranks, along sep and along cp.
 
-Start with ``attention.py``; ``parts.py`` computes the positions that each rank has.
+Start with ``attention.py``; ``parts.py`` computes which positions each rank has.
 """
 
 from __future__ import annotations

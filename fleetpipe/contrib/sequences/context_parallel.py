@@ -26,7 +26,7 @@ class _Plan:
     """The base of both plans."""
 
     def __init__(self, backend: str = "p2p") -> None:
-        """Stores how attention reaches the positions of other ranks.
+        """Chooses the axis along which ranks share sequences.
 
         Args:
             backend: ``"p2p"``, the ring along cp, or ``"all2all"``, the exchange along sep.

@@ -29,8 +29,8 @@ class SequenceRanks(NamedTuple):
     """The ranks that share each sequence of one replica, as one of them sees them.
 
     Attributes:
-        sep: The ranks whose attention exchanges positions for heads.
-        cp: The ranks whose attention sends keys and values around.
+        sep: The ranks that exchange positions for heads in attention.
+        cp: The ranks that send each other keys and values in attention.
     """
 
     sep: Group
@@ -136,10 +136,10 @@ class SequenceRanks(NamedTuple):
                 )
 
     def whole_batch(self, value: Nest) -> Nest:
-        """Joins the sequences of a batch of which every rank has a part. Collective.
+        """Joins the parts of sequences that the ranks have of a batch. Collective.
 
-        Tensors that differ between the ranks are parts of sequences, and so are all tensors as long
-        as one of these. The others stay as they are.
+        A tensor counts as a part if it differs between the ranks, or is as long as such a tensor.
+        Other tensors stay as they are.
 
         Args:
             value: Tensors in tuples, lists and dicts; their second axis may be the axis of the
@@ -150,8 +150,10 @@ class SequenceRanks(NamedTuple):
         lengths: set[int] = set()
         for group in self:
             for rank_value in group.all_gather(value):
-                pairs = zip(tensors_of(value), tensors_of(rank_value))
-                lengths.update(t.shape[1] for t, o in pairs if t.ndim > 1 and not _is_equal(t, o))
+                for tensor, other in zip(tensors_of(value), tensors_of(rank_value)):
+                    alike = list(tensor.shape) == list(other.shape)
+                    if tensor.ndim > 1 and not (alike and bool((tensor == other).all())):
+                        lengths.add(tensor.shape[1])
         for group in self:
             lengths = {length for part in group.all_gather([*lengths]) for length in part}
 
@@ -218,10 +220,6 @@ def _length(tensor: Tensor, axis: int) -> int:
             fix="own_part(value, axis=..), and leave out what is no sequence",
         )
     return int(tensor.shape[axis])
-
-
-def _is_equal(tensor: Tensor, other: Tensor) -> bool:
-    return list(tensor.shape) == list(other.shape) and bool((tensor == other).all())
 
 
 def _join(part: Tensor, group: Group, axis: int) -> Tensor:

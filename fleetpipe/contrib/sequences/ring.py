@@ -1,10 +1,10 @@
-"""Attention over sequences that are split along cp: keys and values go from rank to rank.
+"""Attention over sequences that are split along cp: ranks send each other keys and values.
 
 In each of n - 1 rounds every rank sends its own two chunks to another rank, one after the other,
 and receives those of a third (Liu et al., Ring Attention, arXiv:2310.01889; here chunks come
-straight from their owner). Besides its own, a rank holds one chunk, and the copy of one being sent:
-never more than two of the n parts of all keys and values. Backward fetches the chunks again, and
-sends their gradients back to the owners, which add them in the order of the rounds.
+straight from their owner). Besides its own chunks a rank holds one other chunk, and the copy of a
+chunk that it sends: at most two of the n parts of all keys and values. Backward fetches the chunks
+again, and sends their gradients back to the owners, which add them in the order of the rounds.
 
 Attention runs in tiles: queries see the keys of one chunk after another. Of earlier chunks, each
 query keeps the greatest score, the sum of the exponentials relative to it, and the sum of the
@@ -23,7 +23,7 @@ from fleetpipe.contrib.sequences.parts import SequenceRanks
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.paddle_api import paddle
 
-#: Queries, and keys, of a tile.
+#: The queries, and the keys, of a tile.
 TILE = 512
 
 

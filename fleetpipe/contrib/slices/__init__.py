@@ -1,8 +1,8 @@
-"""Cuts sequences into slices, and keeps what layers need of the earlier slices.
+"""Cuts sequences into slices, and keeps values of layers for later slices.
 
 If a schedule cuts the sequences of micro-batches into slices, each slice is a unit. A layer whose
-positions see earlier positions (causal attention, a recurrent net) asks for the values that it kept
-in earlier slices, and keeps its part for later ones::
+positions depend on earlier positions (causal attention, a recurrent net) asks for the values that
+it kept in earlier slices (``earlier``), and keeps its own for later ones (``keep``)::
 
     class Attention(nn.Layer):
         takes_slices = True
@@ -15,9 +15,9 @@ in earlier slices, and keeps its part for later ones::
                 key = paddle.concat([*(k for k, _ in kept), key], axis=-2)
                 ...
 
-A later slice gets leaves in the place of the kept tensors, so that its backward ends there.
-Backwards run from the last slice to the first: when one begins, the leaves hold the sum of the
-gradients of all later slices, and the backward begins from these as well as from its output.
+A later slice gets leaves in place of the kept tensors, at which its backward ends. Backwards run
+from the last slice to the first: when the backward of a slice begins, the leaves have the sum of
+the gradients of all later slices, and it begins from these as well as from its output.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class _Slice:
 
     def __init__(self, earlier: list[_Slice]) -> None:
         self.before = list(earlier)
-        #: By the id of a layer, what it kept, within the graph of this slice.
+        #: By the id of a layer the value that it kept, within the graph of this slice.
         self.kept: dict[int, Nest] = {}
-        #: Likewise, the leaves that later slices get in its place.
+        #: By the id of a layer the leaves that later slices get in place of that value.
         self.handed: dict[int, Nest] = {}
 
 
 class _Backward(NamedTuple):
-    """Stands for a slice while its backward runs, in which layers can keep nothing."""
+    """A slice whose backward runs, in which layers cannot keep values."""
 
 
 _running: list[_Slice | _Backward] = []
@@ -105,6 +105,7 @@ def keep(layer: Layer, value: Nest) -> None:
 
 
 def _now() -> _Slice | None:
+    """Returns the slice whose forward runs; None if sequences are whole."""
     now = _running[-1] if _running else None
     if isinstance(now, _Backward):
         raise UsageError(
@@ -159,7 +160,7 @@ class SliceStates(UnitStates):
         """While it is open, the backward of slice ``number`` runs, after those of later slices.
 
         Yields:
-            The tensors that it begins from besides the output, and their gradients.
+            The tensors from which the backward begins besides the output, and their gradients.
         """
         last = self._kept[stage, number // self._slices][-1]
         tensors, grads = [], []
@@ -176,15 +177,15 @@ class SliceStates(UnitStates):
             _running.pop()
 
     def release(self, stage: int, number: int) -> None:
-        """Drops the values of the last slice that is left of a stage and micro-batch."""
+        """Drops the values of the last remaining slice of a stage and micro-batch."""
         key = stage, number // self._slices
         self._kept[key].pop()
         if not self._kept[key]:
             del self._kept[key]
 
 
-#: How sequences are cut: into so many slices of lengths as equal as can be, or into slices whose
-#: lengths have these proportions.
+#: How sequences are cut: into so many slices of nearly equal lengths, or into slices whose lengths
+#: have these proportions.
 Slicing = int | tuple[int, ...]
 
 #: The first position of a slice, and the one after its last.
@@ -288,7 +289,7 @@ def slice_shares(
         ConfigError: Sequences cannot be cut, or what a function counts cannot be read.
     """
     if not batches.labels:
-        # A rank that does not have the last stage: nobody asks it.
+        # A rank without the last stage needs no shares.
         return []
     cuts = [bounds_of(label, slicing, "a micro-batch") for label in batches.labels]
     return [
@@ -399,7 +400,7 @@ def sequence_chunks(
     return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)
 
 
-#: Layers of Paddle, and those of its tensor parallelism, that see one position at a time.
+#: The layers of Paddle, and of its tensor parallelism, that compute each position by itself.
 _PLACE_BY_PLACE = (
     *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
     *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
@@ -417,8 +418,8 @@ def require_sliceable(entries: Sequence[Any]) -> None:
     """Refuses a list of layers if one may compute something wrong for a slice of a sequence.
 
     Raises:
-        ConfigError: A layer or function is not one of Paddle's that see one position at a time, and
-            does not have ``takes_slices = True``.
+        ConfigError: A layer or function is not one of Paddle's that compute each position by
+            itself, and does not have ``takes_slices = True``.
     """
     functions = (
         (number, function)

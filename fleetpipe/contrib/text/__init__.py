@@ -1,9 +1,9 @@
-"""Text as sequences of tokens: ``fleetpipe.io.PackedText``, which keeps documents apart.
+"""``fleetpipe.io.PackedText``: text as sequences of tokens, in which documents stay apart.
 
-Documents come from files of text, a Hugging Face dataset, or the standard library. Their tokens are
-in files that every rank maps into memory. One process of a host writes these, in a draft that
-appears whole; the others wait for its lock. The name of the folder says of which text and which
-tokenizer they are, so what changes one of these gives another folder.
+Documents (``documents_in``) come from files of text, a Hugging Face dataset, or the standard
+library. Every rank maps files of their tokens into memory (``token_files``). One process of a host
+writes these files into a draft, which is renamed when it is complete; the others wait for its lock.
+The folder's name is a digest of text and tokenizer, so that another text gets another folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-#: What of the standard library is no text about it.
+#: The folders of the standard library that are left out.
 _NO_MODULES = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 _HAS_TEXT = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -75,8 +75,10 @@ def documents_in(folder: Path | None, column: str) -> Documents:
             files = [folder / name for name in names]
             read = partial(_read_dataset, folder, files, column)
         else:
-            next(folder.iterdir(), None)  # rglob says nothing of one that is none
-            files = sorted(path for path in folder.rglob("*") if _is_text(path, folder))
+            next(folder.iterdir(), None)  # raises for a path that is no folder, unlike rglob
+            found = sorted((path.relative_to(folder), path) for path in folder.rglob("*"))
+            visible = (path for way, path in found if not any(p[0] == "." for p in way.parts))
+            files = [path for path in visible if path.is_file()]
             read = partial(_read_texts, files)
         facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
     if not files or (folder / "dataset_dict.json").is_file():
@@ -91,17 +93,12 @@ def documents_in(folder: Path | None, column: str) -> Documents:
 
 
 def _files_of_dataset(state: Path) -> list[str]:
-    """Returns the files that a dataset lists; none for a document that has its name."""
+    """Returns the files that a dataset lists in ``state.json``; none if that is another file."""
     try:
         content = json.loads(state.read_text(encoding="utf-8"))
         return [str(each["filename"]) for each in content["_data_files"]]
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         return []
-
-
-def _is_text(path: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.is_file() and not hidden
 
 
 def _read_texts(files: list[Path]) -> Iterator[str]:
@@ -134,7 +131,7 @@ def _read_dataset(folder: Path, files: list[Path], column: str) -> Iterator[str]
 
 
 def _standard_library() -> Iterator[str]:
-    """Yields the help pages of the language, and what each module says of itself."""
+    """Yields the help pages of the language, and the docstrings of each module."""
     from pydoc_data.topics import topics
 
     yield from topics.values()
@@ -147,24 +144,23 @@ def _standard_library() -> Iterator[str]:
                 yield "\n\n".join(text for text in texts if text)
 
 
-#: Documents that are made tokens together.
+#: The documents that are tokenized together.
 _TOGETHER = 256
 _FORMAT = 2
-#: Characters without a space that a tokenizer is trained on as one word: training takes a time that
-#: grows with the square of it.
+#: The most characters of a word in training a tokenizer, whose time grows with their square.
 _LONGEST_WORD = 256
 #: The name of the token that ends a document, in a tokenizer that is trained here.
 END = "<|endoftext|>"
 
-#: A ``tokenizers.Tokenizer``; the tokens of all documents, each with the token that ends it; the
-#: position after each document; and that token.
+#: A ``tokenizers.Tokenizer``; the tokens of all documents, each followed by the end token; the
+#: position after each document; and the end token.
 TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
 
 
 def token_files(
     documents: Documents, cache: Path, tokenizer: Any, vocabulary: int, end: str
 ) -> TokenFiles:
-    """Returns the tokens of documents, for ``PackedText``; the first process to come writes them.
+    """Returns the tokens of documents, for ``PackedText``; the first process writes them.
 
     Raises:
         CheckpointError: The files are damaged.
@@ -186,13 +182,13 @@ def token_files(
 
 
 def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
-    """Trains a tokenizer of byte pairs, as GPT-2's, which any text can be made tokens with."""
+    """Trains a tokenizer of byte pairs, as GPT-2's, which takes any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.encode_special_tokens = True  # a document may have the name of `end` as text
+    tokenizer.encode_special_tokens = True  # the name of `end` in a document is plain text
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[end],
@@ -205,6 +201,7 @@ def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
 
 
 def _token(tokenizer: Any, name: str) -> int:
+    """Returns the number of a token; raises ConfigError if the tokenizer does not have it."""
     token: int | None = tokenizer.token_to_id(name)
     if token is None:
         added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
@@ -217,7 +214,7 @@ def _token(tokenizer: Any, name: str) -> int:
 
 
 def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
-    # Tokens may be further apart than their number says.
+    # The numbers of tokens may have gaps.
     dtype = np.dtype("uint16" if max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32")
     text = tokenizer.to_str()
     (draft / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -246,7 +243,7 @@ def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
 
 
 def _encodings(documents: Documents, tokenizer: Any) -> Iterator[Any]:
-    """Yields the tokens of whole documents, which a tokenizer may cut or pad for a model."""
+    """Yields the tokens of documents, without the tokenizer's truncation and padding."""
     from tokenizers import Tokenizer
 
     whole = Tokenizer.from_str(tokenizer.to_str())
@@ -282,7 +279,7 @@ def _open(folder: Path) -> TokenFiles:
 
 #: The label of a position that the loss leaves out, as in ``nn.CrossEntropyLoss``.
 IGNORED = -100
-#: The document of positions behind the last token.
+#: The document number of positions after the last token.
 _PADDING = -1
 
 
@@ -291,12 +288,12 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
     """Sequences of tokens from a text; each is ``ids, documents, labels``, all ``[length]``.
 
     ``documents`` numbers the documents of a sequence, for
-    :func:`fleetpipe.dygraph.sequences.attention`; -1 is behind the last token. ``labels`` are the
-    tokens that follow, and -100 where a document ends.
+    :func:`fleetpipe.dygraph.sequences.attention`; it is -1 after the last token. ``labels`` are the
+    next tokens, and -100 where a document ends.
 
-    Every rank makes it alike. The tokens are packed once, by one process of a host, and mapped into
-    memory by all. A :class:`fleetpipe.io.DataLoader`, and ``fit``, give each replica its own
-    sequences, and go on at a sequence.
+    Every rank constructs it in the same way. One process of a host packs the tokens, once, and all
+    map them into memory. A :class:`fleetpipe.io.DataLoader`, and ``fit``, give each replica its own
+    sequences, and resume at a sequence.
 
     Attributes:
         tokenizer: The ``tokenizers.Tokenizer``.
@@ -316,21 +313,21 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         varied: bool = False,
         multiple: int = 64,
     ) -> None:
-        """Opens the tokens of a text, or makes them.
+        """Opens the tokens of a text; makes them if they do not exist.
 
         Args:
             text: A folder in which each file is a document, or one of ``datasets``'
                 ``save_to_disk``; None is the documentation of Python's standard library.
             cache: A folder for the tokens.
-            length: Most positions of a sequence.
+            length: The most positions of a sequence.
             tokenizer: A ``tokenizers.Tokenizer``, or the path of its file. None trains one of byte
                 pairs on the text.
-            vocabulary: Most tokens of one that is trained.
+            vocabulary: The most tokens of a tokenizer that is trained.
             end: The name of the token that ends a document.
             column: The column of a dataset that has the documents.
-            varied: Whether a sequence is a document, or a part of a longer one, and as long as
-                that. Otherwise documents follow each other, and all sequences are full.
-            multiple: What varied sequences of a batch are padded to a multiple of.
+            varied: Whether each sequence is one document, or a part of a longer document. Otherwise
+                documents follow each other, and all sequences are full.
+            multiple: Varied sequences of a batch are padded to a multiple of this length.
 
         Raises:
             CheckpointError: The files of an earlier run are damaged.
@@ -362,17 +359,17 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         self._use(np.concatenate([[0], ends[:-1]]).astype("int64"), ends)
 
     def _use(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Makes these documents, by their positions in the tokens, those of the sequences."""
+        """Sets the documents of the dataset, by their positions in the tokens."""
         if not len(begins):
             raise ConfigError("there is no document in this part", fix="a smaller hold_out(each)")
         self._begins, self._ends = begins, ends
         sizes = ends - begins
-        #: The number of sequences, or else of tokens, before each document, and of all.
+        #: The number of varied sequences, or else of tokens, before each document; at last of all.
         units = -(-(sizes - 1) // self.length) if self._varied else sizes
         self._before = np.concatenate([[0], units.cumsum()])
 
     def hold_out(self, each: int = 20) -> tuple[PackedText, PackedText]:
-        """Returns a dataset without every ``each``-th document, and one of these alone.
+        """Returns a dataset without every ``each``-th document, and a dataset of these documents.
 
         Raises:
             ConfigError: There are fewer documents.
@@ -397,12 +394,14 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         return tokens[:-1], documents[:-1], np.where(kept, tokens[1:], IGNORED)
 
     def _varied_window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens and documents of a varied sequence, with one token more."""
         document = int(np.searchsorted(self._before, index, "right")) - 1
         begin = self._begins[document] + (index - self._before[document]) * self.length
         end = min(begin + self.length + 1, self._ends[document])
         return self._tokens[begin:end].astype("int64"), np.zeros(end - begin, "int32")
 
     def _window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens and documents of a full sequence, with one token more."""
         tokens = np.full(self.length + 1, self.end, "int64")
         documents = np.full(self.length + 1, _PADDING, "int32")
         place, last = index * self.length, int(self._before[-1])
@@ -417,7 +416,7 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         return tokens, documents
 
     def collate(self, samples: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-        """Returns a batch of varied sequences, all as long as the longest or a bit longer.
+        """Returns a batch of varied sequences, padded to a multiple of ``multiple``.
 
         Give it to a loader: ``DataLoader(text, batch_size, collate_fn=text.collate)``.
         """

@@ -51,7 +51,7 @@ _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDes
 class _Description(SeveralLayers):
     """An entry in a list of layers that is replaced by layers when the number of ranks is known."""
 
-    #: Of the whole weights, that of the vocabulary.
+    #: The axis of the vocabulary in the full weights.
     axis = 0
 
     def __init__(self, hidden: int, vocabulary: int, weight_attr: Any, tied: str | None) -> None:
@@ -63,7 +63,7 @@ class _Description(SeveralLayers):
         self.weight_attr, self.tied = weight_attr, tied
 
     def __call__(self, _value: Nest) -> Nest:
-        """Refuses to be called: it is a description."""
+        """Raises ConfigError: a description is no layer."""
         raise ConfigError(
             f"a {type(self).__name__} is a description, which only a PipelineLayer builds",
             fix="make it an entry of the list of layers of a PipelineLayer",
@@ -143,7 +143,7 @@ class VocabularyHead(_Description):
             )
 
     def layers(self, ranks: int) -> list[Any]:
-        """Returns the layers that replace it: a part for each rank, and the loss."""
+        """Returns the layers that replace the head: a part for each rank, and the loss."""
         parts: list[Any] = []
         for part in self.parts(ranks):
             arguments = self.hidden, part, self.weight_attr
@@ -161,7 +161,7 @@ class VocabularyHead(_Description):
 class VocabularyEmbedding(_Description):
     """Describes an embedding to which a :class:`VocabularyHead` may be tied.
 
-    Its rank holds all rows, as parts; every other rank has a copy of the part that its head needs.
+    The embedding's rank holds all rows, as parts; every other rank has a copy of its head's part.
 
     Args:
         key: The key that the head gives as ``tied``.
@@ -174,7 +174,7 @@ class VocabularyEmbedding(_Description):
         super().__init__(hidden, vocabulary, weight_attr, key)
 
     def layers(self, ranks: int) -> list[Any]:
-        """Returns the layer that replaces it."""
+        """Returns the layer that replaces the embedding."""
         parts = self.parts(ranks)
         names = [_name(part.number) for part in parts]
         arguments = self.hidden, parts, self.weight_attr
@@ -187,7 +187,7 @@ def _name(part: int) -> str:
 
 
 def _part(parameter: Tensor, part: PartOfWhole) -> Tensor:
-    """Marks a parameter as a part, so that checkpoints save it within the whole."""
+    """Marks a parameter as a part of a full tensor, which checkpoints save; returns it."""
     parameter.part_of_whole = part
     return parameter
 
@@ -209,15 +209,15 @@ class VocabularyPart(paddle.nn.Layer):
 
     Args:
         hidden: The size of a row.
-        part: Its rows; if the whole is cut along axis 1, the weights are [hidden, rows], as in a
-            Linear.
+        part: The rows; if the full weights are cut along axis 1, those of the part are [hidden,
+            rows], as in a Linear.
         weight_attr: The ``ParamAttr`` of the weights.
         bias_attr: The ``ParamAttr`` of the bias; False for none.
         name: The name of the weights in the layer.
     """
 
     bias: Tensor | None
-    #: It returns numbers of the loss, which no layer of a plain model returns.
+    #: False: it returns numbers of the loss, which no layer of a plain model returns.
     has_plain_output = False
 
     def __init__(
@@ -310,7 +310,7 @@ class EmbeddingInParts(paddle.nn.Layer):
             self.add_parameter(_name(part.number), _part(weight, part))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Adds up the rows of tokens in all parts, [.., hidden]; in all but one they are zeros."""
+        """Returns the rows of tokens, [.., hidden]: the sum over parts, all but one of zeros."""
         looked_up = []
         for part in self._all:
             first, last = part.cut.start, part.cut.stop
@@ -362,9 +362,9 @@ class _Statistics(paddle.autograd.PyLayer):
 
 
 def vocabulary_loss(value: Nest) -> Nest:
-    """Replaces the loss in a list of layers: its stage has no layers of its own.
+    """The function of the loss's stage, which has no layers: returns the parts as a tuple.
 
-    If layers are recomputed, a tuple of one part comes as that part alone.
+    If layers are recomputed, a tuple of one part arrives as that part alone.
     """
     return value if isinstance(value, tuple) else (value,)
 
@@ -390,7 +390,7 @@ def refuse_whole_logits(losses: Sequence[Any]) -> None:
             )
 
 
-#: What a pipeline asks of a loss function behind a last entry that says so.
+#: A pipeline calls it with the loss functions if this is its last entry.
 vocabulary_loss.require_losses = refuse_whole_logits  # type: ignore[attr-defined]
 
 
@@ -421,7 +421,7 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
         A Tensor of the label's shape.
 
     Raises:
-        BoundaryError: The output is of another kind of model, or a label is no class of it.
+        BoundaryError: The model has no VocabularyHead, or a label is no class of it.
     """
     if isinstance(output, DeferredLogits):
         copy: Callable[..., Sequence[Tensor]] = _Copies.apply
@@ -471,7 +471,7 @@ class VocabularyLoss:
             )
         self.ignore_index, self.reduction = ignore_index, reduction
         kind: Any = paddle.nn.CrossEntropyLoss
-        #: The loss that counts the same positions.
+        #: Paddle's loss that counts the same positions.
         self.declares = kind(ignore_index=ignore_index, reduction=reduction)
 
     def __call__(self, output: Nest, label: Tensor) -> Tensor:
@@ -485,9 +485,9 @@ class VocabularyLoss:
 
 
 class HeadBorders(Chain):
-    """Sends the output of the last stage before the head, with the labels, to all its parts.
+    """Sends the output of the last stage before the head, with the labels, to all parts.
 
-    The loss takes the results of the parts, in order.
+    The loss gets the results of the parts, in order.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -495,12 +495,12 @@ class HeadBorders(Chain):
         self._before_head, self._loss = placement.body - 1, placement.stages - 1
 
     def join(self, values: Values) -> Nest:
-        """Returns the value of the one edge; for the loss, a tuple of the values of all parts."""
+        """Returns the input of a stage: one value, or for the loss a tuple of the parts' values."""
         of_loss = next(iter(values)).target == self._loss
         return tuple(values.values()) if of_loss else super().join(values)
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the output as the value of each edge; to the parts, with the labels.
+        """Returns the output as the value of each edge; for the parts with the labels.
 
         Raises:
             BoundaryError: There are no labels.
@@ -522,9 +522,9 @@ class HeadBorders(Chain):
 def with_whole_head(
     layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
 ) -> dict[int, Layer | LayerInParts]:
-    """Returns the layers that get a file; all parts of a vocabulary head get one file.
+    """Returns the layers that get a file by number; all parts of a vocabulary head share one.
 
-    A head tied to the embedding gets none: its weights are in the embedding's file.
+    A head tied to the embedding gets none, since its weights are in the embedding's file.
 
     Args:
         layers: The layers of this process, by number.

@@ -1,7 +1,7 @@
-"""Computes the logits of a captured model in parts, which replace a Linear.
+"""Computes the logits of a captured model in parts, in place of the model's last Linear.
 
-The model then returns the input of that Linear, and its parts are stages after those of the model,
-as in a list of layers that ends in a ``VocabularyHead``.
+``in_place`` replaces the Linear by ``HeadInParts``. The model then returns the input of the Linear,
+and the parts are stages after those of the model, as with a ``VocabularyHead`` in a list of layers.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class HeadInParts(paddle.nn.Layer):
         return [Node(part, (), {}, (), (), (scope,), "") for part in parts]
 
     def defer_logits(self, hidden: Tensor) -> DeferredLogits:
-        """Returns the logits of a plain model that ends in it, which the loss computes."""
+        """Returns the deferred logits of a plain model with this head; the loss computes them."""
         return DeferredLogits(hidden, self.parts)
 
     def stages(
@@ -133,7 +133,7 @@ def _build_part(description: Any, weight: Tensor) -> Any:
 
 
 def _attributes_of(parameter: Tensor) -> Any:
-    """Returns the ``ParamAttr`` with which a part is trained as the parameter would be."""
+    """Returns a ``ParamAttr`` for parts, which are then trained as the parameter would be."""
     return paddle.ParamAttr(
         initializer=initializer_of(parameter) or paddle.nn.initializer.Constant(0.0),
         learning_rate=parameter.optimize_attr["learning_rate"],
@@ -144,7 +144,7 @@ def _attributes_of(parameter: Tensor) -> Any:
 
 
 def _required_linear(model: Layer, path: str) -> Layer:
-    """Returns the Linear of a model that the parts replace."""
+    """Returns the Linear that the parts replace; raises ConfigError if it cannot be replaced."""
     layers = dict(model.named_sublayers())
     linear = layers.get(path)
     if type(linear) is not paddle.nn.Linear:
@@ -171,7 +171,7 @@ def _required_linear(model: Layer, path: str) -> Layer:
 
 @contextmanager
 def in_place(model: Layer, path: str, ranks: int) -> Iterator[HeadInParts]:
-    """Replaces a Linear of a model by a head in parts; an error within the context undoes that.
+    """Replaces a Linear of a model by a head in parts, for good unless the context raises an error.
 
     Args:
         model: The model.
