@@ -1,11 +1,11 @@
 """Provides the names of older Paddle that PaddleFleetX's documents and scripts use.
 
-``paddle.fluid`` is gone since Paddle 2.5. While a script runs under ``fleetpipe run``, or after
-``fleetpipe.install()``, the names of one table exist, and any other name of ``paddle.fluid`` raises
-an error that names its successor.
+Paddle 2.5 removed ``paddle.fluid``. While a script runs under ``fleetpipe run``, or after
+``fleetpipe.install()``, the names of the table ``NAMES`` exist (``provide``), and any other name of
+``paddle.fluid`` raises an error with its successor.
 
-Functions whose successors take other arguments, or are no part of PIR, take the old arguments and
-make layers of today, so that they work in programs of either IR.
+If a successor takes other arguments, or is missing in PIR, a function of this file takes the old
+arguments and makes today's layers, which work in both representations of programs.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def embedding(
     padding_idx: int | None = None,
     param_attr: Attribute = None,
 ) -> Variable:
-    """Looks up rows in a new trainable table, as ``static.nn.embedding`` does, which PIR lacks."""
+    """Looks up rows in a new trainable table, as ``static.nn.embedding``, which PIR lacks."""
     rows, width = size
     layer = paddle.nn.Embedding(
         rows, width, padding_idx=padding_idx, sparse=is_sparse, weight_attr=param_attr
@@ -158,7 +158,7 @@ class Older(NamedTuple):
 
 
 class _CPUPlace(paddle.CPUPlace):
-    """Stands for ``paddle.CUDAPlace`` if there is no GPU, where Paddle's ends the process."""
+    """Replaces ``paddle.CUDAPlace`` if there is no GPU, where Paddle's own ends the process."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ NAMES = (
     Older("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory"),
 )
 
-#: Where Paddle has what ``paddle.fluid`` had, in the order in which a name is looked for.
+#: The modules of Paddle in which a name of ``paddle.fluid`` is looked up, in this order.
 _HOMES = (
     "paddle",
     "paddle.static",
@@ -208,7 +208,7 @@ _HOMES = (
     "paddle.utils",
     "paddle.base",
 )
-#: Names that are others today, and parts of names that are left out.
+#: Names that have changed, and parts that were dropped from names.
 _RENAMED = {
     "elementwise_sub": "subtract",
     "elementwise_mul": "multiply",
@@ -237,11 +237,11 @@ _LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regulariz
 
 
 class FluidName(FleetPipeError, AttributeError):
-    """A name that ``paddle.fluid`` does not have here."""
+    """Raised for an attribute that ``paddle.fluid`` does not have under fleetpipe."""
 
 
 class FluidImport(FleetPipeError, ImportError):
-    """An import of a name that ``paddle.fluid`` does not have here."""
+    """Raised for an import that ``paddle.fluid`` does not have under fleetpipe."""
 
 
 class _Module(ModuleType):
@@ -254,12 +254,13 @@ class _Module(ModuleType):
 
 
 def _refuse_import(fullname: str) -> None:
-    """Refuses the import of names that ``paddle.fluid`` does not have here."""
+    """Raises FluidImport for modules below ``paddle.fluid`` that do not exist."""
     if fullname.startswith(f"{FLUID}."):
         raise FluidImport(**_error_of(fullname))
 
 
 def _error_of(name: str) -> dict[str, Any]:
+    """Returns the arguments of the error for a name of ``paddle.fluid``."""
     today = name_today(name)
     return {
         "summary": f"{name} is gone since Paddle 2.5, and is not among the names that fleetpipe "
@@ -321,7 +322,7 @@ def _owner(path: str, undo: ExitStack) -> Any:
         return _object_at(path)
     if path not in sys.modules:
         module = _Module(path)
-        # A package: what is imported from it is asked of the finder.
+        # A package, so that imports from it reach the finder.
         module.__path__ = []
         sys.modules[path] = module
         undo.callback(sys.modules.pop, path, None)

@@ -1,10 +1,9 @@
 """Runs programs of ColossalAI's legacy pipeline, which change their imports and layers only.
 
 Modules have ColossalAI's paths: ``core``, ``logging``, ``nn``, ``pipeline``, ``trainer`` and
-``utils``. ``context`` reads the configuration, begins the job that it describes, and tells the
-program its rank (``gpc``). ``pipeline.pipelinable`` makes a model without memory; ``sequence`` puts
-its layers in order, and ``model`` turns them into a ``PipelineLayer``. ``engine`` runs batches, and
-``trainer`` epochs of them.
+``utils``. Start with ``context``: it reads the configuration, begins the job, tells the program its
+rank (``gpc``), and runs batches (``Engine``). ``pipeline.pipelinable`` makes a model without
+memory, which ``pipeline`` turns into a ``PipelineLayer``; ``trainer`` runs epochs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The configuration of a program, the job that it describes, and this process's rank in it.
+"""The configuration of a program, its job, this process's rank (``gpc``), and the engine.
 
-``launch_from_torch`` reads a configuration and begins the job; ``gpc`` tells ranks and sizes.
-``initialize`` makes the engine, which runs a batch in the steps of ColossalAI's programs.
+``launch_from_torch`` reads a configuration and begins the job. ``initialize`` makes the engine,
+which runs batches.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fleetpipe.errors import ConfigError, StateError, UsageError, require_whole
 from fleetpipe.job.job import Job, required_job
 from fleetpipe.paddle_api import paddle
 
-#: What a program may give as its configuration.
+#: The kinds of configurations that a program may pass.
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 _ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")
-#: What ColossalAI reads and is not configured here, and what to do instead.
+#: Entries of ColossalAI that are refused, each with what to use instead.
 _ELSEWHERE = {
     "fp16": "leave it out: on CPU Paddle computes in float32; else use strategy.amp of fleet",
     "zero": "leave it out, or use sharding_degree of fleetpipe.fleet",
@@ -40,9 +40,9 @@ _ELSEWHERE = {
     "gradient_handler": "leave it out: replicas and tied weights are reduced by themselves",
     "clip_grad_norm": "give it to the optimizer: grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)",
 }
-#: How alike a misspelt name is, of 1: NUM_BATCHES, at 0.79, may be a program's own.
+#: The least similarity of a misspelt name, at most 1: NUM_BATCHES, at 0.79, is a program's own.
 _NEAR = 0.8
-#: ColossalAI's own.
+#: ColossalAI's default.
 DEFAULT_SEED = 1024
 
 
@@ -57,14 +57,14 @@ class Config(dict[str, Any]):
 
     @classmethod
     def read(cls, source: ConfigSource) -> Config:
-        """Reads a configuration and checks the entries that are used here.
+        """Reads a configuration and checks the entries that fleetpipe uses.
 
         Args:
             source: A mapping, or the path of a Python file that assigns the entries.
 
         Raises:
             ConfigError: An entry has a value that cannot be used.
-            UsageError: ``source`` is neither.
+            UsageError: ``source`` is neither a mapping nor a path.
         """
         if isinstance(source, (str, os.PathLike)):
             source = runpy.run_path(os.fspath(source))
@@ -96,7 +96,7 @@ class Config(dict[str, Any]):
 
 
 def _refuse_misspelt(names: Iterable[str], entries: Iterable[str], where: str) -> None:
-    """Refuses a name that is nearly one of ``entries``; any other is the program's own."""
+    """Refuses a name that resembles one of ``entries``; any other name is the program's own."""
     for name in names:
         near = difflib.get_close_matches(str(name), entries, n=1, cutoff=_NEAR)
         if near and near[0] != name:
@@ -114,7 +114,7 @@ class ParallelMode(enum.Enum):
 
 
 class GlobalContext:
-    """The configuration of the program and the ranks of this process; there is one, ``gpc``.
+    """The configuration of the program and the ranks of this process; ``gpc`` is the only one.
 
     A process that plays all ranks of a pipeline is its first rank and its last.
     """
@@ -203,7 +203,7 @@ class GlobalContext:
         return required_job("there is no job yet, or it has ended", fix=fix)
 
 
-#: The one object that ColossalAI calls ``global_context``, and its programs ``gpc``.
+#: ColossalAI's ``global_context``, which its programs call ``gpc``.
 gpc = GlobalContext()
 
 
@@ -303,7 +303,7 @@ def initialize(
 
 
 class RecordedLoss(paddle.nn.Layer):
-    """A loss that records outputs and labels of micro-batches while :meth:`recording` is open.
+    """The user's loss, which records outputs and labels while :meth:`recording` is open.
 
     Attributes:
         criterion: The user's loss.
@@ -316,7 +316,7 @@ class RecordedLoss(paddle.nn.Layer):
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[Nest, Nest]]]:
-        """While it is open, its list has each micro-batch's output and label, in their order."""
+        """While it is open, appends the output and label of each micro-batch to the list."""
         recorded: list[tuple[Nest, Nest]] = []
         self._recorded = recorded
         try:
@@ -411,25 +411,24 @@ class Engine:
                 fix="data_iter = iter(train_dataloader) for each epoch, of a dataset of pairs",
             )
         self.model.micro_batch_size = self._rows(batch, exact=not forward_only)
+        data = list(batch)
         if not return_loss:
-            outputs, loss = self.model.eval_batch(list(batch)), None
+            outputs, loss = self.model.eval_batch(data), None
         else:
             with self.loss.recording() as recorded:
-                loss = self._loss_of(list(batch), forward_only)
+                if forward_only:
+                    loss = self.model.eval_batch(data, compute_loss=True)
+                else:
+                    self.model._prepare_training(data, self.optimizer)
+                    self._has_gradients = True
+                    loss = self.model.forward_backward_pipeline(data)
             outputs = [output for output, _ in recorded]
         if not return_output_label or not self.model.is_pipeline_last_stage():
             return None, None, loss
         return join_outputs(outputs), batch[1], loss
 
-    def _loss_of(self, data: list[Nest], forward_only: bool) -> Nest:
-        """Runs a batch, and returns its loss."""
-        if forward_only:
-            return self.model.eval_batch(data, compute_loss=True)
-        self.model._prepare_training(data, self.optimizer)
-        self._has_gradients = True
-        return self.model.forward_backward_pipeline(data)
-
     def _require_mode(self, forward_only: bool, return_loss: bool) -> None:
+        """Refuses options that do not fit the engine's mode, and gradients of an earlier batch."""
         if not forward_only and not return_loss:
             raise ConfigError(
                 "a batch that trains has a loss",
@@ -452,7 +451,7 @@ class Engine:
             )
 
     def _rows(self, batch: Nest, exact: bool) -> int:
-        """Returns the rows of a micro-batch."""
+        """Returns the rows of a micro-batch; raises ConfigError if ``exact`` and rows remain."""
         count = self.model.accumulate_steps
         rows = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
         if exact and rows % count:

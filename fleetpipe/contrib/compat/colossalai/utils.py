@@ -141,7 +141,7 @@ def get_dataloader(
     return DataLoader(dataset, shuffle=shuffle, drop_last=drop_last, **options)
 
 
-#: What Paddle's and the original site call the file.
+#: The name of the file on its own site and in Paddle.
 FILE = "cifar-10-python.tar.gz"
 _MEAN = np.array([0.4914, 0.4822, 0.4465], "float32")
 _SCALE = np.array([0.2023, 0.1994, 0.2010], "float32")
@@ -224,7 +224,7 @@ class Images(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6
         return len(self._images)
 
     def _crop_at_random(self, pixels: np.ndarray, size: int) -> np.ndarray:
-        """Returns a random part of the padded image, which half of all calls mirror."""
+        """Returns a random part of the padded image, mirrored in half of the calls."""
         numbers = sample_generator()
         side = (self._padding, self._padding)
         padded = np.pad(pixels, (side, side, (0, 0)))

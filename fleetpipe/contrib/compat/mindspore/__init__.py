@@ -1,8 +1,8 @@
 """Runs programs of MindSpore's pipeline of r1.5 and r1.6, whose sublayers have stages.
 
 ``context`` keeps the options and begins the job, ``nn`` has the cells around a network and the
-stages of its sublayers, ``model`` captures, cuts and trains it. ``communication`` and ``train``
-export names at MindSpore's paths.
+stages of its sublayers, and ``train`` the ``Model`` that captures, cuts and trains it.
+``communication`` and ``train.callback`` have names at MindSpore's paths.
 """
 
 from __future__ import annotations

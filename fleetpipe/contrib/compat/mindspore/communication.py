@@ -1,4 +1,4 @@
-"""MindSpore's module of this name: begins the job, and tells this process's rank in it."""
+"""``communication``: begins the job, and tells this process's rank in it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """``context``: MindSpore's options for pipelines, and the job that they describe.
 
-``set_auto_parallel_context`` checks and keeps options. The job begins with ``init()``, or when
-something first asks which stage this process has. MindSpore's programs call ``init()`` before or
-after they set the stages: where no option says yet how the job is parallel, it begins with the
-option that does.
+``set_auto_parallel_context`` checks and keeps options. The job begins with ``init()``, or when the
+stage of this process is first needed. MindSpore's programs may call ``init()`` before they set the
+stages; then the job begins when an option makes it parallel.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ class ParallelMode(str, enum.Enum):
 
 #: MindSpore's modes of execution.
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
-#: What ``set_context`` is given for MindSpore alone: Paddle chooses the device, and how it runs.
+#: Options of ``set_context`` without effect: Paddle chooses the device, and how it runs.
 _WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_device_memory")
 
-#: MindSpore's names of schedules; any of fleetpipe's is taken too.
+#: Fleetpipe's names of MindSpore's schedules; other names are fleetpipe's own.
 SCHEDULERS = {"1f1b": "1F1B", "gpipe": "FThenB", "zero_bubble_v": "ZBV"}
 
 
 def require_number(
     name: str, value: object, least: int, rule: str, fix: str, where: str | None = None
 ) -> int:
-    """Calls :func:`require_whole`; a value that is no whole number is MindSpore's TypeError."""
+    """Calls :func:`require_whole`; raises UsageError, a TypeError, for a value that is no int."""
     if isinstance(value, bool) or not isinstance(value, int):
         got = f"{value!r} of type {type(value).__name__}"
         raise UsageError(rule, where=where, got=got, fix=fix)
@@ -97,7 +96,7 @@ class Options:
 
     @property
     def parallel(self) -> bool:
-        """Whether the mode is set, and the stages that it needs."""
+        """Whether the mode makes the job parallel, and the stages that it needs are set."""
         if self.parallel_mode == ParallelMode.SEMI_AUTO_PARALLEL:
             return self.pipeline_stages > 1
         return self.parallel_mode != ParallelMode.STAND_ALONE
@@ -127,7 +126,7 @@ class Options:
                 "ParallelMode.SEMI_AUTO_PARALLEL)",
             )
         made = fleet.DistributedStrategy()
-        # Stage s has the ranks s * n to s * n + n - 1, of n = world size / stages.
+        # Stage s is on the ranks s * n to s * n + n - 1, with n = world size / stages.
         made.hybrid_configs = {
             "dp_degree": -1,
             "pp_degree": self.pipeline_stages,
@@ -145,7 +144,7 @@ class Options:
 
 OPTIONS = [field.name for field in fields(Options)]
 _options = Options()
-#: Whether ``init()`` was called, and its job has not begun.
+#: Whether ``init()`` was called, but has not begun the job yet.
 _initialized = False
 
 
@@ -215,8 +214,8 @@ def options() -> Options:
 def init(backend_name: str | None = None) -> None:
     """Begins the job of ``pipeline_stages``. Collective over all processes of the launcher.
 
-    Called before any option, it begins the job once the options say how it is parallel. Functions
-    that need a job begin it themselves; call this if the data is sharded before that.
+    If no option makes the job parallel yet, it begins with the option that does. Functions that
+    need a job begin it themselves; call this if the data is sharded before that.
 
     Args:
         backend_name: Accepted without effect.

@@ -1,7 +1,7 @@
 """``nn``: the cells that a program wraps its network in, and the stages of sublayers.
 
-A network is any Layer of Paddle's. ``Cell`` is a Layer whose forward is called ``construct``, and
-which checks ``pipeline_stage`` when it is set; that of another Layer is checked when it is read.
+A network is any Layer of Paddle's. ``Cell`` is a Layer whose forward is called ``construct``. Its
+``pipeline_stage`` is checked when it is set; that of another Layer when it is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleetpipe.paddle_api.tensor import give_parameters_a_method
 from fleetpipe.schedules import build
 from fleetpipe.schedules.registry import default_chunks
 
-#: The attribute of a parameter that holds the stages it was given by itself.
+#: The attribute with the stages that :func:`add_pipeline_stage` gave a parameter.
 _OF_PARAMETER = "pipeline_stages"
 
 
@@ -32,7 +32,7 @@ class Cell(paddle.nn.Layer):
         """Computes the output of the cell; a subclass defines it.
 
         Raises:
-            UsageError: The subclass does not.
+            UsageError: The subclass does not define it.
         """
         raise UsageError(
             f"{type(self).__name__} has no construct", fix="def construct(self, x): return .."
@@ -70,9 +70,9 @@ def Momentum(
     Args:
         params: The parameters to update, as from :func:`infer_param_pipeline_stage`.
         learning_rate: A rate, or a scheduler of Paddle's.
-        momentum: How much of the last step goes into the next.
-        weight_decay: How much of a parameter is added to its gradient.
-        use_nesterov: Whether the step looks ahead.
+        momentum: The share of the last step in the next one.
+        weight_decay: The share of a parameter that is added to its gradient.
+        use_nesterov: Whether Nesterov's momentum is used.
     """
     return paddle.optimizer.Momentum(
         learning_rate, momentum, params, use_nesterov, weight_decay or None
@@ -121,7 +121,7 @@ class PipelineCell(Cell):
 
         Args:
             network: The network and its loss.
-            micro_size: The number of micro-batches, at least that of the stages.
+            micro_size: The number of micro-batches, at least the number of stages.
 
         Raises:
             UsageError: ``network`` is no WithLossCell, or ``micro_size`` no int.
@@ -173,7 +173,7 @@ def rows_of_micro_batch(rows: int, micro_size: int) -> int:
 
 
 def add_pipeline_stage(parameter: Tensor, stage: int) -> None:
-    """Declares that a parameter is used in another stage than its sublayer's too.
+    """Declares that a parameter is used in another stage too, besides its sublayer's.
 
     ``parameter.add_pipeline_stage(stage)`` does the same. A parameter that two sublayers share,
     each with a stage, needs no such call.

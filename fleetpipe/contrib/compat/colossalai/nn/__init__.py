@@ -1,4 +1,4 @@
-"""``colossalai.nn``, as far as its tutorials use it: the learning rate and the accuracy."""
+"""``colossalai.nn``: the learning rate and the accuracy that its tutorials use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""``colossalai.pipeline``: makes a model without memory, cuts it, and fills its stages.
+"""``colossalai.pipeline``: makes a model without memory, cuts it, and builds its stages.
 
-A user's ``exec_seq`` becomes layers in order, each with the functions around it. The model that
-``partition`` returns is a ``PipelineLayer`` of these with the plain model's keys. Start with
-``pipelinable.py``.
+Start with ``pipelinable.py``. ``read_sequence`` turns a user's ``exec_seq`` into layers in order,
+each with the functions around it. ``PipelinableModel`` is a ``PipelineLayer`` of these layers with
+the plain model's keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.tensor import has_memory
 
-#: Where an execution sequence is cut by the policy "customized".
+#: The entry of an execution sequence at which the policy "customized" cuts.
 SPLIT_NODE = "SPLIT_NODE"
 _OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
 _UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
@@ -35,7 +35,7 @@ class LayerCall(NamedTuple):
     behind: tuple[Callable[..., Any], ...] = ()
 
     def __call__(self, layer: Layer, value: Nest) -> Nest:
-        """Returns the value for the next entry, from that of the entry before."""
+        """Calls the functions and the layer on a value; a tuple is several arguments."""
         for function in (*self.front, layer, *self.behind):
             value = function(*value) if isinstance(value, tuple) else function(value)
         return value
@@ -74,80 +74,43 @@ def read_sequence(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionS
         ConfigError: An entry is none of these, names no sublayer, or has no layer before or after
             it; or a parameter or buffer of the model is in none of the layers.
     """
-    reader = _Reader(model)
+    steps: list[SequenceStep] = []
+    front: list[Callable[..., Any]] = []
+    splits: list[int] = []
     for entry in _children(model) if exec_seq is None else exec_seq:
-        reader.take(entry)
-    sequence = reader.finish()
-    _require_cover(model, sequence.steps)
-    return sequence
-
-
-class _Reader:
-    """Reads the entries of an ``exec_seq`` one after another."""
-
-    def __init__(self, model: Layer) -> None:
-        self._model = model
-        self._sublayers = dict(model.named_sublayers())
-        self._steps: list[SequenceStep] = []
-        self._front: list[Callable[..., Any]] = []
-        self._splits: list[int] = []
-
-    def take(self, entry: object) -> None:
         if isinstance(entry, str) and entry == SPLIT_NODE:
-            self._splits.append(len(self._steps))
-        elif isinstance(entry, str):
-            call = LayerCall(front=tuple(self._front))
-            self._steps.append(SequenceStep(entry, self._layer(entry), call))
-            self._front = []
-        elif isinstance(entry, tuple) and len(entry) == 2:
-            self._take_function(*entry)
-        else:
-            self._take_function(entry, "behind" if self._steps else "front")
-
-    def finish(self) -> ExecutionSequence:
-        if self._front:
-            raise ConfigError(
-                "exec_seq ends with a function that stands in front of nothing",
-                got=", ".join(map(_name, self._front)),
-                fix='write (function, "behind"), or name the layer that it stands in front of',
-            )
-        return ExecutionSequence(tuple(self._steps), tuple(self._splits))
-
-    def _take_function(self, function: Any, place: object) -> None:
+            splits.append(len(steps))
+            continue
+        if isinstance(entry, str):
+            steps.append(SequenceStep(entry, _layer(model, entry), LayerCall(tuple(front))))
+            front = []
+            continue
+        is_pair = isinstance(entry, tuple) and len(entry) == 2
+        function, place = entry if is_pair else (entry, "behind" if steps else "front")
         _require_function(function, place)
         if place == "front":
-            self._front.append(function)
-            return
-        if not self._steps:
+            front.append(function)
+            continue
+        if not steps:
             raise ConfigError(
                 "exec_seq begins with a function that stands behind nothing",
                 got=f'({_name(function)}, "behind")',
                 fix='write (function, "front"), or the function alone: it is given the inputs',
             )
-        last = self._steps[-1]
-        call = last.call._replace(behind=(*last.call.behind, function))
-        self._steps[-1] = last._replace(call=call)
-
-    def _layer(self, name: str) -> Layer:
-        layer: Layer = self._sublayers.get(name)
-        if layer is None:
-            # A layer that the model has twice is known by its first name.
-            layer = _sublayer_at(self._model, name)
-        if layer is None:
-            raise ConfigError(
-                f"exec_seq names {name!r}, and the model has no such sublayer",
-                fix=nearest(name, self._sublayers),
-            )
-        if isinstance(layer, _UNCALLABLE):
-            raise ConfigError(
-                f"exec_seq names {name!r}, which cannot be called",
-                got=type(layer).__name__,
-                fix=f"name what is in it, as in {name + '.0'!r}",
-            )
-        return layer
+        call = steps[-1].call
+        steps[-1] = steps[-1]._replace(call=call._replace(behind=(*call.behind, function)))
+    if front:
+        raise ConfigError(
+            "exec_seq ends with a function that stands in front of nothing",
+            got=", ".join(map(_name, front)),
+            fix='write (function, "behind"), or name the layer that it stands in front of',
+        )
+    _require_cover(model, steps)
+    return ExecutionSequence(tuple(steps), tuple(splits))
 
 
 def _children(model: Layer) -> list[str]:
+    """Returns the names of the children, and of those in LayerLists and Sequentials."""
     names = []
     for name, child in model.named_children():
         opened = child.named_children() if isinstance(child, _OPENED) else ()
@@ -155,18 +118,27 @@ def _children(model: Layer) -> list[str]:
     return names
 
 
-def _sublayer_at(model: Layer, name: str) -> Layer:
-    """Returns the sublayer at a dotted path; None if there is none."""
+def _layer(model: Layer, path: str) -> Layer:
+    """Returns the sublayer at a dotted path; raises ConfigError if it cannot be called."""
     layer = model
-    for part in name.split("."):
+    for part in path.split("."):
         layer = getattr(layer, part, None)
         if not isinstance(layer, paddle.nn.Layer):
-            return None
+            raise ConfigError(
+                f"exec_seq names {path!r}, and the model has no such sublayer",
+                fix=nearest(path, dict(model.named_sublayers())),
+            )
+    if isinstance(layer, _UNCALLABLE):
+        raise ConfigError(
+            f"exec_seq names {path!r}, which cannot be called",
+            got=type(layer).__name__,
+            fix=f"name what is in it, as in {path + '.0'!r}",
+        )
     return layer
 
 
 def _require_function(function: object, place: object) -> None:
-    """Refuses an entry that cannot be in an execution sequence."""
+    """Refuses a function or a place that an execution sequence cannot have."""
     if place not in ("front", "behind") or not callable(function) or isinstance(function, type):
         raise ConfigError(
             "an entry of exec_seq is neither the name of a sublayer nor a function",
@@ -207,7 +179,7 @@ _descriptions: Any = paddle_fleet.meta_parallel
 
 
 class Called(paddle.nn.Layer):
-    """A layer of the model with its call, as one layer of a ``PipelineLayer``."""
+    """A layer of the model with the functions around it, as one layer of a ``PipelineLayer``."""
 
     def __init__(self, layer: Layer, call: LayerCall) -> None:
         super().__init__()
@@ -232,7 +204,7 @@ class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
         return Called(_with_memory(self._layer), self._call)
 
     def blueprint(self) -> Called:
-        """Returns the layer as it is, for names and shapes."""
+        """Returns the layer without memory, for names and shapes."""
         return Called(self._layer, self._call)
 
 
@@ -246,7 +218,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
 
         Args:
             key: The key of all entries that share a weight.
-            name: The layer's name, which tells it from others of its class.
+            name: The layer's name, unique among those of its class.
             layer: The layer.
             call: Calls the layer with the functions around it.
             attributes: The weights that it shares with other layers.
@@ -259,7 +231,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
         return _with_memory(self._layer)
 
     def blueprint(self) -> Layer:
-        """Returns the layer as it is, for names and shapes."""
+        """Returns the layer without memory, for names and shapes."""
         return self._layer
 
 
@@ -384,14 +356,14 @@ class PipelinableModel(PipelineLayer):
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Takes this process's parameters and buffers from a state dict of the plain model.
+        """Sets this process's parameters and buffers from a state dict of the plain model.
 
         Args:
             state_dict: The state dict of the whole model, or of this rank.
             use_structured_name: Accepted without effect.
 
         Returns:
-            The keys of this process that are missing, and those that the model does not have.
+            The keys of this process that are missing, and the keys that the model does not have.
         """
         here = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
         keys = {plain: here[id(tensor)] for plain, tensor in self.state_dict().items()}

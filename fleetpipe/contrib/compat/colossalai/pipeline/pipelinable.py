@@ -1,7 +1,7 @@
 """``PipelinableContext``: makes a model without memory, orders its layers, and cuts it.
 
 A cut is a list of boundaries as in ``fleetpipe.partition``: the first layer of each stage, then the
-number of layers. There are ranks times chunks stages, which are dealt to the ranks in turn.
+number of layers. There are ranks times chunks stages; stage s is on rank s modulo ranks.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ def boundaries(
     """Cuts a list of layers; returns the first layer of each stage, then their number.
 
     Args:
-        policy: ``"uniform"``: in each of ``chunks`` equal pieces every rank gets as many layers,
-            the last ranks one more; ``"balanced"``: the heaviest stage is as light as possible;
-            ``"customized"``: at ``splits``; a mapping: the layers of each rank.
+        policy: ``"uniform"``: cuts each of ``chunks`` equal pieces into equally many layers for
+            every rank, or one more for the last ranks; ``"balanced"``: the heaviest stage is as
+            light as possible; ``"customized"``: cuts at ``splits``; a mapping: the layers of each
+            rank.
         weights: Numbers of parameters of the layers.
         splits: Number of layers before each SPLIT_NODE.
         ranks: Ranks of the pipeline.
         chunks: Chunks of each rank.
 
     Raises:
-        PartitionError: There is no such policy, or it has no such cut.
+        PartitionError: There is no such policy, or it does not fit the numbers.
     """
     count, stages = len(weights), ranks * chunks
     if splits and policy != "customized":
@@ -68,7 +69,7 @@ def boundaries(
         return _uniform(count, ranks, chunks)
     if policy != "balanced":
         raise PartitionError(f"there is no policy {policy!r}", fix=nearest(str(policy), POLICIES))
-    # A layer without parameters counts a little: it would else cost nothing to pile them up.
+    # A layer without parameters counts as one: any number of them would else be in one stage.
     return balanced([max(weight, 1) for weight in weights], stages)
 
 
@@ -141,7 +142,7 @@ class PipelinableContext:
         self.policy = policy
 
     def __enter__(self) -> PipelinableContext:
-        """Makes new layers have no memory from here on."""
+        """Makes the layers that are built from here on have no memory."""
         self._made = []
         with ExitStack() as entered:
             entered.enter_context(random_states_kept())
@@ -156,7 +157,7 @@ class PipelinableContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends that, and takes the model that was made, unless an error passes through.
+        """Ends this, and takes the model that was made, unless an error was raised.
 
         Raises:
             ConfigError: More than one model was made, or none; or its constructor computes with
@@ -212,7 +213,7 @@ class PipelinableContext:
         Raises:
             ConfigError: ``pipeline_size`` or ``rank`` is not that of the job, or ``num_chunks``
                 not the configuration's.
-            PartitionError: The policy has no such cut.
+            PartitionError: The policy does not fit the numbers.
             StateError: :meth:`to_layer_list` was not called.
         """
         _require_configured(num_chunks)
@@ -230,7 +231,7 @@ class PipelinableContext:
 
 @contextmanager
 def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
-    """While it is open, adds every layer whose constructor runs to ``made``."""
+    """While it is open, adds a reference to every layer that is constructed to ``made``."""
     constructor: Any = paddle.nn.Layer.__init__
 
     @functools.wraps(constructor)
@@ -243,7 +244,7 @@ def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
 
 
 def _outermost(made: list[Layer]) -> Layer:
-    """Returns the layer that contains all others, except layers without parameters."""
+    """Returns the layer that contains all others; layers without parameters do not count."""
     inner = {id(part) for layer in made for part in layer.sublayers()}
     outer = [layer for layer in made if id(layer) not in inner and layer.state_dict()]
     if len(outer) == 1:
@@ -260,7 +261,7 @@ def _outermost(made: list[Layer]) -> Layer:
 
 
 def _require_configured(num_chunks: int) -> None:
-    """Refuses another number of chunks than the configuration's, which ColossalAI runs."""
+    """Refuses another number of chunks than NUM_CHUNKS of the configuration."""
     configured = gpc.configured_chunks
     if configured not in (None, num_chunks):
         raise ConfigError(

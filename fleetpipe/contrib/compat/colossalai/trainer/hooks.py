@@ -1,7 +1,8 @@
-"""``colossalai.trainer.hooks``: what a ``Trainer`` calls around batches and epochs, and itself.
+"""``colossalai.trainer.hooks``: the ``Trainer``, and the hooks that it calls.
 
-``Trainer`` trains an engine epoch by epoch. A program's own hooks derive from ``BaseHook``. The
-other hooks measure figures, log them, step the learning rate and save checkpoints.
+``Trainer`` trains an engine epoch by epoch, and calls hooks around batches and epochs. A program's
+own hooks derive from ``BaseHook``. The other hooks measure figures, log them, step the learning
+rate and save checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Trainer:
     Attributes:
         engine: The engine that is trained.
         states: The values that hooks share: ``metrics``, by mode and name, and their own.
-        hooks: The hooks of the ``fit`` that runs, in their order.
+        hooks: The hooks of the running ``fit``, in their order.
         cur_epoch: Epochs that have ended.
         cur_step: Batches that were trained.
     """
@@ -293,7 +294,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
     def on_eval_end(self, logs: Any = None) -> None:
         """Calls ``after_test_epoch`` and ``after_test`` of the hooks."""
         self._timer.stop("Test-epoch", keep_in_history=True)
-        # For callbacks that write what they are told.
+        # Other callbacks log the values of logs.
         metrics = self._trainer.states["metrics"]["test"].items()
         logs.update({name: metric.get_accumulated_value() for name, metric in metrics})
         self._call("after_test_epoch")
@@ -332,7 +333,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
 
 
 def _on_columns(loss: RecordedLoss) -> Callable[..., Tensor]:
-    """Turns a loss into one that takes the columns one by one, as ``fit`` calls it."""
+    """Returns a loss that takes outputs and label as separate arguments, as ``fit`` passes them."""
 
     def on_columns(*columns: Tensor) -> Tensor:
         *outputs, label = columns

@@ -1,7 +1,4 @@
-"""MindSpore's package of this name: ``Model``, and the callbacks that it calls.
-
-``Model`` trains a ``PipelineCell`` by the loop of ``fleetpipe.Model``.
-"""
+"""``train``: ``Model`` captures, cuts and trains a ``PipelineCell``, by ``fleetpipe.Model.fit``."""
 
 from __future__ import annotations
 
@@ -87,14 +84,15 @@ class Model:
         self._data = PeekedData(train_dataset)
         inputs = self._data.first[0]
         size = self._cell.micro_size
-        rows = nn.rows_of_micro_batch(_rows(inputs), size)
+        rows = next((int(t.shape[0]) for t in tensors_of(inputs) if t.ndim), 0)
+        rows = nn.rows_of_micro_batch(rows, size)
         options = context.options()
         job = context.job()
         fleet.init(is_collective=True, strategy=options.strategy(size, rows))
         network = self._cell.network.backbone_network
         example = map_tensors(lambda tensor: tensor[:rows], inputs)
         loss = self._cell.network.loss_fn
-        # A whole model beside the first batches would take the memory that stages are to save.
+        # Not verify="first", which would keep the whole model on each rank.
         captured = pipeline(network, example, loss, nn.stages_of_layers(network), verify=True)
         _require_declared(captured, network)
         self._trainer = Trainer(captured)
@@ -136,7 +134,8 @@ class Model:
         peeked = self._data is not None and self._data.dataset is train_dataset
         data = self._data if peeked else train_dataset
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        checked = [*(one for one in listed if one is not None), LossMonitor(0)]  # which ends on NaN
+        # LossMonitor ends the training at a NaN.
+        checked = [*(one for one in listed if one is not None), LossMonitor(0)]
         self._require_trainer().fit(data, epochs=epoch, callbacks=checked, verbose=0)
 
     def _require_trainer(self) -> Trainer:
@@ -149,7 +148,7 @@ class Model:
 
 
 class PeekedData:
-    """Data whose first batch was read ahead, without beginning its pass again.
+    """Data whose first batch is read ahead and then yielded again as the first.
 
     Attributes:
         dataset: The data.
@@ -186,12 +185,8 @@ class PeekedData:
         return itertools.chain([self.first], begun)
 
 
-def _rows(inputs: Nest) -> int:
-    return next((int(tensor.shape[0]) for tensor in tensors_of(inputs) if tensor.ndim), 0)
-
-
 def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
-    """Refuses a parameter that no optimizer of its stage would train."""
+    """Refuses a parameter that is used in a stage whose optimizer would not train it."""
     for name, _, declared in nn.stages_of_parameters(network):
         used = captured.users[name]
         missing = sorted(set(used) - declared)
@@ -208,14 +203,14 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     """Writes the stages and the plan of this rank into ``folder/rank_<rank of the job>``.
 
     For each stage of this rank ``stage_<s>.txt`` has its nodes in order, with file, line and
-    parameters. ``plan.txt`` has what all ranks run, sends and receives too, and ``schedule.json``
-    draws it in chrome://tracing.
+    parameters. ``plan.txt`` has the plan of all ranks, and ``schedule.json`` is the simulated
+    schedule for chrome://tracing.
 
     Args:
         captured: The model.
         schedule: The schedule that runs.
         job: The job.
-        folder: The folder, which is made if it does not exist.
+        folder: The folder; it is created if it does not exist.
     """
     rank_folder = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
     rank_folder.mkdir(parents=True, exist_ok=True)
@@ -230,6 +225,7 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
 
 
 def _lines(form: Form, stage: int) -> Iterator[str]:
+    """Yields the nodes of a stage, each followed by its parameters."""
     for node in form.nodes(stage):
         yield f"{node.name}  {node.place}"
         for parameter in _parameters(node):

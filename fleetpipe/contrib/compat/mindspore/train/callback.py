@@ -1,4 +1,4 @@
-"""MindSpore's module of this name. Other callbacks are those of ``fleetpipe.callbacks``."""
+"""``train.callback``; other callbacks are those of ``fleetpipe.callbacks``."""
 
 from __future__ import annotations
 
