@@ -23,14 +23,7 @@ from fleetpipe.schedules import Schedule, build
 from fleetpipe.schedules.action import flatten
 from fleetpipe.schedules.simulation import replay
 
-__all__ = [
-    "Cluster",
-    "StepEstimate",
-    "TrainingJob",
-    "JobLayout",
-    "Memory",
-    "Transformer",
-]
+__all__ = ["Cluster", "StepEstimate", "TrainingJob", "JobLayout", "Memory", "Transformer"]
 
 
 @lru_cache(maxsize=1024)

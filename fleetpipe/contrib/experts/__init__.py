@@ -28,11 +28,7 @@ from fleetpipe.paddle_api.layer import MoELayer, NaiveGate
 from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
 from fleetpipe.paddle_api.tensor import to_host
 
-__all__ = [
-    "AuxiliaryLoss",
-    "ExpertList",
-    "Experts",
-]
+__all__ = ["AuxiliaryLoss", "ExpertList", "Experts"]
 
 
 _VALUE, _LOSS = "value", "auxiliary loss"

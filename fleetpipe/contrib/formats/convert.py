@@ -55,14 +55,7 @@ from fleetpipe.paddle_api.optimizer import scheduler_of
 from fleetpipe.paddle_types import Layer, Optimizer, Program
 from fleetpipe.version import __version__
 
-__all__ = [
-    "FORMATS",
-    "Format",
-    "convert",
-    "format_of",
-    "read_map",
-    "write_parameters",
-]
+__all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_parameters"]
 
 
 SCHEDULER = "lr_scheduler"

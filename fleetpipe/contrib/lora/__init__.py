@@ -28,12 +28,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.representation import shows
 
-__all__ = [
-    "BasePart",
-    "TrainedPart",
-    "adapt",
-    "merge",
-]
+__all__ = ["BasePart", "TrainedPart", "adapt", "merge"]
 
 
 def adapt(

@@ -8,16 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fleetpipe.aliases import Block, Clip, Op, Optimizer, Program, Variable
-from fleetpipe.contrib.program_ir import (
-    belongs_to_loader,
-    create_variable,
-    draws_of,
-    inside,
-    is_tensor,
-    line_of,
-    reads_of,
-    temporary,
-)
+from fleetpipe.contrib import program_ir
 from fleetpipe.contrib.program_ir.program_stage import ProgramStage
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable
@@ -52,10 +43,12 @@ class ProgramReader:
         operations = [Operation("variable", (), (self._write(n),), None, True) for n in sources]
         written: dict[int, tuple[int, ...]] = {}
         for op in self._block.ops:
-            if belongs_to_loader(op):
-                operations.append(Operation(op.type, (), (), None, True, line_of(op)))
+            if program_ir.belongs_to_loader(op):
+                operations.append(Operation(op.type, (), (), None, True, program_ir.line_of(op)))
                 continue
-            reads = tuple(self._current[n] for n in reads_of(program, op) if n in self._current)
+            reads = tuple(
+                self._current[n] for n in program_ir.reads_of(program, op) if n in self._current
+            )
             outputs = list(dict.fromkeys(op.output_arg_names))
             kept = [name for name in outputs if self._is_persistable(name)]
             if kept:
@@ -111,12 +104,14 @@ class ProgramReader:
         with static.program_guard(step, startup):
             factor = None
             if clipped:
-                factor = create_variable(block, names.clip_factor, [1], "float32")
+                factor = program_ir.create_variable(block, names.clip_factor, [1], "float32")
             for name in parameters:
                 weight = block.var(name)
                 weight.need_clip = self._block.var(name).need_clip  # clone() forgets it
                 total = names.accumulator(name)
-                pairs.append((weight, create_variable(block, total, weight.shape, weight.dtype)))
+                pairs.append(
+                    (weight, program_ir.create_variable(block, total, weight.shape, weight.dtype))
+                )
             optimizer.apply_gradients(
                 [(p, _times(block, g, factor) if p.name in clipped else g) for p, g in pairs]
             )
@@ -139,9 +134,9 @@ class ProgramReader:
         foreign = []
         for index, op in enumerate(block.ops):
             outputs = op.output_arg_names
-            if not wanted.isdisjoint(outputs) or belongs_to_loader(op):
+            if not wanted.isdisjoint(outputs) or program_ir.belongs_to_loader(op):
                 continue
-            if not draws_of(op):
+            if not program_ir.draws_of(op):
                 foreign.append(index)
                 continue
             for name in outputs:
@@ -162,7 +157,9 @@ class ProgramReader:
     def _has_rows(self, name: str) -> bool:
         """Whether the first axis of a variable has any length, as that of rows."""
         variable = self._block.vars.get(name)
-        return variable is not None and is_tensor(variable) and variable.shape[:1] == (-1,)
+        return (
+            variable is not None and program_ir.is_tensor(variable) and variable.shape[:1] == (-1,)
+        )
 
     def _is_persistable(self, name: str) -> bool:
         return bool(self._block.has_var(name) and self._block.var(name).persistable)
@@ -172,7 +169,9 @@ class ProgramReader:
             return False
         variable = self._block.var(name)
         return (
-            is_tensor(variable) and not variable.stop_gradient and "float" in dtype_name(variable)
+            program_ir.is_tensor(variable)
+            and not variable.stop_gradient
+            and "float" in dtype_name(variable)
         )
 
 
@@ -187,9 +186,9 @@ def _sources(program: Program) -> list[str]:
     made: set[str] = set()
     sources: dict[str, None] = {}
     for op in block.ops:
-        if belongs_to_loader(op):
+        if program_ir.belongs_to_loader(op):
             continue
-        for name in (*reads_of(program, op), *op.output_arg_names):
+        for name in (*program_ir.reads_of(program, op), *op.output_arg_names):
             lives = block.has_var(name) and (block.var(name).persistable or block.var(name).is_data)
             if lives and name not in made:
                 sources[name] = None
@@ -212,7 +211,7 @@ def _refuse_own_clips(block: Block, clip: Clip) -> None:
 def _describe(
     program: Program, op: Op, reads: tuple[int, ...], writes: tuple[int, ...]
 ) -> Operation:
-    within = list(inside(program, op))
+    within = list(program_ir.inside(program, op))
     tags = (stage_of_device(one.attr("op_device")) for one in within)
     return Operation(
         op.type,
@@ -220,14 +219,14 @@ def _describe(
         writes,
         stage_of_device(op.attr("op_device")),
         op.type in _CONSTANTS and not reads and bool(writes),
-        line_of(op),
+        program_ir.line_of(op),
         frozenset(tag for tag in tags if tag is not None),
-        any(map(draws_of, (op, *within))),
+        any(map(program_ir.draws_of, (op, *within))),
     )
 
 
 def _times(block: Block, gradient: Variable, factor: Variable) -> Variable:
-    product = temporary(block, gradient)
+    product = program_ir.temporary(block, gradient)
     block.append_op(
         type="elementwise_mul",
         inputs={"X": [gradient], "Y": [factor]},

@@ -39,10 +39,7 @@ from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Schedule
 
-__all__ = [
-    "earlier",
-    "keep",
-]
+__all__ = ["earlier", "keep"]
 
 
 class _Slice:

@@ -32,9 +32,7 @@ from fleetpipe.log import logger
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
-__all__ = [
-    "PackedText",
-]
+__all__ = ["PackedText"]
 
 
 #: The folders of the standard library that are left out.

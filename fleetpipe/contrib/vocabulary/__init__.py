@@ -32,12 +32,7 @@ from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Placement
 
-__all__ = [
-    "VocabularyEmbedding",
-    "VocabularyHead",
-    "VocabularyLoss",
-    "vocabulary_cross_entropy",
-]
+__all__ = ["VocabularyEmbedding", "VocabularyHead", "VocabularyLoss", "vocabulary_cross_entropy"]
 
 
 # Typed: Paddle's own is not.

@@ -16,22 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from fleetpipe.contrib.view.answers import Answer, answers_of, events_of
 from fleetpipe.contrib.view.board import Row, RunRecord
 from fleetpipe.contrib.view.history import EVALUATED, AttemptRecord, RunEvent
-from fleetpipe.contrib.view.showing.drawing import (
-    LOSS,
-    MOST_COLOURS,
-    THROUGHPUT,
-    align,
-    drawings,
-    learning,
-    machine,
-    metrics,
-    moment,
-    percent,
-    seconds,
-    short,
-    size,
-    title_of,
-)
+from fleetpipe.contrib.view.showing import drawing
 from fleetpipe.job.records import RankRecord
 from fleetpipe.schedules.forms.trace import figures_of
 from fleetpipe.version import __version__
@@ -65,7 +50,7 @@ def evaluations(rows: Sequence[Row]) -> list[Column]:
     """Returns the figures of each evaluation, the newest last."""
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
     texts = {
-        name: iter(align([row.figures[name] for row in rows if name in row.figures]))
+        name: iter(drawing.align([row.figures[name] for row in rows if name in row.figures]))
         for name in names
     }
     columns = [
@@ -108,18 +93,22 @@ def stages(run: RunRecord) -> list[Column]:
 
 def present(records: Sequence[RankRecord]) -> list[Column]:
     """Returns state, step, memory, messages and action of each rank of a job."""
-    limits = [f" of {size(one.memory_limit)}" if one.memory_limit else "" for one in records]
+    limits = [
+        f" of {drawing.size(one.memory_limit)}" if one.memory_limit else "" for one in records
+    ]
     caps = ["" if one.held_cap is None else f" of {one.held_cap}" for one in records]
     ages = [one.step_age for one in records]
-    unsent = [f", {size(one.outgoing)} to send" if one.outgoing else "" for one in records]
+    unsent = [f", {drawing.size(one.outgoing)} to send" if one.outgoing else "" for one in records]
     columns = [
         Column("rank", [str(one.rank) for one in records]),
         Column("stage", ["–" if one.stage is None else str(one.stage) for one in records]),
         Column("state", [one.state for one in records], False),
         Column("busy", [f"{one.busy:.0%}" for one in records]),
         Column("step", [str(one.step) for one in records]),
-        Column("last step", ["–" if age is None else f"{seconds(age)} ago" for age in ages]),
-        Column("memory", [size(one.memory) + of for one, of in zip(records, limits)]),
+        Column(
+            "last step", ["–" if age is None else f"{drawing.seconds(age)} ago" for age in ages]
+        ),
+        Column("memory", [drawing.size(one.memory) + of for one, of in zip(records, limits)]),
         Column("held", [f"{one.held}{of}" for one, of in zip(records, caps)]),
         Column("messages", [f"{one.incoming}{of}" for one, of in zip(records, unsent)]),
         Column("action", [one.doing for one in records], False),
@@ -134,9 +123,9 @@ def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
     return table(
         [
             Column("attempt", [str(number) for number, _ in enumerate(records, 1)]),
-            Column("began (UTC)", [moment(each.began) for each in records], False),
+            Column("began (UTC)", [drawing.moment(each.began) for each in records], False),
             Column("after step", [f"{each.step:,}" for each in records]),
-            Column("lasted", ["" if n is None else seconds(max(0.0, n)) for n in lasted]),
+            Column("lasted", ["" if n is None else drawing.seconds(max(0.0, n)) for n in lasted]),
             Column("last step", ["" if step is None else f"{step:,}" for step in steps]),
             Column("end", records, False),
         ]
@@ -147,7 +136,7 @@ def events_table(happened: Sequence[RunEvent]) -> list[Column]:
     """Returns the events of a run and their times, the newest last."""
     return table(
         [
-            Column("time (UTC)", [moment(event.time) for event in happened], False),
+            Column("time (UTC)", [drawing.moment(event.time) for event in happened], False),
             Column("event", [str(event) for event in happened], False),
         ]
     )
@@ -166,7 +155,7 @@ def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple
 
 
 def _fill(figures: Sequence[float], count: int) -> list[str]:
-    return [short(figures[rank]) if rank < len(figures) else "" for rank in range(count)]
+    return [drawing.short(figures[rank]) if rank < len(figures) else "" for rank in range(count)]
 
 
 def _text(value: object) -> str:
@@ -212,7 +201,7 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["short"] = short
+    environment.filters["short"] = drawing.short
     environment.globals["live"] = False
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.get_template(name)
@@ -234,37 +223,41 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
         live=live,
         answers=[*answers_of(run, at), *_more_answers(run)],
         command=" ".join(map(str, command)) if isinstance(command, list) else "",
-        learning=learning({run.name: run}),
-        machine=machine({run.name: run}),
+        learning=drawing.learning({run.name: run}),
+        machine=drawing.machine({run.name: run}),
         ranks=present(board.ranks),
         schedule=_schedule(run),
-        drawings=drawings(run.pipeline) if run.pipeline else [],
+        drawings=drawing.drawings(run.pipeline) if run.pipeline else [],
         stages=stages(run),
         attempts=attempts(board.attempts),
         events=events_table(events_of(board)),
         evaluations=evaluations(run.evaluations),
         settings={part: list(named_settings(run.section(part))) for part in _SECTIONS},
         version=__version__,
-        written=moment(at),
+        written=drawing.moment(at),
     )
 
 
 def _more_answers(run: RunRecord) -> list[Answer]:
     """Returns the answers that need the files of a run: metrics, elapsed time, bubble and hash."""
     answers = []
-    for name in metrics(run):
+    for name in drawing.metrics(run):
         named = {EVALUATED + name: " in the evaluation", name: ""}
         texts = [
-            f"{short(run.series[n].values[-1])}{of}" for n, of in named.items() if n in run.series
+            f"{drawing.short(run.series[n].values[-1])}{of}"
+            for n, of in named.items()
+            if n in run.series
         ]
         answers.append(Answer(name, ", ".join(texts)))
     elapsed = run.elapsed([*run.train[-1:], *run.evaluations[-1:]])
     if elapsed:
-        answers.append(Answer("elapsed", seconds(max(elapsed))))
+        answers.append(Answer("elapsed", drawing.seconds(max(elapsed))))
     if run.pipeline is not None:
         what = "measured" if run.pipeline.measured else "predicted"
         events = run.pipeline.measured or run.pipeline.predicted
-        answers.append(Answer("bubble", f"{percent(figures_of(events).bubble_rate)}, {what}"))
+        answers.append(
+            Answer("bubble", f"{drawing.percent(figures_of(events).bubble_rate)}, {what}")
+        )
     if run.saved is not None:
         answers.append(Answer("hash", f"{run.saved[1]}, of step {run.saved[0]:,}"))
     return answers
@@ -302,13 +295,13 @@ def comparison(runs: Mapping[str, RunRecord], now: float | None = None) -> str:
     at = time.time() if now is None else now
     return template("compare.html").render(
         names=list(runs),
-        colours=MOST_COLOURS,
-        learning=learning(runs),
-        machine=machine(runs),
+        colours=drawing.MOST_COLOURS,
+        learning=drawing.learning(runs),
+        machine=drawing.machine(runs),
         figures=_last_figures(runs, at),
         settings=_differing(runs),
         version=__version__,
-        written=moment(at),
+        written=drawing.moment(at),
     )
 
 
@@ -319,13 +312,13 @@ def _last_figures(runs: Mapping[str, RunRecord], now: float) -> list[Column]:
     for question in ("state", "done", "elapsed", "hash"):
         texts = [{one.question: one.text for one in each} for each in answers]
         columns.append(Column(question, [text.get(question, "") for text in texts], False))
-    names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
-    for name in (LOSS, *names, *THROUGHPUT):
+    names = dict.fromkeys(name for run in runs.values() for name in drawing.metrics(run))
+    for name in (drawing.LOSS, *names, *drawing.THROUGHPUT):
         for prefix, phase in (("", "training"), (EVALUATED, "evaluation")):
             series = [run.series.get(prefix + name) for run in runs.values()]
-            aligned = iter(align([one.values[-1] for one in series if one]))
+            aligned = iter(drawing.align([one.values[-1] for one in series if one]))
             cells = [next(aligned) if one else "" for one in series]
-            columns.append(Column(f"{title_of(name)}, {phase}", cells))
+            columns.append(Column(f"{drawing.title_of(name)}, {phase}", cells))
     return table(columns)
 
 

@@ -24,10 +24,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.forms import events_of, write_trace
 
-__all__ = [
-    "Model",
-    "callback",
-]
+__all__ = ["Model", "callback"]
 
 
 class Model:

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from fleetpipe.callbacks import LossMonitor
 
-__all__ = [
-    "LossMonitor",
-]
+__all__ = ["LossMonitor"]
