@@ -139,7 +139,7 @@ def compose(
         # A tensor that no statement reads comes out under its own name.
         if word in engine.input_vars and word not in engine.intermediate_vars:
             unread.append(name)
-        outputs[name] = tuple(_copied(*part) for part in tensor.slices)
+        outputs[name] = tuple(_copy_of(*part) for part in tensor.slices)
     unknown = [name for name in outputs if "$" in name]
     if unknown:
         raise ConfigError(
@@ -160,7 +160,7 @@ def compose(
     return outputs, unread
 
 
-def _copied(
+def _copy_of(
     source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str] | None
 ) -> Copied:
     """Returns a part from Paddle's description, whose steps are permutations and dtypes."""

@@ -74,8 +74,8 @@ def documents_in(folder: Path | None, column: str) -> Documents:
             read = partial(_read_dataset, folder, files, column)
         else:
             next(folder.iterdir(), None)  # raises for a path that is no folder, unlike rglob
-            found = sorted((path.relative_to(folder), path) for path in folder.rglob("*"))
-            visible = (path for way, path in found if not any(p[0] == "." for p in way.parts))
+            ways = sorted((path.relative_to(folder), path) for path in folder.rglob("*"))
+            visible = (path for way, path in ways if not any(p[0] == "." for p in way.parts))
             files = [path for path in visible if path.is_file()]
             read = partial(_read_texts, files)
         facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]

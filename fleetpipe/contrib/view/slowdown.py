@@ -94,11 +94,11 @@ def _ratios(
 def _medians(
     values: Iterable[tuple[TracedOperation, float]], key: Callable[[TracedOperation], Key]
 ) -> dict[Key, float]:
-    grouped = _grouped((key(one), value) for one, value in values)
+    grouped = _group_by_name((key(one), value) for one, value in values)
     return {name: float(np.median(group)) for name, group in grouped.items()}
 
 
-def _grouped(values: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
+def _group_by_name(values: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
     grouped: defaultdict[Key, list[float]] = defaultdict(list)
     for name, value in values:
         grouped[name].append(value)
@@ -107,7 +107,7 @@ def _grouped(values: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
 
 def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[Key, float]:
     """Returns the median ratio of each group; at most 1 for a group that is not slow throughout."""
-    grouped = _grouped((key(place), ratio) for place, ratio in ratios.items())
+    grouped = _group_by_name((key(place), ratio) for place, ratio in ratios.items())
     return {
         name: median if min(group) - 1 > (median - 1) / 2 else min(median, 1.0)
         for name, group in grouped.items()
@@ -237,7 +237,7 @@ def _has(field: str, value: int) -> Member:
 
 def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
     """Returns the mean time of each kind of computation and the median of each communication."""
-    by_kind = _grouped(
+    by_kind = _group_by_name(
         (one.kind, float(seconds))
         for step in steps
         for one, seconds in zip(step.operations, step.transfer_times)
