@@ -1,8 +1,8 @@
 """Shows a run: ``fleetpipe watch``, ``fleetpipe report`` and ``fleetpipe why``.
 
-What a run leaves is its board (``board.py``) and history, the files of its folder
-(``run_folder.py``), a trace (``traced_ops.py``). The questions that somebody asks of a run have
-their answers in ``answers.py``; ``slow_ranks.py`` finds slow ranks while it runs, ``slowdown.py``
+A run leaves its board (``board.py``) and its history, the files of its folder (``run_folder.py``),
+and a trace (``traced_ops.py``). ``answers.py`` answers the questions that a user has about a run;
+``slow_ranks.py`` finds slow ranks while it runs, ``slowdown.py``
 stragglers in a trace (the definitions are those of the what-if analysis of arXiv:2505.05713).
 ``showing`` has the pages, live or saved, the server, and the metrics for Prometheus.
 ``reporting.py`` runs on the first rank of a job and writes the board. Here is the address at which

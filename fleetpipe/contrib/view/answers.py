@@ -94,33 +94,33 @@ def alive(board: JobBoard, now: float) -> Answer:
     """Returns the answer whether a job runs, or since when and why it does not."""
     mixed = [event for event in board.history.events if event.kind == "mixed"]
     attempt = board.attempts[-1] if board.attempts else None
+    text, kind = board.state, "bad"
     if mixed:
-        return Answer("state", f"{board.state}; {mixed[-1].text}", "bad")
-    if attempt is not None and attempt.ended is not None:
+        text = f"{board.state}; {mixed[-1].text}"
+    elif attempt is not None and attempt.ended is not None:
         ago = seconds(max(0.0, now - attempt.ended))
         text = f"{attempt.outcome} {ago} ago, at {clock_of(attempt.ended, now)}"
-        return Answer("state", text, "bad" if attempt.failed else "good")
-    if board.state == "stopped" and board.silence:
+        kind = "bad" if attempt.failed else "good"
+    elif board.state == "stopped" and board.silence:
         since = clock_of(now - board.silence, now)
         text = f"dead or cut off: nothing was heard for {seconds(board.silence)}, since {since}"
-        return Answer("state", text, "bad")
-    if board.state == "stopped":
+    elif board.state == "stopped":
         stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
-        return Answer("state", f"stopped: rank {', '.join(stopped)}", "bad")
-    if board.state == "late":
+        text = f"stopped: rank {', '.join(stopped)}"
+    elif board.state == "late":
         age = min(rank.step_age for rank in board.ranks if rank.step_age is not None)
         parts = sorted({rank.part for rank in board.ranks if rank.part})
         where = f" ({', '.join(parts)})" if parts else ""
         usual = seconds(board.usual_step)
         text = f"hangs: no step for {seconds(age)}, where one takes {usual}{where}"
-        return Answer("state", text, "bad")
-    if board.state == "ended" and board.steps and board.step < board.steps:
-        return Answer("state", "ended before its last step", "bad")
-    if not board.ranks and board.step:
+    elif board.state == "ended" and board.steps and board.step < board.steps:
+        text = "ended before its last step"
+    elif not board.ranks and board.step:
         ago = seconds(max(0.0, now - board.at))
-        text = f"still running, or died without a word: the last row is {ago} old"
-        return Answer("state", text, "open")
-    return Answer("state", board.state, "good" if board.state == "running" else "open")
+        text, kind = f"still running, or died without a word: the last row is {ago} old", "open"
+    else:
+        kind = "good" if board.state == "running" else "open"
+    return Answer("state", text, kind)
 
 
 def clock_of(moment: float, now: float) -> str:

@@ -381,10 +381,8 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
         Track(
             panel.title,
             panel.placement.ranks,
-            _merge(panel, end) if len(panel.bars) > most_boxes else _shapes(panel, end),
-            [_number(bar, end, panel) for bar in panel.bars if _fits(bar, end, pixels)][
-                :_MOST_BOXES
-            ],
+            _shapes(panel, end, merged=len(panel.bars) > most_boxes),
+            _numbers(panel, end, pixels)[:_MOST_BOXES],
         )
         for panel in panels
         if panel.bars
@@ -401,24 +399,23 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     )
 
 
-def _shapes(panel: Panel, end: float) -> list[Shape]:
-    """Returns a shape for each box, with the action and its duration as text."""
+def _shapes(panel: Panel, end: float, merged: bool) -> list[Shape]:
+    """Returns a shape for each box, with its action and duration, or for each colour if merged."""
     texts = (
-        f"{action} on rank {event.rank}: {seconds(event.end - event.start)}"
+        f"{name} on rank {event.rank}: {seconds(event.end - event.start)}"
         for event in panel.events
-        for action in event.actions
+        for name in event.actions or [event.name]
     )
-    return [
-        Shape(bar.kind, _outline(bar, end), _opacity(bar), text)
-        for bar, text in zip(panel.bars, texts)
-    ]
-
-
-def _merge(panel: Panel, end: float) -> list[Shape]:
-    outlines: dict[tuple[str, str], list[str]] = {}
-    for bar in panel.bars:
-        outlines.setdefault((bar.kind, _opacity(bar)), []).append(_outline(bar, end))
-    return [Shape(kind, "".join(each), opacity) for (kind, opacity), each in outlines.items()]
+    shapes: dict[object, Shape] = {}
+    for number, (bar, text) in enumerate(zip(panel.bars, texts)):
+        outline, opacity = _outline(bar, end), f"{1 - 0.8 * bar.shade:g}"
+        if merged:
+            key = bar.kind, opacity
+            before = shapes[key].outline if key in shapes else ""
+            shapes[key] = Shape(bar.kind, before + outline, opacity)
+        else:
+            shapes[number] = Shape(bar.kind, outline, opacity, text)
+    return list(shapes.values())
 
 
 def _outline(bar: Bar, end: float) -> str:
@@ -427,18 +424,16 @@ def _outline(bar: Bar, end: float) -> str:
     return f"M{left:g} {round(bar.top, 3):g}h{width:g}v{height:g}h{-width:g}z"
 
 
-def _opacity(bar: Bar) -> str:
-    return f"{1 - 0.8 * bar.shade:g}"
-
-
-def _number(bar: Bar, end: float, panel: Panel) -> Number:
-    top = 100 * ((bar.top + bar.bottom) / 2 + 0.5) / panel.placement.ranks
-    return Number(bar.kind, bar.number, _share((bar.left + bar.right) / 2, end), f"{top:.4g}")
-
-
-def _fits(bar: Bar, end: float, pixels: float) -> bool:
-    needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
-    return bool(bar.number) and (bar.right - bar.left) / end * pixels >= needed
+def _numbers(panel: Panel, end: float, pixels: float) -> list[Number]:
+    """Returns the numbers of micro-batches that fit into their boxes."""
+    numbers = []
+    for bar in panel.bars:
+        needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
+        if bar.number and (bar.right - bar.left) / end * pixels >= needed:
+            top = 100 * ((bar.top + bar.bottom) / 2 + 0.5) / panel.placement.ranks
+            left = _share((bar.left + bar.right) / 2, end)
+            numbers.append(Number(bar.kind, bar.number, left, f"{top:.4g}"))
+    return numbers
 
 
 def _share(value: float, end: float) -> str:

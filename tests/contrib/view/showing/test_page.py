@@ -15,12 +15,14 @@ import pytest
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
 from fleetpipe.cli import main
+from fleetpipe.contrib.pictures import Panel
 from fleetpipe.contrib.view.run_folder import read
 from fleetpipe.contrib.view.showing.drawing import (
     Chart,
     Curve,
     align,
     labels,
+    laid_out,
     seconds,
     short,
     size,
@@ -29,6 +31,8 @@ from fleetpipe.contrib.view.showing.drawing import (
 )
 from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.mesh.parts import Described
+from fleetpipe.schedules import Placement
+from fleetpipe.schedules.forms.trace import Event
 from tests.contrib.view.job_records import EVIL, row, schedule, written
 from tests.ground.test_without_paddle import without_paddle
 
@@ -288,6 +292,13 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
     assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [
         *("0.2 s", "1 min 0 s", "1 h 1 min", "3 days")
     ]
+
+
+def test_boxes_keep_their_texts_beside_an_operation_that_is_no_action() -> None:
+    names = ("F0.0", "optimizer", "F0.1")
+    events = [Event(0, name, start, start + 1.0) for start, name in enumerate(names)]
+    (track,) = laid_out([Panel("step", events, Placement("loop", 1, 1), "s")]).tracks
+    assert [shape.text for shape in track.shapes] == [f"{name} on rank 0: 1.0 s" for name in names]
 
 
 def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
