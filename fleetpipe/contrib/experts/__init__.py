@@ -102,12 +102,13 @@ class AuxiliaryLoss(paddle.nn.Layer):
                 got=", ".join(type(loss_fn).__name__ for loss_fn in loss_fns),
                 fix="wrap the others in AuxiliaryLoss too, with weight=0",
             )
-        (take,) = takes
-        carrying = {}
+        take: Any = takes.pop()
+        carrying: dict[int, Function] = {}
         for index, function in functions.items():
             # A partial of the layer itself, so that the layer is found in it.
-            is_partial = isinstance(function, functools.partial)
-            call = (function.func, *function.args) if is_partial else (function,)
+            call: tuple[Function, ...] = (function,)
+            if isinstance(function, functools.partial):
+                call = (function.func, *function.args)
             carrying[index] = functools.partial(_run_and_carry, take, *call)
         return carrying
 

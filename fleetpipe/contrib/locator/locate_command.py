@@ -141,8 +141,8 @@ class _Comparison:
                 axis = at.axis_of([one.rank], [one.rank, other.rank])
                 if axis in ("", "pp", "ep") or drawn != same:
                     continue
-                inputs = [rank.tensors.get(place._replace(part=DROPPED)) for rank in (one, other)]
-                alike = any(value is None for value in inputs) or gap(*inputs) <= 1e-3
+                x, y = (rank.tensors.get(place._replace(part=DROPPED)) for rank in (one, other))
+                alike = x is None or y is None or gap(x, y) <= 1e-3
                 if axis in ("mp", "sep", "cp") and alike:
                     continue
                 ranks, cause = [one.rank, other.rank], STREAMS.format(axis)

@@ -220,7 +220,8 @@ class ParameterChecks:
         def total(number: int, chosen: Sequence[str]) -> np.ndarray:
             members = self._at.members(number, (*chosen, "ep", "moe_sharding"), parts)
             tensors = [parts[n] for n in members if parts[n].shape == parts[number].shape]
-            return np.sum([tensor.astype("float64") for tensor in tensors], axis=0)
+            summed: np.ndarray = np.sum([one.astype("float64") for one in tensors], axis=0)
+            return summed
 
         for count in range(len(axes) + 1):
             for chosen in itertools.combinations(axes, count):

@@ -106,8 +106,9 @@ def _board(
     except ConfigError:
         last = max(rows, key=lambda row: (row.step, row.time), default=Row(0, 0, 0.0, {}, {}))
         training = about.get("training")
-        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else [None]
-        steps = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else []
+        counts = [size for size in sizes if isinstance(size, int)]
+        steps = math.prod(counts) if len(counts) == len(_SIZES) else None
         norm = last.figures.get("gradient_norm")
         return JobBoard(last.time, last.step, steps, gradient_norm=norm, attempts=tuple(attempts))
 

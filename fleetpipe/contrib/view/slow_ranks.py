@@ -240,10 +240,10 @@ class SlowRanks:
             self._rows[rank].update((row.step, row) for row in new)
         complete = sorted(set.intersection(*map(set, self._rows.values())))
         for step in complete:
-            self._compare(step, {rank: rows[step] for rank, rows in self._rows.items()})
+            self._compare(step, {rank: kept[step] for rank, kept in self._rows.items()})
         if complete:
-            for rank, rows in self._rows.items():
-                self._rows[rank] = {n: row for n, row in rows.items() if n > complete[-1]}
+            for rank, kept in self._rows.items():
+                self._rows[rank] = {n: row for n, row in kept.items() if n > complete[-1]}
         return self.slow
 
     def _compare(self, number: int, step: Mapping[int, StepRow]) -> None:

@@ -309,7 +309,9 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
 
     def step_time(name: str, costs: Sequence[Sequence[float]]) -> float:
         schedule = build(name, ranks=ranks, micro_batches=micro_batches)
-        return float(schedule.simulate(Costs(*map(tuple, costs), comm=comm)).makespan)
+        forward, input_grad, weight_grad = map(tuple, costs)
+        measured = Costs(forward, input_grad, weight_grad, comm=comm)
+        return float(schedule.simulate(measured).makespan)
 
     costs = (forward, input_grad, weight_grad)
     even = [[float(np.mean(part))] * ranks for part in costs]

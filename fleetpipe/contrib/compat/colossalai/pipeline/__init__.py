@@ -85,8 +85,10 @@ def read_sequence(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionS
             steps.append(SequenceStep(entry, _layer(model, entry), LayerCall(tuple(front))))
             front = []
             continue
-        is_pair = isinstance(entry, tuple) and len(entry) == 2
-        function, place = entry if is_pair else (entry, "behind" if steps else "front")
+        function: Any = entry
+        place: object = "behind" if steps else "front"
+        if isinstance(entry, tuple) and len(entry) == 2:
+            function, place = entry
         _require_function(function, place)
         if place == "front":
             front.append(function)
