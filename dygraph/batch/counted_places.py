@@ -1,9 +1,10 @@
-"""How many places a loss is the mean of: read from labels by a table of Paddle's losses.
+"""Counts the places of labels over which a loss is averaged, by a table of Paddle's losses.
 
-A function of the table stands there with its defaults, in a ``functools.partial`` with keywords, or
-as the layer of ``paddle.nn`` with its options. Any other function declares its count: its
-``counted(labels)`` returns how many places of some labels its mean is over. A function that does
-neither is refused, or, if the script allows it, counts as a mean over all places of the labels.
+A place is one entry of the labels that has a loss of its own, such as a token. The table has the
+functions of ``paddle.nn.functional``; a ``functools.partial`` with keywords and the layer of
+``paddle.nn`` are counted by their options. Any other loss declares its count: its
+``counted(labels)`` returns the number of places over which it is averaged. A loss that does neither
+is refused, or, if the script allows it, counts as a mean over all places of the labels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import mean_leaves_out_below_zero
 from fleetpipe.paddle_api.layer import option_of
 
-#: Sums of class weights are whole numbers of this part of one, so that no order of theirs matters.
+#: Sums of class weights are rounded to multiples of 1 / _FINEST, so that the order of addition does
+#: not matter.
 _FINEST = 1 << 20
 
 _functional: Any = paddle.nn.functional
@@ -31,34 +33,40 @@ Options = Mapping[str, Any]
 
 
 class Places(NamedTuple):
-    """What a loss is of some labels.
+    """The number of places that a loss counts in some labels.
 
     Attributes:
-        mean_over: The number that the sum over all places is divided by; None for a sum.
+        mean_over: The number by which the sum over all places is divided; None if the loss is that
+            sum.
         counted: The number of places that have a loss, or the sum of their classes' weights.
     """
 
     mean_over: Fraction | None
     counted: Fraction
 
+    @classmethod
+    def mean(cls, number: Any) -> Places:
+        """Returns the places of a mean over ``number`` places, rounded to 1 / _FINEST."""
+        counted = Fraction(round(float(number) * _FINEST), _FINEST)
+        return cls(counted, counted)
+
 
 def places_of(function: Any, label: Nest) -> Places:
-    """Returns of how many places of some labels a loss is the mean.
+    """Counts the places of some labels over which a loss function averages.
 
     Args:
-        function: A loss function; one that ``declares`` another counts as that.
+        function: A loss function; if it ``declares`` another function, that one is counted.
         label: The labels of a micro-batch, or of a part of one.
 
     Raises:
-        ConfigError: That cannot be read.
+        ConfigError: The function does not say how many places it counts.
     """
     while hasattr(function, "declares"):
         function = function.declares
     if function is None:  # there are metrics alone
-        return Places(Fraction(1), Fraction(1))
+        return Places.mean(1)
     if hasattr(function, "counted"):
-        declared = _fraction(function.counted(label))
-        return Places(declared, declared)
+        return Places.mean(function.counted(label))
     count, options = _row(function)
     reduction = options.get("reduction")
     if count is not None and reduction in ("mean", "sum") and isinstance(label, paddle.Tensor):
@@ -83,7 +91,10 @@ def places_of(function: Any, label: Nest) -> Places:
 
 
 def _row(function: Any) -> tuple[Count | None, Options]:
-    """Returns how a loss of the table counts, with its options; None for another function."""
+    """Returns the counting function of a loss in the table, and the options of the loss.
+
+    For any other loss it returns None and no options.
+    """
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         keywords, function = {**function.keywords, **keywords}, function.func
@@ -91,7 +102,7 @@ def _row(function: Any) -> tuple[Count | None, Options]:
     if layer is not None:
         name = _LAYERS.get(row_of({"paddle.nn": _LAYERS}, layer) or "")
     else:
-        name = next((n for n in _COUNTS if getattr(_functional, n, _row) is function), None)
+        name = next((n for n in _COUNTS if getattr(_functional, n, None) is function), None)
     if name is None:
         return None, {}
     parameters = inspect.signature(getattr(_functional, name)).parameters
@@ -102,16 +113,16 @@ def _row(function: Any) -> tuple[Count | None, Options]:
 
 
 def _of_all(label: Tensor, options: Options) -> Places:
-    """Counts every number of the labels."""
-    size = Fraction(int(label.size))
-    return Places(size, size)
+    """Counts every entry of the labels."""
+    return Places.mean(int(label.size))
 
 
 def _of_classes(label: Tensor, options: Options) -> Places | None:
-    """Counts class numbers that are not ignored, by the weights of their classes if there are any.
+    """Counts the labels that are not ignored, or adds up the weights of their classes.
 
-    With weights Paddle divides by their sum; without, where ``ignore_index`` is below 0, 3.3's
-    ``cross_entropy`` divides by all places. Soft labels, and smoothed ones, are never ignored.
+    With class weights Paddle divides by their sum. Without, if ``ignore_index`` is below 0, the
+    ``cross_entropy`` of Paddle 3.3 divides by all places. Soft and smoothed labels are never
+    ignored.
     """
     ignored, weight = options["ignore_index"], options["weight"]
     smoothing, soft = options.get("label_smoothing", 0.0), options.get("soft_label", False)
@@ -121,16 +132,20 @@ def _of_classes(label: Tensor, options: Options) -> Places | None:
     if weight is not None:
         classes = paddle.where(kept, label, paddle.zeros_like(label)).flatten()
         weights = paddle.gather(weight, classes) * kept.flatten().astype(weight.dtype)
-        return Places(*[_fraction(weights.sum())] * 2)
+        return Places.mean(weights.sum())
     counted = Fraction(int(kept.astype("int64").sum()))
     of_all = "soft_label" in options and ignored < 0 and not mean_leaves_out_below_zero()
     return Places(Fraction(int(label.size)) if of_all else counted, counted)
 
 
 def _of_soft_labels(label: Tensor, options: Options, soft: bool) -> Places | None:
+    """Counts soft or smoothed labels, by the weights of their classes if there are any.
+
+    ``soft`` labels have a last axis of class probabilities; others are class numbers to smooth.
+    """
     weight, smoothing = options["weight"], options["label_smoothing"]
     if soft and not smoothing and options["ignore_index"] >= 0:
-        return None  # 3.3 divides by the numbers of the labels that differ from it
+        return None  # Paddle 3.3 divides by the number of label entries that differ from it
     if options["axis"] not in (-1, label.ndim - 1) and (soft or weight is not None):
         return None
     if weight is None:
@@ -141,15 +156,11 @@ def _of_soft_labels(label: Tensor, options: Options, soft: bool) -> Places | Non
     else:
         weights = paddle.gather(weight, label.flatten()).sum()
         places = int(label.size)
-    smoothed = (1 - smoothing) * weights + smoothing * weight.mean() * places
-    return Places(*[_fraction(smoothed)] * 2)
+    return Places.mean((1 - smoothing) * weights + smoothing * weight.mean() * places)
 
 
-def _fraction(value: Any) -> Fraction:
-    return Fraction(round(float(value) * _FINEST), _FINEST)
-
-
-#: Counts the places of labels under the options of a loss; None where that cannot be read.
+#: ``count(label, options)`` counts the places of labels under the options of a loss; None if the
+#: options do not determine the count.
 Count = Callable[[Tensor, Options], Places | None]
 #: What each loss of ``paddle.nn.functional`` counts, on 2.6.2 and 3.3.x, with a mean or a sum.
 _COUNTS: Mapping[str, Count] = {

@@ -1,20 +1,30 @@
-"""The dynamic-graph stage: runs forward and backward of the model's stages with autograd."""
+"""The dynamic-graph stage: runs forwards and backwards of a model's stages with autograd.
+
+The protocols of its arguments are in ``stage_interfaces.py``.
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.added_gradients import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.losses import Criterion, Losses, require_nothing_kept
+from fleetpipe.dygraph.batch.losses import require_nothing_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.stage_interfaces import (
+    Batch,
+    RunOf,
+    StageHooks,
+    StagesToRun,
+    StageWatch,
+)
 from fleetpipe.dygraph.batch.units import WHOLE, Borders, Units, UnitStates, borders_of
 from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
@@ -26,103 +36,6 @@ from fleetpipe.paddle_api.tensor import copy_of, run_backward
 from fleetpipe.schedules import Edge, Placement, Schedule
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
-#: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
-RunOf = Callable[[int], Callable[[Nest, GlobalMicroBatch], Nest]]
-
-#: A gradient, or None, for each tensor of a value that needs one; None at either end of the model.
-Gradients = tuple[Tensor, ...] | None
-
-
-class Batch:
-    """The data of one run of a plan, and its results by micro-batch: losses or outputs."""
-
-    def __init__(
-        self,
-        data: MicroBatches,
-        losses: Losses | None = None,
-        scale: Callable[[Tensor], Tensor] | None = None,
-        elsewhere: Sequence[Criterion] = (),
-        value_of: Callable[[Nest], Nest] | None = None,
-    ) -> None:
-        """Describes one batch.
-
-        Args:
-            data: The micro-batches of this rank.
-            losses: Computes and stores the losses; None to collect the outputs instead.
-            scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
-            elsewhere: The loss functions that another process calls and that may read what layers
-                keep.
-            value_of: Returns the part of the last layer's output to collect; None for all of it.
-        """
-        self.data = data
-        self.losses = losses
-        self.scale = scale
-        self.elsewhere = elsewhere
-        self._value_of = value_of
-        self.outputs: dict[int, Nest] = {}
-
-    def collect(self, index: int, output: Nest) -> None:
-        """Stores the last layer's output for micro-batch ``index``."""
-        self.outputs[index] = output if self._value_of is None else self._value_of(output)
-
-    def ordered_outputs(self) -> list[Nest]:
-        """Returns the outputs in the order of the micro-batches, whatever order they ran in."""
-        return [self.outputs[index] for index in sorted(self.outputs)]
-
-
-class StageHooks(Protocol):
-    """The functions that a stage calls around its forwards and backwards."""
-
-    def before_forward(self, stage: int, value: Nest) -> None:
-        """Called with the value that the stage received, or with the batch's inputs."""
-
-    def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
-        """Called with the stage's input, and with the output of its last layer."""
-
-    def before_backward(
-        self, stage: int, value: Nest, output: Nest, output_grads: Gradients
-    ) -> None:
-        """Called with a stage's input and output; the last stage's output is the loss."""
-
-    def after_backward(
-        self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
-    ) -> None:
-        """Called with a stage's values; ``input_grads`` is None for the first stage."""
-
-    def before_weight_grad(self, stage: int) -> None:
-        """Called before the delayed weight gradients are added."""
-
-
-class StageWatch(Protocol):
-    """Watches for stages of a batch that use values or parameters of other stages."""
-
-    @property
-    def watches(self) -> bool:
-        """Whether a batch that begins has anything to watch."""
-
-    def enter(self, stage: int, forward: bool) -> None:
-        """Called before an action of a stage."""
-
-    def leave(self, ends: bool = False) -> None:
-        """Called after the last action; ``ends`` with the batch."""
-
-    def refused(self) -> AbstractContextManager[None]:
-        """Returns a context in which errors of such uses name them."""
-
-
-class StagesToRun(Protocol):
-    """The stages that a process runs."""
-
-    @property
-    def borders(self) -> Borders | None:
-        """The borders between the stages; None for a chain."""
-
-    def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
-        """Returns the function that runs the layers of a stage."""
-
-    def layers(self, stage: int) -> Mapping[int, Callable[[Nest], Nest]]:
-        """Returns the layers and functions of a stage, by their numbers."""
-
 
 class _Kept(NamedTuple):
     """The values that a stage keeps from a forward until its backward.
@@ -131,20 +44,20 @@ class _Kept(NamedTuple):
         value: The value that the layers took.
         output: The value that the layers returned, or the loss.
         received: For each edge into the stage, the tensors of its value that need a gradient.
-        handed: The same for each edge out of the stage.
+        sent: For each edge out of the stage, the tensors of its value that need a gradient.
     """
 
     value: Nest
     output: Nest
     received: Mapping[Edge, list[Tensor]]
-    handed: dict[Edge, list[Tensor]]
+    sent: dict[Edge, list[Tensor]]
 
 
 _NO_BATCH = Batch(MicroBatches(None, None))
 _NOTHING = nullcontext()
-#: A backward starts from no other tensors than the output.
+#: Yields no tensors, and no gradients, from which a backward starts besides the output.
 _NO_MORE: AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]] = nullcontext(((), ()))
-#: Called for each leaf without a frame of its own.
+#: Returns ``tensor.grad``; a function in C, since it is called for each received tensor.
 _GRADIENT = operator.attrgetter("grad")
 
 
@@ -170,7 +83,7 @@ class DygraphStage:
             split: Stores the values that weight gradients need, from I to W.
             borders: The borders between stages; None for those of ``placement``.
         """
-        # Which layers run is asked once in a batch, for each stage.
+        # Called once for each stage in a batch.
         self._run_of = functools.cache(run_of)
         self.split = split
         self._last = placement.stages - 1
@@ -180,15 +93,15 @@ class DygraphStage:
         self._hooks: StageHooks | None = None
         self._trees: GradientTrees | None = None
         self._first_micro_batch = 0
-        #: Whether a loss had a gradient so far, and how many of this batch have none.
+        #: Whether any loss so far had a gradient, and how many losses of this batch have none.
         self._trains, self._constant = False, 0
         self._units: UnitStates | None = None
         self._crossings: dict[int, Crossing] | None = None
         #: Watches the batches; None if nothing need be watched.
         self.watch: StageWatch | None = None
-        #: The watch, if it is called before each action of this batch.
+        #: The watch to call before each action of this batch; None if it has nothing to watch.
         self._entered: StageWatch | None = None
-        #: The number within the batch of the micro-batch whose forward runs, or else the next.
+        #: The number in the batch of the micro-batch whose forward runs, or runs next.
         self.micro_batch_id = 0
 
     @classmethod
@@ -199,12 +112,12 @@ class DygraphStage:
         fast_leaves: bool = True,
         run_of: RunOf | None = None,
     ) -> DygraphStage:
-        """Serves stages under a schedule.
+        """Creates the stage object for the stages of a process under a schedule.
 
         Args:
             stages: The stages.
-            schedule: Splits backward or not.
-            fast_leaves: The option of that name.
+            schedule: The schedule, which may split backwards.
+            fast_leaves: The option ``fast_leaves``.
             run_of: Runs the layers of a stage in another way than ``stages`` does.
         """
         split = SplitBackward(schedule, stages.layers, fast_leaves)
@@ -226,7 +139,7 @@ class DygraphStage:
             hooks: The functions to call around its forwards and backwards.
             units: The units into which micro-batches are cut. If they are cut, methods take the
                 number of a unit wherever they say micro-batch.
-            trees: Take the gradients of each micro-batch; None leaves them at the parameters.
+            trees: Sums the gradients of the micro-batches; None lets autograd add them up.
         """
         self._batch = batch
         self._trees = trees
@@ -251,21 +164,21 @@ class DygraphStage:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
         if self._entered is not None:
             self._entered.enter(stage, True)
-        number = self.micro_batch_id = self._within(micro_batch)
+        number = self.micro_batch_id = self._number_in_batch(micro_batch)
         received: dict[Edge, Nest] = {}
         leaves: dict[Edge, list[Tensor]] = {}
         for edge, part in inputs.items():
             # A value from another stage of this rank may come with its graph, or be a leaf of that
             # stage: a parameter, or a received tensor that it returns unchanged. This stage's
-            # gradients must not be added to those.
+            # gradients must not be added to the gradients of that leaf.
             received[edge] = part = map_tensors(leaf_like, part)
-            # Now: a layer may switch the gradient of what it is given off once it has used it.
+            # Before the layers run: they may set stop_gradient of a tensor after its use.
             leaves[edge] = differentiable(part)
         value = self._borders.join(received) if stage else self._batch.data.inputs[number]
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
-        handed: dict[Edge, Nest] = {}
-        leaving: dict[Edge, list[Tensor]] = {}
+        outputs: dict[Edge, Nest] = {}
+        sent: dict[Edge, list[Tensor]] = {}
         try:
             in_unit = _NOTHING if self._units is None else self._units.forward(stage, number)
             with self.split.recording(stage, number), in_unit:
@@ -278,19 +191,19 @@ class DygraphStage:
                 labels = self._batch.data.labels
                 labels = None if labels is None else labels[number]
                 for edge, part in self._borders.split(stage, output, labels).items():
-                    handed[edge] = part = map_tensors(_outgoing, part)
-                    leaving[edge] = differentiable(part)
+                    outputs[edge] = part = map_tensors(_outgoing, part)
+                    sent[edge] = differentiable(part)
         except Exception:
             self._raise_refusal()
             raise
         if self._batch.elsewhere:
             require_nothing_kept(self._batch.elsewhere, stage)
-        self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
+        self._kept[stage, micro_batch] = _Kept(value, output, leaves, sent)
         self.micro_batch_id += 1
-        return handed
+        return outputs
 
     def _raise_refusal(self) -> None:
-        """Raises, in the place of an error, what a split backward refuses, which names the leaf."""
+        """Raises the error of a split backward, if there is one: it names the leaf layer."""
         refusal = self.split.refusal()
         if refusal is not None:
             raise refusal from None
@@ -300,13 +213,13 @@ class DygraphStage:
         if self._entered is not None:
             self._entered.enter(stage, False)
         random_keys.enter_backward(micro_batch)
-        number = self._within(micro_batch)
-        value, output, received, handed = self._kept[stage, micro_batch]
+        number = self._number_in_batch(micro_batch)
+        value, output, received, sent = self._kept[stage, micro_batch]
         outputs: list[Tensor] = []
         incoming: list[Tensor] = []
-        # A value's last consumer first, as autograd would add up without stages.
-        for edge in reversed(handed):
-            outputs += handed[edge]
+        # The last consumer of a value comes first: so autograd adds up without stages.
+        for edge in reversed(sent):
+            outputs += sent[edge]
             incoming += output_grads[edge]
         arrived = None if stage == self._last else tuple(incoming)
         if self._hooks is not None:
@@ -314,7 +227,7 @@ class DygraphStage:
         if arrived is not None:
             self._run_backward(stage, number, *_roots(outputs, arrived))
         elif output.stop_gradient:
-            # One micro-batch may have a constant loss, as where all its labels are masked.
+            # One micro-batch may have a constant loss, as if all its labels are masked.
             self._constant += 1
             if not self._trains and self._constant == len(self._batch.data.labels or ()):
                 _refuse_constant()
@@ -322,7 +235,8 @@ class DygraphStage:
             self._trains = True
             self._run_backward(stage, number, [output], [None])
         if WeightGradStore.cache:
-            # A schedule of Paddle's would add them later; in the same order, so with these bits.
+            # A schedule of Paddle's would add them later, but in the same order and so with the
+            # same bits.
             WeightGradStore.flush()
             WeightGradStore.pop()
         if self._crossings is not None:
@@ -340,12 +254,13 @@ class DygraphStage:
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
 
-        Only the values that these need are kept.
+        It keeps only the values that these gradients need.
         """
-        with self.split.input_grads(stage, self._within(micro_batch)):
+        number = self._number_in_batch(micro_batch)
+        with self.split.input_grads(stage, number):
             grads = self.backward(stage, micro_batch, output_grads)
         if self._trees is not None:
-            self._trees.take(stage, self._within(micro_batch), complete=False)
+            self._trees.take(stage, number, complete=False)
         del self._kept[stage, micro_batch]
         return grads
 
@@ -356,14 +271,15 @@ class DygraphStage:
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
         random_keys.enter_backward(micro_batch)
-        self.split.weight_grads(stage, self._within(micro_batch))
+        number = self._number_in_batch(micro_batch)
+        self.split.weight_grads(stage, number)
         if self._trees is not None:
-            self._trees.take(stage, self._within(micro_batch), complete=True)
+            self._trees.take(stage, number, complete=True)
 
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
-        number = self._within(micro_batch)
+        number = self._number_in_batch(micro_batch)
         if self._units is not None:
             self._units.release(stage, number)
         self.split.release(stage, number)
@@ -396,16 +312,18 @@ class DygraphStage:
                 if roots:
                     run_backward(roots, [*grads, *kept_grads])
         except Exception as error:
-            # The error itself, or its cause.
             cause = cause_of_backward(recompute.cause_of(error))
             self._raise_refusal()
             raise cause  # noqa: B904
 
-    def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
+    def _number_in_batch(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)
 
     def _finish(self, index: MicroBatch, output: Nest) -> Nest:
-        """Computes the losses of the last stage's output; returns the one that starts backward."""
+        """Computes the losses of the last stage's output; returns the loss that starts backward.
+
+        Without loss functions it stores the output, and returns it.
+        """
         batch = self._batch
         if batch.losses is None:
             batch.collect(index, output)
@@ -437,12 +355,15 @@ def _outgoing(tensor: Tensor) -> Tensor:
 def _roots(
     tensors: list[Tensor], grads: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns tensors and gradients to start backward from; gradients of one tensor are added."""
+    """Returns the tensors and gradients from which backward starts, each tensor once.
+
+    Gradients of one tensor are added up, and a tensor without a gradient is left out.
+    """
     if len(tensors) == len(grads) == 1 and grads[0] is not None:
         return tensors, [grads[0]]
     roots: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor, grad in zip(tensors, grads):
-        # None: the next stage did not use the tensor. Paddle would take None for a gradient of one.
+        # None: the next stage did not use the tensor. Paddle would replace None by ones.
         if grad is not None:
             root = roots.get(id(tensor))
             roots[id(tensor)] = (tensor, grad if root is None else root[1] + grad)

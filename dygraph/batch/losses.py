@@ -1,8 +1,8 @@
 """The losses of a batch: each loss function on each micro-batch, weighted and summed.
 
-Also the loss functions in the forms that a user may give: one, a list, or none. What layers store
-for a loss function is refused if that runs on another rank, such as a list in a module to which
-they append auxiliary losses.
+A user may give one loss function, a list, or none. A loss function that runs on another rank must
+not read tensors that layers store here, such as auxiliary losses in a list: :func:`kept_for` finds
+these tensors. Start with :class:`Losses`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def functions_in(loss_fn: Any) -> list[Any]:
 
 
 def require_functions(loss_fn: Any) -> None:
-    """Refuses a loss function that would fail in the first batch, and only on the last rank."""
+    """Refuses a ``loss_fn`` that cannot be called, before it fails on the last rank alone."""
     for function in functions_in(loss_fn):
         is_class = isinstance(function, type)
         if function is not None and (is_class or not callable(function)):
@@ -51,7 +51,7 @@ def require_functions(loss_fn: Any) -> None:
 
 
 def required_functions(loss_fn: Any) -> list[Criterion]:
-    """Returns the loss functions, or raises a ``ConfigError`` if there is none."""
+    """Returns the loss functions of ``loss_fn``; raises a ``ConfigError`` if there is none."""
     functions = functions_in(loss_fn)
     if not functions or None in functions:
         raise ConfigError(
@@ -61,10 +61,10 @@ def required_functions(loss_fn: Any) -> list[Criterion]:
 
 
 def carried_in(loss_fn: Any) -> Any:
-    """Returns the first loss function that needs more from the layers than an output; or None.
+    """Returns the first loss function that takes extra values of the layers; None if none does.
 
-    Its ``carrying`` takes the layers by number and all loss functions, and returns layers that add
-    the extra values to their output; its ``value_of`` removes these from an output.
+    Its method ``carrying(layers, loss_fns)`` returns layers, by number, that add the extra values
+    to their output. Its method ``value_of(output)`` removes the extra values from an output.
     """
     carried = (one for one in functions_in(loss_fn) if hasattr(type(one), "carrying"))
     return next(carried, None)
@@ -109,7 +109,7 @@ class Losses:
         self._shares: list[dict[int, Tensor]] = [{} for _ in functions]
 
     def take(self, index: int, output: Nest, label: Nest) -> Tensor:
-        """Computes all losses of micro-batch ``index``; returns the one that backward starts from.
+        """Computes all losses of micro-batch ``index``; returns the loss that starts backward.
 
         Raises:
             BoundaryError: A loss function cannot take the values, or returns something else.
@@ -128,24 +128,25 @@ class Losses:
         return start
 
     def totals(self) -> list[Tensor]:
-        """Returns the batch's loss by each function, detached, with that loss's shape and dtype.
+        """Returns the batch's loss for each function, detached, in the function's shape and dtype.
 
-        They are sums in the order of the micro-batches, whatever order these ran in.
+        The losses are added up in the order of the micro-batches, whatever order these ran in.
         """
         totals = []
         for shares in self._shares:
             in_order = [shares[index] for index in sorted(shares)]
-            total = self._add_up(in_order)
+            if self._by_tree:
+                total = tree(in_order, operator.add)
+            else:
+                total = functools.reduce(operator.add, in_order)
             totals.append(weighted(total, self._weights[0]) if self._delayed else total)
         return totals
 
-    def _add_up(self, shares: Sequence[Tensor]) -> Tensor:
-        if self._by_tree:
-            return tree(shares, operator.add)
-        return functools.reduce(operator.add, shares)
-
     def by_micro_batch(self) -> list[Tensor]:
-        """Returns a Tensor [micro-batches] for each function; weighted unless delayed."""
+        """Returns the losses of the micro-batches: a Tensor [micro-batches] for each function.
+
+        They are weighted, unless the caller weights gradients later.
+        """
         stacked = [
             paddle.stack([shares[index].reshape([]) for index in sorted(shares)])
             for shares in self._shares
@@ -159,7 +160,7 @@ class Losses:
 
 
 def weighted(loss: Tensor, weight: Fraction) -> Tensor:
-    """Returns a micro-batch's share of the batch's loss."""
+    """Returns a micro-batch's share of the batch's loss: ``loss * weight``."""
     # A quotient, not a product with 1/m: this is what a hand-written accumulation loop does,
     # and the two differ in the last bit where m is not a power of two.
     if weight.numerator != 1:
@@ -169,17 +170,18 @@ def weighted(loss: Tensor, weight: Fraction) -> Tensor:
     return loss
 
 
-#: What Paddle says of a tensor without memory.
+#: Parts of Paddle's messages about a tensor without memory.
 _WITHOUT_MEMORY = ("holder_ should not be null", "> memory_size():0")
 
 
 def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
+    """Calls a loss function, and refuses a result that is not a Tensor with one element."""
     try:
         loss = criterion(output, label)
     except NoNumbersError as error:
         raise _refusal(error, output, label) from error
     except (FleetPipeError, MemoryError):
-        # Of a collective within the loss, say: it is not what was passed.
+        # A collective within the loss has failed; the arguments of the loss are not to blame.
         raise
     except Exception as error:
         raise _refusal(error, output, label) from error
@@ -203,7 +205,7 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
 
 
 def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
-    """Returns the error to raise instead of one of a loss function."""
+    """Returns the error to raise in the place of an error of a loss function."""
     if gradients.is_refusal(error):
         return gradients.refusal(error, "the loss function", output)
     texts = (text in str(error) for text in _WITHOUT_MEMORY)
@@ -226,17 +228,17 @@ def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
     )
 
 
-#: What the loss function itself is called.
+#: The path of the loss function itself in messages.
 _LOSS = "loss_fn"
 
-#: A list or dict of more than these is data, or a vocabulary.
+#: A list or dict with more entries is data, or a vocabulary, and is not searched.
 _MOST = 1000
 
 
 def may_read(function: Any) -> bool:
-    """Whether a loss function may read what layers keep: one of Paddle's, or around it, does not.
+    """Whether a loss function may read tensors that layers store; Paddle's own losses do not.
 
-    Its own code says it, so once a batch is often enough to ask.
+    The answer depends only on the function's code, so callers ask once a batch.
     """
     if is_of_library(type(function)):
         function = getattr(function, "declares", function)
@@ -244,7 +246,7 @@ def may_read(function: Any) -> bool:
 
 
 def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
-    """Refuses tensors that a stage has stored for a loss that another process computes."""
+    """Refuses tensors that layers of ``stage`` store for losses that another rank computes."""
     for function in functions:
         path, tensor = next(kept_for(function), ("", None))
         if tensor is not None:
@@ -261,12 +263,12 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
 
 
 def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each tensor with a graph that a function's code can reach."""
+    """Yields the path and value of each tensor with a graph that a loss function can reach."""
     if not may_read(function):
         return
     names: set[str] = set()
     count, reached = -1, list(_reachable(function, names))
-    # By a name that code has an attribute is followed, which may be code with other names.
+    # The search follows attributes that the code names, and these may hold code with more names.
     while names and count < len(names):
         count, reached = len(names), list(_reachable(function, names))
     for path, value in reached:
@@ -275,7 +277,10 @@ def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _reachable(function: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yields all objects that a function can reach; adds the names in its code to ``names``."""
+    """Yields the path and value of each object that a function can reach.
+
+    Adds the names in the code of these objects to ``names``, the attribute names to follow.
+    """
     seen: set[int] = set()
     waiting = [(_LOSS, function)]
     while waiting:
@@ -288,6 +293,7 @@ def _reachable(function: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of each part of an object: entries, closures, named attributes."""
     if isinstance(value, (list, tuple, set, deque, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((f"{path}[{key!r}]", item) for key, item in items if len(value) <= _MOST)
@@ -307,13 +313,13 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
             )
     elif hasattr(value, "__dict__") and not isinstance(value, (type, paddle.Tensor)):
         layer = isinstance(value, paddle.nn.Layer)
-        # What a model of which it uses the weights has for itself is no part of the loss.
+        # A loss may use the weights of a model, whose own methods are no part of the loss.
         called = path == _LOSS or not (layer and value.parameters())
         methods = {"__call__", "forward", *names} if called else names
         functions = (getattr(type(value), name, None) for name in methods)
         yield from ((path, method) for method in functions if isinstance(method, FunctionType))
         if path == _LOSS and is_of_library(type(value)):
-            # The user's loss is within.
+            # A layer of a library may contain the user's loss.
             inner = [*vars(value).values(), *(sublayers_in(value).values() if layer else ())]
             yield from ((path, part) for part in inner if callable(part))
         for place, part in value.named_sublayers(path, True) if layer else [(path, value)]:
@@ -327,6 +333,6 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _words_in(code: CodeType) -> frozenset[str]:
-    """Returns the names in code, and the strings that may name an attribute for ``getattr``."""
+    """Returns the names and the strings in code; ``getattr`` may take a string for a name."""
     constants = chain.from_iterable(one.co_consts for one in codes_in(code))
     return names_in(code).union(one for one in constants if isinstance(one, str))

@@ -1,8 +1,8 @@
-"""Cuts a user's batch into the micro-batches of a step, and joins the outputs of forwards alone.
+"""Cuts a user's batch into micro-batches, and joins the outputs of the micro-batches.
 
-``[inputs, labels]`` is the whole batch, in every form that Fleet takes. A detached copy, the
-stand-in, replaces each input that needs a gradient, as a trained prompt does. Observers get a
-description of the batch.
+Start with :func:`split`, which takes the whole batch ``[inputs, labels]`` in every form that Fleet
+takes. If inputs need a gradient, as a trained prompt does, :func:`with_gradients` replaces each by
+a detached copy, its stand-in, and :func:`hand_back` carries the gradients back to the inputs.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Optimizer, Scaler, Tensor
-from fleetpipe.dygraph import nest
-from fleetpipe.dygraph.nest import copy_tensors, leaves, map_tensors, rebuild
+from fleetpipe.dygraph.nest import copy_tensors, join, leaves, map_tensors, rebuild
 from fleetpipe.dygraph.random_keys import Keys
-from fleetpipe.engine.engine import Engine
 from fleetpipe.errors import BoundaryError, ConfigError, UsageError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
-from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
 
 class MicroBatches(NamedTuple):
-    """Lists with one entry per micro-batch; None if this rank has no inputs or labels."""
+    """Inputs and labels as lists with an entry per micro-batch; None if this rank has none."""
 
     inputs: Nest
     labels: Nest
@@ -32,10 +29,10 @@ class MicroBatches(NamedTuple):
 class MicroBatchCut(NamedTuple):
     """The sizes of the micro-batches into which a batch is cut.
 
-    Args:
+    Attributes:
         steps: The number m of micro-batches (``accumulate_steps``).
         size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
-        any_rows: Whether a batch with another number of rows or values is cut, too: rows into
+        any_rows: Whether to cut a batch with another number of rows or values, too: rows into
             micro-batches of ``size``, of which the last may be smaller.
         keeps_graph: Whether tensors that need a gradient keep their graph.
     """
@@ -138,7 +135,7 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
 
 
 def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
-    """Returns each micro-batch's share of the rows if ``cut.size`` does not divide their number.
+    """Returns each micro-batch's share of the rows, if the last micro-batch has fewer rows.
 
     Args:
         value: The labels of a whole batch, as the user gave them.
@@ -158,6 +155,7 @@ def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
 
 
 def _draw(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
+    """Takes ``count`` micro-batches of an iterator, as copies of their tensors."""
     inputs, labels = [], []
     for index in range(count):
         try:
@@ -182,6 +180,7 @@ def _draw(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
 
 
 def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str) -> int:
+    """Returns the number of micro-batches into which all parts of a value were cut."""
     lengths = {len(part) for part in parts if part is not None} or {cut.steps}
     if len(lengths) > 1:
         raise ConfigError(
@@ -193,6 +192,7 @@ def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str
 
 
 def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
+    """Cuts a tensor along its first axis into micro-batches."""
     count, size, any_rows, _ = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:
@@ -210,6 +210,7 @@ def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
 
 
 def _detach(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
+    """Detaches the tensors of one micro-batch; refuses leaves that are neither tensors nor None."""
     for steps, leaf in leaves(value):
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
             raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
@@ -217,13 +218,14 @@ def _detach(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
 
 
 def counted_in(value: Nest) -> int | None:
-    """Returns the size of a batch, by which its loss is weighted among replicas.
+    """Returns the number of rows of some labels, by which replicas weight their losses.
 
     Args:
         value: The labels, as the user gave them.
 
     Returns:
-        The number of rows of a whole batch, or of micro-batches in a list; None for an iterator.
+        The number of rows of a whole batch; of a list, the number of its micro-batches; None for an
+        iterator.
     """
     if isinstance(value, (tuple, dict)):
         items = list(value.values() if isinstance(value, dict) else value)
@@ -272,13 +274,9 @@ class FakeMicroDataset:
         """
         inputs, labels = split(data, MicroBatchCut(acc_steps, micro_batch_size))
         nothing = [None] * acc_steps
-        self._items = iter(
-            list(
-                zip(
-                    inputs if is_first_stage and inputs else nothing,
-                    labels if is_last_stage and labels else nothing,
-                )
-            )
+        self._items = zip(
+            inputs if is_first_stage and inputs else nothing,
+            labels if is_last_stage and labels else nothing,
         )
 
     def __iter__(self) -> FakeMicroDataset:
@@ -288,14 +286,16 @@ class FakeMicroDataset:
         return next(self._items)
 
 
-#: Each of a script's tensors with its stand-in.
+#: The script's tensors that need a gradient, each with its stand-in.
 Sources = list[tuple[Tensor, Tensor]]
 
 
 def with_gradients(data: Nest) -> tuple[Nest, Sources]:
-    """Returns a batch in which stand-ins replace inputs that need a gradient, and these stand-ins.
+    """Replaces the inputs that need a gradient by stand-ins.
 
-    With an iterator, each stand-in is added when its micro-batch is drawn.
+    Returns:
+        The changed batch, and the replaced tensors with their stand-ins. Those of an iterator are
+        added to this list when their micro-batch is taken.
     """
     sources: Sources = []
 
@@ -333,11 +333,15 @@ def without_gradients(batches: MicroBatches) -> MicroBatches:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
+    """Returns a tensor without a graph and without a gradient."""
     return tensor if tensor.stop_gradient else tensor.detach()
 
 
 def hand_back(sources: Sources, divisor: int) -> None:
-    """Runs backward from the stand-ins' gradients into the script's tensors."""
+    """Runs backward from the stand-ins' gradients, each divided by ``divisor``, into their sources.
+
+    The sources are the script's tensors.
+    """
     reached: Sequence[tuple[Tensor, Tensor]] = [s for s in sources if s[1].grad is not None]
     if reached:
         gradients = [copy.grad if divisor == 1 else copy.grad / divisor for _, copy in reached]
@@ -345,7 +349,7 @@ def hand_back(sources: Sources, divisor: int) -> None:
 
 
 class ObservedBatch(NamedTuple):
-    """A batch that is about to be trained.
+    """The description of a training batch that observers get before it runs.
 
     Attributes:
         data: The micro-batches that the caller gave this rank.
@@ -364,33 +368,8 @@ class ObservedBatch(NamedTuple):
     scaler: Scaler
 
 
-#: Engines that are kept: one for full batches, one for a last, smaller one, a few for chance.
-_MOST_ENGINES = 8
-
-
-class Evaluation:
-    """Builds and stores the engines that run forwards only, by number of micro-batches."""
-
-    def __init__(
-        self, placement: Placement, edges: Sequence[Edge] | None, build: Callable[[Plan], Engine]
-    ) -> None:
-        self._placement = placement
-        self._edges = edges
-        self._build = build
-        self._engines: dict[int, Engine] = {}
-
-    def engine(self, micro_batches: int) -> Engine:
-        """Returns the engine for a batch of that many micro-batches."""
-        if micro_batches not in self._engines:
-            if len(self._engines) == _MOST_ENGINES:
-                del self._engines[next(iter(self._engines))]
-            plan = forward_only(self._placement, micro_batches).lower(self._edges)
-            self._engines[micro_batches] = self._build(plan)
-        return self._engines[micro_batches]
-
-
 def require_count(batches: MicroBatches, count: int) -> None:
-    """Makes sure that this rank has as many micro-batches as the first stage has."""
+    """Refuses inputs or labels of another number of micro-batches than the first stage's."""
     for name, part in zip(batches._fields, batches):
         if part is not None and len(part) != count:
             raise ConfigError(
@@ -403,7 +382,7 @@ def require_count(batches: MicroBatches, count: int) -> None:
 
 def on_host(value: Nest) -> Nest:
     """Returns ``value`` with its tensors in the memory of the host."""
-    return nest.map_tensors(
+    return map_tensors(
         lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value
     )
 
@@ -417,10 +396,11 @@ def join_outputs(values: Sequence[Nest]) -> Nest:
     Raises:
         UsageError: The outputs do not have the same form, or have numbers that are no tensors.
     """
-    return nest.join(_join, values)
+    return join(_join, values)
 
 
 def _join(parts: Sequence[Nest]) -> Nest:
+    """Joins the parts of the outputs at one path, one part of each output."""
     first = parts[0]
     if isinstance(first, paddle.Tensor):
         return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))
@@ -433,13 +413,9 @@ def _join(parts: Sequence[Nest]) -> Nest:
         )
     unlike = any(type(part) is not type(first) for part in parts)
     if unlike or isinstance(first, (tuple, list, dict)) or any(part != first for part in parts):
-        raise _different(parts)
+        raise UsageError(
+            "the outputs of the micro-batches cannot be joined: they do not have the same form",
+            got=", ".join(type(part).__name__ for part in parts),
+            fix="take them one by one, from eval_batch",
+        )
     return first
-
-
-def _different(values: Sequence[Nest]) -> UsageError:
-    return UsageError(
-        "the outputs of the micro-batches cannot be joined: they do not have the same form",
-        got=", ".join(type(value).__name__ for value in values),
-        fix="take them one by one, from eval_batch",
-    )

@@ -1,7 +1,8 @@
 """The data of a batch on the ranks of a pipeline: cut, compared and exchanged.
 
-All ranks of one pipeline must train on one batch, so they compare digests of their rows. The first
-stage takes its rank's inputs, the last one its rank's labels.
+All ranks of one pipeline must train on one batch, so they compare digests of their rows. The owner
+of the first stage takes its inputs, the owner of the last stage its labels. Start with
+:class:`RankData`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fleetpipe.transport.bridge import checksum
 
 _log = log.logger(__name__)
 
-#: Stands for a digest that there is not.
+#: Replaces a digest of None in messages.
 _NONE = -1
 
 _FIX = (
@@ -38,7 +39,7 @@ _FIX = (
 
 
 class RowDigests(NamedTuple):
-    """Digests of a batch's inputs and labels; None for those that a rank does not have."""
+    """Digests of a batch's inputs and labels; None for a part that a rank does not have."""
 
     inputs: int | None
     labels: int | None
@@ -50,7 +51,7 @@ def digests_of(batches: MicroBatches) -> RowDigests:
 
 
 def require_one_batch(here: RowDigests, first: RowDigests) -> None:
-    """Makes sure, on the last stage's owner, that its labels belong to the inputs in use.
+    """Refuses, on the owner of the last stage, labels of other rows than the first stage's inputs.
 
     Args:
         here: The digests of this rank's rows.
@@ -79,17 +80,17 @@ class RowComparison:
 
     def __init__(self, job: Job, owns: tuple[bool, bool], source: int) -> None:
         self._job, self.owns, self.source = job, owns, source
-        # A process that replaces one of the job's begins where the others have done that.
+        # A process that replaces a failed one begins after the first comparison of the others.
         self._first_compared = attempt_files.own_generation() > 0
 
     def compare(self, batches: MicroBatches | None, count: int, rate: float | None) -> int:
-        """Does what :meth:`RankData.compare` does; without batches it compares no rows."""
+        """Compares like :meth:`RankData.compare`; without batches it compares no rows."""
         here = RowDigests(None, None) if batches is None else digests_of(batches)
-        # In halves: assign takes numbers of 64 bits for floats.
+        # As two halves: assign would take a number of 64 bits for a float.
         halves = np.array([np.nan if rate is None else rate]).view("uint32")
         row = np.array([count, *halves, *(_NONE if one is None else one for one in here)], "int64")
-        # One message, which the owner of the first stage does not wait for. A tensor: other numbers
-        # are no other form of it. And by assign: to_tensor of 3.3.1 leaves a list behind.
+        # One message, for which the owner of the first stage does not wait. A tensor has the same
+        # form whatever its numbers. By assign: to_tensor of Paddle 3.3.1 leaks a list.
         count, low, high, *first = (
             self._job.group().broadcast(paddle.assign(row), self.source).tolist()
         )
@@ -106,11 +107,12 @@ class RowComparison:
             self._require_alike_along_mp(needed)
             if self.owns[0] and not self._first_compared:
                 self._first_compared = True
-                self._tell_of_same_replicas(here)
-                self._require_parts_of_sequences(here)
+                self._warn_of_equal_replicas(here)
+                self._require_different_parts(here)
         return count
 
     def _require_alike_along_mp(self, needed: list[int | None]) -> None:
+        """Refuses different rows on the ranks that hold shards of one stage. Collective over mp."""
         group = self._job.model_parallel()
         if group.ranks > 1 and len({*map(tuple, group.all_gather(needed))}) > 1:
             raise ConfigError(
@@ -120,9 +122,10 @@ class RowComparison:
                 fix=_FIX,
             )
 
-    def _require_parts_of_sequences(self, here: RowDigests) -> None:
+    def _require_different_parts(self, here: RowDigests) -> None:
+        """Refuses equal inputs on ranks that split sequences. Collective over sep and cp."""
         for group in map(self._job.along, SEQUENCE):
-            # A part may equal another one, as where both are padding.
+            # Some parts may be equal, such as parts that are all padding.
             if group.ranks > 1 and len({*group.all_gather(here.inputs)}) == 1:
                 self._job.allow.refuse(
                     "data",
@@ -134,7 +137,8 @@ class RowComparison:
                     "fleetpipe.dygraph.sequences",
                 )
 
-    def _tell_of_same_replicas(self, here: RowDigests) -> None:
+    def _warn_of_equal_replicas(self, here: RowDigests) -> None:
+        """Warns if replicas have equal inputs. Collective over the replicas."""
         everyone = self._job.replicas().all_gather(here.inputs)
         if len({*everyone}) < len(everyone):
             log.once(
@@ -165,7 +169,7 @@ def _digest(part: Nest) -> int | None:
 
 
 class RankData:
-    """Handles the batches of a pipeline, of which the first and the last stage take a part each.
+    """Cuts, compares and exchanges the batches of a pipeline.
 
     Attributes:
         first_owner: The rank that owns the first stage, which takes the inputs.
@@ -175,7 +179,7 @@ class RankData:
     """
 
     def __init__(self, job: Job, placement: Placement, config: PipelineConfig) -> None:
-        """Stores which rank needs which part, and how batches are cut."""
+        """Finds the ranks that need inputs and labels; ``config`` has the sizes of batches."""
         self._job, self._config = job, config
         self.first_owner = placement.rank_of(0)
         self.last_owner = placement.rank_of(placement.stages - 1)
@@ -185,11 +189,11 @@ class RankData:
         self._comparison = RowComparison(job, owns, self.first_owner)
 
     def plays(self, rank: int) -> bool:
-        """Whether this process is that rank of the pipeline, or plays all ranks."""
+        """Whether this process is rank ``rank`` of the pipeline, or plays all ranks."""
         return self._job.local or rank == self._job.hcg.get_stage_id()
 
     def cut(self, any_rows: bool = False, keeps_graph: bool = False) -> MicroBatchCut:
-        """Returns the sizes of micro-batches; with ``any_rows``, for any number of rows."""
+        """Returns how batches are cut; the arguments are those of :class:`MicroBatchCut`."""
         config = self._config
         return MicroBatchCut(config.micro_batches, config.micro_batch_size, any_rows, keeps_graph)
 
@@ -223,15 +227,15 @@ class RankData:
             )
 
     def compare(self, batches: MicroBatches, count: int = 0, rate: float | None = None) -> int:
-        """Makes sure that this replica's ranks have rows of one batch. Collective.
+        """Refuses rows of different batches on the ranks of a replica. Collective over the replica.
 
         Args:
             batches: The micro-batches of this rank.
-            count: A number that the owner of the first stage sends to the other ranks.
-            rate: The learning rate of the step that follows; None without one.
+            count: The number of micro-batches on this rank.
+            rate: The learning rate of the step that follows; None without a step.
 
         Returns:
-            The count on that owner.
+            The count on the owner of the first stage.
 
         Raises:
             ConfigError: The ranks have different rows, or different learning rates.
@@ -240,7 +244,7 @@ class RankData:
         return self._comparison.compare(compared, count, rate)
 
     def share_batch(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
-        """Sends every rank the inputs of the first stage and the labels of the last. Collective.
+        """Gives every rank the inputs of the first stage and the labels of the last. Collective.
 
         Returns:
             The micro-batches of this replica, which can be passed as a batch, and those of all
@@ -249,7 +253,7 @@ class RankData:
         return self.share(self.micro_batches(data))
 
     def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
-        """Does the same as :meth:`share_batch`, for a batch that is cut already. Collective.
+        """Shares like :meth:`share_batch` a batch that is cut already. Collective.
 
         Sequences that are split along sep and cp are whole in the result.
         """
@@ -269,7 +273,7 @@ class RankData:
         return MicroBatches(inputs, labels), everyone
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns, on every rank, the values that the owners of the last stage pass. Collective.
+        """Returns the values that the owners of the last stage pass, on every rank. Collective.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts; other ranks may pass None.
@@ -282,10 +286,9 @@ class RankData:
             PipelineTimeout: Some rank did not come within the limit.
         """
 
-        def share() -> list[Nest]:
+        def share() -> Nest:
             values = self._job.replicas().all_gather(value) if self.owns_last else None
-            shared: list[Nest] = self._job.group().broadcast(values, self.last_owner)
-            return shared
+            return self._job.group().broadcast(values, self.last_owner)
 
         everyone: list[Nest] = self._job.exchange("sharing what the last stage has", share)
         return everyone

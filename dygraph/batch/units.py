@@ -1,8 +1,9 @@
 """The units of work of a schedule, the weights of their losses, and the values between stages.
 
-A unit is a whole micro-batch, or a part that the schedule cuts it into. Nothing else in a batch, a
-stage or a loss knows how a micro-batch is cut: they ask the :class:`Units` of the schedule. Tables
-name the modules that special schedules and placements need.
+A unit is a micro-batch, or a part of one if the schedule cuts micro-batches. Only the
+:class:`Units` of the schedule know how a micro-batch is cut; batches, stages and losses ask them.
+:class:`MicroBatchWeights` weights losses, and :class:`Borders` translate the values between stages.
+``BORDERS`` and ``UNITS`` name the modules that special placements and schedules need.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from fleetpipe.schedules import Edge, Placement, Schedule
 
 
 class Borders(Protocol):
-    """Translates between the values of edges and those that a stage's layers take and return."""
+    """Translates between the values on edges and the values that layers take and return."""
 
     def join(self, values: Values) -> Nest:
-        """Returns the value that the layers of a stage take, from those of all edges into it."""
+        """Returns the value that the layers of a stage take, from the values on its edges."""
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the value of each edge out of a stage, in order.
@@ -46,7 +47,7 @@ class Borders(Protocol):
 
 
 class Chain:
-    """The borders of a list of layers: each stage takes the value that the one before returns."""
+    """The borders of a list of layers: each stage takes the value that its predecessor returns."""
 
     def __init__(self, placement: Placement) -> None:
         self._edges: dict[int, list[Edge]] = {}
@@ -62,14 +63,15 @@ class Chain:
         return dict.fromkeys(self._edges[stage], output)
 
 
-#: What makes the borders of a placement, as ``module:name``, and whether the placement has them.
+#: Constructors of borders, as ``module:name``, each with a function that tells whether a placement
+#: needs these borders.
 BORDERS: Mapping[str, Callable[[Placement], bool]] = {
     "fleetpipe.contrib.vocabulary:HeadBorders": lambda placement: placement.has_head
 }
 
 
 def borders_of(placement: Placement) -> Borders:
-    """Returns the borders that the stages of a placement have."""
+    """Builds the borders between the stages of a placement: special ones, or a chain."""
     for make, wanted in BORDERS.items():
         if wanted(placement):
             borders: Borders = pkgutil.resolve_name(make)(placement)
@@ -82,7 +84,7 @@ WeightOf = Callable[[int, int], Fraction]
 
 
 class UnitStates:
-    """The state that stages keep between the units of a micro-batch; none for whole ones.
+    """The state that stages keep between the units of a micro-batch; this class keeps none.
 
     Units are numbered over the batch. The forwards of a micro-batch's units run in order, the
     backwards in reverse order.
@@ -95,21 +97,22 @@ class UnitStates:
     def backward(
         self, stage: int, number: int
     ) -> AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Returns the context in which the backward of that unit runs.
+        """Returns the context in which the backward of unit ``number`` runs.
 
-        It yields tensors and their gradients, from which the backward starts besides the output.
+        The context yields tensors and their gradients, from which the backward starts besides the
+        output.
         """
         return nullcontext(((), ()))
 
     def release(self, stage: int, number: int) -> None:
-        """Drops the state of that unit, the last one of its micro-batch that is left."""
+        """Drops the state of unit ``number``; units of a micro-batch are released in reverse."""
 
 
 _NOTHING_KEPT = UnitStates()
 
 
 class Units:
-    """Whole micro-batches. A subclass cuts each of them into several units.
+    """Micro-batches as units. A subclass cuts each micro-batch into several units.
 
     Attributes:
         count: The number of units of a micro-batch.
@@ -130,7 +133,7 @@ class Units:
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
     ) -> WeightOf:
-        """Returns the function that weights units, from the one that weights micro-batches.
+        """Returns a function that weights units, from a function that weights micro-batches.
 
         Raises:
             ConfigError: The micro-batches cannot be cut, or a loss function does not declare what
@@ -139,19 +142,19 @@ class Units:
         return weight_of
 
     def states(self) -> UnitStates:
-        """Returns a new state for one batch."""
+        """Returns the states of the units of a new batch."""
         return _NOTHING_KEPT
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
         """Returns a context in which layers run a unit once more, to measure it.
 
-        It yields the values that layers keep for later units, by the layer's id; other code never
-        gets them.
+        The context yields the values that layers keep for later units, by the layer's id. Values
+        that are kept in this context are for its user only.
         """
         return nullcontext({})
 
     def lengths(self, value: Nest) -> list[int]:
-        """Returns how many places each unit of a micro-batch has; empty for whole ones."""
+        """Returns the number of positions of each unit of a micro-batch; empty for one unit."""
         return []
 
     def name(self, number: int) -> str:
@@ -162,8 +165,9 @@ class Units:
 WHOLE = Units()
 
 
-#: What makes the units of a schedule, as ``module:name``, and what that is given of a ``Runtime``,
-#: a schedule and options; None if the schedule does not cut so.
+#: Constructors of units, as ``module:name``, each with a function that takes a ``Runtime``, a
+#: schedule and options, and returns the arguments of the constructor; None if the schedule does not
+#: cut micro-batches into such units.
 UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
     # A search may cut sequences as soon as it has other costs, or another batch.
     "fleetpipe.contrib.slices:sequence_chunks": lambda of, schedule, config: (
@@ -188,7 +192,7 @@ def units_of(runtime: Any, schedule: Schedule, config: PipelineConfig) -> Units:
     return WHOLE
 
 
-#: Of the weights of places, which may be sums of many class weights.
+#: The largest denominator of a weight by places; places may be sums of many class weights.
 _FINEST = 1 << 40
 
 
@@ -197,19 +201,14 @@ class MicroBatchWeights:
 
     Attributes:
         usual: The weight of each micro-batch of this replica in the replica's loss.
-        in_backward: The weight of each in the loss that backward starts from: the usual one, or 1
-            if ``delay_scale_loss`` divides the gradients later.
+        in_backward: The weight of each micro-batch in the loss that starts backward: the usual
+            weight, or 1 if ``delay_scale_loss`` divides the gradients later.
         divisor: The number by which gradients are divided after the last backward; 1 for none.
         copies: The number by which each weight is divided before a forward. With sums by a tree it
             is the number of ranks over which gradients are averaged, so that no division follows
             the sums.
-        by_tokens: Whether micro-batches count by their tokens, whatever their rows.
+        by_tokens: Whether micro-batches are weighted by their tokens, whatever their rows.
     """
-
-    usual: list[Fraction]
-    in_backward: list[Fraction]
-    copies: int
-    by_tokens: bool
 
     def __init__(
         self,
@@ -294,7 +293,7 @@ class MicroBatchWeights:
         labels: Sequence[Nest] | None,
         weights: Sequence[Fraction],
     ) -> WeightOf:
-        """Returns the function that weights micro-batches: by counted places, if an option asks.
+        """Returns a function that weights micro-batches; an option may weight them by their places.
 
         Args:
             functions: The loss functions.
@@ -302,7 +301,7 @@ class MicroBatchWeights:
             weights: The weight of each micro-batch in the loss.
 
         Raises:
-            ConfigError: What a loss function counts cannot be read.
+            ConfigError: A loss function does not say how many places it counts.
         """
         if labels is None or not self._by_places:
             return lambda _, number: weights[number] / self.copies
@@ -311,14 +310,14 @@ class MicroBatchWeights:
         return lambda function, number: by_places.of(function, number) / self.copies
 
     def of_tokens(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
-        """Returns the weights of micro-batches by their places; None if all count alike.
+        """Returns the weights of micro-batches by their tokens; None if all have one weight.
 
-        Collective over ``group`` with ``loss_reduction="tokens"``; otherwise it returns None at
-        once.
+        Collective over ``group`` with ``loss_reduction="tokens"``; with any other option it returns
+        None at once.
 
         Args:
             labels: The labels of whole sequences, by micro-batch.
-            group: The ranks whose losses are averaged, each of which has other micro-batches.
+            group: The ranks whose losses are averaged; each has micro-batches of its own.
         """
         if not self.by_tokens:
             return None
@@ -326,17 +325,17 @@ class MicroBatchWeights:
         return [weights.of(0, number) for number in range(len(labels))]
 
     def counted(self, label: Nest) -> float:
-        """Returns the number of places of some labels that the first loss function counts."""
+        """Returns how many places of some labels the first loss function counts."""
         return float(places_in(self._loss_functions()[0], label).counted)
 
 
 class PlaceWeights:
-    """The weights of a rank's micro-batches by places, in a loss that is averaged over all copies.
+    """The weights of a rank's micro-batches by the places of their labels.
 
-    A loss is a mean over the places that it counts. The loss of a micro-batch must be the mean over
-    the places of whole sequences. With ``loss_reduction="tokens"`` the loss of a batch must be the
-    mean over those of all micro-batches and replicas. So each rank's part is weighted by its number
-    of places.
+    A loss is a mean over the places that it counts. If ranks split the sequences of a micro-batch,
+    its loss must be the mean over the places of all parts. With ``loss_reduction="tokens"`` the
+    loss of a batch must be the mean over the places of all micro-batches and replicas. So each
+    rank's loss is weighted by its number of places, and then averaged over the ranks.
     """
 
     def __init__(
@@ -356,7 +355,7 @@ class PlaceWeights:
             group: The ranks that have the parts of one micro-batch; without weights, all copies.
 
         Raises:
-            ConfigError: What a loss function counts cannot be read.
+            ConfigError: A loss function does not say how many places it counts.
         """
         self._places = [[places_in(function, label) for label in labels] for function in functions]
         self._base, self._group = weights, group
@@ -373,10 +372,13 @@ class PlaceWeights:
         return self._agreed[function][micro_batch]
 
     def _agree(self) -> list[list[Fraction]]:
-        # What is counted, and what it is divided by, in a message of whole numbers.
-        pairs = [[(p.counted, p.mean_over or Fraction(0)) for p in row] for row in self._places]
+        """Returns the weights by loss function and micro-batch, from the places of all ranks."""
         numbers = [
-            [[n for part in pair for n in part.as_integer_ratio()] for pair in row] for row in pairs
+            [
+                (*p.counted.as_integer_ratio(), *(p.mean_over or Fraction(0)).as_integer_ratio())
+                for p in row
+            ]
+            for row in self._places
         ]
         everyone = self._group.all_gather(paddle.to_tensor(numbers, dtype="int64"))
         ranks = [
@@ -391,9 +393,14 @@ class PlaceWeights:
     def _weight(
         self, function: int, ranks: list[list[tuple[Fraction, Fraction]]], index: int
     ) -> Fraction:
-        """Returns the weight of one micro-batch; ``ranks`` has what each rank counts.
+        """Returns the weight of micro-batch ``index`` on this rank.
 
-        It is rounded as a part of the whole batch, so that layouts do not matter.
+        It is rounded as a part of the whole batch, so that its bits do not depend on the layout.
+
+        Args:
+            function: The number of the loss function.
+            ranks: The counted places and the divisor of each micro-batch, by rank.
+            index: The number of the micro-batch.
         """
         mean_over = self._places[function][index].mean_over
         if self._base is None:
@@ -408,5 +415,5 @@ class PlaceWeights:
 
 
 def places_in(function: Any, label: Nest) -> Any:
-    """See :func:`counted_places.places_of`, which is loaded by those who count."""
+    """Calls :func:`counted_places.places_of`, whose module is loaded on the first call."""
     return pkgutil.resolve_name("fleetpipe.dygraph.batch.counted_places:places_of")(function, label)

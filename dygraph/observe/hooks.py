@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.batch.dygraph_stage import Gradients
+from fleetpipe.dygraph.batch.stage_interfaces import Gradients
 from fleetpipe.engine.observer import BatchObserver, Instruction, Played, Stopwatch
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.paddle_api.device import device_clock

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage, RunOf
+from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.stage_interfaces import Batch, RunOf
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter, Sample

@@ -12,7 +12,6 @@ from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
 from fleetpipe.aliases import Layer
-from fleetpipe.dygraph.tensor_parallel.dropout import dropout
 from fleetpipe.dygraph.tensor_parallel.groups import (
     alone,
     connect,
@@ -28,7 +27,12 @@ from fleetpipe.dygraph.tensor_parallel.layer import (
     whole_shape,
     whole_value,
 )
-from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_matmul, shard_of
+from fleetpipe.dygraph.tensor_parallel.operations import (
+    dropout,
+    own_errors,
+    parallel_matmul,
+    shard_of,
+)
 from fleetpipe.extras import late
 from fleetpipe.mesh.parts import split_axis
 from fleetpipe.paddle_api.device import device_kind

@@ -1,8 +1,9 @@
 """The observers of a pipeline's batches, and the engines whose operations they watch.
 
-There is one engine for training, and some that run forwards only. Observers stand in a table, whose
-modules are loaded only if needed. An observer of single values or actions is innermost; guards
-publish while a receive is blocked, so trace and meter are around them; the meter is outermost.
+``OBSERVERS`` is the table of observers; their modules are loaded only if needed. It begins with the
+innermost: observers of single values or actions. Guards publish while a receive is blocked, so the
+trace and the meter are around them; the meter is outermost. :class:`Engines` has one engine for
+training, and a few that run forwards only.
 """
 
 from __future__ import annotations
@@ -15,22 +16,21 @@ from typing import Any, NamedTuple
 
 from fleetpipe.dygraph.backward.layer_state import OwnState
 from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
-from fleetpipe.dygraph.batch.micro_batches import Evaluation
 from fleetpipe.dygraph.observe.hooks import HookCalls
 from fleetpipe.engine.engine import Engine, Walker
 from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.job.job import Job
-from fleetpipe.schedules import Edge, Placement, Plan
+from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
 
 class ObserverRow(NamedTuple):
     """An observer that a pipeline may have.
 
     Attributes:
-        make: The function that makes it, as ``module:name``; it may return None, for none.
-        arguments: Takes a ``Runtime`` and returns the arguments of ``make``; None if it is not
-            needed.
-        by_plan: Whether each new plan needs a new one.
+        make: The function that builds the observer, as ``module:name``; it may return None.
+        arguments: Takes a ``Runtime`` and returns the arguments of ``make``; None if the pipeline
+            needs no such observer.
+        by_plan: Whether each new plan needs a new observer.
     """
 
     make: str
@@ -83,11 +83,11 @@ OBSERVERS: Mapping[str, ObserverRow] = {
 
 
 def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the observers of a pipeline by their rows. Collective if one of them is.
+    """Builds the observers of a pipeline, by name in the table. Collective if a constructor is.
 
     Args:
         runtime: The pipeline's ``Runtime``.
-        before: The result for the plan before; empty for the first one.
+        before: The observers under the plan before; empty under the first plan.
 
     Raises:
         ConfigError: An option of an observer is wrong.
@@ -103,7 +103,7 @@ def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
     return observers
 
 
-#: Makes an observer of each pipeline that is wrapped.
+#: Functions that make an observer of each pipeline that is wrapped.
 of_all: list[Callable[[Any], Observer]] = []
 
 
@@ -117,24 +117,28 @@ def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
         of_all.remove(make)
 
 
+#: The number of engines to store: one for full batches, one for a smaller last batch, some spare.
+_MOST_ENGINES = 8
+
+
 class Engines:
-    """Runs a plan in a job, with observers around its operations.
+    """The engines of a pipeline, which run plans with observers around the operations.
 
     Attributes:
         observers: All observers of training batches.
         hook_calls: The observer that calls the user's hooks.
         training: Walks the plan of a training batch.
-        evaluation: The engines that run forwards only.
     """
 
     observers: Observers
     hook_calls: HookCalls
     training: Engine
-    evaluation: Evaluation
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rows: dict[str, Any] = {}
+        #: The engines that run forwards only, by number of micro-batches.
+        self._evaluating: dict[int, Engine] = {}
 
     def begin(
         self,
@@ -148,11 +152,11 @@ class Engines:
         """Makes the engines of a plan. Collective over the pipeline the first time in a job.
 
         Args:
-            runtime: The ``Runtime`` from which the rows of ``observers.py`` take their arguments.
+            runtime: The ``Runtime`` from which the observers take their arguments.
             plan: The plan of a training batch.
             stage: Runs the actions.
             evaluated: The placement and the edges of an evaluation.
-            overlaps: Whether a fused forward and backward take turns while they exchange values.
+            overlaps: Whether a fused forward and backward run in turns while they exchange values.
             walker: Makes the walker of a training batch.
         """
         self._rows = observers_of(runtime, self._rows)
@@ -162,34 +166,46 @@ class Engines:
         self._compile()
 
     def observer(self, name: str) -> Any:
-        """Returns an observer by its row of ``observers.py``; None if it is not needed."""
+        """Returns an observer by its name in ``OBSERVERS``; None if the pipeline has none."""
         return self._rows.get(name)
 
     def observe(self, observer: Observer) -> None:
-        """Makes ``observer`` watch later batches, or only their operations.
+        """Makes ``observer`` watch the batches that follow.
 
         Args:
-            observer: A :class:`BatchObserver`, for training batches; anything else that has a
-                ``wrap`` watches the operations of all batches.
+            observer: A :class:`BatchObserver` watches training batches; another object with a
+                method ``wrap`` watches the operations of all batches.
         """
         self._rows["users"].members.append(observer)
         self._compile()
 
     def accompany(self, companion: Observer | None) -> None:
-        """Makes ``companion`` watch each of the next batches; None ends that. There is one at most.
+        """Makes ``companion`` the only companion of the batches that follow; None for no companion.
 
         The optimizer steps within the companion's ``step``, and guards verify that step later.
         """
         self._rows["companion"].members[:] = [] if companion is None else [companion]
 
+    def evaluation(self, micro_batches: int) -> Engine:
+        """Returns the engine that runs ``micro_batches`` micro-batches forward only."""
+        engines = self._evaluating
+        if micro_batches not in engines:
+            if len(engines) == _MOST_ENGINES:
+                del engines[next(iter(engines))]
+            placement, edges = self._evaluated
+            plan = forward_only(placement, micro_batches).lower(edges)
+            engines[micro_batches] = self._engine(plan, self._evaluation_observers)
+        return engines[micro_batches]
+
     def _compile(self) -> None:
-        """Builds the engines, with all observers around their operations."""
+        """Builds the engine of a training batch, with all observers around its operations."""
         self.observers = Observers(*self._rows.values())
-        evaluating = [*self.observers.in_evaluations()]
         training = (self._overlapping, self._walker)
         self.training = self._engine(self._plan, [self.observers], *training)
-        self.evaluation = Evaluation(*self._evaluated, lambda plan: self._engine(plan, evaluating))
+        self._evaluation_observers = [*self.observers.in_evaluations()]
+        self._evaluating.clear()
 
     def _engine(self, plan: Plan, observers: Sequence[Observer], *training: Any) -> Engine:
+        """Builds an engine; ``training`` has the state to overlap and the walker, if it trains."""
         connections, timeout = self._job.connect(), self._job.timeout
         return Engine(plan, self._stage, connections, timeout, observers, *training)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.batch.dygraph_stage import Batch as ForwardBatch
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     counted_in,
@@ -19,6 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import (
     split_value,
     unwrap,
 )
+from fleetpipe.dygraph.batch.stage_interfaces import Batch as ForwardBatch
 from fleetpipe.dygraph.batch.units import Units
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer, prepare_scaler
 from fleetpipe.dygraph.train.fleet_face import PipelineFace

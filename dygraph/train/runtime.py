@@ -18,8 +18,9 @@ from fleetpipe.aliases import Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.layer_state import buffers_kept
-from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
+from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.rank_data import RankData
+from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, MicroBatchWeights, Units, units_of
 from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph
 from fleetpipe.dygraph.model.hidden_uses import reachable, refuse_apart
@@ -347,7 +348,7 @@ class Runtime:
             What runs it, once.
         """
         training, engines = evaluated is None, self.engines
-        engine = engines.training if evaluated is None else engines.evaluation.engine(evaluated)
+        engine = engines.training if evaluated is None else engines.evaluation(evaluated)
         with self._turn():
             units = self.units if training else units
             first = self.first_micro_batch * units.count

@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from fleetpipe.aliases import Nest, Optimizer, Scaler, Scheduler, Tensor
-from fleetpipe.dygraph.batch.dygraph_stage import Batch
 from fleetpipe.dygraph.batch.losses import Criterion, Losses, may_read
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
@@ -23,6 +22,7 @@ from fleetpipe.dygraph.batch.micro_batches import (
     without_gradients,
 )
 from fleetpipe.dygraph.batch.rank_data import RowDigests, digests_of
+from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.random_keys import in_step

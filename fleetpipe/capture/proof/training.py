@@ -36,9 +36,10 @@ from fleetpipe.compare.differences import (
 from fleetpipe.dygraph import random_keys, weighted
 from fleetpipe.dygraph.backward.recompute import rerunning
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
+from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.gradients import dense, drop_gradients
 from fleetpipe.dygraph.nest import copy_tensors, differentiable, map_tensors, tensors_of
 from fleetpipe.dygraph.random_keys import Keys

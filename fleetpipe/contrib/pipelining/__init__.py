@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
+from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.stage import Values

@@ -61,7 +61,7 @@ def test_parts_of_padding_are_no_whole_sequences(others: list[int], whole: bool)
     job: Any = SimpleNamespace(along=lambda axis: ranks, allow=Allow())
     comparison = RowComparison(job, (True, True), 0)
     with pytest.raises(ConfigError, match="own_part") if whole else contextlib.nullcontext():
-        comparison._require_parts_of_sequences(RowDigests(2, None))
+        comparison._require_different_parts(RowDigests(2, None))
 
 
 #: A batch of 16 micro-batches, of which every other one is another, and one of large tensors.

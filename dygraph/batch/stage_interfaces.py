@@ -1,0 +1,113 @@
+"""What a dynamic-graph stage is given: a batch, the layers to run, hooks to call, and a watch.
+
+``dygraph_stage.py`` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.batch.losses import Criterion, Losses
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.units import Borders
+from fleetpipe.schedules.action import GlobalMicroBatch
+
+#: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
+RunOf = Callable[[int], Callable[[Nest, GlobalMicroBatch], Nest]]
+
+#: A gradient, or None, for each tensor of a value that needs one; None at either end of the model.
+Gradients = tuple[Tensor, ...] | None
+
+
+class Batch:
+    """The data of one run of a plan, and its results by micro-batch: losses or outputs."""
+
+    def __init__(
+        self,
+        data: MicroBatches,
+        losses: Losses | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
+        elsewhere: Sequence[Criterion] = (),
+        value_of: Callable[[Nest], Nest] | None = None,
+    ) -> None:
+        """Describes one batch.
+
+        Args:
+            data: The micro-batches of this rank.
+            losses: Computes and stores the losses; None to collect the outputs instead.
+            scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
+            elsewhere: The loss functions that another rank calls and that may read tensors which
+                layers store.
+            value_of: Returns the part of the last layer's output to collect; None for all of it.
+        """
+        self.data = data
+        self.losses = losses
+        self.scale = scale
+        self.elsewhere = elsewhere
+        self._value_of = value_of
+        self.outputs: dict[int, Nest] = {}
+
+    def collect(self, index: int, output: Nest) -> None:
+        """Stores the last layer's output for micro-batch ``index``."""
+        self.outputs[index] = output if self._value_of is None else self._value_of(output)
+
+    def ordered_outputs(self) -> list[Nest]:
+        """Returns the outputs in the order of the micro-batches, whatever order they ran in."""
+        return [self.outputs[index] for index in sorted(self.outputs)]
+
+
+class StageHooks(Protocol):
+    """The functions that a stage calls around its forwards and backwards."""
+
+    def before_forward(self, stage: int, value: Nest) -> None:
+        """Called with the stage's input: a received value, or the inputs of the batch."""
+
+    def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
+        """Called with the stage's input, and with the output of its last layer."""
+
+    def before_backward(
+        self, stage: int, value: Nest, output: Nest, output_grads: Gradients
+    ) -> None:
+        """Called with a stage's input and output; the last stage's output is the loss."""
+
+    def after_backward(
+        self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
+    ) -> None:
+        """Called with a stage's values; ``input_grads`` is None for the first stage."""
+
+    def before_weight_grad(self, stage: int) -> None:
+        """Called before a W, which adds the delayed weight gradients."""
+
+
+class StageWatch(Protocol):
+    """Watches for stages that use values or parameters of other stages."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether the next batch has anything to watch."""
+
+    def enter(self, stage: int, forward: bool) -> None:
+        """Called before an action of a stage."""
+
+    def leave(self, ends: bool = False) -> None:
+        """Called after the last action; ``ends`` is True at the end of the batch."""
+
+    def refused(self) -> AbstractContextManager[None]:
+        """Returns a context in which an error due to such a use names the use."""
+
+
+class StagesToRun(Protocol):
+    """The stages that a process runs, and their layers."""
+
+    @property
+    def borders(self) -> Borders | None:
+        """The borders between the stages; None for a chain."""
+
+    def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
+        """Returns the function that runs the layers of a stage."""
+
+    def layers(self, stage: int) -> Mapping[int, Callable[[Nest], Nest]]:
+        """Returns the layers and functions of a stage, by their numbers in the whole list."""
