@@ -1,4 +1,4 @@
-"""The parts of Fleet's wrapper interface that run nothing: places, sizes and hooks."""
+"""The attributes, sizes and hooks of Fleet's wrapper; ``pipeline_parallel.py`` runs the batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fleetpipe.dygraph.train.runtime import Runtime
     from fleetpipe.engine.trace import Trace
 
-#: What registers a numbered hook at a location.
+#: ``register(location, hook)`` registers a numbered hook at a location.
 _Registers = Callable[[int, NumberedHook], None]
 
 #: How Fleet spells actions in ``get_static_scheduler``; it knows no W.
@@ -50,7 +50,7 @@ class NothingCached:
 
 
 def _of_runtime(of: Callable[[Runtime], Any]) -> Any:
-    """Returns a property with a value of the runtime."""
+    """Returns a property whose value ``of(runtime)`` computes from the wrapper's runtime."""
     return property(lambda wrapper: of(wrapper._runtime))
 
 
@@ -62,18 +62,18 @@ class PipelineFace(MetaParallelBase):
     """
 
     if TYPE_CHECKING:
-        # By that of Layer a type checker takes every name for an attribute, a misspelt one too.
+        # With the __getattr__ of Layer, a type checker would accept a misspelt attribute.
         __getattr__: ClassVar[None]  # type: ignore[assignment, misc]
 
     callbacks = pipeline_parallel_callbacks_
     #: Whether Fleet's wrapper of this type has hooks for bubbles.
     _has_bubble_hooks = False
     _virtual_pp_rank: int | None = None
-    # What libraries' trainers ask for (docs/libraries.md says who): gradients are reduced once,
-    # after the last backward, and from no buffer of their own.
+    # Trainers of libraries read these (see docs/libraries.md). Gradients are reduced once, after
+    # the last backward, without buffers of their own.
     _dp_comm_overlap = False
     _sharding_comm_overlap = False
-    # A message waits for no other: none travels in a batch of them.
+    # Each message is sent by itself, not in a batch of messages.
     _use_batch_p2p_comm = False
     _chunk_2_comm_buffers: ClassVar[Mapping[int, list[object]]] = MappingProxyType({})
     _p2p_helper = NothingCached()
@@ -81,17 +81,17 @@ class PipelineFace(MetaParallelBase):
     layers: PipelineLayer = _of_runtime(lambda of: of.layers)
     """The wrapped model."""
     schedule: Schedule = _of_runtime(lambda of: of.schedule)
-    """What is run."""
+    """The schedule of a training batch."""
     units: Units = _of_runtime(lambda of: of.units)
     """How the micro-batches of a training batch are cut."""
     timers: Timers | None = _of_runtime(lambda of: of.reductions.timers)
-    """Those of ``pp_configs.enable_timer``; None where it is off."""
+    """The timers of ``pp_configs.enable_timer``; None if it is off."""
     num_stages: int = _of_runtime(lambda of: of.job.degrees.pp)
-    """Ranks of the pipeline."""
+    """The number of ranks of the pipeline."""
     num_model_chunks: int = _of_runtime(lambda of: of.schedule.placement.chunks)
-    """Chunks on each rank, v."""
+    """The number of chunks on each rank, v."""
     micro_batch_id: int = _of_runtime(lambda of: of.stage.micro_batch_id)
-    """The number within the batch of the micro-batch whose forward runs, or else the next."""
+    """The number in the batch of the micro-batch whose forward runs, or runs next."""
     slicing: int | tuple[int, ...] = _of_runtime(lambda of: of.units.slicing)
     """How the sequences of a training batch are cut: the number of chunks, or their lengths."""
     stage_id: int = _of_runtime(lambda of: int(of.job.hcg.get_stage_id()))
@@ -115,7 +115,7 @@ class PipelineFace(MetaParallelBase):
     weights: list[Fraction] = _of_runtime(lambda of: of.weights.usual)
     """The weight of each micro-batch of this replica in the replica's loss of the batch."""
     weights_in_backward: list[Fraction] = _of_runtime(lambda of: of.weights.in_backward)
-    """These weights in the loss that backward starts from: 1 under ``delay_scale_loss``."""
+    """The weights in the loss that starts backward; 1 each under ``delay_scale_loss``."""
     weights_of_all_replicas: list[Fraction] = _of_runtime(lambda of: of.weights.of_all_replicas)
     """The weights in backward of the micro-batches of all replicas."""
     sums_by_tree: bool = _of_runtime(lambda of: of.job.sums_by_tree)
@@ -129,9 +129,9 @@ class PipelineFace(MetaParallelBase):
     counted: Callable[[Nest], float] = _of_runtime(lambda of: of.weights.counted)
     """See :meth:`MicroBatchWeights.counted`."""
     micro_batches: Callable[[Nest], MicroBatches] = _of_runtime(lambda of: of.data.micro_batches)
-    """Returns the micro-batches that ``train_batch`` makes of its data; raises as it does.
+    """Cuts a batch into micro-batches as ``train_batch`` does, with the same errors.
 
-    An iterator loses the items that are taken of it.
+    An iterator advances by these micro-batches.
     """
     shared_micro_batches: Callable[[Nest], tuple[MicroBatches, MicroBatches]] = _of_runtime(
         lambda of: of.data.share_batch
@@ -154,9 +154,9 @@ class PipelineFace(MetaParallelBase):
     accompany: Callable[[Observer | None], None] = _of_runtime(lambda of: of.engines.accompany)
     """See :meth:`Engines.accompany`."""
     trace: Trace | None = _of_runtime(lambda of: of.engines.observer("trace"))
-    """What really ran, if ``fleetpipe_configs["trace"]`` asked for it."""
+    """The record of the actions that ran; None without ``fleetpipe_configs["trace"]``."""
     peak_held: dict[int, int] = _of_runtime(lambda of: of.engines.training.peak_held)
-    """Most forwards held unreleased in the last training run, by rank played here."""
+    """The most unreleased forwards in the last training batch, by rank that this process plays."""
     total_loss: list[Tensor] | None = _of_runtime(
         lambda of: (
             [
@@ -167,59 +167,56 @@ class PipelineFace(MetaParallelBase):
             else None
         )
     )
-    """The losses of the last batch's micro-batches, as the last stage's owner keeps them.
+    """The losses of the last batch's micro-batches, on the owner of the last stage.
 
-    A Tensor [micro-batches] for each loss function: this replica's own, weighted unless
-    ``delay_scale_loss``. None on other ranks and before the first batch.
+    A Tensor [micro-batches] for each loss function: the losses of this replica, weighted unless
+    ``delay_scale_loss`` is on. None on other ranks and before the first batch.
     """
     gradient_of: Callable[[Tensor], Tensor | None] = _of_runtime(
         lambda of: of.reductions.gradient_of
     )
-    """Returns the gradient that the last batch has left, or None. Collective over sharding."""
+    """Returns a parameter's gradient from the last batch, or None. Collective over sharding."""
     deferral_report: Callable[[], DeferralReport] = _of_runtime(lambda of: of.stage.split.report)
-    """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
+    """Returns a report on which parameters' gradients wait for W, and why others do not.
 
-    For the stages of this process, of a schedule that splits backward, after a first batch.
+    It covers the stages of this process, after the first batch of a schedule that splits backward.
     """
     reordered_leaves: Callable[[], list[str]] = _of_runtime(lambda of: of.stage.split.reordered)
-    """Returns the layers here whose split backward may add up in another order than a full one.
+    """Returns the layers whose split backward may add gradients in another order than a full one.
 
-    Known after a first batch, as ``deferral_report`` is.
+    It covers the stages of this process, after the first batch.
     """
     crossings: Callable[[], AbstractContextManager[dict[int, Crossing]]] = _of_runtime(
         lambda of: of.stage.noting_crossings
     )
-    """While it is open, training notes how the graphs of this process's stages hang together.
-
-    The context gives, by stage, its crossing in the last micro-batch.
-    """
+    """See :meth:`DygraphStage.noting_crossings`."""
     forward_pipeline_parallel_hook_capacity: int = _of_runtime(
         lambda of: of.engines.hook_calls.hooks.forward.hooks_capacity
     )
-    """Forwards of a rank in a batch: m * v."""
+    """The number of forwards of a rank in a batch: m * v."""
     backward_pipeline_parallel_hook_capacity: int = _of_runtime(
         lambda of: of.engines.hook_calls.hooks.backward.hooks_capacity
     )
-    """Backwards of a rank in a batch: m * v."""
+    """The number of backwards of a rank in a batch: m * v."""
     bubble_pipeline_parallel_hook_capacity: int = _of_runtime(
         lambda of: of.engines.hook_calls.hooks.bubble.hooks_capacity
     )
-    """Bubbles of a rank in a batch: 2p - 2 if the schedule is interleaved, else 0."""
+    """The number of bubbles of a rank in a batch: 2p - 2 if the schedule is interleaved, else 0."""
     register_forward_pipeline_parallel_hook: _Registers = _of_runtime(
         lambda of: of.engines.hook_calls.hooks.forward.register_hook
     )
-    """Adds ``hook(location)``, called before that forward of this rank in each training batch.
+    """Adds ``hook(location)``, called before forward ``location`` of this rank in training batches.
 
-    It raises a UsageError if ``location`` is not below the capacity of forwards.
+    It raises a UsageError if ``location`` is not below the number of forwards.
     """
     register_backward_pipeline_parallel_hook: _Registers = _of_runtime(
         lambda of: of.engines.hook_calls.hooks.backward.register_hook
     )
-    """Adds ``hook(location)``, called before that backward; as for forwards."""
+    """Adds ``hook(location)``, called before backward ``location``; raises as for forwards."""
     register_bubble_pipeline_parallel_hook: _Registers = _of_runtime(
         lambda of: of.engines.hook_calls.hooks.bubble.register_hook
     )
-    """Adds ``hook(location)``, called where this rank of an interleaved pipeline waits."""
+    """Adds ``hook(location)``, called in bubble ``location`` of an interleaved pipeline's rank."""
 
     def __init__(
         self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None
@@ -228,7 +225,7 @@ class PipelineFace(MetaParallelBase):
 
         Args:
             layers: The model.
-            hcg: Accepted as in Fleet; the topology is the one of ``fleet.init``.
+            hcg: Accepted as in Fleet, without effect: the topology is that of ``fleet.init``.
             strategy: The options; None for those given to ``fleet.init``.
 
         Raises:
@@ -251,7 +248,7 @@ class PipelineFace(MetaParallelBase):
         strategy = strategy or user_strategy()
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)
-        # Loaded here: a program that wraps no pipeline needs nothing that runs one.
+        # Loaded here: a script that wraps no pipeline needs no runtime.
         make: type[Runtime] = pkgutil.resolve_name("fleetpipe.dygraph.train.runtime:Runtime")
         self._runtime = make(layers, strategy, job, self._has_bubble_hooks)
         self.accompany(layers.companion(self))
@@ -328,7 +325,7 @@ class PipelineFace(MetaParallelBase):
         return here and self._runtime.data.owns_last
 
     def set_virtual_pipeline_rank(self, rank: int | None) -> None:
-        """Sets the chunk to which :meth:`is_pipeline_first_stage` and the like refer.
+        """Sets the chunk of :meth:`is_pipeline_first_stage` and :meth:`is_pipeline_last_stage`.
 
         It changes nothing that runs, because actions name stages.
         """
@@ -381,8 +378,8 @@ class PipelineFace(MetaParallelBase):
     def fused_gradient(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refuses fused gradients, and reductions within backward.
 
-        Users of ``fleet.distributed_model`` do not call such methods; a script that does must not
-        continue as if gradients had been reduced.
+        Users of ``fleet.distributed_model`` do not call these methods. A script that calls one must
+        not continue as if gradients had been reduced.
 
         Raises:
             ConfigError: Always.

@@ -1,4 +1,4 @@
-"""The wrapper that trains and evaluates a ``PipelineLayer``: Fleet's ``train_batch`` and kin."""
+"""The wrapper that trains and evaluates a ``PipelineLayer``, with Fleet's methods."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class PipelineParallel(PipelineFace):
 
     Every method below that takes a batch is collective: each rank of the pipeline calls it the same
     number of times, in the same order. A batch that raises an error leaves no gradients.
-    Where one process plays all ranks, buffers and running statistics are put back too, and the next
-    may follow; what layers count in other attributes stays.
+    If one process plays all ranks, buffers and running statistics are restored too, and the next
+    batch may follow; other attributes that layers have changed stay changed.
     """
 
-    #: What the parts of a step hand on to the last of them.
+    #: What ``_prepare_training`` and ``forward_backward_pipeline`` leave for ``_optimizer_step``.
     _prepared: tuple[Optimizer, LRScheduler | None] | None = None
     _scaler: GradScaler | None = None
     _loss: Nest = None
@@ -71,10 +71,10 @@ class PipelineParallel(PipelineFace):
             lr_scheduler: Stepped once, after the optimizer; a ``ReduceOnPlateau`` by the loss.
             scaler: A ``paddle.amp.GradScaler``. All ranks agree on whether a gradient overflowed:
                 all step, or none. On CPU Paddle switches it off.
-            loss_fn_idx: Which of the model's loss functions backward starts from; all are computed.
+            loss_fn_idx: The number of the loss function that starts backward; all are computed.
             return_micro_batch_loss: Whether to return the micro-batches' losses one by one.
             weights: The weight of each micro-batch in the loss, the same on all ranks of the
-                pipeline, where they do not all count alike: those of a short last batch, say.
+                pipeline; None for equal weights. A short last batch needs others, for example.
 
         Returns:
             The loss of the batch, a Tensor without gradient, with the shape, the dtype and the same
@@ -98,7 +98,7 @@ class PipelineParallel(PipelineFace):
 
         def begin(data: Batch) -> TrainingBatch:
             batch = TrainingBatch(self._runtime, data, *options)
-            # Last, for it may wait: what this rank can refuse by itself is refused by now.
+            # Last, because it may wait for other ranks: this rank's own checks come before.
             self._bind(optimizer)
             return batch
 
@@ -150,16 +150,17 @@ class PipelineParallel(PipelineFace):
     def _prepare_training(
         self, data: Nest, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
     ) -> Nest:
-        """Checks what ``forward_backward_pipeline`` and then ``optimizer.step`` will train with.
+        """Checks the optimizer of a step in three parts; this is the first part.
 
-        For trainers that take a step in these three parts, as PaddleNLP's does. Collective over the
-        job the first time it is called with this optimizer.
+        :meth:`forward_backward_pipeline` and :meth:`_optimizer_step` follow. Trainers such as
+        PaddleNLP's take steps so. Collective over the job the first time it is called with this
+        optimizer.
 
         Args:
             data: As for :meth:`train_batch`.
             optimizer: What ``fleet.distributed_optimizer`` returned.
-            lr_scheduler: Stepped by :meth:`_optimizer_step`; who steps the optimizer without that
-                steps it.
+            lr_scheduler: Stepped by :meth:`_optimizer_step`; a trainer that calls
+                ``optimizer.step()`` instead steps it itself.
 
         Returns:
             ``data``, for :meth:`forward_backward_pipeline`.
@@ -171,9 +172,9 @@ class PipelineParallel(PipelineFace):
         return data
 
     def _optimizer_step(self) -> None:
-        """Takes the step of what :meth:`_prepare_training` was given; clears the gradients.
+        """Steps the optimizer and the scheduler of :meth:`_prepare_training`; clears gradients.
 
-        The third part of a step, after :meth:`forward_backward_pipeline`.
+        It is the third part of a step, after :meth:`forward_backward_pipeline`.
         """
         if self._prepared is None:
             raise StateError(
@@ -198,27 +199,27 @@ class PipelineParallel(PipelineFace):
         The next :meth:`train_batch` puts them into ``train()`` mode again.
 
         Args:
-            data: As for :meth:`train_batch`, and of any other number of rows: these become
-                micro-batches of micro_batch_size rows, the last of which may be smaller and counts
-                in the loss by its rows. Lists may have any number of values.
+            data: As for :meth:`train_batch`, but with any number of rows: they become micro-batches
+                of micro_batch_size rows; the last may be smaller, and is weighted in the loss by
+                its rows. Lists may have any number of values.
             compute_loss: Whether to compute the loss instead of returning outputs; only then are
                 labels and a loss function needed.
-            loss_fn_idx: Must be that of a loss function; all are computed.
-            return_host_tensor: Whether outputs are moved to the host's memory.
+            loss_fn_idx: The number of a loss function; all are computed.
+            return_host_tensor: Whether to move outputs to the host's memory.
 
         Returns:
-            With ``compute_loss`` the loss, on every rank the same (a list where there are several
-            loss functions). Else a list with the output of each micro-batch on the rank that owns
-            the last stage, and an empty list elsewhere.
+            With ``compute_loss`` the loss, the same on every rank (a list if there are several loss
+            functions). Otherwise a list with the output of each micro-batch on the rank that owns
+            the last stage, and an empty list on other ranks.
         """
         runtime = self._runtime
         functions = required_functions(runtime, loss_fn_idx) if compute_loss else None
         data = unwrap(data)
         batches = runtime.data.micro_batches(data, any_rows=True)
         if functions is None and self.layers.placement.has_head:
-            # Its parts would give their share of the loss for the logits that nobody has.
+            # With labels, the parts of the head would return shares of the loss, not logits.
             batches = batches._replace(labels=None)
-        # Only a whole batch knows of rows; an iterator's micro-batches all count alike.
+        # Only a whole batch has rows; an iterator's micro-batches all have one weight.
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
 
         def evaluate() -> Nest:
@@ -239,8 +240,8 @@ class PipelineParallel(PipelineFace):
         """Returns the model's output for a whole batch; leaves the layers in ``eval()`` mode.
 
         Args:
-            inputs: What stands first in ``[inputs, labels]``, of any number of rows, as for
-                :meth:`eval_batch`. Only the owner of the first stage needs it.
+            inputs: The inputs of a batch ``[inputs, labels]``, of any number of rows, as for
+                :meth:`eval_batch`. Only the owner of the first stage needs them.
             broadcast: Whether every rank of the pipeline gets the output.
 
         Returns:
@@ -259,17 +260,16 @@ class PipelineParallel(PipelineFace):
     def run_forwards(
         self, inputs: list[Nest], result_of: Callable[[Nest], Nest], units: Units
     ) -> AbstractContextManager[ForwardBatch]:
-        """Returns a context in which the outputs of some micro-batches are there.
+        """Runs micro-batches forward when the returned context opens, which yields their outputs.
 
-        Collective over the ranks of one pipeline: replicas need not all call it.
-
-        An error within it reaches all ranks. The layers stay in ``eval()`` mode.
+        Collective over the ranks of one pipeline: replicas need not all call it. An error within
+        the context reaches all ranks. The layers stay in ``eval()`` mode.
 
         Args:
             inputs: The input of each micro-batch, of any sizes; the same on every rank.
-            result_of: Called on the rank that owns the last stage with each output; what it returns
-                is stored.
-            units: The state that layers keep from one such run to the next.
+            result_of: Called with each output on the rank that owns the last stage; returns the
+                value to store.
+            units: The states that layers keep from one run to the next.
         """
         batches = MicroBatches(inputs, None)
         return run_forwards(
@@ -288,14 +288,14 @@ class PipelineParallel(PipelineFace):
 
         Args:
             data: As for :meth:`train_batch`.
-            path: Where rank 0 writes it as JSON, for ``fleetpipe plan``, and for ``fleetpipe
-                schedule auto --costs`` and ``fleetpipe_configs["costs"]``.
+            path: The file to which rank 0 writes the profile as JSON, for ``fleetpipe plan``,
+                ``fleetpipe schedule auto --costs`` and ``fleetpipe_configs["costs"]``.
 
         Returns:
-            On every rank the same: seconds of F, B, I and W of each layer or node, and bytes, of
-            which :func:`fleetpipe.plan` makes a plan. ``profile["forward"]`` gives a figure of each
-            stage, by the names of ``fleetpipe.schedules.Costs``. Of a model that is trained with
-            slices of sequences those of each slice as well, as it is cut now.
+            The profile, the same on every rank: seconds of F, B, I and W, and bytes, of each layer
+            or node. :func:`fleetpipe.plan` makes a plan of it. ``profile["forward"]`` has a number
+            for each stage, under the names of ``fleetpipe.schedules.Costs``. If the schedule cuts
+            sequences into chunks, the profile has the costs of each chunk, too.
         """
         self._runtime.require_running()
         batches, job, keys = self.micro_batches(data), self._runtime.job, self._runtime.keys
@@ -307,7 +307,7 @@ class PipelineParallel(PipelineFace):
         return measured
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """Makes sure that the optimizer trains this model rightly."""
+        """Binds a wrapped optimizer to this model; refuses any other optimizer."""
         if not isinstance(optimizer, PipelineOptimizer):
             raise ConfigError(
                 "train_batch needs an optimizer wrapped for the pipeline",
@@ -319,7 +319,7 @@ class PipelineParallel(PipelineFace):
 
 
 def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:
-    """Refuses, before the batch trains, what stands in the place of another argument."""
+    """Refuses an argument without the methods of its kind: arguments may be in another order."""
     if value is not None and not all(hasattr(value, method) for method in methods):
         raise ConfigError(
             f"{argument} of train_batch is not {kind}",

@@ -1,4 +1,4 @@
-"""Adds up the parts that ranks of a job have: of the gradients and the loss of a batch."""
+"""Reductions over the ranks of a job, at the end of a batch: of gradients and of losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import squared_norm
 
-#: By how much losses of the same outputs may differ, relative to them, in any precision.
+#: The relative difference that losses of the same outputs may have, in any precision.
 _ROUNDING = 1e-2
 
 
@@ -36,10 +36,10 @@ class Reductions:
         scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
         sole: Whether each stage is on one rank only, so no gradient or loss is added to another's.
         kinds: The kinds of this process's layers that have special rules.
-        timers: Those of ``pp_configs.enable_timer``; None if it is off.
-        losses: Those of the last batch, if this process owns the last stage.
-        shards: The owner of each parameter in the next batch; None if each rank keeps all.
-        last_shards: The same for the gradients of the batch before, until they are cleared.
+        timers: The timers of ``pp_configs.enable_timer``; None if it is off.
+        losses: The losses of the last batch, if this process owns the last stage.
+        shards: The owner of each parameter in the next batch; None if each rank owns all.
+        last_shards: The owners of the last batch's gradients, until these are cleared.
     """
 
     def __init__(self, layers: PipelineLayer, job: Job, scale: str, timed: bool) -> None:
@@ -53,12 +53,13 @@ class Reductions:
         self.kinds = layer_kinds.kinds_in(layers.state.own_parameters())
         self.shards: Shards | None = None
         self.last_shards: Shards | None = None
-        self._held: list[tuple[Tensor, Tensor]] = []
-        # A process that replaces one of the job's begins where the others have compared them.
+        #: Parameters, each with its gradient from earlier batches that was set aside.
+        self._earlier: list[tuple[Tensor, Tensor]] = []
+        # A process that replaces a failed one begins after the comparison of the others.
         self._alike_along_mp = attempt_files.own_generation() > 0
 
     def require_cleared(self) -> None:
-        """Refuses gradients left by ZeRO stage 2: each rank has only a part of their sums."""
+        """Refuses uncleared gradients of ZeRO stage 2, of which each rank has only a part."""
         scattered = self.last_shards is not None and self.last_shards.scatters
         gradients = map(gradient_of, self._layers.trained_parameters()) if scattered else ()
         if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):
@@ -79,10 +80,9 @@ class Reductions:
         drop_gradients(self._layers.trained_parameters())
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
-        """Returns the gradient from the last batch, or None. Collective over sharding."""
+        """Returns a parameter's gradient from the last batch, or None. Collective over sharding."""
         shards = self.last_shards
-        left: Tensor = gradient_of(parameter) if shards is None else shards.gradient(parameter)
-        return left
+        return gradient_of(parameter) if shards is None else shards.gradient(parameter)
 
     def share_losses(
         self,
@@ -96,8 +96,8 @@ class Reductions:
         Args:
             owner: The rank of the pipeline that owns the last stage.
             by_micro_batch: Whether to return the losses of the micro-batches, not their sum.
-            counted: The number of rows that the loss of this replica is the mean of; None if all
-                replicas count alike.
+            counted: The number of rows over which the loss of this replica is averaged; None if all
+                replicas have the same weight.
             rate: The learning rate of the step that follows; None without one.
 
         Returns:
@@ -126,7 +126,7 @@ class Reductions:
         return shared[0] if len(shared) == 1 else shared
 
     def _require_alike_along_mp(self, losses: list[Tensor]) -> None:
-        """Refuses, in the first batch, shards of the last stage that have losses of their own."""
+        """Refuses different losses on the shards of the last stage, in the first batch."""
         group, compared = self._job.model_parallel(), self._alike_along_mp
         self._alike_along_mp = True
         if compared or group.ranks == 1:
@@ -147,7 +147,7 @@ class Reductions:
 
     @paddle.no_grad()
     def share_loss_state(self, owner: int) -> None:
-        """Gives each rank the state of the loss layers, which the last stage's owner has changed.
+        """Broadcasts the state of the loss layers from the owner of the last stage, who changes it.
 
         Collective over the pipeline if there is such state.
         """
@@ -161,8 +161,9 @@ class Reductions:
     def set_aside_gradients(self) -> None:
         """Sets gradients of earlier batches aside, if a reduction would count them once more.
 
-        An average over replicas does not change gradients that are equal on them, so these stay. A
-        sum by trees would take any gradient of a parameter for one of the batch.
+        Gradients that are averaged over replicas stay: they are equal there, so the average does
+        not change them. With sums by trees all are set aside, since any gradient would count as one
+        of the batch.
         """
         averages = self.sole or self.scale == "avg"
         left = [
@@ -171,11 +172,11 @@ class Reductions:
             if (gradient := gradient_of(parameter)) is not None
             and (self._by_tree or not averages or _is_summed(parameter))
         ]
-        # Read at once: a card's host waits for each.
+        # Read together: on a GPU the host waits for each read.
         numbers = [squared_norm(gradient).reshape([]) != 0 for _, gradient in left]
         kept: Iterable[bool] = paddle.stack(numbers).numpy() if left else ()
-        self._held = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
-        drop_gradients([parameter for parameter, _ in self._held])
+        self._earlier = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
+        drop_gradients([parameter for parameter, _ in self._earlier])
 
     def begin_trees(self, micro_batches: int) -> GradientTrees | None:
         """Returns an object that sums a batch's gradients by trees; None if autograd adds them."""
@@ -187,7 +188,7 @@ class Reductions:
         """Sets the parameters' gradients to the sums over the micro-batches of this process.
 
         Raises:
-            ConfigError: A parameter has a gradient that comes from none of its known uses.
+            ConfigError: A parameter has a gradient from a use that its stage's entries do not show.
         """
         if self._trees is not None:
             require_taken(self._layers.trained_parameters())
@@ -214,22 +215,22 @@ class Reductions:
             if not self.sole:
                 of_parts = tensor_parallel.marked(parameters)
                 replicas.reduce_gradients(of_parts, self._job.model_parallel())
-                # A loss is weighed for an average over the ranks that split its sequences.
+                # Losses are weighted for an average over the ranks that split their sequences.
                 averaged = (
                     self._job.copies().ranks if self.scale == "avg" else self._job.sequence().ranks
                 )
                 share = 1.0 if self._by_tree else 1.0 / averaged
                 replicas.reduce_all(parameters, self._job, share, self.last_shards)
-        # After the replicas: their sums differ in the last bit from stage to stage.
+        # After the replicas, whose sums differ in the last bit from stage to stage.
         with self._timing("allreduce_shared_weight_gradients"):
             if uses is None:
                 self._layers.allreduce_shared_weight_gradients()
             else:
                 self._layers.add_up_uses(uses)
-        for parameter, held in self._held:
+        for parameter, earlier in self._earlier:
             gradient = gradient_of(parameter)
-            set_gradient(parameter, held if gradient is None else held + gradient)
-        self._held = []
+            set_gradient(parameter, earlier if gradient is None else earlier + gradient)
+        self._earlier = []
         if self.last_shards is not None:
             self.last_shards.drop_others(self._layers.trained_parameters())
 
@@ -238,12 +239,12 @@ class Reductions:
 
 
 def share_state(layers: PipelineLayer, job: Job) -> None:
-    """Copies the state of each stage's first copy, and of loss layers, to the others.
+    """Copies the state of each stage's first replica, and of loss layers, to the other replicas.
 
-    Collective.
+    Collective over the job.
     """
     if job.alone:
-        return  # it is restored
+        return  # the state is restored later
     losses = [layer.state_dict() for layer in layers.loss_layers()]
     for state in (layers.state.local_tensors(), *losses):
         tensor_parallel.share_with_shards(state, job)
@@ -251,6 +252,6 @@ def share_state(layers: PipelineLayer, job: Job) -> None:
 
 
 def _is_summed(parameter: Tensor) -> bool:
-    """Whether ranks have parts of a gradient: of a tied weight, an expert, or of a sequence."""
+    """Whether reductions add up a gradient: of tied weights, experts, sequence parallelism."""
     tied = hasattr(parameter, "is_firstly_shared")
     return tied or is_spread(parameter) or tensor_parallel.is_sequence_parallel_parameter(parameter)

@@ -1,7 +1,7 @@
-"""What stands ready between batches: a model's schedule, its stage and its engines in a job.
+"""The state of a wrapped model between batches: its schedule, stage, engines and random seeds.
 
-By ``fleetpipe_configs["order"]`` a rank may run the first ready action of its row. The random seeds
-of the model's batches are drawn here.
+Start with :class:`Runtime`. With ``fleetpipe_configs["order"] = "ready"`` a rank may run the first
+ready action of its row.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class BatchKeys:
     """Draws the seeds of each batch of a model."""
 
     def __init__(self, layers: PipelineLayer, job: Job, mode: str) -> None:
-        """Prepares to draw; no number is drawn yet."""
+        """Draws no number yet; ``mode`` is the option ``rng``."""
         self._layers, self._job, self._mode = layers, job, mode
         self._part = job.sequence().rank
 
     def draw(self, training: bool = True) -> Keys | None:
-        """Returns the seeds of the next batch, which has begun; None under ``"fleet"``."""
+        """Draws the seeds of the batch that begins; None if the option ``rng`` is ``"fleet"``."""
         python = self._layers.owned_stages.draws_python
         keys = random_keys.draw(self._mode, python, self._part, training)
         if keys is not None:
@@ -59,14 +59,15 @@ class BatchKeys:
         return keys
 
     def _parameters(self) -> dict[str, Tensor]:
+        """Returns the parameters of this process and of the losses, by fully qualified name."""
         of_losses = enumerate(self._layers.loss_parameters())
         losses = {f"loss.{number}": parameter for number, parameter in of_losses}
         return {**losses, **self._layers.state.own_parameters()}
 
     def peek(self, training: bool = True) -> Keys | None:
-        """Returns the seeds that the next training batch, or evaluation, will have.
+        """Returns the seeds of the next training batch or evaluation. Collective over mp.
 
-        Collective over mp.
+        The random states do not change.
         """
         with random_keys.random_states_kept():
             keys = self.draw(training)
@@ -85,7 +86,7 @@ _log = log.logger(__name__)
 def as_hint(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool
 ) -> Schedule:
-    """Returns the schedule in the form that ranks may reorder; unchanged if they keep its order.
+    """Returns a schedule without fused actions, if ranks may reorder it; else unchanged.
 
     Args:
         schedule: The schedule of the options.
@@ -115,12 +116,12 @@ def walker_of(
 
 
 def _is_hint(config: PipelineConfig, job: Job) -> bool:
-    """Whether the order of a schedule is a hint to ranks that may reorder it."""
+    """Whether ranks may reorder the actions of a schedule, whose order is then a hint."""
     return config.order == "ready" and job.degrees.pp > 1 and not job.local
 
 
 class _Envelopes:
-    """Says for each batch what this process's rank may run early, from its current layers."""
+    """Computes for each batch what this process's rank may run early, from its current layers."""
 
     def __init__(
         self, schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
@@ -129,13 +130,14 @@ class _Envelopes:
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
         if schedule.slices > 1 and self._costs is not None and self._costs.bytes is not None:
-            # What slices hold in bytes is known to a search alone: as much as its row then.
+            # Only a search knows the bytes of sequence chunks. Without a cap in bytes, a rank holds
+            # as much as in the order of its row.
             self._cap = self._costs = None
         self._version: int | None = None
         self._envelope: Envelope | None = None
 
     def __call__(self) -> Envelope:
-        """Returns the envelope of a new batch: the actions that may run early."""
+        """Returns the envelope of a new batch: the actions that this rank may run early."""
         if self._envelope is None or self._version != self._layers.version:
             self._version = self._layers.version
             edges, shared = self._layers.owned_stages.edges(training=True), self._shares()
@@ -146,7 +148,7 @@ class _Envelopes:
         return self._envelope
 
     def _shares(self) -> bool:
-        """Whether two stages of the rank can reach one tensor, even outside of the layer list."""
+        """Whether two stages of this rank can reach the same tensor, in the list or beside it."""
         placement, owned = self._schedule.placement, self._layers.owned_stages
         stages = placement.stages_of(self._rank)
         if len(stages) == 1:
@@ -191,12 +193,12 @@ def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, excha
         )
 
 
-#: Runs the actions of a batch; takes the collectives of its plan by their names.
+#: ``run(collectives)`` runs the actions of a batch; ``collectives`` are those of its plan, by name.
 Run = Callable[[Mapping[str, Callable[[], None]]], None]
 
 
 class Runtime:
-    """What the batches of one model run on, as one process sees it.
+    """The schedule, stage and engines that run the batches of one model in this process.
 
     Attributes:
         layers: The model.
@@ -204,16 +206,16 @@ class Runtime:
         config: The options of its pipeline.
         switches: The options of ``pp_configs``.
         sequence: The ranks that have parts of the same sequences.
-        bubbles: How many bubbles of a rank the user can hook.
+        bubbles: The number of bubbles of a rank that can have hooks.
         schedule: The schedule that a training batch runs.
-        plan: The schedule, lowered.
+        plan: The lowered schedule.
         units: How the schedule cuts micro-batches.
-        weights: How much micro-batches count in the loss.
-        data: What ranks are passed of a batch.
+        weights: The weights of micro-batches in the loss.
+        data: Cuts, compares and exchanges the data of batches.
         keys: Draws the seeds of batches.
         stage: Runs the actions of this process's stages.
         engines: Run the plan, with observers around its operations.
-        reductions: Adds up gradients and losses of which ranks have parts.
+        reductions: Adds up gradients and losses over ranks.
     """
 
     layers: PipelineLayer
@@ -265,15 +267,15 @@ class Runtime:
 
     @property
     def first_micro_batch(self) -> int:
-        """The global number of this process's micro-batch 0: no copy draws another's numbers."""
+        """The global number of this process's micro-batch 0; replicas continue the numbers."""
         return self.job.copy * self.config.micro_batches
 
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
-        """Takes another number and size of micro-batches from the next batch on.
+        """Changes the number and the size of micro-batches from the next batch on.
 
         Raises:
             ConfigError: They do not fit the schedule.
-            StateError: Hooks or a trace count actions.
+            StateError: Numbered hooks or a trace count actions.
         """
         config = self.config.resized(micro_batches, micro_batch_size)
         if micro_batches == self.config.micro_batches:
@@ -288,7 +290,7 @@ class Runtime:
         self._connect()
 
     def require_running(self) -> Job:
-        """Returns the job; refuses a batch after it has ended: its connections are closed.
+        """Returns the job; refuses a batch if the job has ended or another batch runs.
 
         Raises:
             StateError: The job in which the model was wrapped is not the one that runs, or static
@@ -309,7 +311,7 @@ class Runtime:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """While it is open, no other thread may run a batch, nor anybody one of this model."""
+        """While it is open, no other thread may run a batch, and no hook a batch of this model."""
         if self._running or not self.job.turn.acquire(blocking=False):
             raise StateError(
                 "a batch runs already",
@@ -326,7 +328,13 @@ class Runtime:
             self.job.turn.release()
 
     def pass_over_forwards(self) -> Keys | None:
-        """Does what a run forward does before it begins; returns the seeds of the batch."""
+        """Draws the seeds of a batch that runs forward only, and begins it in the layers.
+
+        A rank that does not run the batch calls it, too, so that all ranks draw alike.
+
+        Returns:
+            The seeds; None under ``"fleet"``.
+        """
         keys = self.keys.draw(training=False)
         self.layers.begin(training=False)
         return keys
@@ -335,17 +343,18 @@ class Runtime:
     def running(
         self, batch: Batch, evaluated: int | None = None, units: Units = WHOLE
     ) -> Iterator[Run]:
-        """While it is open, a batch can run; a failed one leaves gradients and buffers as before.
+        """While it is open, a batch can run; a failed batch leaves no gradients.
 
-        A failure elsewhere ends this rank's waits within it, and one here reaches all others.
+        A failure on another rank ends this rank's waits, and a failure here reaches all ranks. If
+        this process plays all ranks, a failed batch also restores the buffers.
 
         Args:
             batch: The batch.
-            evaluated: The number of its micro-batches if it runs forward only; None trains.
-            units: The units of micro-batches in a run forward only, where each is one.
+            evaluated: The number of micro-batches of a batch that runs forward only; None trains.
+            units: The units of a batch that runs forward only; each micro-batch is one unit.
 
         Yields:
-            What runs it, once.
+            The function that runs the batch once.
         """
         training, engines = evaluated is None, self.engines
         engine = engines.training if evaluated is None else engines.evaluation(evaluated)
@@ -362,7 +371,7 @@ class Runtime:
             trees = self.reductions.begin_trees(self.config.micro_batches) if training else None
             self.stage.begin(batch, first, hooks, units, trees)
             self.reductions.losses = batch.losses if self.data.owns_last else None
-            # Elsewhere the job ends with the batch.
+            # On several ranks the job ends with the failed batch.
             kept = training and self.job.local
             put_back = buffers_kept([self.layers, *self.layers.loss_layers()] if kept else ())
             try:
@@ -387,7 +396,7 @@ class Runtime:
                     watch.leave(ends=training)
 
     def _facts(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks."""
+        """Returns texts that must be the same on all ranks, by their names in messages."""
         facts = meeting.facts(self.config, self.switches)
         facts["gradient scale"] = self.reductions.scale
         facts.update({f"layer {i}": text for i, text in enumerate(self.layers.state.outlines())})
@@ -395,7 +404,7 @@ class Runtime:
         return facts
 
     def _arrange(self, config: PipelineConfig) -> None:
-        """Builds the schedule, verified and lowered, and what runs its actions."""
+        """Builds, verifies and lowers the schedule, and creates the stage that runs it."""
         layers, delayed = self.layers, self.switches.delay_scale_loss
         schedule = layers.arrangement.schedule(config)
         schedule = as_hint(schedule, config, self.job, layers, self._exchanges)
@@ -408,12 +417,12 @@ class Runtime:
             refuse_beside_trees(parameters, delayed, sliced, placement, config.rng)
         plan = schedule.lower(layers.owned_stages.edges(training=True))
         plan.verify()
-        # Nothing is refused from here on: after an error all is as it was.
+        # The checks are over: a refused option has changed nothing.
         self.config, self.schedule, self.plan = config, schedule, plan
         self.weights, self.units = weights, units
         self.data = RankData(self.job, schedule.placement, config)
         self.stage = DygraphStage.of(layers.owned_stages, schedule, config.fast_leaves)
-        #: The version of the layers that the stage knows; none yet.
+        #: The version of the layers in the last batch; -1 before the first.
         self._version = -1
 
     def _connect(self) -> None:

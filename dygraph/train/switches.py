@@ -1,7 +1,7 @@
-"""Reads ``hybrid_configs["pp_configs"]``, and says which of Fleet's switches have an effect here.
+"""Reads the switches of ``hybrid_configs["pp_configs"]`` that have an effect here.
 
-Most of them tune how Fleet sends values on a GPU, and change no result; fleetpipe takes these
-without effect: ``dp_comm_overlap, sharding_comm_overlap, overlap_p2p_comm, use_batch_p2p_comm,
+Most of Fleet's switches tune how values are sent on a GPU, and change no result. fleetpipe accepts
+them without effect: ``dp_comm_overlap, sharding_comm_overlap, overlap_p2p_comm, use_batch_p2p_comm,
 clear_every_step_cache, enable_dynamic_shape`` (shapes may always change), ``enable_offload_queue,
 best_unbalanced_scheduler, sync_param, sync_moment, sync_mode`` (copies of a tied weight are equal
 in every bit anyway) and the ``*_nccl_config``.
@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches that have an effect here; those that Paddle 2.6.2 does not know are off there.
+    """The switches with an effect; a switch that Paddle 2.6.2 does not have is off there.
 
     Attributes:
         delay_scale_loss: Backward starts from undivided losses, and the gradients are divided by

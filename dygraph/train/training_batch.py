@@ -1,4 +1,4 @@
-"""A training batch: checks before any wait, the run, REDUCE, STEP, and the learning rate's step."""
+"""A training batch from its checks to its optimizer step, and batches that run forward only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ByLoss = paddle.optimizer.lr.ReduceOnPlateau
 
 
 def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> None:
-    """Refuses, before the batch trains, a scheduler that cannot be stepped after it.
+    """Refuses a scheduler that :func:`step_rate` cannot step; called before the batch trains.
 
     Args:
         scheduler: A scheduler of Paddle's, or an object with its methods.
@@ -75,12 +75,12 @@ def step_rate(scheduler: Scheduler | None, loss: Nest, loss_fn_idx: int = 0) -> 
 
 
 class TrainingBatch:
-    """A batch from its data to its loss.
+    """A training batch: cuts its data, runs it, and has its loss.
 
     Attributes:
-        loss: The loss of the batch, the same on every rank, once it has run; a list if there are
+        loss: The loss of the batch after the run, the same on every rank; a list if there are
             several loss functions.
-        observed: What observers are told of it.
+        observed: The description of the batch for observers.
     """
 
     loss: Nest
@@ -99,10 +99,10 @@ class TrainingBatch:
         Args:
             runtime: The ``Runtime`` of the model.
             data: As for ``train_batch``.
-            loss_fn_idx: The number of the loss function that backward starts from.
+            loss_fn_idx: The number of the loss function that starts backward.
             scaler: Scales the loss and steps the optimizer.
             by_micro_batch: Whether the loss is a Tensor [micro-batches].
-            weights: The weight of each micro-batch in the loss; None for the usual ones.
+            weights: The weight of each micro-batch in the loss; None for equal weights.
 
         Raises:
             ConfigError: The batch, the weights, loss_fn_idx or the grad mode does not fit.
@@ -113,7 +113,7 @@ class TrainingBatch:
         runtime.reductions.require_cleared()
         functions = required_functions(runtime, loss_fn_idx)
         _require_gradients()
-        # First, so that it does not matter which ranks' data draw random numbers too.
+        # Before the data is read, which may draw random numbers on some ranks.
         self._keys = runtime.keys.draw()
         data, self._sources = with_gradients(data)
         keeps_graph = bool(self._sources) or is_iterator(data)
@@ -160,12 +160,12 @@ class TrainingBatch:
             PipelineTimeout: A message did not come within the limit.
         """
         runtime = self._runtime
-        # Here, for what this rank alone refuses is no call of others.
+        # After this rank's own checks: a batch that one rank refuses is no collective call.
         runtime.job.call("trains a batch")
         self.observed = self.observed._replace(optimizer=optimizer)
         self._prepare()
         if runtime.job.copies().ranks == 1:
-            # Several copies add their losses up, and no rank is to wait for that between actions.
+            # Only with one copy of the last stage: otherwise sharing would wait for other copies.
             self._losses.complete = self._share_losses
         try:
             with runtime.running(self._batch) as run:
@@ -174,7 +174,7 @@ class TrainingBatch:
                 runtime.engines.observers.end()
             hand_back(self._sources, runtime.weights.divisor)
         finally:
-            # The losses hold on to this batch, and this to the data.
+            # Without this, the losses would keep this batch and its data alive.
             self._losses.complete = None
 
     def _prepare(self) -> None:
@@ -189,15 +189,15 @@ class TrainingBatch:
 
     @property
     def _rate(self) -> float | None:
-        # One of the script's own, which a process with a whole model takes, may have none.
+        # A script's own optimizer may have no get_lr; a process with the whole model takes it.
         rate = getattr(self.observed.optimizer, "get_lr", None)
         return None if rate is None else float(rate())
 
     def _share_losses(self) -> None:
         """Broadcasts the losses. Collective over the pipeline.
 
-        The last stage's owner sends them as soon as it has them, without a wait, so a rank that
-        finishes its actions earlier than others does not wait either.
+        The owner of the last stage sends them without a wait as soon as it has them, so a rank that
+        finishes its actions earlier does not wait for them.
         """
         if not self._shared:
             runtime = self._runtime
@@ -238,6 +238,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
 
 
 def _update(optimizer: Optimizer, scaler: Scaler) -> None:
+    """Steps an optimizer, by its scaler if it has one."""
     if scaler is None:
         optimizer.step()
     else:
@@ -246,7 +247,7 @@ def _update(optimizer: Optimizer, scaler: Scaler) -> None:
 
 
 def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
-    """Returns all loss functions of the model, after a check of the chosen number.
+    """Returns all loss functions of the model, after a check of the number of one.
 
     Raises:
         ConfigError: There is no loss function, or none with that number.
@@ -280,17 +281,19 @@ def run_forwards(
     compares: bool = True,
     words: str = "runs a batch forward",
 ) -> Iterator[Batch]:
-    """Runs forwards, and yields their results; errors within it still reach all ranks. Collective.
+    """Runs a batch forward, and yields its results. Collective.
+
+    An error within the context reaches all ranks.
 
     Args:
         runtime: The ``Runtime`` of the model.
         batches: The micro-batches of this rank.
         functions: The loss functions to compute; None to collect the outputs.
         labels: The labels before they were cut, whose rows weight uneven micro-batches.
-        result_of: Returns what is stored of an output.
-        units: The state of the layers, if they keep some from one run to the next.
-        compares: Whether ranks may have other micro-batches, or none.
-        words: What this call is, for the message of ranks that make different ones.
+        result_of: Returns the value to store for an output.
+        units: The states that layers keep from one run to the next.
+        compares: Whether to compare the micro-batches of the ranks; some may have none.
+        words: A description of the call, for the error if other ranks make another call.
 
     Yields:
         The batch, with its losses or outputs if this process owns the last stage.
@@ -308,7 +311,7 @@ def run_forwards(
     runtime.job.call(words, replicas=functions is not None)
     keys = runtime.pass_over_forwards()
     if runtime.job.healing is not None:
-        # Without keys, layers may draw what is not drawn where the result is told.
+        # Without keys, layers may draw numbers that a rank with a repeated result does not draw.
         why = "a batch runs forward whose outputs not all ranks have"
         runtime.job.healing.hinder(why, alone=keys is not None)
     count = len(batches.inputs or ())

@@ -1,7 +1,6 @@
-"""The types of Fleet's wrappers: each is the type that Fleet uses for a schedule.
+"""The types of Fleet's wrappers, for users' ``isinstance``: :func:`wrap` chooses as Fleet does.
 
-All of them run the configured schedule by the same engine; the type is the one that Fleet would
-have chosen, for users' ``isinstance``.
+All of them run the configured schedule on the same engine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class NoPipelineParallel(PipelineParallel):
         Args:
             layers: The model.
             strategy: The options; None for those given to ``fleet.init``.
-            hcg: Accepted as in Fleet.
+            hcg: Accepted as in Fleet, without effect.
 
         Raises:
             ConfigError: The job has more than one pipeline rank, or for the reasons given there.
@@ -43,7 +42,7 @@ class NoPipelineParallel(PipelineParallel):
         super().__init__(layers, hcg, strategy)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """Accepts an unwrapped optimizer too, as Fleet does, if the rank has whole parameters."""
+        """Also accepts an unwrapped optimizer, as Fleet does, if the rank has whole parameters."""
         job = self._runtime.job
         whole = job.model_parallel().ranks == job.sharding().ranks == 1
         if isinstance(optimizer, PipelineOptimizer) or not whole:
@@ -77,13 +76,13 @@ class PipelineParallelWithInterleave(PipelineParallel):
 
 
 class PipelineParallelWithInterleaveFthenB(PipelineParallelWithInterleave):
-    """Fleet's type if it would run all forwards first: p <= accumulate_steps < 2p."""
+    """The type if Fleet would run all forwards first: p <= accumulate_steps < 2p."""
 
     _has_bubble_hooks = False
 
 
 class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
-    """The same, with ``pp_configs.best_unbalanced_scheduler``."""
+    """The type in that case if ``pp_configs.best_unbalanced_scheduler`` is on."""
 
     _has_bubble_hooks = True
 
