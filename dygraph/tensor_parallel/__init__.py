@@ -1,6 +1,8 @@
 """Tensor parallelism in dynamic graph: Paddle's own layers on GPU, fleetpipe's on CPU.
 
-On CPU Paddle's layers have no kernels. Its random-state tracker works on both (2.6.2 and 3.3.1).
+On CPU Paddle's layers have no kernels. Paddle's random-state tracker works on both devices (2.6.2
+and 3.3.1). Start with ``layer.py``, the base of the layers, and ``operations.py``. A member is a
+rank that holds a shard of a layer.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ if TYPE_CHECKING:
     VocabParallelEmbedding: type[Layer]
     ParallelCrossEntropy: type[Layer]
     TensorParallel: type[Layer]
-    #: The module that gives Fleet's names of sequence parallelism.
+    #: The module with Fleet's names of sequence parallelism.
     sequence_parallel_utils: ModuleType
 else:
-    #: What has few users, or no use on a GPU, by the module that has it.
+    #: Names that are loaded late, by module: they have few users, or no use on a GPU.
     _LATE = {
         "replacements": ("OPERATIONS", "connect_shards", "install", "uninstall"),
         "wrapper": ("TensorParallel", "share_whole_state", "share_with_shards"),
@@ -118,5 +120,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the names of the package, those that are loaded late among them."""
+    """Returns the names of the package, including those that are loaded late."""
     return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
-"""Cross entropy of logits if each member holds the columns of its part of the vocabulary.
+"""Cross entropy of logits of which each member holds the columns of its part of the vocabulary.
 
 Each call needs one collective. For each row a member sends three numbers: its greatest logit, the
-sum of its exponentials relative to that, and the label's logit if it holds it. Every member
-computes the same loss from these. Backward needs no collective.
+sum of the exponentials of its logits minus the greatest one, and the label's logit, or 0 if another
+member holds it. Every member computes the same loss from these. Backward needs no collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ParallelCrossEntropy(ParallelLayer):
         """Creates the layer, which has no parameters.
 
         Args:
-            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
             name: Accepted as in Paddle.
             ignore_index: The loss of rows with this label is 0, and so is their gradient.
         """
@@ -89,7 +89,10 @@ def _check_labels(label: Tensor, logits: Tensor, ignore_index: int, members: int
 
 
 class _CrossEntropy(paddle.autograd.PyLayer):
-    # Memory for logits costs more than arithmetic on them: each direction takes it once.
+    """The loss of each row, and its gradient; ``count`` is the number of blocks, 0 for none.
+
+    Memory for logits costs more than arithmetic on them, so each direction allocates it once.
+    """
 
     @staticmethod
     def forward(
@@ -113,7 +116,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         parts = exact.reshape([*exact.shape[:-1], each, width // each])
         tops = parts.max(axis=-1).clip(min=least)
         above = (parts - tops.unsqueeze(-1)).reshape(exact.shape)
-        # Of an exponential and a sum the bits may depend on the shape, of a difference they do not.
+        # The bits of an exponential and of a sum may depend on the shape; a difference's do not.
         powers = [part.exp_() for part in operations.split_blocks(above, each, axis=-1)]
         sums = [power.sum(axis=-1, keepdim=True) for power in powers]
         picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
@@ -149,7 +152,12 @@ def _places(column: Tensor, width: int) -> Tensor:
 
 
 def _combine(shares: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss, the greatest logit, and the sum of the exponentials relative to it."""
+    """Computes the loss from what all members send.
+
+    Returns:
+        For each row the loss, the greatest logit, and the sum of the exponentials of all logits
+        minus the greatest one.
+    """
     each = max(count, 1)
     tops = paddle.concat([share[..., :each] for share in shares], axis=-1)
     sums = paddle.concat([share[..., each : 2 * each] for share in shares], axis=-1)

@@ -1,13 +1,15 @@
-"""Finds the model-parallel group of a layer, and reaches the members that hold its other shards.
+"""Finds the model-parallel group of a layer, and the connections to the group's members.
 
-A group of Paddle's lists the members. Gloo alone could move the numbers too, but it gives up when a
-member comes 30 s late, is slower than plain sockets in most sizes, and does not notice when a
-member dies. So a job connects the group to connections of its own (:func:`connect`). Members that
-send over these wait for each other, as long as the user's limit allows.
+A group of Paddle's lists the members, and could send over Gloo. But Gloo fails if a member comes
+30 s late, is slower than plain sockets for most sizes, and does not notice when a member dies. So a
+job connects the group to its own connections (:func:`connect`), over which members wait for each
+other within the user's limit.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -29,12 +31,13 @@ from fleetpipe.paddle_api.distributed import (
 )
 from fleetpipe.paddle_api.tensor import tensor_bytes
 
-#: Above this, and among more than two, each member sending to each costs more than Gloo's ring.
+#: Tensors with more bytes are summed in a ring, if there are more than two members: then sending
+#: every tensor to every member costs more.
 _RING_BYTES = 256 * 1024
 
 
 class Members(Protocol):
-    """The part of a group that tensor-parallel layers use; :class:`fleetpipe.mesh.Group` has it.
+    """The methods of a group that tensor-parallel layers use, as of :class:`fleetpipe.mesh.Group`.
 
     Attributes:
         rank: The number of the shard that this rank holds.
@@ -48,14 +51,14 @@ class Members(Protocol):
         """Returns the tensors of all members, by member, on every member. Collective."""
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by the sum of all members'. Collective."""
+        """Replaces each tensor by the sum of the members' tensors. Collective."""
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the parts that all members pass for this one. Collective."""
+        """Returns the sum of the parts that all members pass for this member. Collective."""
 
 
 class StockGroup:
-    """Members that only Paddle's group reaches, over Gloo, which waits 30 s for the last one."""
+    """Members that communicate over Paddle's group: over Gloo, which waits 30 s for the last."""
 
     def __init__(self, group: PaddleGroup) -> None:
         self.rank = group.rank
@@ -71,28 +74,28 @@ class StockGroup:
         return parts
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by the sum of all members'. Collective."""
+        """Replaces each tensor by the sum of the members' tensors. Collective."""
         from paddle.distributed import all_reduce
 
         for tensor in tensors:
             all_reduce(tensor, group=self._group)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the parts for this member. Collective; Gloo adds whole tensors."""
+        """Returns the sum of the parts for this member. Collective; Gloo adds all parts."""
         self.all_reduce(parts)
         return parts[self.rank]
 
 
 def sums_by_tree() -> bool:
-    """Returns whether the job of now, if there is one, has sums by a tree."""
+    """Whether the current job, if there is one, sums gradients and losses by trees."""
     job = current_job()
     return job is not None and job.sums_by_tree
 
 
 def total(tensor: Tensor, members: Members) -> Tensor:
-    """Returns a new tensor, the sum of all members', with the same bits on each. Collective.
+    """Returns the sum of the members' tensors, with the same bits on each. Collective.
 
-    It is by a tree if the job has such sums.
+    The sum is by a tree if the job's sums are.
 
     Raises:
         PipelineTimeout: Some member did not come within the limit.
@@ -103,10 +106,7 @@ def total(tensor: Tensor, members: Members) -> Tensor:
         summed = tensor.detach().clone()
         members.all_reduce([summed])
         return summed
-    first, *rest = gather(tensor, members)
-    for other in rest:
-        first = first + other
-    return first
+    return functools.reduce(operator.add, gather(tensor, members))
 
 
 def gather(tensor: Tensor, members: Members) -> list[Tensor]:
@@ -117,8 +117,8 @@ def gather(tensor: Tensor, members: Members) -> list[Tensor]:
     """
     if members.ranks == 1:
         return [tensor]
-    # A copy: what is still on its way when this returns must not change, and autograd adds to
-    # gradients in place.
+    # A copy: the message may be on its way after the return, and autograd adds to gradients in
+    # place.
     return members.all_gather(tensor.detach().clone())
 
 
@@ -134,7 +134,7 @@ def connect(paddle_group: PaddleGroup, group: Members) -> None:
         group: fleetpipe's group with the same members in the same order.
 
     Raises:
-        UsageError: The two differ in size or in this rank's place.
+        UsageError: The two groups differ in size, or in this rank's number in them.
     """
     expected, got = (paddle_group.rank, paddle_group.nranks), (group.rank, group.ranks)
     if expected != got:
@@ -156,10 +156,10 @@ def disconnect(paddle_group: PaddleGroup) -> None:
 def alone() -> Iterator[None]:
     """While it is open, layers are built whole in this process, whatever their ``mp_group``.
 
-    If both are drawn under one seed, their weights are those that the shards of a model-parallel
-    job are cut from: this is how to build the single-device model of such a job. Run the model
-    within ``alone`` too: the operations of tensor-parallel layers then have one member, and Fleet's
-    topology reports one member to a model's own code.
+    It builds the single-device model of a model-parallel job: under the same seed, the job's shards
+    are cut from the same weights. Run the model within ``alone``, too: then operations of
+    tensor-parallel layers have one member, and Fleet's topology reports one member to the model's
+    own code.
     """
     global _alone
     if _alone:
@@ -175,8 +175,9 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def _topology_of_one_member() -> Iterator[None]:
+    """While it is open, Fleet's topology has one rank along each axis but pp."""
     topology = hybrid_topology()
-    # Without ep_degree Paddle's has no such method.
+    # Paddle's topology has no such method without ep_degree.
     experts = getattr(topology, "get_expert_parallel_world_size", lambda: 1)
     if topology is None or topology.get_model_parallel_world_size() == experts() == 1:
         yield
@@ -195,13 +196,14 @@ def is_alone() -> bool:
 
 
 def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
-    """Returns the group of Paddle's whose members share a layer.
+    """Returns Paddle's group of the members that hold the shards of a layer.
 
     Args:
         mp_group: The layer's argument; None for the model-parallel group of ``fleet.init``.
 
     Raises:
-        StateError: The job has several processes, and there is neither of them.
+        StateError: The job has several processes, ``mp_group`` is None, and ``fleet.init`` was not
+            called.
         UsageError: This rank is no member.
     """
     if _alone:
@@ -217,7 +219,7 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
             return sole_group()
         mp_group = topology.get_model_parallel_group()
     if list(mp_group.ranks) == [meeting.own_rank()]:
-        # Paddle says of a group with one rank, in a job of several, that nobody is in it.
+        # In a job of several ranks, Paddle's group of one rank reports that it has no member.
         return sole_group()
     if mp_group.rank < 0:
         raise UsageError(

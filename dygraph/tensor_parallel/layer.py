@@ -1,10 +1,10 @@
-"""The base of tensor-parallel layers: their group, and parameters that are shards of whole ones.
+"""The base of tensor-parallel layers, and the shards of their parameters.
 
-A shard is cut from the whole parameter, which every member draws from Paddle's default generator as
-the dense layer would. So the members' shards together are the dense layer's parameter, if the
+Every member draws the whole parameter from Paddle's default generator as the dense layer would, and
+cuts its shard from it. So the members' shards together are the dense layer's parameter, if the
 generators of all members have the same state, as under the seed that ``PipelineLayer`` gives each
-layer. (Paddle draws each shard from the tracker's generator, which it seeds differently on each
-member, and for the size of the shard: its weights depend on the degree.)
+layer. (Paddle draws each shard by itself, from a generator with another seed on each member, so its
+weights depend on the degree.)
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ class ParallelLayer(paddle.nn.Layer):
         model_parallel_group: Paddle's group of the ranks that hold the shards.
         world_size: The number of shards.
         rank: The number of the shard that this rank holds.
-        is_mp: Whether there is more than one.
-        blocks: With sums by a tree, into how many blocks the whole layer is cut at every
-            model-parallel degree, or into as many as the largest power of two that divides the
-            size: a power of two, and the largest degree at least.
+        is_mp: Whether there is more than one shard.
+        blocks: With sums by a tree, the number of blocks into which the whole layer is cut at every
+            model-parallel degree. It is a power of two, and at least the largest degree. If it does
+            not divide the size, the largest power of two that divides the size replaces it.
     """
 
     blocks = 8
 
     def __init__(self, mp_group: PaddleGroup) -> None:
-        """Creates a layer for ``mp_group``, or the model-parallel group of the job; not collective.
+        """Creates a layer of ``mp_group``, or of the model-parallel group of the job.
+
+        Not collective.
 
         Raises:
             StateError: There is no such group, or the graph is static.
@@ -72,7 +74,7 @@ class ParallelLayer(paddle.nn.Layer):
         Args:
             size: The size of the axis to cut into equal parts.
             name: The name of the size in the error.
-            across: How many numbers the parameter has at one index of the axis.
+            across: The number of entries that the parameter has at one index of the axis.
         """
         share = _share(size, name, self.world_size, type(self).__name__)
         self._cut = size, across
@@ -80,17 +82,17 @@ class ParallelLayer(paddle.nn.Layer):
         return share
 
     def count_blocks(self) -> int:
-        """Returns how many blocks this rank computes; 0 if layers do not compute in blocks.
+        """Returns the number of blocks that this rank computes; 0 without sums by a tree.
 
         Raises:
-            ConfigError: Layers compute in blocks, but this one cannot.
+            ConfigError: The layer cannot compute in blocks, which sums by a tree need.
         """
         (size, across), where = self._cut, type(self).__name__
         numbers = size // self.world_size * across
         return operations.count_of(self.blocks, size, self.world_size, numbers, where)
 
     def create_shard(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
-        """Creates a parameter that is this member's shard of a whole one; not collective.
+        """Creates this member's shard of a parameter; not collective.
 
         Args:
             shape: The shape of the whole parameter.
@@ -115,7 +117,7 @@ class ParallelLayer(paddle.nn.Layer):
 
         Args:
             size: The size on this member.
-            sharded: Whether it is a shard; otherwise every member holds the same.
+            sharded: Whether the bias is a shard; otherwise every member holds the whole bias.
         """
         zero: Attribute = paddle.nn.initializer.Constant(0.0)
         bias: Tensor = self.create_parameter(
@@ -127,16 +129,17 @@ class ParallelLayer(paddle.nn.Layer):
         return bias
 
     def _mark_blocks(self, parameter: Tensor, axis: int, size: int) -> None:
+        """Sets a parameter's attribute ``blocks``; ``size`` is that of the whole axis."""
         count = operations.share_of_blocks(self.blocks, size, self.world_size)
         parameter.blocks = operations.Blocks(axis, count)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelLayer:
-        """Copies everything but the group, which the copy shares."""
+        """Returns a copy that shares only the group with this layer."""
         memo[id(self.model_parallel_group)] = self.model_parallel_group
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        # Paddle's copy of a parameter forgets what is not Paddle's own.
+        # Paddle's copy of a parameter lacks fleetpipe's attributes.
         for name, parameter in parameters_in(self).items():
             if parameter is not None:
                 copied: Tensor = parameters_in(other)[name]
@@ -155,20 +158,28 @@ class ParallelLayer(paddle.nn.Layer):
 
 
 class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types
-    """Initializes a shard like that part of the whole, which another initializer fills."""
+    """Initializes a shard to its part of a whole parameter, which another initializer fills."""
 
     def __init__(
         self, whole: Attribute, shape: Sequence[int], axis: int, rank: int, ranks: int
     ) -> None:
-        """Creates an initializer for shard ``rank`` of ``ranks``; ``whole`` fills the whole."""
+        """Creates an initializer of shard ``rank`` of ``ranks`` along ``axis``.
+
+        Args:
+            whole: The initializer of the whole parameter.
+            shape: The shape of the whole parameter.
+            axis: The axis that is cut.
+            rank: The number of the shard.
+            ranks: The number of shards.
+        """
         super().__init__()
         self._whole = whole
         self._shape = list(shape)
-        self._place = (axis, rank, ranks)
+        self._cut = (axis, rank, ranks)
 
     def forward(self, param: Tensor, block: object = None) -> None:
-        """Fills ``param``; the whole parameter is in memory for that time."""
-        # Orthogonal, Dirac and a script's own may have __call__ alone, and take a parameter alone.
+        """Fills ``param``; meanwhile the whole parameter is in memory."""
+        # Orthogonal, Dirac and a script's initializer may have only __call__, for a parameter only.
         if type(self._whole).__call__ is not Initializer.__call__:
             with paddle.utils.unique_name.guard():
                 whole = paddle.create_parameter(
@@ -178,7 +189,7 @@ class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without
         else:
             whole = paddle.zeros(self._shape, dtype=param.dtype)
             self._whole.forward(whole, block)
-        give_memory(shard_of(whole, *self._place), param)
+        give_memory(shard_of(whole, *self._cut), param)
 
 
 def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
@@ -188,8 +199,8 @@ def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
 
     Args:
         size: The number to cut into equal parts.
-        name: Its name in the error, as in ``share_of(heads, "num_heads")``.
-        mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+        name: The name of the number in the error, as in ``share_of(heads, "num_heads")``.
+        mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
 
     Raises:
         ConfigError: The parts would not be equal.
@@ -198,6 +209,7 @@ def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
 
 
 def _share(size: int, name: str, members: int, where: str) -> int:
+    """Returns ``size / members``; refuses a remainder."""
     if size % members:
         raise ConfigError(
             f"`{name}` (={size}) must be divisible by the model-parallel degree (={members})",
@@ -209,7 +221,7 @@ def _share(size: int, name: str, members: int, where: str) -> int:
 
 
 def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None:
-    """Returns the part of a whole that a parameter is; None for one that is whole on this rank.
+    """Returns which shard of a whole a parameter is; None if the parameter is whole on this rank.
 
     Args:
         parameter: A parameter of this member.
@@ -225,7 +237,7 @@ def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None
 
 
 def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter; the arguments are those of :func:`shard_in`."""
+    """Returns the shape of the whole of a parameter; the arguments are as for :func:`shard_in`."""
     shape, part = tuple(parameter.shape), shard_in(parameter, group)
     return shape if part is None else part.cut.whole(shape)
 
@@ -234,8 +246,8 @@ def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGrou
     """Returns a copy of the whole tensor of which ``value`` is a shard. Collective for a shard.
 
     Args:
-        value: A parameter, its gradient, or a moment of it.
-        parameter: The parameter; or its :func:`split_axis`, or None if it is whole.
+        value: A parameter, its gradient, or a moment of its optimizer.
+        parameter: The parameter, or its :func:`split_axis`; None if it is whole.
         group: As for :func:`shard_in`.
     """
     axis, along = parameter, "mp"
@@ -257,13 +269,16 @@ def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup 
 
 
 def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Returns trained parameters, without experts, whose gradient is spread over the members."""
+    """Returns the trained parameters that are marked as sequence-parallel, without experts.
+
+    Each member has a part of the gradient of such a parameter.
+    """
     trained = (p for p in parameters if not p.stop_gradient and not is_spread(p))
     return [p for p in trained if SEQUENCE_PARALLEL.is_sequence_parallel_parameter(p)]
 
 
 def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
-    """Refuses built layers that are shards, since whole ones are needed.
+    """Refuses built layers that hold shards, because whole layers are needed.
 
     Args:
         built: Layers and functions by their number in the list of a pipeline.
@@ -280,7 +295,7 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
 
 
 def _mark(parameter: Tensor, axis: int | None) -> None:
-    """Sets the attributes that Paddle's clip, optimizer and checkpoints read."""
+    """Sets the attributes of a shard that Paddle's clip, optimizer and checkpoints read."""
     parameter.is_distributed = axis is not None
     if axis is not None:
         parameter.split_axis = axis

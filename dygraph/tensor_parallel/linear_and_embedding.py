@@ -1,6 +1,6 @@
 """The linear layers, cut by columns or by rows, and the embedding, as in arXiv:1909.08053.
 
-Of an embedding each member looks up the ids of its part of the vocabulary.
+Each member of an embedding looks up the ids of its part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fleetpipe.paddle_api import eager_operations, paddle
 
 
 class _ParallelLinear(ParallelLayer):
-    """The base of both linear layers; the switches are Paddle's for GPUs, without effect on CPU."""
+    """The base of both linear layers; the ``mp_`` switches are Paddle's, without effect on CPU."""
 
     mp_async_allreduce = False
     mp_skip_c_identity = False
@@ -35,7 +35,7 @@ class _ParallelLinear(ParallelLayer):
         self.linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
     def _require_layout(self) -> None:
-        """Refuses options that a subclass does not support, before any parameter is made."""
+        """Refuses unsupported options of a subclass, before parameters are created."""
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -61,7 +61,7 @@ class ColumnParallelLinear(_ParallelLinear):
             has_bias: Whether to add a bias, initially zero; None means no.
             gather_output: Whether each member returns the whole output, or only its columns.
             fuse_matmul_bias: Accepted; without effect on CPU.
-            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
             name: The name of the output, as in ``nn.Linear``.
 
         Raises:
@@ -75,7 +75,9 @@ class ColumnParallelLinear(_ParallelLinear):
         self.bias = self.create_bias(self.output_size_per_partition, True) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective if the output is gathered, and in backward if ``x`` needs a gradient.
+        """Returns ``x @ weight + bias``, whole or this member's columns.
+
+        Collective if the output is gathered, and in backward if ``x`` needs a gradient.
 
         Args:
             x: ``[.., in_features]``, the same on every member.
@@ -122,9 +124,9 @@ class RowParallelLinear(_ParallelLinear):
             out_features: The size of the last axis of the output.
             weight_attr: The attribute of the whole weight ``[in_features, out_features]``.
             has_bias: Whether to add a bias, initially zero, which every member holds whole.
-            input_is_parallel: Whether the input has only this member's columns already.
+            input_is_parallel: Whether the input of a member has only the member's columns.
             fuse_matmul_bias: Accepted; without effect on CPU.
-            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
             name: The name of the output, as in ``nn.Linear``.
 
         Raises:
@@ -140,7 +142,9 @@ class RowParallelLinear(_ParallelLinear):
         self.bias = self.create_bias(out_features, False) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective; also in backward if ``x`` is whole and needs a gradient.
+        """Returns ``x @ weight + bias``: the sum of the members' products. Collective.
+
+        Collective in backward too, if ``x`` is whole and needs a gradient.
 
         Args:
             x: ``[.., in_features]``, or this member's shard of the last axis if
@@ -171,6 +175,7 @@ class RowParallelLinear(_ParallelLinear):
         return operations.all_reduce(terms, self.model_parallel_group)
 
     def _check(self, x: Tensor) -> None:
+        """Refuses an input whose last axis has another size."""
         width = self.input_size_per_partition if self.input_is_parallel else self.in_features
         if x.shape[-1] != width:
             raise UsageError(
@@ -204,7 +209,7 @@ class VocabParallelEmbedding(ParallelLayer):
             num_embeddings: The size of the whole vocabulary.
             embedding_dim: The size of each vector.
             weight_attr: The attribute of the whole weight ``[num_embeddings, embedding_dim]``.
-            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
             name: The name of the output, as in ``nn.Embedding``.
 
         Raises:
@@ -236,7 +241,7 @@ class VocabParallelEmbedding(ParallelLayer):
         count = self.count_blocks()
         if not self.is_mp:
             rows = look_up(x, self.weight, name=self._name)
-            # As among members, who add zeros: -0.0 becomes 0.0.
+            # Several members add zeros, which makes 0.0 of -0.0; so one member does, too.
             return rows + paddle.zeros_like(rows) if count else rows
         refuse_outside(x, self.num_embeddings, "an id")
         rows = own_rows(self.weight, x, self.vocab_start_index)
@@ -244,7 +249,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
-    """Looks up ids in a shard of a table; ids of other shards give zeros.
+    """Looks up ids in a shard of a table; an id of another shard gives a row of zeros.
 
     Args:
         table: ``[rows, width]``.
@@ -261,7 +266,7 @@ def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
 
 
 def refuse_outside(ids: Tensor, size: int, what: str) -> None:
-    """Refuses ids outside of 0 to ``size`` - 1, which no member has."""
+    """Refuses ids outside of 0 to ``size`` - 1; ``what`` names an id in the error."""
     if ids.size == 0:
         return
     least, greatest = int(ids.min()), int(ids.max())

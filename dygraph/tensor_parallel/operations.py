@@ -1,8 +1,7 @@
-"""The operations inside tensor-parallel layers: collectives, and products in blocks.
+"""The operations inside tensor-parallel layers: collectives with gradients, products in blocks.
 
-Each collective stands with the one that is its gradient. The bits of a product in blocks do not
-depend on how many ranks share a layer: a whole weight is cut into as many blocks for every
-model-parallel degree, and each rank has some of them.
+The bits of a product in blocks do not depend on the model-parallel degree: a whole weight is cut
+into the same blocks at every degree, and each member computes some of them.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from fleetpipe.errors import ConfigError, FleetPipeError, UsageError
 from fleetpipe.mesh.sums import add, count_blocks, tree
 from fleetpipe.paddle_api import eager_operations, paddle
 
-#: Kernels compute so many numbers at once, and those that are left over with other bits.
+#: The number of entries that kernels compute at once; the bits of a remainder may differ.
 _AT_ONCE = 8
 
 
 class Blocks(NamedTuple):
-    """The blocks of a parameter that a rank has, as the parameter's attribute ``blocks``.
+    """How a parameter on this rank is cut into blocks: its attribute ``blocks``.
 
     Attributes:
         axis: The axis that is cut.
-        number: The number of blocks of the rank.
+        number: The number of blocks on this rank.
     """
 
     axis: int
@@ -36,25 +35,31 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(parameter: Tensor) -> Blocks | None:
-    """Returns the blocks of a parameter on this rank; None if nothing is computed in blocks."""
+    """Returns how a parameter is cut into blocks; None without sums by a tree."""
     blocks: Blocks | None = getattr(parameter, "blocks", None) if sums_by_tree() else None
     return blocks
 
 
 def share_of_blocks(most: int, size: int, members: int) -> int:
-    """Returns how many blocks of an axis a member has; 0 if there are fewer blocks than members."""
+    """Returns the number of blocks of a member; 0 if there are fewer blocks than members.
+
+    Args:
+        most: The largest number of blocks of the whole axis.
+        size: The size of the whole axis.
+        members: The number of members.
+    """
     return min(most, count_blocks(size)) // members
 
 
 def count_of(most: int, size: int, members: int, numbers: int, where: str) -> int:
-    """Returns how many blocks of a layer this rank computes; 0 if nothing is computed in blocks.
+    """Returns the number of blocks of a layer that this rank computes; 0 without sums by a tree.
 
     Args:
-        most: The layer's ``blocks``: into how many blocks its whole weight is cut.
+        most: The layer's ``blocks``: the number of blocks of its whole weight.
         size: The size of the whole axis that is cut.
         members: The number of shards.
-        numbers: The size of a shard, which must be a multiple of what kernels compute at once.
-        where: The layer's class.
+        numbers: The size of a shard, which must be a multiple of ``_AT_ONCE``.
+        where: The name of the layer's class.
 
     Raises:
         ConfigError: The layer would have other bits with another number of shards.
@@ -81,12 +86,12 @@ def count_of(most: int, size: int, members: int, numbers: int, where: str) -> in
 
 
 def refuse_beside_trees(what: str, cause: str, instead: str) -> None:
-    """Refuses a computation that is impossible in blocks, if the job has sums by a tree.
+    """Refuses a computation that does not go in blocks, if the job has sums by a tree.
 
     Args:
         what: The name of the computation.
-        cause: Why it is impossible.
-        instead: The thing to use instead.
+        cause: Why it does not go in blocks.
+        instead: What to use instead.
     """
     if sums_by_tree():
         raise ConfigError(
@@ -97,7 +102,7 @@ def refuse_beside_trees(what: str, cause: str, instead: str) -> None:
 
 
 class _Blocks(paddle.autograd.PyLayer):
-    """The blocks of a weight; those of rows share its memory."""
+    """Cuts a weight into blocks of rows, which share its memory, or of columns."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, count: int, axis: int) -> Tensor:
@@ -116,9 +121,9 @@ class _Blocks(paddle.autograd.PyLayer):
 
 @cache
 def _places(rows: int, count: int) -> list[Tensor]:
-    """Returns, for each of ``count`` blocks of columns, where its pieces of rows are.
+    """Returns, for each of ``count`` blocks of columns, the indices of its pieces of rows.
 
-    To gather them takes a fraction of the time of Paddle's ``split``.
+    Gathering these takes a fraction of the time of Paddle's ``split``.
     """
     return [paddle.arange(rows) * count + number for number in range(count)]
 
@@ -149,7 +154,7 @@ class _SumOfBlocks(paddle.autograd.PyLayer):
 
 
 def column_product(x: Tensor, weight: Tensor, count: int, transposed: bool = False) -> Tensor:
-    """Returns ``x @ weight``, of which each block computes some columns.
+    """Returns ``x @ weight``; each block of the weight computes some columns.
 
     Args:
         x: ``[.., inputs]``.
@@ -168,7 +173,7 @@ def column_product(x: Tensor, weight: Tensor, count: int, transposed: bool = Fal
 
 
 def row_product(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Returns ``x @ weight`` as a sum, of which each block computes a term.
+    """Returns ``x @ weight`` as a sum; each block of the weight computes a term.
 
     Args:
         x: ``[.., inputs]``.
@@ -180,6 +185,7 @@ def row_product(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def _split_weight(weight: Tensor, count: int, axis: int) -> Sequence[Tensor]:
+    """Returns ``count`` equal blocks of a weight, whose gradients are joined."""
     split: Callable[..., Sequence[Tensor]] = _Blocks.apply
     return split(weight, count, axis) if count > 1 else [weight]
 
@@ -203,12 +209,12 @@ def join_blocks(parts: Sequence[Tensor]) -> Tensor:
 def sum_over_blocks(
     measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Computes a measure of a parameter's shard, such as its square, block by block.
+    """Adds up ``measure(block)`` over the blocks of a value, by a tree; without blocks measures it.
 
     Args:
-        measure: Returns the measure of one tensor.
-        value: The gradient of the shard, for example.
-        parameter: The parameter, whose blocks count.
+        measure: Returns a number of a tensor that adds up, such as its squared norm.
+        value: A tensor with the shape of the parameter, such as its gradient.
+        parameter: The parameter, which says how the value is cut into blocks.
     """
     part = blocks_of(parameter)
     if part is None:
@@ -222,7 +228,7 @@ _raised: list[FleetPipeError] = []
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """While it is open, a failed collective raises the same error as outside of a backward.
+    """While it is open, a collective that fails in a backward raises its own error, not Paddle's.
 
     Raises:
         PeerFailed: Another member left while a gradient was under way.
@@ -270,17 +276,17 @@ class _Collective(paddle.autograd.PyLayer):
         return ctx.gradient(grad)
 
 
-#: Takes a tensor, the function that is run on it, and the one that its gradient goes through.
+#: ``collective(tensor, run, gradient)`` returns ``run(tensor)``, whose backward runs ``gradient``.
 collective: Callable[..., Tensor] = _Collective.apply
 
 
 def _view(tensor: Tensor, members: groups.Members) -> Tensor:
-    # Shares the memory; Paddle takes a detached tensor for one that was changed in place.
+    # Shares the memory. A detached tensor would not do: Paddle takes it for changed in place.
     return tensor.view(tensor.shape)
 
 
 def _copy(tensor: Tensor, members: groups.Members) -> Tensor:
-    # Autograd may add to what it is given while others still hold it.
+    # A copy: autograd may add to the result in place while the tensor is in use elsewhere.
     return tensor.clone()
 
 
@@ -293,7 +299,7 @@ def _join(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
-    """Returns ``tensor``, the same on all members; its gradient is the sum of the members'.
+    """Returns ``tensor``, which is equal on all members; its gradient is summed over the members.
 
     Collective in backward, if ``tensor`` needs a gradient.
     """
@@ -303,7 +309,7 @@ def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
 def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns the sum of all members' tensors, with the same bits on each. Collective.
 
-    The gradient of the sum, the same on all members, is the gradient of each summand.
+    The gradient of each summand is the gradient of the sum, which is equal on all members.
     """
     return _apply(tensor, group, groups.total, _copy)
 
@@ -312,7 +318,7 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     """Returns this member's shard of an axis. Collective in backward.
 
     Args:
-        tensor: A tensor that is the same on every member, whose axis the number of members divides.
+        tensor: A tensor that is equal on all members; their number must divide the axis.
         group: The members.
         axis: The axis that is cut.
 
@@ -325,7 +331,8 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
 def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     """Returns all members' tensors joined along an axis. Collective.
 
-    The layers behind must do the same on every member: each keeps its shard of the gradient.
+    The layers that follow must compute the same on every member: the gradient of a member's tensor
+    is its shard of the result's gradient.
     """
     return _apply(tensor, group, partial(_join, axis=axis), partial(_own_shard, axis=axis))
 
@@ -333,7 +340,8 @@ def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
 def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns all members' tensors joined along the first axis. Collective, in backward too.
 
-    The layers behind may differ on every member: each gets its part of the sum of all gradients.
+    The layers that follow may compute different values on the members: the gradient of a member's
+    tensor is its part of the sum of the members' gradients.
     """
     return _apply(tensor, group, _join, part_of_total)
 
@@ -348,7 +356,10 @@ def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
 
 
 def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:
-    """Does the same as :func:`reduce_scatter`, without a gradient. Collective."""
+    """Returns this member's part of the sum of all members' tensors, without a gradient.
+
+    Collective.
+    """
     parts = [shard_of(tensor, 0, rank, members.ranks) for rank in range(members.ranks)]
     return members.reduce_scatter(parts)
 
@@ -366,7 +377,7 @@ def parallel_matmul(
             ``VocabParallelEmbedding``, or the whole table.
         gather_output: Whether each member returns the logits of the whole vocabulary, or only those
             of its rows, for ``ParallelCrossEntropy``.
-        mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+        mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
     """
     product: Callable[..., Tensor] = paddle.matmul
     part = blocks_of(table)
@@ -388,20 +399,20 @@ def dropout(
     mode: str = "upscale_in_train",
     mp_group: PaddleGroup = None,
 ) -> Tensor:
-    """Drops the numbers of this member's shard that dropout of the whole tensor would drop.
+    """Drops the entries of this member's shard that dropout of the whole tensor would drop.
 
-    Every member draws the whole mask and keeps its shard; not collective. So one seed gives the
-    same masks for every model-parallel degree, if the members' generators have the same state, as
-    in a ``PipelineLayer``.
+    Every member draws the whole mask and uses its shard of it; not collective. So one seed gives
+    the same masks at every model-parallel degree, if the members' generators have the same state,
+    as in a ``PipelineLayer``.
 
     Args:
         x: This member's shard of a tensor.
-        p: The share that is dropped.
-        axis: The axis along which it is cut: the last one after a ``ColumnParallelLinear``, the
-            axis of the heads in attention.
+        p: The share of entries to drop.
+        axis: The axis along which the tensor is cut: the last one after a ``ColumnParallelLinear``,
+            the axis of the heads in attention.
         training: Whether to drop at all.
         mode: As in ``nn.functional.dropout``.
-        mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+        mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
 
     Returns:
         A tensor like ``x``.
@@ -414,7 +425,7 @@ def dropout(
     shape = list(x.shape)
     shape[axis] *= group.nranks
     mask = plain(paddle.ones(shape, dtype=x.dtype), p, training=True, mode=mode)
-    # A product for the whole tensor too, by a tree: Paddle's own dropout divides.
+    # With sums by a tree the whole tensor is multiplied by its mask, too: Paddle's dropout divides.
     return x * (mask if whole else shard_of(mask, axis, group.rank, group.nranks))
 
 
@@ -440,6 +451,10 @@ def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
 def _apply(
     tensor: Tensor, group: PaddleGroup, run: Callable[..., Tensor], gradient: Callable[..., Tensor]
 ) -> Tensor:
+    """Returns ``run(tensor, members=..)``, whose backward runs ``gradient``; one member does none.
+
+    Both functions take the keyword ``members``, the members of ``group``.
+    """
     members = groups.members_of(group)
     if members.ranks == 1:
         return tensor

@@ -1,7 +1,8 @@
-"""Collective operations under Paddle's private names, as scripts for Fleet call them.
+"""Collective operations that replace Paddle's private ones on CPU, where these have no kernels.
 
-``paddle.distributed.collective._c_identity`` and the like have no kernels on CPU. Here each has
-Paddle's signature and runs over the members of the group; in static graph Paddle's own runs.
+Scripts for Fleet call ``paddle.distributed.collective._c_identity`` and others. Each function here
+has the signature of Paddle's, and runs over the members of its group; in static graph Paddle's own
+runs. :func:`install` puts them into Paddle's modules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Operation = Callable[..., Tensor]
 
 
 def _as_paddles(function: Operation) -> Operation:
-    """Returns an operation with Paddle's name that is Paddle's own in static graph."""
+    """Returns a function with Paddle's signature that calls Paddle's own in static graph."""
     stock: Operation = getattr(OPERATION_MODULES[0], function.__name__)
 
     @functools.wraps(stock)
@@ -37,11 +38,12 @@ def _as_paddles(function: Operation) -> Operation:
 
 
 def _outside(group: PaddleGroup) -> bool:
+    """Whether this rank is no member of the group that a script passes."""
     return group is not None and not group.is_member()
 
 
 def _summing(operation: str, group: PaddleGroup) -> PaddleGroup:
-    """Returns the members, whose sum does not depend on how many they are."""
+    """Returns the members of an operation that sums their tensors; refuses it with tree sums."""
     members = model_parallel_group(group)
     if members.nranks > 1:
         refuse_beside_trees(
@@ -125,12 +127,12 @@ def _c_softmax_with_cross_entropy(
     return ParallelCrossEntropy(group, ignore_index=ignore_index)(logits, label)
 
 
-#: By Paddle's name, what runs in the place of Paddle's operation; on GPU nothing does.
+#: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
 OPERATIONS: Mapping[str, Operation] = (
     {} if device_kind() != "cpu" else {name: globals()[name] for name in GPU_OPERATIONS}
 )
 
-#: Likewise, what the classes of Paddle's sequence parallelism call.
+#: The replacements of operations that Paddle's sequence parallelism calls; empty on a GPU.
 SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = (
     {}
     if device_kind() != "cpu"
@@ -175,7 +177,7 @@ _originals = [{name: getattr(module, name) for name in names} for module, names 
 
 
 def install() -> None:
-    """Puts these operations into Paddle's modules, for scripts that take them from there."""
+    """Puts the replacements into Paddle's modules."""
     for module, operations_of in _places:
         for name, operation in operations_of.items():
             setattr(module, name, operation)

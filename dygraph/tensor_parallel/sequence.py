@@ -6,9 +6,9 @@ that norms, dropout and residuals are computed once (Korthikanti et al., arXiv:2
     ScatterOp | norm | ColumnSequenceParallelLinear .. RowSequenceParallelLinear | norm | GatherOp
     parts       parts  gathers                          adds, and cuts in parts    parts  whole
 
-Whole parameters that are applied to parts (those of the norms, the bias of the row layer) get a
-part of their gradient on each member. They are marked, and a pipeline adds up these parts at the
-end of a batch.
+Whole parameters that are applied to parts (the norms' parameters, the bias of the row layer) get a
+part of their gradient on each member. They are marked as sequence-parallel, and a pipeline adds up
+the parts of their gradients at the end of a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_paramete
 
 
 def _group() -> PaddleGroup:
-    """Returns the members, who hold parts of a sequence."""
+    """Returns Paddle's group of the members, which hold parts of a sequence."""
     _refuse_blocks()
     return model_parallel_group()
 
@@ -78,7 +78,7 @@ class ScatterOp:
 
 
 class GatherOp:
-    """Joins the parts to the whole sequence, on which all members then do the same."""
+    """Joins the parts to the whole sequence, from which all members then compute the same."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class GatherOp:
 
 
 class AllGatherOp:
-    """Joins the parts to the whole sequence, on which members then do different things."""
+    """Joins the parts to the whole sequence, from which members then compute different values."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class ColumnSequenceParallelLinear(ColumnParallelLinear):
     """
 
     def _require_layout(self) -> None:
-        """Raises a ``ConfigError`` if the output would be gathered."""
+        """Refuses ``gather_output=True``."""
         _refuse_blocks()
         if self.gather_output:
             raise ConfigError(
@@ -135,7 +135,7 @@ class RowSequenceParallelLinear(RowParallelLinear):
     """
 
     def _require_layout(self) -> None:
-        """Raises a ``ConfigError`` if the input is not cut."""
+        """Refuses ``input_is_parallel=False``."""
         _refuse_blocks()
         if not self.input_is_parallel:
             raise ConfigError(
@@ -145,7 +145,7 @@ class RowSequenceParallelLinear(RowParallelLinear):
             )
 
     def create_bias(self, size: int, sharded: bool) -> Tensor:
-        """Returns a bias that is marked, since each member gets a part of its gradient."""
+        """Creates a bias marked as sequence-parallel: each member gets a part of its gradient."""
         bias = super().create_bias(size, sharded)
         if self.is_mp:
             mark_as_sequence_parallel_parameter(bias)
@@ -166,7 +166,7 @@ def register_sequence_parallel_allreduce_hooks(
 
     Args:
         model: The model.
-        accumulation_steps: The number of backwards before a step; 0 registers no hook.
+        accumulation_steps: The number of backwards before an optimizer step; 0 registers no hook.
         fuse_sequence_parallel_allreduce: Accepted; without effect.
     """
     group, job = model_parallel_group(), current_job()
@@ -177,6 +177,7 @@ def register_sequence_parallel_allreduce_hooks(
 
 
 def _summing(parameter: Tensor, accumulation_steps: int, group: PaddleGroup) -> Callable[[], None]:
+    """Returns a hook that sums a parameter's gradient over the members before a step."""
     done = [0]
 
     @operations.noting

@@ -1,4 +1,4 @@
-"""The wrapper of a model that is cut by tensor parallelism alone: Fleet's ``TensorParallel``."""
+"""``TensorParallel``, Fleet's wrapper of a model with tensor parallelism and no pipeline."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fleetpipe.paddle_api import paddle
 
 
 class TensorParallel(paddle.nn.Layer):
-    """Wraps a model of any class with tensor-parallel layers; each copy has the same shards."""
+    """Wraps a model of any class with tensor-parallel layers; replicas have equal shards."""
 
     def __init__(self, layers: Layer, hcg: Topology = None, strategy: Strategy = None) -> None:
-        """Copies the values that all members must share from the first one.
+        """Makes the parameters that are not shards equal on all members, and replicas equal.
 
         Collective over the job.
 
         Args:
             layers: The model.
-            hcg: Accepted as in Fleet; the topology is the one of ``fleet.init``.
+            hcg: Accepted as in Fleet, without effect: the topology is that of ``fleet.init``.
             strategy: The options; ``mp_configs.need_broadcast_data`` (by default on) decides
                 whether every call broadcasts the first member's inputs.
 
@@ -36,7 +36,9 @@ class TensorParallel(paddle.nn.Layer):
         self._strategy = strategy
         self._job = job
         self._members = job.model_parallel()
-        self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
+        configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
+        needs_broadcasts = bool(getattr(configs, "need_broadcast_data", True))
+        self._broadcasts_data = self._members.ranks > 1 and needs_broadcasts
         with job.guarded(lambda: "wrapping the model"):
             share_with_shards(layers.state_dict(), job)
             broadcast_copies(layers.state_dict(), job.copies(), job.expert_copies())
@@ -64,13 +66,8 @@ def share_with_shards(state: dict[str, Tensor], job: Job) -> None:
 def share_whole_state(state: dict[str, Tensor], members: Group, axis: str = "mp") -> None:
     """Broadcasts the first member's parameters and buffers that are not cut along an axis.
 
-    Collective over the members, the ranks along that axis. Parameters with ``is_distributed`` stay
-    each member's own, as in Fleet, and so do experts.
+    Collective over the members, the ranks along the axis. Parameters with ``is_distributed`` are
+    not broadcast, as in Fleet, nor are experts.
     """
     same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
     broadcast_state(same, members)
-
-
-def _asks_for_broadcasts(strategy: Strategy) -> bool:
-    configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
-    return bool(getattr(configs, "need_broadcast_data", True))
