@@ -1,4 +1,4 @@
-"""Finds the schedules that can run a list of layers: with its ranks, chunks and placement."""
+"""Places a list of layers on ranks, cuts it into stages, and builds schedules that can run it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DUALPIPEV = "DualPipeV"
 
 
 class LayerPlan(Protocol):
-    """The parts of :class:`fleetpipe.profiling.PipelinePlan` that a list of layers uses."""
+    """The members of :class:`fleetpipe.profiling.PipelinePlan` that a list of layers uses."""
 
     @property
     def ranks(self) -> int:
@@ -58,7 +58,7 @@ class LayerPlan(Protocol):
 
 
 class Arrangement:
-    """Decides how a list of layers is spread over ranks.
+    """The placement of a list of layers on ranks, and the schedules that can run it.
 
     Attributes:
         placement: The owner of each stage, which never changes.
@@ -78,7 +78,7 @@ class Arrangement:
             ranks: The number of ranks of the pipeline.
             chunks: The number of chunks on each rank; None for the schedule's own number.
             use_dualpipev: Whether the schedule is DualPipeV.
-            plan: The plan with the schedule, if there is one.
+            plan: The plan that has the schedule; None without a plan.
             head: Whether the layers end in the parts of a vocabulary head.
 
         Raises:
@@ -86,13 +86,12 @@ class Arrangement:
                 numbers.
         """
         self._ranks = ranks
-        # Fleet's DualPipeV is asked for with one chunk, or none said, and has two.
+        # In Fleet, use_dualpipev goes with one chunk or no number, and means two chunks.
         self._chunks = None if use_dualpipev and chunks in (1, 2) else chunks
         self._use_dualpipev = use_dualpipev
         self._plan = plan
         self._head = head
-        # Without a job the defaults.
-        config = PipelineConfig()
+        config = PipelineConfig()  # the defaults, if there is no job
         job = current_job()
         if job is not None:
             config = PipelineConfig.from_strategy(user_strategy())
@@ -113,7 +112,7 @@ class Arrangement:
 
         Raises:
             ConfigError: The schedule needs another placement, or cannot be built.
-            ScheduleError: The schedule passes the memory cap.
+            ScheduleError: The schedule needs more memory than the cap.
         """
         job = current_job()
         if job is not None and job.degrees.pp != self._ranks:
@@ -135,6 +134,7 @@ class Arrangement:
         return schedule
 
     def _schedule(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
+        """Builds the schedule of ``config``, on a placement named ``placed`` if one is given."""
         if self._plan is not None:
             return _from_plan(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
         if self._use_dualpipev:
@@ -145,7 +145,13 @@ class Arrangement:
 def _from_plan(
     plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
-    """Returns the schedule of a plan, for the number of micro-batches in ``config``."""
+    """Returns the schedule of a plan, for the number of micro-batches in ``config``.
+
+    Args:
+        plan: The plan.
+        config: The options of the job's strategy.
+        request: The ranks, the chunks and the ``use_dualpipev`` that the user asks for.
+    """
     ranks, chunks, use_dualpipev = request
     usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
     if ranks != plan.ranks or chunks not in (None, plan.chunks) or not usual:
@@ -158,13 +164,14 @@ def _from_plan(
         )
     schedule = plan.schedule_for(config.micro_batches)
     if config.memory_cap is not None:
-        # Bytes where the strategy's own costs have them: the plan's own cap is kept already.
+        # The cap of the strategy, in bytes if the strategy's costs have bytes. The schedule has
+        # been checked against the cap of the plan.
         schedule.verify(memory_cap=config.memory_cap, costs=config.costs)
     return schedule
 
 
 def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
-    """Returns ``config`` with the schedule for ``PipelineLayer(use_dualpipev=True)``."""
+    """Returns ``config`` with the schedule DualPipeV, for ``use_dualpipev=True``."""
     if config.schedule not in (PipelineConfig.schedule, _DUALPIPEV) or chunks is not None:
         raise ConfigError(
             "use_dualpipev=True names the schedule DualPipeV, with two chunks on each rank",
@@ -181,11 +188,11 @@ def _outline(placement: Placement) -> str:
 def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None) -> int:
     """Returns the number of pipeline ranks, checked against the topology and the job.
 
-    A model of one stage may be built within any job: each process then has all of it.
+    A model of one stage may be built within any job: each process then has the whole model.
 
     Raises:
-        ConfigError: It is not given, or given twice with different values.
-        StateError: Several processes have not called ``fleet.init``.
+        ConfigError: The number is missing, or the arguments and the job give different numbers.
+        StateError: There are several processes, and ``fleet.init`` was not called.
     """
     if topology is None and num_stages is None:
         raise ConfigError(
@@ -193,7 +200,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
             fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
         )
     if job is not None and num_stages is not None and num_stages == job.degrees.asked_pp:
-        num_stages = job.degrees.pp  # the job goes on with fewer ranks
+        num_stages = job.degrees.pp  # after a restart the job may have fewer ranks
     sources = {
         "num_stages": num_stages,
         "topology": None if topology is None else topology.get_dim("pipe"),
@@ -230,7 +237,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
 
 
 def topology_of(topology: Topology, stages: int, job: Job | None) -> Topology:
-    """Returns the topology of a model: the given one, the job's, or one of the axes data and pipe.
+    """Returns the topology of a model: the user's, the job's, or a new one.
 
     Args:
         topology: The user's argument; None if there is none.
@@ -250,15 +257,15 @@ def cut(
 ) -> Partition:
     """Cuts a list of layers into the stages of a placement.
 
-    Each part of a vocabulary head is a stage of its own, and so is the loss behind these.
+    Each part of a vocabulary head is a stage, and so is the loss that follows the head.
 
     Args:
         layers: The list.
-        placement: Which rank has which stage.
+        placement: The owner of each stage.
         method: The option ``seg_method`` of ``PipelineLayer``.
 
     Raises:
-        PartitionError: The layers cannot be cut as asked.
+        PartitionError: The method cannot cut these layers.
     """
     head = placement.stages - placement.body
     body = segment(layers[: len(layers) - head], placement.body, method)

@@ -1,4 +1,4 @@
-"""Members of Fleet's ``PipelineLayer`` that users expect, and that little else here uses."""
+"""Members of Fleet's ``PipelineLayer`` for users of Fleet; fleetpipe itself uses few of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backwa
 
 
 class NotWrapped(UsageError, AttributeError):
-    """Raised if a ``PipelineLayer`` is used like its wrapper; ``hasattr`` returns False for it."""
+    """A method of the wrapper was looked up in a ``PipelineLayer``; ``hasattr`` returns False."""
 
 
 def refuse_methods_of_the_wrapper(model: Layer, name: str) -> None:
-    """Raises an error with advice if a script looks for a wrapper's method in the layers."""
+    """Raises :class:`NotWrapped` if ``name`` is a method that only the wrapper has."""
     if name in _OF_THE_WRAPPER:
         raise NotWrapped(
             f"a PipelineLayer has no {name} before it is wrapped",
@@ -49,7 +49,7 @@ def shared_comm(
     weights: Sequence[SharedWeight],
     job: Job | None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns Fleet's table of shared layers that other ranks have copies of, by key.
+    """Returns Fleet's table of the shared layers of which other ranks have copies, by key.
 
     Args:
         entries: The whole list of layers.
@@ -77,8 +77,8 @@ def require_chunk(number: int, chunks: int) -> None:
     """Refuses the number of a chunk that a process does not have.
 
     Args:
-        number: The number.
-        chunks: How many chunks the process has; 0 if the model is not cut into chunks.
+        number: The number of the chunk.
+        chunks: The number of chunks of the process; 0 if each rank has one chunk.
     """
     if number not in range(chunks):
         raise ConfigError(
@@ -91,13 +91,13 @@ def require_chunk(number: int, chunks: int) -> None:
 
 
 class FleetFace(ModelOnRanks):
-    """What users of Fleet's ``PipelineLayer`` read and call beside training.
+    """The members of Fleet's ``PipelineLayer`` that users read and call beside training.
 
     Attributes:
         layers: The list of layers as the user gave it.
         segment_parts: The first layer of each stage, then the number of layers.
         run_function: The built layers and functions of this process, in order.
-        shared_comm: By key, the shared layers of which other ranks have copies too. Each has the
+        shared_comm: The shared layers of which other ranks have copies, by key. Each entry has the
             ``ranks`` of the job, the ``group`` in the pipeline, the names ``weight_attr`` of the
             weights, and the ``layer``.
         device_id: This process's device.
@@ -147,6 +147,7 @@ class FleetFace(ModelOnRanks):
         self._show(self.owned_stages.functions.values())
 
     def _show(self, functions: Iterable[Callable[..., Nest]]) -> None:
+        """Makes ``run_function`` list ``functions``."""
         self._shown = tuple(functions)
         self.run_function = list(self._shown)
 
@@ -154,7 +155,7 @@ class FleetFace(ModelOnRanks):
         """Returns a parameter, a buffer or a sublayer, as ``nn.Layer`` does.
 
         Raises:
-            NotWrapped: It is a method of what ``fleet.distributed_model`` returns.
+            NotWrapped: It is a method of the wrapper that ``fleet.distributed_model`` returns.
         """
         refuse_methods_of_the_wrapper(self, name)
         return super().__getattr__(name)
@@ -172,7 +173,7 @@ class FleetFace(ModelOnRanks):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FleetFace:
-        """Returns a copy, as of any layer, in the same job."""
+        """Returns a copy of the layers in the same job."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
@@ -180,8 +181,8 @@ class FleetFace(ModelOnRanks):
     def apply(self, fn: Callable[[Layer], object]) -> FleetFace:
         """Calls a function for each layer of this process, as ``nn.Layer.apply`` does.
 
-        What it draws for a layer depends on the seed of the script and the name of the layer's
-        first parameter in the whole model: it is the same on any rank, and in one process.
+        The random numbers that it draws for a layer depend only on the script's seed and on the
+        name of the layer's first parameter in the whole model, not on the rank.
         """
         names = {id(parameter): name for name, parameter in self.state.own_parameters().items()}
         paths = {id(layer): path for path, layer in self.named_sublayers(include_self=True)}
@@ -209,11 +210,11 @@ class FleetFace(ModelOnRanks):
         return self._model_chunks or None
 
     def forward_function(self, start: int, end: int) -> Callable[..., Nest]:
-        """Returns a function that runs a part of ``run_function``, without recomputing.
+        """Returns a function that runs ``run_function[start:end]``, without recompute.
 
         Args:
-            start: The index in ``run_function`` of the first layer of the part.
-            end: The index behind the last layer of the part.
+            start: The index of the first layer in ``run_function``.
+            end: The index after the last layer in ``run_function``.
         """
         functions = self.run_function[start:end]
 
@@ -237,7 +238,7 @@ class FleetFace(ModelOnRanks):
             self._show(self._model_chunks[chunk_id].get_run_function())
 
     def get_schedule_chunk(self, *_arguments: Any) -> NoReturn:
-        """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers."""
+        """Refuses Fleet's schedule nodes, which only Fleet's overlapped schedulers use."""
         raise ConfigError(
             "fleetpipe's engine needs no schedule nodes",
             fix="choose a schedule with pipeline_configs['schedule_mode'], DualPipeV for instance",

@@ -1,8 +1,9 @@
-"""Refuses what a model has past its list of layers and a stage cannot train or reach.
+"""Refuses parts of a model outside of its list of layers, and hidden uses between stages.
 
-That are additions around the list, and uses of other ranks' weights and values. In one process all
-stages share one memory, but ranks do not: so a weight is made unusable for stages that are not on a
-rank with its layer.
+The functions refuse additions around the list, such as hooks or unlisted parameters.
+:class:`HiddenUses` finds stages that use parameters or values of other ranks' stages. In one
+process all stages share memory, as several ranks do not, and such a use would go unnoticed: so a
+parameter is made unusable for the stages of ranks that do not have its layer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def refuse_untied(
     tied: Sequence[SharedLayer],
     rank_of_layer: Callable[[int], int],
 ) -> None:
-    """Refuses new trained parameters in a shared layer that several ranks have copies of.
+    """Refuses new trained parameters in a shared layer of which several ranks have copies.
 
     Args:
         parameters: This process's parameters by fully qualified name.
@@ -65,7 +66,7 @@ def refuse_untied(
 
 
 def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
-    """Refuses a model whose class, or script, has a ``forward`` of its own.
+    """Refuses a model whose ``forward`` is not ``forward``, that of ``PipelineLayer``.
 
     Fleet's wrapper calls it once on each rank, so its effect would depend on their number.
     """
@@ -78,7 +79,7 @@ def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
 
 
 def refuse_hooks(model: Layer) -> None:
-    """Refuses forward hooks on a whole model: a batch calls its layers, and never the whole."""
+    """Refuses forward hooks on a whole model: a batch calls its layers, never the model itself."""
     hooks = [hook for of_one in forward_hooks(model) for hook in of_one.values()]
     if hooks:
         raise ConfigError(
@@ -97,7 +98,7 @@ def refuse_apart(
 
     Args:
         layers: The number in the list and the rank of each built layer with parameters, by its id.
-        elsewhere: The same of the other pipeline.
+        elsewhere: The numbers and ranks of the other pipeline's layers, by id.
     """
     for layer, (number, rank) in layers.items():
         other, other_rank = elsewhere.get(layer, (number, rank))
@@ -113,7 +114,7 @@ def refuse_apart(
 
 
 def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor]) -> None:
-    """Refuses trained parameters outside of the model's list, which no stage would use.
+    """Refuses trained parameters outside of the list, because no stage would use them.
 
     Args:
         parameters: This process's parameters by fully qualified name.
@@ -135,7 +136,7 @@ def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor
         )
 
 
-#: Kinds that hold what a user's code puts there.
+#: Types of objects into which a user's code may put values.
 _PLACES = (dict, list, types.CellType, type)
 _CACHE = type(functools.lru_cache(len))
 _HOLDERS = (
@@ -145,7 +146,7 @@ _HOLDERS = (
 
 
 class _OfAnotherStage:
-    """Replaces a value that another rank's stage has left; any use of it raises an error."""
+    """Replaces a value that another rank's stage has stored; any use of it raises an error."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -157,6 +158,8 @@ class _OfAnotherStage:
 
 
 class _Left(NamedTuple):
+    """A value that a stage of ``rank`` has stored, and the object that replaces it elsewhere."""
+
     rank: int
     value: object
     stand_in: _OfAnotherStage
@@ -173,6 +176,7 @@ def _refusal(keys: str) -> BoundaryError:
 
 
 def _stray(names: str) -> ConfigError:
+    """Returns the error of a stage that uses parameters of other ranks."""
     return ConfigError(
         "stages use parameters that are of no layer of theirs",
         got=names,
@@ -184,7 +188,7 @@ def _stray(names: str) -> ConfigError:
 
 
 class HiddenUses:
-    """Finds layers' uses of parameters and values that other ranks have."""
+    """Finds uses of parameters and values of other ranks; implements ``StageWatch``."""
 
     def __init__(
         self,
@@ -197,9 +201,8 @@ class HiddenUses:
         """Searches the values that the functions of this process can reach.
 
         Args:
-            functions: The layers and functions of each rank's stages that this process has, by
-                rank.
-            owners: The ranks that have a layer with a parameter, by the parameter's id.
+            functions: The layers and functions of the list that this process has, by owning rank.
+            owners: For each parameter, by id, the ranks that have a layer with it.
             names: The fully qualified name of each parameter, by its id.
             rank_of: Returns the rank that has a stage.
             here: The ranks that this process plays.
@@ -216,7 +219,7 @@ class HiddenUses:
             allowed = owners.get(id(value), ranks if len(ranks) == 1 else ())
             return is_parameter(value) and not value.stop_gradient and rank not in allowed
 
-        #: By rank, the trained parameters within its reach that its stages may not use.
+        #: For each rank, the trained parameters that its stages can reach but may not use.
         self._foreign: dict[int, list[Any]] = {
             rank: [value for value in reached[rank].values() if is_foreign(value, rank)]
             for rank in {*here} & reached.keys()
@@ -226,7 +229,7 @@ class HiddenUses:
         self._is_first = True
         self._on_ranks = len(here) < len(functions)
         every = {key: value for values in reached.values() for key, value in values.items()}
-        # A rank without an entry of a function's cache calls the function.
+        # Values in the cache of a function are allowed: a rank without them calls the function.
         caches = [one for one in every.values() if isinstance(one, _CACHE)]
         cached = {id(one) for one in gc.get_referents(*caches)}
         self._places = [
@@ -240,7 +243,7 @@ class HiddenUses:
 
     @property
     def watches(self) -> bool:
-        """Whether anything is hidden from a stage, or may have to be."""
+        """Whether a stage can reach parameters or values of other ranks."""
         return bool(self._places or any(self._foreign.values()))
 
     def enter(self, stage: int, forward: bool) -> None:
@@ -254,10 +257,10 @@ class HiddenUses:
         self._rank = rank
 
     def leave(self, ends: bool = False) -> None:
-        """Restores everything hidden, because no stage runs.
+        """Restores all hidden parameters and values, because no stage runs.
 
         Args:
-            ends: Whether the first batch is over; later values that stages leave are not inspected.
+            ends: Whether the batch is over; stored values are inspected in the first batch only.
         """
         self._note_left()
         self._show(None)
@@ -267,7 +270,7 @@ class HiddenUses:
             self._places, self._before, self._left, self._is_first = [], [], {}, False
 
     def _note_left(self) -> None:
-        """Records the values that the last stage left where functions of other ranks reach them."""
+        """Records values that the last stage has stored within reach of other ranks' functions."""
         for number, place in enumerate(self._places):
             before, now = self._before[number], dict(_content(place))
             for key, value in now.items():
@@ -276,7 +279,7 @@ class HiddenUses:
             self._before[number] = now
 
     def _show(self, rank: int | None) -> None:
-        """Hides the values that other ranks have left from ``rank``; None restores all."""
+        """Hides from ``rank`` the values that other ranks have stored; None restores all."""
         for (number, key), left in self._left.items():
             shown = left.value if rank in (None, left.rank) else left.stand_in
             now = self._before[number].get(key)
@@ -286,11 +289,11 @@ class HiddenUses:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """While it is open, errors due to hidden values or weights are replaced by clear ones.
+        """While it is open, an error due to a hidden value or parameter becomes a clear one.
 
         Raises:
-            ConfigError: A stage has used a parameter of another rank, with or without its gradient.
-            BoundaryError: A stage has looked for a value that another one left.
+            ConfigError: A stage has used a parameter of another rank.
+            BoundaryError: A stage has used a value that another rank's stage has stored.
         """
         try:
             yield
@@ -308,6 +311,7 @@ class HiddenUses:
 
 
 def _content(place: Any) -> Mapping[Any, object]:
+    """Returns the values in a dict, a list, a class or a closure's cell, by key."""
     if isinstance(place, dict):
         return place
     if isinstance(place, list):
@@ -316,7 +320,7 @@ def _content(place: Any) -> Mapping[Any, object]:
         return vars(place)
     try:
         return {"cell_contents": place.cell_contents}
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return {}
 
 
@@ -328,14 +332,14 @@ def _put(place: Any, key: Any, value: object) -> None:
 
 
 def _has_values(value: object) -> bool:
-    """Whether a value is, or contains, tensors or arrays; a count or a name does not matter."""
+    """Whether a value is, or contains, tensors or arrays other than parameters."""
     if isinstance(value, (tuple, list, dict)):
         return any(map(_has_values, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (paddle.Tensor, np.ndarray)) and not is_parameter(value)
 
 
 def reachable(roots: Iterable[object]) -> dict[int, object]:
-    """Returns all objects that functions and layers can reach, by id, including themselves.
+    """Returns all objects that functions and layers can reach, themselves included, by id.
 
     The search follows the names, closures and bound objects of functions, attributes and
     containers. It does not enter libraries and installed packages, except for objects that the
@@ -352,20 +356,19 @@ def reachable(roots: Iterable[object]) -> dict[int, object]:
 
 
 def _next(value: Any, values: dict[int, object]) -> list[Any]:
+    """Returns the objects to which an object refers; adds a function's module to ``values``."""
     if isinstance(value, paddle.Tensor):
         return []
     if isinstance(value, types.FunctionType):
-        # Of its module it sees what it names; the module itself is a place all the same.
+        # A function reaches only the variables of its module that it names. The module's variables
+        # are added all the same, because the function may store values there.
         values[id(value.__globals__)] = value.__globals__
         parts = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
         return [*parts, *variables_of(value).values()]
-    if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not _is_code(value):
+    is_code = isinstance(value, (type, types.ModuleType, types.MethodType))
+    if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not is_code:
         return [vars(value), type(value), *gc.get_referents(value)]
     return gc.get_referents(value)
-
-
-def _is_code(value: object) -> bool:
-    return isinstance(value, (type, types.ModuleType, types.MethodType))
 
 
 def _is_closed(value: Any) -> bool:
@@ -373,7 +376,7 @@ def _is_closed(value: Any) -> bool:
     if isinstance(value, (str, int, float, types.BuiltinFunctionType, types.CodeType)):
         return True
     if isinstance(value, (ModelWithParts, MetaParallelBase)):
-        return True  # the pipeline itself
+        return True  # a pipeline itself
     if isinstance(value, _HOLDERS) and not isinstance(value, type):
         return False
     named = value if isinstance(value, (type, types.FunctionType)) else type(value)

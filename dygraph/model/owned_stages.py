@@ -1,7 +1,8 @@
-"""The stages of a list of layers that a process owns, how it runs them, and in which mode.
+"""The stages of a list of layers that a process owns: how it runs them, and in which mode.
 
-What a script sets last of a layer, or of the whole by ``train()``, is the layer's mode in training
-batches.
+:class:`OwnedStages` runs them. The functions switch a model between training and evaluation, and
+keep the modes that a script sets: the mode that it sets last for a layer, or for the whole model by
+``train()``, is the layer's mode in training batches.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Edge
 
-#: Layers that training batches run in evaluation.
+#: Layers that stay in evaluation mode in training batches.
 _frozen: MutableSet[Layer] = WeakSet()
-#: Layers that the script has put into training while their model is in evaluation.
+#: Layers that the script has put into training mode while their model is in evaluation mode.
 _switched: MutableSet[Layer] = WeakSet()
 
 
 def note(model: Layer) -> None:
-    """Notes which modes the script has set since the last batch."""
+    """Records the modes that the script has set since the last batch."""
     layers = model.sublayers(include_self=True)
     if vars(model).get("training") is False:
-        # By the model's own eval(), or that of a layer around it.
-        _leave(layers)
+        # The script called eval() of the model or of a layer around it.
+        _forget_evaluation(layers)
     for layer in layers:
         mode = vars(layer).get("training")
         if mode is None:
@@ -45,17 +46,17 @@ def note(model: Layer) -> None:
             _switched.add(layer)
         else:
             (_switched.discard if layer in _switched else _frozen.add)(layer)
-            _leave([layer])
+            _forget_evaluation([layer])
 
 
 def needs_switch(model: Layer) -> bool:
-    """Whether a model is in evaluation, or a part of it as the evaluation of another left it."""
+    """Whether a model, or a layer that it shares with another model, is in evaluation mode."""
     layers = model.sublayers()
     return not model.training or not all("training" in vars(layer) for layer in layers)
 
 
 def evaluate(model: Layer, switch: Callable[[], object]) -> None:
-    """Puts a model into evaluation by ``switch``, and notes the modes that it trains with."""
+    """Puts a model into evaluation mode by ``switch``, after recording the script's modes."""
     note(model)
     layers = model.sublayers(include_self=True)
     for layer in layers:
@@ -63,11 +64,11 @@ def evaluate(model: Layer, switch: Callable[[], object]) -> None:
             _switched.discard(layer)
             _frozen.discard(layer)
     switch()
-    _leave(layers)
+    _forget_evaluation(layers)
 
 
 def train(model: Layer, switch: Callable[[], object]) -> None:
-    """Puts a model into training by ``switch``, and puts back the modes that the script has set."""
+    """Puts a model into training mode by ``switch``, then restores the script's modes."""
     note(model)
     modes = {
         layer: layer in _switched
@@ -80,25 +81,25 @@ def train(model: Layer, switch: Callable[[], object]) -> None:
 
 
 def in_training(model: Layer) -> list[tuple[str, bool]]:
-    """Returns the path of each layer in a model, and in which mode the next batch trains it."""
+    """Returns the path of each layer, and whether training batches run it in training mode."""
     note(model)
     layers = model.named_sublayers()
     return [(path, layer in _switched or layer not in _frozen) for path, layer in layers]
 
 
-def _leave(layers: Iterable[Layer]) -> None:
-    """Takes the mode of their own from layers that are in evaluation."""
+def _forget_evaluation(layers: Iterable[Layer]) -> None:
+    """Removes the attribute ``training`` of layers in evaluation mode; the class has a default."""
     for layer in layers:
         if not layer.training:
             layer.__dict__.pop("training", None)
 
 
 class OwnedStages:
-    """Calls the layers of the stages that a process owns, and describes their borders.
+    """The stages that a process owns: runs their layers, and describes their borders.
 
     Attributes:
-        owned: The numbers of these stages in the whole model.
-        functions: Their layers and functions, by their numbers in the whole list.
+        owned: The numbers of the stages in the whole model.
+        functions: The layers and functions of the stages, by their numbers in the whole list.
         recomputes: Whether pieces of the stages are recomputed in backward.
         borders: The borders between the stages; None for a chain.
     """
@@ -131,11 +132,11 @@ class OwnedStages:
         self.recomputes = bool(recompute_interval)
 
     def take(self, functions: Mapping[int, Callable[..., Nest]], loss_fn: Any) -> None:
-        """Sets the layers and functions to run from now on, by their numbers.
+        """Sets the layers and functions to run from now on.
 
         Args:
-            functions: The layers and functions of the stages that this process owns.
-            loss_fn: The model's loss functions; one of them may need additional values from layers.
+            functions: The layers and functions of the stages that this process owns, by number.
+            loss_fn: The model's loss functions; one of them may take extra values of the layers.
         """
         carried, loss_fns = losses.carried_in(loss_fn), losses.functions_in(loss_fn)
         self.functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
@@ -144,7 +145,7 @@ class OwnedStages:
 
     @property
     def draws_python(self) -> bool:
-        """Whether layers draw from Python's or NumPy's own generators, as far as is known."""
+        """Whether layers are known to draw from Python's or NumPy's own generators."""
         return False
 
     def edges(self, training: bool) -> Sequence[Edge] | None:
@@ -164,12 +165,12 @@ class OwnedStages:
 
         Args:
             stage: The number of the stage in the whole model.
-            value: What came to it: for stage 0 the inputs of a micro-batch.
+            value: The input of the stage: for stage 0 the inputs of a micro-batch.
         """
         return self.layers(stage), value
 
     def value_of(self, output: Nest) -> Nest:
-        """Returns an output of a layer without the values added for a loss function."""
+        """Returns an output of a layer without extra values for a loss function."""
         return output if self._carried is None else self._carried.value_of(output)
 
     def tensors(self) -> dict[int, list[Tensor]]:
@@ -185,7 +186,7 @@ class OwnedStages:
         }
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
-        """Separates the gradients of each use of a parameter of these stages, for a batch.
+        """Gives each use of a parameter in these stages its own gradient, for one batch.
 
         Args:
             of_losses: The parameters of the loss functions.
@@ -201,7 +202,7 @@ class OwnedStages:
     def _by_stage(
         self, parameters: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
     ) -> Stages:
-        """Returns the parameters of entries by stage; those of losses are at the last."""
+        """Returns the parameters of entries by stage; the losses are an entry of the last stage."""
         range_of, boundaries = self._partition.range_of, self._partition.boundaries
         stages = {stage: {n: parameters[n] for n in range_of(stage)} for stage in self.owned}
         last = stages.get(len(boundaries) - 2)

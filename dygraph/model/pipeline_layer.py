@@ -1,8 +1,8 @@
 """``PipelineLayer``: a model as a list of layers. Each process builds the layers of its stages.
 
 It has the constructor and the attributes of Fleet's class. The name of a layer is its number in the
-whole list, so that a parameter is called ``3.weight`` on any rank and in any stage. A layer that
-several entries share is called ``shared_layers.<key>``.
+whole list, so a parameter has the name ``3.weight`` on any rank and in any stage. A layer that
+several entries share has the name ``shared_layers.<key>``.
 """
 
 from __future__ import annotations
@@ -64,27 +64,27 @@ _log = log.logger(__name__)
 class PipelineLayer(FleetFace):
     """A list of layers that is cut into stages, with the layers of this process's stages.
 
-    A process of several owns the stages of one rank, and a single process owns all stages.
+    One of several processes owns the stages of one rank; a single process owns all stages.
 
     A subclass may override ``state_dict``, ``set_state_dict``, ``parameters`` and
     ``named_parameters`` to give a state dict other keys: neither this class nor the wrapper calls
     these methods.
 
-    A batch runs the layers that the model has when the batch begins: a library may replace them
+    A batch runs the layers that the model has when the batch begins: a library may replace layers
     before and after ``distributed_model``.
 
     Attributes:
-        version: How often the layers or parameters were found to be others than before.
+        version: The number of times that the layers or parameters have changed.
         arrangement: Builds the schedules that can run these layers.
         placement: The rank of each stage.
         partition: The layers of each stage.
         owned_stages: Runs the layers of this process's stages.
     """
 
-    #: All layers and parameters that were met last.
+    #: All layers and parameters at the last call of :meth:`follow`.
     _tree: Sequence[Any] = ()
     version = 0
-    #: Whether a batch has begun: the first calls ``train()`` in any case, as Fleet does.
+    #: Whether a batch has begun: the first batch always calls ``train()``, as in Fleet.
     _began = False
 
     def __init__(
@@ -101,11 +101,11 @@ class PipelineLayer(FleetFace):
         use_dualpipev: bool = False,
         plan: LayerPlan | str | Path | None = None,
     ) -> None:
-        """Cuts ``layers`` into stages and builds the ones of this process.
+        """Cuts ``layers`` into stages and builds the layers of this process's stages.
 
-        Before layer i is built the random seed is set to 1234 + i, as Fleet does, and the random
-        state is put back afterwards: initial weights depend neither on the user's seed nor on
-        the cut.
+        Before layer i is built, the random seed is set to 1234 + i, as in Fleet, and the random
+        state is restored afterwards: initial weights depend neither on the user's seed nor on the
+        cut.
 
         Args:
             layers: ``LayerDesc``, built ``nn.Layer`` or callables, in the order of the model. Each
@@ -140,7 +140,7 @@ class PipelineLayer(FleetFace):
         described = entries.check_entries(layers)
         self._layers_desc = entries.expand(described, self._num_stages)
         self._topo = topology_of(topology, self._num_stages, job)
-        # With one stage in a job of several the whole model is here, and the others do not matter.
+        # A model of one stage in a job of several ranks is whole here, and needs no other rank.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
@@ -156,7 +156,8 @@ class PipelineLayer(FleetFace):
         self.use_cudagraph = use_cudagraph
         self._blueprints = entries.Blueprints(self._layers_desc)
         if job is not None and job.shard[1] > 1:
-            # Sizes that cannot be cut are refused on every rank, before any waits for another.
+            # Every rank builds all blueprints, and so refuses sizes that mp cannot cut before any
+            # rank waits for another.
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)
         self._shared_layers = {index: layer for layer in self._tied for index in layer.indices}
@@ -216,8 +217,8 @@ class PipelineLayer(FleetFace):
         """Makes the stages run the layers that the model has now.
 
         Raises:
-            ConfigError: A layer is gone, or this process alone cannot train it; or a script has
-                put other layers into ``run_function``.
+            ConfigError: A layer is gone, a shared layer has other parameters, or a script has put
+                other layers into ``run_function``.
         """
         if tuple(self.run_function) != self._shown:
             raise ConfigError(
@@ -234,11 +235,11 @@ class PipelineLayer(FleetFace):
         refuse_untied(parameters, self._first, self._tied, self.get_stage_from_index)
         self.owned_stages.take(self._registered.functions, self._loss_fn)
         self._list_functions(self._shared_layers)
-        # They are kept: no other object gets the address of one that is gone.
+        # The list keeps its objects alive, so no new object has the id of an old one.
         self._tree, self.version = tree, self.version + 1
 
     def built_layers(self) -> dict[int, tuple[int, int]]:
-        """Returns number and rank of each trained layer that the list was given built, by id."""
+        """Returns the number and the rank of each trained layer that the user has built, by id."""
         return {
             id(layer): (number, self.get_stage_from_index(number))
             for number, entry in enumerate(self._layers_desc)
@@ -248,7 +249,7 @@ class PipelineLayer(FleetFace):
         }
 
     def require_listed(self) -> None:
-        """Refuses what a subclass or a script has added beside the list of layers."""
+        """Refuses a ``forward`` or trained parameters that are added beside the list of layers."""
         refuse_own_forward(self, PipelineLayer.forward)
         refuse_unlisted(self.state.own_parameters(), self.loss_parameters())
 
@@ -277,14 +278,13 @@ class PipelineLayer(FleetFace):
         return HiddenUses(functions, owners, names, rank_of, here)
 
     def companion(self, pipeline: Layer) -> BatchObserver | None:
-        """Returns an observer that trains a reference beside the first batches of the wrapper."""
+        """Returns an observer that trains a reference beside the first batches; None without."""
         return None
 
     def begin(self, training: bool) -> None:
-        """Switches the model to training or evaluation for a batch, with its present layers.
+        """Prepares the model's current layers for a batch: in training or in evaluation mode.
 
-        Modes that a script has set stay or come back: see
-        :mod:`fleetpipe.dygraph.model.owned_stages`.
+        The modes that a script has set apply: see :mod:`fleetpipe.dygraph.model.owned_stages`.
 
         Raises:
             ConfigError: The whole model has forward hooks; or see :meth:`follow`.
@@ -301,20 +301,21 @@ class PipelineLayer(FleetFace):
         self._began = True
 
     def eval(self) -> Any:
-        """Puts all layers into evaluation, until a batch trains or a script switches them."""
+        """Puts all layers into evaluation mode, until a batch trains or a script switches them."""
         owned_stages.evaluate(self, super().eval)
         return self
 
     def modes_in_training(self) -> list[tuple[str, bool]]:
-        """Returns the path of each layer of this process, and in which mode batches train it."""
+        """Returns the path of each layer here, and whether it trains in training mode."""
         return owned_stages.in_training(self.with_modes)
 
     @property
     def with_modes(self) -> Layer:
-        """The model whose layers a script switches to training and evaluation."""
+        """The model whose layers a script switches between training and evaluation mode."""
         return self
 
     def _layer_infos(self) -> list[LayerInfo]:
+        """Returns the class name and the number of parameters of each entry of the list."""
         return [
             LayerInfo(entries.class_name(entry), entries.count_parameters(layer))
             for entry, layer in zip(self._layers_desc, self._blueprints)
@@ -360,7 +361,7 @@ class PipelineLayer(FleetFace):
         require = getattr(self._layers_desc[-1], "require_losses", None)
         if require is not None:
             require(losses.functions_in(loss_fn))
-        # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
+        # In the form in which Fleet stores it. Layer.__setattr__ would make a sublayer of a loss.
         self.__dict__["_loss_fn"] = (
             losses.functions_in(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn
         )
@@ -383,7 +384,7 @@ class PipelineLayer(FleetFace):
         return [f for f in functions if isinstance(f, paddle.nn.Layer)]
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns what checkpoints save of this process's stages, and of the loss."""
+        """Returns the part of the model, and of the loss, that checkpoints save in this process."""
         loss = paddle.nn.Layer()
         loss.loss = paddle.nn.LayerList(self.loss_layers())
         owns = self.placement.stages - 1 in self.owned_stages.owned
@@ -401,7 +402,7 @@ class PipelineLayer(FleetFace):
 
     def trained_parameters(self) -> list[Tensor]:
         """Returns the parameters of this process's stages and of the losses, each once."""
-        # Layer's own method, as in ``state``.
+        # The method of Layer, because a subclass may override it with other names.
         parameters = [parameter for _, parameter in paddle.nn.Layer.named_parameters(self)]
         parameters += self.loss_parameters()
         return list({id(parameter): parameter for parameter in parameters}.values())
@@ -437,7 +438,7 @@ class PipelineLayer(FleetFace):
 
 
 def _plan_of(plan: Any) -> LayerPlan | None:
-    """Returns a plan, or None; any other value is read by the planner."""
+    """Returns a plan or None as it is; reads the file of any other value."""
     if plan is None or hasattr(plan, "require_layers"):
         of_layers: LayerPlan | None = plan
     else:
