@@ -1,8 +1,8 @@
 """The hooks and timers around the forwards and backwards of a stage, with Fleet's names.
 
 Hooks of ``PipelineParallelMicroStepLocations`` are in one registry for all wrappers of a process.
-Timers are those of ``pp_configs.enable_timer``, and wait for a GPU as Fleet's do. A forward that
-runs to be captured, and not for a batch, is a trial, of which no output is recorded.
+The timers are those of ``pp_configs.enable_timer``, and wait for the GPU as Fleet's do. A trial is
+a forward outside of a batch, such as a forward that is captured; its outputs are not recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _trial = ContextVar("trial", default=False)
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """While it is open, forwards of this thread are no part of a batch."""
+    """While it is open, forwards of this thread are trials: they belong to no batch."""
     token = _trial.set(True)
     try:
         yield
@@ -56,7 +56,7 @@ class NumberedHooks:
 
         Args:
             kind: "forward", "backward" or "bubble", for messages.
-            capacity: The number of them on a rank in a batch.
+            capacity: The number of forwards, backwards or bubbles of a rank in a batch.
         """
         self.hooks_capacity = capacity
         self._kind = kind
@@ -66,10 +66,10 @@ class NumberedHooks:
         return bool(self._hooks)
 
     def register_hook(self, location: int, hook: NumberedHook) -> None:
-        """Adds ``hook(location)``.
+        """Adds ``hook(location)``, called before number ``location``.
 
         Raises:
-            UsageError: There is no such number in a batch.
+            UsageError: ``location`` is not below the capacity.
         """
         if location not in range(self.hooks_capacity):
             raise UsageError(
@@ -81,7 +81,7 @@ class NumberedHooks:
         self._hooks[location].append(hook)
 
     def run(self, number: int) -> None:
-        """Calls the hooks of a number."""
+        """Calls the hooks of one forward, backward or bubble."""
         for hook in self._hooks.get(number, ()):
             hook(number)
 
@@ -91,15 +91,15 @@ class UserHooks:
 
     Attributes:
         forward: Called before each forward of a stage, m * v times on each rank.
-        backward: Called before each backward, or the I of a split one, as often.
-        bubble: Called when one of p ranks has nothing to do, 2p - 2 times.
+        backward: Called before each B or I of a stage, m * v times on each rank.
+        bubble: Called when a rank of p ranks has nothing to do, 2p - 2 times on each rank.
     """
 
     def __init__(self, schedule: Schedule, bubbles: int) -> None:
         """Starts without hooks.
 
         Args:
-            schedule: The schedule that is run.
+            schedule: The schedule that runs.
             bubbles: The number of bubbles; 0 if they have no hooks.
         """
         steps = schedule.units * schedule.placement.chunks
@@ -112,10 +112,11 @@ class UserHooks:
 
 
 def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
-    """Returns how many bubbles of ``rank`` come before each of its compute actions.
+    """Returns the number of bubbles before each action of ``rank``, by the action's index.
 
-    Rank r of p waits r times before its first forward and p-1-r times before its first backward,
-    and as often on the way back. The key for the end of the batch is the number of its actions.
+    Rank r of p waits r times before its first forward and p-1-r times before its first backward.
+    It waits p-1-r times before its last backwards and r times at the end of the batch, whose index
+    is the number of actions.
     """
     row = list(flatten(schedule.actions[rank]))
     backwards = [index for index, action in enumerate(row) if action.kind in "BI"]
@@ -147,18 +148,18 @@ class HookCalls(BatchObserver):
         self._step: int | None = None
 
     def of_batch(self, training: bool) -> HookCalls | None:
-        """Restarts the counts; numbered hooks are called in training only.
+        """Restarts the counts for a batch; numbered hooks are called in training only.
 
         Returns:
-            The observer of the batch's forwards and backwards; None if there is no hook, neither of
-            this wrapper nor in the registry for all.
+            This object, to call around the batch's forwards and backwards; None if neither this
+            wrapper nor the registry of all wrappers has a hook.
         """
         self._done.clear()
         self._training = training
         return self if self.hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
 
     def end(self) -> None:
-        """Calls the hooks of bubbles behind the last action of each rank."""
+        """Calls the hooks of the bubbles after the last action of each rank."""
         if self.hooks.bubble:
             for rank in self._bubbles:
                 self._bubble(rank)
@@ -207,7 +208,11 @@ class HookCalls(BatchObserver):
         self._count("weight", stage, None)
 
     def _count(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
-        """Calls the numbered hooks of this action, and returns its number; None in evaluation."""
+        """Counts an action, and calls its numbered hooks and those of bubbles before it.
+
+        Returns:
+            The number of the action among its kind on the rank; None in evaluation.
+        """
         if not self._training:
             return None
         rank = self._rank_of(stage)
@@ -220,13 +225,14 @@ class HookCalls(BatchObserver):
         return number
 
     def _bubble(self, rank: int) -> None:
+        """Calls the hooks of the bubbles before the next action of a rank."""
         for _ in range(self._bubbles[rank][self._done["action", rank]]):
             self.hooks.bubble.run(self._done["bubble", rank])
             self._done["bubble", rank] += 1
 
 
 def _shaped_like(value: Nest, grads: Gradients) -> Tensor | Gradients:
-    """Returns the gradient of a single tensor by itself; for several, the tuple of gradients."""
+    """Returns the gradient of a value in the value's form: one tensor, or a tuple of gradients."""
     if grads is None:
         return None
     return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)
@@ -249,7 +255,7 @@ class Timer:
 
     @property
     def running(self) -> bool:
-        """Whether it is started and not stopped."""
+        """Whether the timer is started and not stopped."""
         return self._started is not None
 
     def start(self) -> None:
@@ -278,7 +284,7 @@ class Timer:
         self._elapsed += seconds
 
     def reset(self) -> None:
-        """Stops, and sets the time to 0."""
+        """Stops the timer, and sets its time to 0."""
         self._elapsed = 0.0
         self._started = None
 

@@ -1,7 +1,7 @@
 """Measures the cost of each layer of a stage, separately, on its real input.
 
-A layer runs forward and backward several times as if it were a stage, on copies of its input that
-are cut from the graph; then its output goes to the next layer.
+A layer runs forward and backward several times as if it were a stage, on detached copies of its
+input; then its output is the input of the next layer. Start with :class:`LayerMeter`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 #: Layers or functions by their number in the whole list.
 Functions = Mapping[int, Callable[[Nest], Nest]]
 
-#: ``calls_of(stage, value)`` gives what runs in a stage for the value that came to it, and what the
-#: first of these takes.
+#: ``calls_of(stage, value)`` returns the functions that a stage runs for its input ``value``, and
+#: the input of the first function.
 CallsOf = Callable[[int, Nest], tuple[Functions, Nest]]
 
 _FIRST = MicroBatch(0)
 
-#: A layer by itself, whose backward is split, or is not.
-_PARTED, _WHOLE = (
+#: Schedules of a single layer: with a split backward, and with a full one.
+_SPLIT, _FULL = (
     Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k in kinds),))
     for kinds in ("FIW", "FB")
 )
@@ -58,8 +58,8 @@ _PARTED, _WHOLE = (
 class Sample(NamedTuple):
     """The cost of one run of a layer, in seconds and bytes, as in ``LayerCost``.
 
-    ``free`` is the size of the part of its output that its own graph does not keep. I and W are
-    None if they were not measured. Exchanges are counted over F and B together.
+    ``free`` are the bytes of its output that its own graph does not keep. ``input_grad`` and
+    ``weight_grad`` are None if they were not measured. Exchanges are counted over F and B together.
     """
 
     forward: float
@@ -86,11 +86,11 @@ class Sample(NamedTuple):
 
 
 class LayerMeter:
-    """Takes samples of the layers of this process.
+    """Measures the layers of this process, and stores the samples.
 
     Attributes:
-        samples: The samples by the unit of the micro-batch, 0 if it is whole, and the number of the
-            layer in the whole list; the loss counts as one more layer.
+        samples: The samples of each layer, by the number of the unit in its micro-batch and the
+            number of the layer in the whole list; the loss counts as one more layer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LayerMeter:
 
         Args:
             count: The number of layers of the whole model.
-            calls_of: Returns the functions that run in a stage.
+            calls_of: Returns the functions that a stage runs, and the input of the first one.
             layers_of: Returns the layers of a stage whose backward can be split.
             units: The units into which micro-batches are cut. If they are cut, no backward is
                 split.
@@ -118,7 +118,7 @@ class LayerMeter:
         self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
         self._meters: dict[tuple[int, int], _Meter] = {}
         self._runners: dict[int, tuple[Functions, StageRunner]] = {}
-        #: Whether a layer writes into its input, by its number, once it has run.
+        #: Whether a layer writes into its input, by its number; filled by the layer's first run.
         self._writes: dict[int, bool] = {}
 
     def run_of(self, stage: int) -> Run:
@@ -127,7 +127,7 @@ class LayerMeter:
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             functions, value = self._calls_of(stage, value)
             layers, runner = self._layers_of(stage), self._runner(stage, functions)
-            # Nobody else is to have this memory: it is seen who lets go of it.
+            # Copies that nothing else refers to: it is measured when their memory becomes free.
             value = map_tensors(lambda tensor: leaf_like(tensor, copied=True), value)
             index = (micro_batch or 0) % self._units.count
             for number, function in functions.items():
@@ -154,7 +154,7 @@ class LayerMeter:
     def _run(
         self, runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
     ) -> Nest:
-        """Runs a layer, with a copy of its input only if it needs one, since copies cost time."""
+        """Runs a layer; copies its input, which costs time, only if the layer writes into it."""
         if self._writes.get(number):
             return runner.function(number)(value, micro_batch)
         copies = {} if number in self._writes else copies_of(value)
@@ -166,7 +166,7 @@ class LayerMeter:
         return output
 
     def take_loss(self, index: int, loss: Criterion, output: Nest, label: Nest) -> None:
-        """Measures a loss like one more layer, whose output no layer takes."""
+        """Measures a loss like one more layer, whose output is the input of no layer."""
         meter = self._meter(index, loss, {})
         meter.run = lambda value, _: loss(value, label)
         _, sample = meter.sample([map_tensors(leaf_like, output)], None)
@@ -193,37 +193,42 @@ class _Meter:
         units: Units,
         index: int,
     ) -> None:
-        # Whether its backward is split too, and whether gradients come back for what it keeps.
+        # Whether to split its backward too, and whether later units send gradients to kept values.
         self._splits, self._awaited = splits, index < units.count - 1
         self._again = units.again
-        # Of processor time, where that computes: other load does not count.
+        # On a CPU the thread's processor time, in which other load does not count.
         self._now = device_clock(time.thread_time)
         self._piece = RecomputedPiece("", [function])
-        self._split = SplitBackward(_PARTED, lambda _: layer)
-        self._fused = SplitBackward(_WHOLE, lambda _: layer)
+        self._split = SplitBackward(_SPLIT, lambda _: layer)
+        self._full = SplitBackward(_FULL, lambda _: layer)
         self._warm = False
         self._free = 0
 
     def sample(self, box: list[Nest], micro_batch: GlobalMicroBatch | None) -> tuple[Nest, Sample]:
-        """Runs the layer; returns its output, cut from the graph, and the cost of a run."""
+        """Runs the layer; returns its detached output, and the cost of a run.
+
+        Args:
+            box: A list with only the layer's input, which is removed when the input is used last.
+            micro_batch: The micro-batch of the input.
+        """
 
         def run(value: Nest) -> Nest:
             return self.run(value, micro_batch)
 
         if not self._warm:
-            # A first run makes room for gradients, and is slower; split, it examines the layer.
-            self._run_whole(run, box[0])
+            # The first run is slower: it allocates gradients, and if split it examines the layer.
+            self._run_full(run, box[0])
             if self._splits:
                 self._run_split(run, box[0])
             self._free = self._unsaved_bytes(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
         with groups.counting_traffic(self._now) as sent:
-            forward, backward, held, working = self._run_whole(run, box[0])
+            forward, backward, held, working = self._run_full(run, box[0])
         apart = self._run_split(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart
         output = run(box[0])
-        # Where it is recomputed it holds what it makes, and nothing else.
+        # A recomputed layer holds only its output until backward.
         saved = max(held - bytes_of(output, box[0]), 0) if recompute else 0
         before = allocated_bytes()
         box.clear()
@@ -239,27 +244,31 @@ class _Meter:
         )
         return output, sample
 
-    def _run_whole(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
-        """Runs F and B; returns both times, the bytes held between them, and those used on top."""
+    def _run_full(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
+        """Runs F and B.
+
+        Returns:
+            The seconds of both, the bytes held between them, and the bytes used temporarily.
+        """
         value = map_tensors(leaf_like, value)
         before = allocated_bytes()
         restart_peak()
         begin = self._now()
-        with self._again() as kept, self._fused.recording(0, _FIRST):
+        with self._again() as kept, self._full.recording(0, _FIRST):
             output = run(value)
         forward = self._now() - begin
         held = max(allocated_bytes() - before, 0)
         working = max(peak_bytes() - before - held, 0)
         made, ones = _gradients_for(output, value)
         if self._awaited:
-            # The later units' gradients of what is kept wait here for the backward of this one.
+            # The gradients that later units send to kept values wait for this unit's backward.
             waiting, gradients = _gradients_for(list(kept.values()), None)
             made, ones, held = made + waiting, ones + gradients, held + bytes_of(waiting)
         at = allocated_bytes()
         restart_peak()
         begin = self._now()
         if made:
-            with self._fused.in_backward(0, _FIRST):
+            with self._full.in_backward(0, _FIRST):
                 paddle.autograd.backward(made, ones)
         backward = self._now() - begin
         return forward, backward, held, max(working, peak_bytes() - at)
@@ -269,7 +278,7 @@ class _Meter:
     ) -> tuple[float, float, float, int, int]:
         """Runs F, I and W; returns their times, and the bytes held before I and before W."""
         split, without = self._split, allocated_bytes()
-        # Nobody else has this memory: it is seen whether it is kept until W.
+        # Copies that nothing else refers to: it is measured whether they are kept until W.
         value = map_tensors(lambda tensor: leaf_like(tensor, copied=True), value)
         before = allocated_bytes()
         begin = self._now()
@@ -291,7 +300,8 @@ class _Meter:
         weight_grad = self._now() - begin
         split.release(0, _FIRST)
         if not self._warm:
-            # Its hooks go. Later samples are of one batch: the first gradient of one is slower.
+            # Removes the hooks of the first batch. All later samples are of one batch, because the
+            # first gradient of a batch is slower.
             split.end()
         return forward, input_grad, weight_grad, held, waiting
 
@@ -299,7 +309,7 @@ class _Meter:
         """Returns the bytes of a layer's output that its graph does not save for backward."""
         with self._again():
             output = run(map_tensors(leaf_like, value))
-        # Their sums keep the graph: its nodes as Python sees them (``grad_fn``) are never freed.
+        # The sums keep the graph alive; Python's references to its nodes would never free it.
         roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
         before = allocated_bytes()
         del output
@@ -324,17 +334,17 @@ def bytes_of(value: Nest, without: Nest = None) -> int:
 
 
 def fastest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the minimum of each figure: other load on the machine can only slow samples down."""
+    """Returns the minimum of each number: other load on the machine only makes samples slower."""
     return _typical(samples, min)
 
 
 def slowest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the maximum of each figure, over ranks that compute a layer together."""
+    """Returns the maximum of each number, over ranks that compute a layer together."""
     return _typical(samples, max)
 
 
 def _typical(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
-    """Combines each figure of some samples by ``choose``; loads of experts are added up."""
+    """Combines each number of some samples by ``choose``; loads of experts are added up."""
     *figures, loads = zip(*samples)
     chosen = [None if None in each else choose(each) for each in figures]
     return Sample._make([*chosen, [[*map(sum, zip(*mixture))] for mixture in zip(*loads)]])
@@ -343,11 +353,17 @@ def _typical(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]],
 def layer_costs(
     names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int, int]]
 ) -> list[LayerCost]:
-    """Returns the costs of consecutive layers."""
+    """Returns the costs of consecutive layers.
+
+    Args:
+        names: The names of the layers.
+        samples: The sample of each layer.
+        sizes: The bytes of each layer's state, as of :func:`state_bytes`.
+    """
     costs: list[LayerCost] = []
     free = math.inf
     for name, one, (trained, untrained, of_experts) in zip(names, samples, sizes):
-        # What the layer before keeps, or one before that, stays.
+        # A layer releases no memory of its input that an earlier layer keeps.
         releases, free = min(one.releases, free), one.free
         costs.append(
             LayerCost(
@@ -365,10 +381,10 @@ def layer_costs(
 def state_bytes(
     uses: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
-    """Returns, for each layer, the bytes that are trained, the others, and trained ones of experts.
+    """Returns for each layer the bytes of its trained tensors, of others, and of trained experts.
 
     Args:
-        uses: The tensors of each of several layers; a tensor counts for the first that has it.
+        uses: The tensors of each layer; a tensor counts for the first layer that has it.
         names: The tensors by fully qualified name.
     """
     is_expert = extra("experts").is_expert
@@ -388,7 +404,7 @@ def state_bytes(
 
 
 def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Returns the tensors of each of several layers, without those that earlier ones have."""
+    """Returns the tensors of each layer, without the tensors of earlier layers."""
     seen: set[int] = set()
     names = []
     for tensors in uses:

@@ -1,7 +1,8 @@
 """Runs the parts of a model to measure them: stages in turn, messages, single layers, and memory.
 
-Stages run as in a real batch: several micro-batches in flight, forward and backward in turn, all
-ranks at once, so that caches, memory and links are as busy as there.
+Stages run as in a real batch, so that caches, memory and links are as busy: several micro-batches
+are in flight, forwards and backwards alternate, and all ranks run at once. Start with
+:class:`Runs`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fleetpipe.transport.hosts import host_name
 
 
 class _Moment(NamedTuple):
-    """Bytes of the live tensors, and of the process."""
+    """The bytes of all live tensors, and of the process, at one moment."""
 
     tensors: int
     process: int
@@ -49,10 +50,10 @@ class _Moment(NamedTuple):
 
 
 class MemoryMeter:
-    """An observer of the engine that compares both sizes after each action."""
+    """An observer of the engine that measures memory after each action, and keeps the maximum."""
 
     def __init__(self) -> None:
-        """Takes the sizes before the first batch, when only the model is there."""
+        """Measures the memory before the first batch, with only the model."""
         self._first = _Moment.now()
         self._most = self._first
 
@@ -71,7 +72,7 @@ class MemoryMeter:
         return measured
 
     def result(self) -> ProcessMemory | None:
-        """Returns how the process grows with its tensors; None if the system does not say it."""
+        """Returns the memory of the process as a function of its tensors; None if unknown."""
         base = self._first.process - self._first.tensors
         if self._first.process <= 0 or base < 0 or self._most.tensors <= 0:
             return None
@@ -79,13 +80,13 @@ class MemoryMeter:
         return ProcessMemory(float(base), max(growth, 1.0))
 
 
-#: A kind of action, "S" for sends or "R" for receives; the global stage that does it; and the unit
-#: of the micro-batches, 0 where these are whole.
+#: The kind of an action, or "S" for a send, "R" for a receive; its global stage; and the number of
+#: the unit in its micro-batch.
 Doing = tuple[str, int, int]
 
 
 class ActionMeter:
-    """An observer of the engine that times each kind of work of a stage and unit, per batch.
+    """An observer of the engine that adds up the time of each kind of work in a batch.
 
     The time of a release counts for the last action of its stage. The time of a receive does not
     include its wait.
@@ -145,36 +146,35 @@ class ActionMeter:
 #: Batches that are run: the first ones warm up and are not counted.
 BATCHES, COLD = 7, 2
 
-#: Least samples of each layer, of which the fastest counts.
+#: The least number of samples of each layer; the fastest sample counts.
 LEAST_SAMPLES = 6
 
-#: Seconds of a micro-batch by stage and unit: its actions by kind, its sends ("S"), its receives
-#: ("R").
+#: The seconds per micro-batch of each kind of work, stage and unit.
 StageTimes = Mapping[Doing, float]
 
-#: By unit, 0 where micro-batches are whole, and number, the samples of a layer.
+#: The samples of a layer, by the number of the unit in its micro-batch and of the layer.
 Samples = Mapping[tuple[int, int], list[Sample]]
 
 
 def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 1) -> Schedule:
-    """Returns a schedule in which each stage runs forward and backward in turn, for any placement.
+    """Returns a schedule in which the forwards and backwards of each stage alternate.
 
-    As many micro-batches are in flight as there are stages. With one stage on each rank it is 1F1B;
-    with slices it is Seq1F1B, whose backwards run from the last slice of a micro-batch to the
-    first.
+    It runs on any placement. There are as many micro-batches in flight as stages. With one stage on
+    each rank it is 1F1B; with sequence chunks it is Seq1F1B, whose backwards run from the last
+    chunk of a micro-batch to the first.
 
     Args:
         placement: The owner of each stage.
         micro_batches: The number of micro-batches of a batch, m.
         kinds: The actions of each backward: "B", or "IW" for I and then W.
-        slices: The number of slices of each micro-batch.
+        slices: The number of sequence chunks of each micro-batch.
     """
     stages, units = placement.stages, numbers(micro_batches, slices)
     firsts = range(0, len(units), slices)
     backwards = [unit for first in firsts for unit in units[first : first + slices][::-1]]
-    # The first backward waits for all slices of its micro-batch.
+    # The first backward waits for all chunks of its micro-batch.
     begin = 2 * (slices - 1)
-    # Every action at a time after those that it waits for.
+    # Each action has a time after the actions for which it waits.
     timed = [
         *((s + 2 * k, Action("F", s, unit)) for k, unit in enumerate(units) for s in range(stages)),
         *(
@@ -215,7 +215,12 @@ class Runs:
         return [] if parts is None else units.lengths(parts[0])
 
     def stages(self, kinds: str, units: Units = WHOLE) -> StageTimes:
-        """Returns the median times of all stages, the same on every rank; collective."""
+        """Measures the actions of all stages: median times, equal on every rank. Collective.
+
+        Args:
+            kinds: The actions of each backward: "B", or "IW".
+            units: The units into which micro-batches are cut.
+        """
         count = len(self._weights)
         meter = ActionMeter(kinds[-1], clock_for(self._job), units.count)
         schedule = in_turn(self._layers.placement, count, kinds, units.count)
@@ -233,9 +238,9 @@ class Runs:
         return {doing: seconds / count for doing, seconds in merged.items()}
 
     def process(self) -> ProcessMemory | None:
-        """Returns what a process takes beside its tensors: the most of any rank. Collective.
+        """Measures the memory of a process beside its tensors: the most of any rank. Collective.
 
-        None if a rank's system does not say it.
+        Returns None if the system of a rank does not tell the memory of a process.
         """
         schedule = in_turn(self._layers.placement, len(self._weights), "B")
         meter = MemoryMeter()
@@ -250,10 +255,10 @@ class Runs:
         return ProcessMemory(*map(max, zip(*measured)))
 
     def latency(self) -> float | None:
-        """Returns the seconds that a message takes while no rank is busy. Collective.
+        """Measures the seconds that a message takes while no rank is busy. Collective.
 
-        Only one micro-batch runs at a time, so the receiver already waits. None if one process
-        plays all ranks.
+        Only one micro-batch runs at a time, so the receiver already waits. Returns None if one
+        process plays all ranks.
         """
         layers, job = self._layers, self._job
         crossings = len(crossing_stages(layers.placement))
@@ -279,10 +284,10 @@ class Runs:
         return max(whole - busy, 0.0)
 
     def layers(self) -> Samples:
-        """Returns the samples of this process's layers, and behind them of the loss. Collective."""
+        """Measures the layers of this process, and the loss as one more layer. Collective."""
         layers, stages = self._layers, self._layers.owned_stages
         meter = LayerMeter(len(layers.partition.layers), stages.calls_of, stages.layers)
-        # The meter has ways of its own for each layer, whose backward it runs itself.
+        # Without fast leaves: the meter runs the backward of each layer itself, in other ways.
         schedule = forward_only(layers.placement, 1)
         engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         for turn in self._turns():
@@ -294,9 +299,9 @@ class Runs:
         return meter.samples
 
     def layers_of_units(self, units: Units) -> Samples:
-        """Returns the samples of layers for each unit. Collective.
+        """Measures the layers of this process for each unit. Collective.
 
-        Backwards follow the forwards, only to free the memory that these keep.
+        Backwards follow the forwards only to free the memory that these keep.
         """
         layers, stages = self._layers, self._layers.owned_stages
         count = len(layers.partition.layers)
@@ -316,11 +321,12 @@ class Runs:
         return meter.samples
 
     def _turns(self) -> Iterable[int]:
-        """Returns the numbers of the micro-batches to run layers with, for enough samples."""
+        """Returns the numbers of the micro-batches with which to run layers, for enough samples."""
         count = len(self._weights)
         return (turn % count for turn in range(max(LEAST_SAMPLES, count)))
 
     def _one(self, index: int) -> MicroBatches:
+        """Returns one micro-batch of this process."""
         return MicroBatches(*(part and [part[index]] for part in self._data))
 
     def _batch(
@@ -352,7 +358,7 @@ class Runs:
 
 
 def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
-    """Runs a batch; with a loss, this adds to the gradients."""
+    """Runs a batch on a stage; with a loss, it adds to the gradients."""
     stage.begin(batch, units=units)
     try:
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
@@ -361,15 +367,15 @@ def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE
 
 
 def computing_together(job: Job) -> Group:
-    """Returns the ranks that exchange values within layers, so that each waits for the slowest."""
+    """Returns the ranks that exchange values within layers, and so wait for the slowest rank."""
     return job.along(*job.degrees.layer_axes)
 
 
 def clock_for(job: Job) -> Callable[[], float]:
     """Returns the clock for actions. Collective over the job.
 
-    If a host has fewer processors than ranks that compute on them, it is the thread's processor
-    time: elapsed time would include waits for a processor.
+    If a host has fewer processors than ranks, the clock is the thread's processor time, because
+    elapsed time would include waits for a processor.
     """
     ranks = job.everyone().all_gather((host_name(), systems.processors()))
     hosts = Counter(host for host, _ in ranks)
@@ -378,7 +384,7 @@ def clock_for(job: Job) -> Callable[[], float]:
 
 
 def latencies(events: Iterable[Event]) -> list[float]:
-    """Returns the seconds from the begin of each send to the end of its receive."""
+    """Returns the seconds from the start of each send to the end of its receive."""
     sent: dict[str, float] = {}
     arrived: dict[str, float] = {}
     for event in events:

@@ -1,8 +1,8 @@
-"""Measures the costs of each layer and of each action of a stage: a profile, to plan with.
+"""Measures the costs of each layer and of each action of a stage: a profile for planning.
 
 Whole stages run as in a real batch, and layers are measured separately; then the times of a stage's
-layers are scaled to add up to the stage's time. If a model is trained with units of micro-batches,
-each unit is measured in the same way.
+layers are scaled to add up to the stage's time. If the schedule cuts micro-batches into units, each
+unit is measured in the same way. Start with :func:`measure`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fleetpipe.job.job import Job
 from fleetpipe.profiling import LayerCost, LayerDegrees, Link, Profile, Transfer
 from fleetpipe.schedules import Placement
 
-#: What transfers keep ranks busy with where one process measures, which has none.
+#: The cost of transfers for a rank, if one process plays all ranks and so measures none.
 TYPICAL = Transfer(sending=7e-5, receiving=9e-5, per_byte=6e-10)
 
-#: Most micro-batches of a batch that are measured.
+#: The largest number of micro-batches of a batch that are measured.
 MOST_MICRO_BATCHES = 8
 
-#: What is typical of the samples of a layer, by unit and number.
+#: The typical sample of a layer, by the number of the unit in its micro-batch and of the layer.
 _Typical = Mapping[tuple[int, int], layer_meter.Sample]
 
 
@@ -52,13 +52,13 @@ def measure(
         job: The job of this process.
         data: The micro-batches of a batch.
         weights: Their weights in the loss.
-        units: The units into which training cuts micro-batches; if it does, they are measured as
-            well.
+        units: The units into which training cuts micro-batches; if there are several, each is
+            measured, too.
     """
     run = measuring.Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
     cut = units.count > 1
     with _state_kept(layers):
-        # By themselves last: then each stage is warm.
+        # Layers are measured last, because the stages are warm then.
         process = run.process()
         latency = run.latency()
         whole, split = run.stages("B"), run.stages("IW")
@@ -69,7 +69,7 @@ def measure(
     names = layers.state.local_tensors()
     state = layer_meter.state_bytes(uses.values(), names)
     sizes = [[number, *size] for number, size in zip(uses, state)]
-    # Processor time has none of the time that an exchange is on its way.
+    # Processor time does not include the time that a message takes.
     waits_left_out = measuring.clock_for(job) is time.thread_time
     everyone = job.group().all_gather((sizes, run.lengths(units)))
     profile = None
@@ -92,7 +92,7 @@ def measure(
 
 
 def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
-    """Returns the fastest times of each layer and unit, on the slowest rank. Collective."""
+    """Returns the fastest sample of each layer and unit, on the slowest rank. Collective."""
     plain = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
     everyone = job.group().all_gather(plain)
     typical = {
@@ -109,7 +109,7 @@ def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
 
 
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:
-    """Returns the first layer of each stage and the one after its last; the loss is a layer."""
+    """Returns the range of layers of each stage; the loss is one more layer of the last stage."""
     bounds = [*layers.partition.boundaries[:-1], len(layers.partition.layers) + 1]
     return list(itertools.pairwise(bounds))
 
@@ -144,7 +144,7 @@ def _whole_costs(
 def _slice_costs(
     layers: PipelineLayer, samples: _Typical, times: measuring.StageTimes, index: int
 ) -> tuple[LayerCost, ...]:
-    """Returns the costs of all layers, and of the loss, for one slice of a micro-batch."""
+    """Returns the costs of all layers, and of the loss, for one unit of a micro-batch."""
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
         scaled += _scale(
@@ -177,7 +177,7 @@ def _profile(
 def between_ranks(
     placement: Placement, whole: measuring.StageTimes, outputs: Sequence[int], latency: float | None
 ) -> tuple[Link, Transfer]:
-    """Returns the cost of values that cross between ranks; typical figures if none did.
+    """Returns the cost of values that cross between ranks; typical costs if none crossed.
 
     Args:
         placement: The owner of each stage.
@@ -199,7 +199,7 @@ def between_ranks(
 
 
 def _scale(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
-    """Returns the samples of a stage with their times scaled to add up to the measured times."""
+    """Scales the times in the samples of a stage to add up to the measured times of the stage."""
     for name, seconds in measured.items():
         total = sum(getattr(one, name) for one in samples)
         factor = seconds / total if total else 0.0

@@ -1,7 +1,8 @@
-"""Observers that refuse values: NaN or Inf in a send, and what a backward leaves for forwards.
+"""Observers that refuse values: NaN or Inf in sends, and state that backwards change for forwards.
 
-The first are asked for by ``FLAGS_pp_check_naninf``. The others are wrong where ranks reorder
-actions: a hook that measures a gradient, say, and a forward that scales by it.
+``FLAGS_pp_check_naninf`` switches the check of sends on. State is checked if ranks may reorder
+actions: then a forward must not read what a backward writes, such as a scale that a hook on a
+gradient computes.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class FiniteSends:
 
     @classmethod
     def asked_for(cls) -> FiniteSends | None:
-        """Returns an observer if ``FLAGS_pp_check_naninf`` is set to a word for yes."""
+        """Returns an observer if ``FLAGS_pp_check_naninf`` is on, else None."""
         return cls() if os.environ[_FLAG].lower() in ("1", "true", "t", "yes", "y") else None
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`.
 
-        The instruction that it returns raises :class:`BoundaryError` if the value to send has NaN
-        or Inf.
+        The returned instruction raises a :class:`BoundaryError` if the value to send has NaN or
+        Inf.
         """
         if not isinstance(op, Send):
             return instruction
@@ -73,25 +74,26 @@ def _require_finite(value: Value, key: MessageKey, rank: int) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite."""
     tensor = tensor.detach()
     if tensor.dtype in (paddle.float16, paddle.bfloat16):
-        # Paddle's CPU kernels do not do everything for these.
+        # Paddle lacks some CPU kernels for half precision.
         tensor = tensor.astype("float32")
     return bool(to_host(paddle.isfinite(tensor).all()))
 
 
 _NUMBERS = (bool, int, float, str)
-#: A schedule puts another forward in for each action.
+#: The attributes of layers that are not compared: a schedule replaces ``forward`` in each action.
 _LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
-#: Stands for a value that was not there before a backward.
+#: Replaces the earlier value of an attribute that did not exist before a backward.
 _ABSENT = object()
 
 
 class BackwardState(BatchObserver):
-    """Compares what layers and losses hold before and after each backward of the first batch."""
+    """Compares the state of layers and losses before and after each backward of the first batch."""
 
     def __init__(self, layers: PipelineLayer) -> None:
-        """Takes the model whose batches it watches."""
+        """Starts before the first batch of the model ``layers``."""
         self._layers = layers
         self._over = False
         self._parts: Mapping[str, Layer] = {}
@@ -108,7 +110,7 @@ class BackwardState(BatchObserver):
             self._beside = [*reachable_containers([*parts.values()], functions)]
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns a backward with a comparison around it; other operations as they are."""
+        """Returns a backward with a comparison around it; other operations unchanged."""
         if not isinstance(op, Action) or op.kind == "F":
             return instruction
 
@@ -127,13 +129,14 @@ class BackwardState(BatchObserver):
         return compared
 
     def end(self) -> None:
-        """Compares no more: what a backward does in a batch, it does in the first."""
+        """Ends the comparisons: the first batch shows what backwards do in every batch."""
         self._over, self._parts, self._beside = True, {}, []
 
     def _values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
-        """Yields a key that stays the same, the name, and the value of all that a forward may read.
+        """Yields a constant key, the name, and the value of each attribute that a forward may read.
 
-        A buffer or statistic is its checksum. Parameters are left out: only steps change them.
+        The value of a buffer or statistic is its checksum. Parameters are left out: only optimizer
+        steps change them.
         """
         containers = [("beside the layers", one) for one in self._beside]
         for path, part in self._parts.items():
@@ -150,6 +153,7 @@ class BackwardState(BatchObserver):
 
 
 def _refuse(name: str) -> None:
+    """Refuses a change of ``name`` by a backward, unless the script allows it."""
     required_job("a batch").allow.refuse(
         "state",
         name,
