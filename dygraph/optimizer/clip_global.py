@@ -1,16 +1,17 @@
 """Clips by the norm of the gradients of all ranks: ``ClipGradByGlobalNorm`` in a job.
 
-Each rank holds a part of the gradients: its stages, its shards of tensor-parallel layers, its share
-of a sharded optimizer. The squared norm of every gradient goes to all ranks, where it is summed in
-the order and with the arithmetic of the single model. So the norm and the factor are the same on
-all ranks, and without tensor parallelism and replicas they have the single model's bits; with sums
-by a tree always, as the square of a gradient that is cut is added up over its blocks. Fleet adds
-up the sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.
+Each rank holds a part of the gradients: of its stages, of its shards of tensor-parallel layers, of
+its share of a sharded optimizer. The squared norm of each gradient goes to all ranks, which add the
+squares up in the order and with the arithmetic of the single-device model. So the norm and the
+factor are equal on all ranks. They have the single-device model's bits without tensor parallelism
+and replicas, and always with sums by a tree, where squares are added up over blocks. (Fleet adds up
+the sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
@@ -29,7 +30,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import GLOBAL_NORM_CLIPS, clip_places, squared_norm
 
 _HALVES = ("float16", "bfloat16")
-#: The order of what another rank counts: a copy of a tied weight.
+#: The order of a copy of a tied weight, which another rank counts.
 COPY = -1
 
 
@@ -37,9 +38,9 @@ class _Square(NamedTuple):
     """The squared norm of one gradient.
 
     Attributes:
-        order: The parameter's number in the single model.
-        dtype: The dtype that the value has in the single model.
-        axis: The axis along which other ranks hold the rest of the parameter; empty if none do.
+        order: The parameter's number in the single-device model.
+        dtype: The dtype of the value in the single-device model.
+        axis: The axis along which other ranks hold the other shards; empty if there are none.
         spread: Whether the parameter is an expert's, and other ranks hold other experts.
         value: A Tensor with one element.
     """
@@ -55,8 +56,8 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     """Replaces the ``ClipGradByGlobalNorm`` of an optimizer; calling it is collective.
 
     Attributes:
-        stock: The clip that this one replaces.
-        orders: The number of each parameter in the single model, or :data:`COPY`, by ``id``.
+        stock: Paddle's clip that this clip replaces.
+        orders: The number of each parameter in the single-device model, or :data:`COPY`, by ``id``.
         sharded: Whether each sharding rank clips only the gradients of its own share.
         spread: Whether some parameters of this rank are experts that others do not hold.
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
@@ -65,18 +66,18 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def __init__(self, clip: Clip) -> None:
         """Clips to the same norm as ``clip``, a ``ClipGradByGlobalNorm``."""
         self.stock = clip
-        skip = getattr(clip, "auto_skip_clip", False)  # that for mixtures has no such option
+        skip = getattr(clip, "auto_skip_clip", False)  # Paddle's clip for mixtures has no option
         super().__init__(clip.clip_norm, clip.group_name, skip)
         self.orders: dict[int, int] = {}
         self.sharded = self.spread = False
         self.norms: list[Tensor] = []
-        #: The norm that copies begin with; None in it where no rank has gradients to clip.
+        #: The norm for copies of this clip; it is None if no rank has gradients to clip.
         self._measured: list[Tensor | None] = []
         self._next_norms: list[Tensor | None] = []
 
     @property
     def clip_norm(self) -> float:
-        """The norm to clip to, read from the replaced clip, where a script may change it."""
+        """The norm to clip to. It is read from the replaced clip, because a script may set it."""
         norm: float = self.stock.clip_norm
         return norm
 
@@ -90,7 +91,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     @paddle.no_grad()
     def measure(self, params_grads: Pairs) -> None:
-        """Stores these gradients' norm, which copies of this clip use in one step. Collective."""
+        """Stores the norm of some gradients for the next step of this clip's copies. Collective."""
         self._measured = [self._norm(params_grads)]
 
     @paddle.no_grad()
@@ -119,12 +120,10 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
 
     def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
-        """Does nothing: Fleet's method of this name adds up the norm, and trainers replace it.
-
-        PaddleFormers' Trainer replaces it by a function that logs the root of the sum.
+        """Does nothing: trainers replace this method of Fleet's, as PaddleFormers' to log the norm.
 
         Args:
-            distributed: Zero. In Fleet this is the part of parameters that are cut into shards.
+            distributed: Zero. In Fleet this is the square of parameters that are cut into shards.
             whole: The squared norm of all gradients of all ranks.
         """
 
@@ -139,6 +138,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return copied
 
     def _own_squares(self, params_grads: Pairs) -> Iterator[_Square]:
+        """Yields the squared norms of the gradients that this rank counts."""
         for parameter, gradient in params_grads:
             if gradient is None or not _needs_clip(parameter):
                 continue
@@ -154,7 +154,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return _norm(sorted(squares, key=lambda square: square.order)) if squares else None
 
     def _all_squares(self, squares: list[_Square]) -> list[_Square]:
-        """Exchanges the squares with the ranks that have others, and returns all. Collective."""
+        """Returns the squares of all ranks, each once. Collective."""
         job = current_job()
         if job is None or job.local:
             return squares
@@ -173,11 +173,9 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     """Replaces each ``ClipGradByGlobalNorm`` of an optimizer by a :class:`GlobalNormClip`.
 
-    If layers are cut into shards, a ``SlicedNormClip`` replaces a ``ClipGradByNorm``.
-
-    The clips are replaced in the innermost optimizer and in each of its parameter groups, so it
-    does not matter which of the optimizers around it steps. A clip that is replaced already stays,
-    and so does a script's own.
+    If layers are cut into shards, a ``SlicedNormClip`` replaces a ``ClipGradByNorm``. Clips are
+    replaced in the innermost optimizer and in each of its parameter groups, so any optimizer around
+    it may step. Clips of the script's own classes are not replaced.
 
     Raises:
         ConfigError: Ranks hold parts of the model, and a clip is not known to be right there.
@@ -221,6 +219,7 @@ def _needs_clip(parameter: Tensor) -> bool:
 
 
 def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiplies a gradient by the factor of a clip, in place, unless ``need_clip`` is False."""
     if not _needs_clip(parameter):
         return gradient
     factor = factor.astype(gradient.dtype)
@@ -230,7 +229,7 @@ def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _norm(squares: Sequence[_Square]) -> Tensor:
-    """Returns the norm of all squares, with the bits that the single model's clip computes.
+    """Returns the root of the sum of squares, with the bits of the single-device model's clip.
 
     Paddle's own clip adds the squares of half precision, float32 and float64 in that order, in
     float32 if there is no float64.
@@ -251,6 +250,7 @@ Packed = tuple[str, Tensor]
 
 
 def _gather(squares: Sequence[_Square], members: Group) -> list[_Square]:
+    """Returns the squares of all members, one member after another. Collective."""
     parts = members.all_gather(_pack(squares))
     return [square for part in parts for square in _unpack(*part)]
 
@@ -273,9 +273,10 @@ def _unpack(fields: str, values: Tensor) -> list[_Square]:
 
 
 def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[_Square]:
-    """Adds to each square those of the other shards along an axis. Collective over the axis.
+    """Adds up the squares of all shards along an axis. Collective over the axis.
 
-    Squares of other parameters are the same on every member, and all take the first member's.
+    Squares of parameters that are not cut along it are equal on the members: the first member's are
+    returned.
     """
     packed = members.all_gather(_pack(squares))
     if any(fields != packed[0][0] for fields, _ in packed):
@@ -286,14 +287,13 @@ def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[
             fix="freeze, use and give need_clip to the same parameters on every member",
         )
     parts = [_unpack(*part) for part in packed]
+    add_all = partial(tree, add=add) if sums_by_tree() else paddle.add_n
     return [
-        one._replace(value=_add_all([o.value for o in more])) if one.axis == axis else one
-        for one, *more in ((first, first, *rest) for first, *rest in zip(*parts))
+        shards[0]._replace(value=add_all([one.value for one in shards]))
+        if shards[0].axis == axis
+        else shards[0]
+        for shards in zip(*parts)
     ]
-
-
-def _add_all(values: list[Tensor]) -> Tensor:
-    return tree(values, add) if sums_by_tree() else paddle.add_n(values)
 
 
 #: Parameters, each with its gradient.
@@ -303,7 +303,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 class SlicedNormClip(paddle.nn.ClipGradByNorm):
     """Replaces the ``ClipGradByNorm`` of an optimizer if layers are cut into shards or blocks.
 
-    Fleet uses the norm of each shard instead of the whole gradient's, and so clips less.
+    Fleet uses the norm of each shard instead of the norm of the whole gradient, and so clips less.
     """
 
     def __init__(self, clip: Clip) -> None:
@@ -332,6 +332,7 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         return clipped
 
     def _factors(self, cut: Pairs, axis: str) -> Tensor:
+        """Returns the factor of each gradient that is cut along an axis. Collective over it."""
         squares = paddle.stack(
             [sum_over_blocks(_square, shard, parameter) for parameter, shard in cut]
         )
@@ -345,6 +346,7 @@ def _square(shard: Tensor) -> Tensor:
 
 
 def _is_cut(parameter: Tensor, axis: str) -> bool:
+    """Whether a parameter to clip is cut into shards, or along mp into blocks."""
     part = shard_in(parameter)
     along_axis = part.axis == axis if part else axis == "mp" and blocks_of(parameter) is not None
     return along_axis and _needs_clip(parameter)

@@ -1,8 +1,9 @@
-"""The optimizer of a pipeline: the user's own, made right for a job of several ranks.
+"""The optimizer of a pipeline, which wraps the user's optimizer for a job of several ranks.
 
 Like Fleet's ``HybridParallelOptimizer``, it clips by the global norm of all ranks, and with
 ``sharding_degree`` above 1 each rank keeps its share of the state. The parameter groups of all
-ranks are matched, and all ranks share the verdict of a ``GradScaler``.
+ranks are matched, and if a gradient overflows on one rank, all ranks skip the step. Start with
+:class:`PipelineOptimizer`.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from fleetpipe.paddle_api.optimizer import (
 )
 from fleetpipe.representation import shows
 
-#: What tells a group apart from others, the same on all ranks: its options as text, which of those
-#: with these options it is, and the norm of all its gradients to which it is clipped, if there is.
+#: The key of a parameter group, the same on all ranks: its options as text, its number among the
+#: groups with these options, and the limit of its global norm, or None without one.
 GroupKey = tuple[str, int, float | None]
-#: Where a group that this rank has no part of keeps its key.
+#: The entry with the key of a group of which this rank has no parameters.
 _KEY = "key"
 
 
@@ -76,7 +77,7 @@ def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
 
 
 def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
-    """Gives an optimizer the groups of all ranks in one order; groups that it lacks are empty.
+    """Gives an optimizer the parameter groups of all ranks in one order; it adds empty groups.
 
     Nothing happens if some rank has a plain list of parameters.
     """
@@ -89,6 +90,7 @@ def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]
 
 
 def _empty(key: GroupKey) -> dict[str, Any]:
+    """Returns a parameter group without parameters, which takes part in the clip of its group."""
     norm = key[2]
     clip = None if norm is None else paddle.nn.ClipGradByGlobalNorm(norm)
     return {"params": [], "grad_clip": clip, "weight_decay": None, _KEY: key}
@@ -107,7 +109,7 @@ _log = log.logger(__name__)
 
 
 def agreeing(scaler: Scaler) -> Scaler:
-    """Makes a ``GradScaler`` ask all ranks of the job whether to step. Changes it in place.
+    """Makes a ``GradScaler`` step only if no rank's gradients overflow; changes it in place.
 
     Args:
         scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.
@@ -120,10 +122,10 @@ def agreeing(scaler: Scaler) -> Scaler:
 
 
 def prepare_scaler(scaler: Scaler) -> Scaler:
-    """Returns the scaler for ``train_batch`` to use; None if it scales nothing.
+    """Returns the scaler for ``train_batch`` to use; None if the scaler is off.
 
-    Paddle's scaler switches itself off in ``scale`` if the loss is not float16. Only the owner of
-    the last stage scales a loss, so each rank scales a number here, and all ranks switch alike.
+    Paddle's scaler switches itself off in ``scale`` on some devices and dtypes. Only the owner of
+    the last stage scales a loss, so each rank scales a number here, and all switch alike.
     """
     if scaler.is_enable():
         scaler.scale(paddle.zeros([1]))
@@ -139,7 +141,7 @@ def prepare_scaler(scaler: Scaler) -> Scaler:
 
 @paddle.no_grad()
 def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
-    """Divides the gradients by the scale, and agrees with all ranks whether to step. Collective."""
+    """Divides the gradients by the scale, and decides on all ranks whether to step. Collective."""
     if not scaler.is_enable():
         return
     gradients = map(gradient_of, optimized_parameters(optimizer))
@@ -166,10 +168,10 @@ def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
 
 
 class _NotThere:
-    """Hides a method of the base class, so that Python asks ``__getattr__`` for the name.
+    """Hides a method of the base class, so that Python calls ``__getattr__`` for the name.
 
-    It is no property, so that trainers may set a method of that name: PaddleFormers' Trainer sets
-    ``_insert_sync``, which nothing here calls.
+    A property would not let trainers set the name: PaddleFormers' Trainer sets ``_insert_sync``,
+    which nothing here calls.
     """
 
     def __get__(self, optimizer: Any, kind: type[Any]) -> NoReturn:
@@ -191,9 +193,9 @@ class FleetsType(_Hidden):  # type: ignore[misc]
     """Fleet's type for ``isinstance``, with flags that trainers read before they reduce gradients.
 
     Attributes:
-        _dp_enable: Whether a trainer must reduce the replicas' gradients before a step; never.
-        _sep_enable: The same over the axis ``sep``.
-        _sharding_enable: The same for a sharded optimizer.
+        _dp_enable: Whether a trainer must reduce the replicas' gradients before a step: never.
+        _sep_enable: Whether it must reduce gradients over the axis ``sep``: never.
+        _sharding_enable: Whether it must reduce gradients for a sharded optimizer: never.
     """
 
     _dp_enable = False
@@ -201,16 +203,17 @@ class FleetsType(_Hidden):  # type: ignore[misc]
     _sharding_enable = False
 
 
-#: What a ``minimize`` of Paddle's returns.
+#: The result of Paddle's ``minimize``: operators, and pairs of parameter and gradient.
 Stepped = tuple[Sequence[object], Pairs]
 
 
 @shows("wrapped", learning_rate="_rate")
 class PipelineOptimizer(FleetsType):
-    """Steps the user's optimizer once per batch; all other attributes are that optimizer's.
+    """Steps the user's optimizer once per batch; other attributes are those of that optimizer.
 
-    Each rank has an optimizer over the parameters of its own stages. A process that plays all ranks
-    has one over all parameters. A ``ClipGradByGlobalNorm`` is replaced in the user's optimizer.
+    The optimizer of a rank has the parameters of the rank's stages; if one process plays all ranks,
+    its optimizer has all parameters. A ``ClipGradByGlobalNorm`` of the user's optimizer is
+    replaced.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -240,7 +243,7 @@ class PipelineOptimizer(FleetsType):
         job = current_job()
         if job is not None:
             require_optimizer(optimizer, job)
-        #: By which a checkpoint tells what the script has set later from what it gave.
+        #: The first learning rate: a checkpoint compares it with the current rate of the script.
         self.first_rate = learning_rate_of(optimizer)
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
@@ -282,10 +285,10 @@ class PipelineOptimizer(FleetsType):
         return {} if self._shards is None else self._shards.ranks_by_name()
 
     def bind(self, layers: Layer) -> None:
-        """Makes sure that this optimizer trains ``layers``, and that all ranks' fit together.
+        """Binds this optimizer to ``layers``; refuses optimizers that do not fit on all ranks.
 
-        Collective over the job the first time it is called with these layers; checks that need one
-        rank alone come before it waits.
+        Collective over the job the first time it is called with these layers; this rank's own
+        checks come before it waits.
 
         Args:
             layers: The ``PipelineLayer`` of the next batch.
@@ -300,9 +303,9 @@ class PipelineOptimizer(FleetsType):
         self._follow()
 
     def _follow(self) -> None:
-        """Adopts clips and groups that the script has set since the last step. Collective then.
+        """Adopts clips and groups that the script has set since the last step.
 
-        The first step of an optimizer that no model was bound to is collective, too.
+        Collective if there are any, and in the first step of an optimizer without a bound model.
         """
         clips = clips_of_a_step(self._inner_opt)
         same = len(clips) == len(self._clips_of_step) and all(
@@ -313,7 +316,7 @@ class PipelineOptimizer(FleetsType):
             self._compare(self._layers)
 
     def _compare(self, layers: Layer | None) -> None:
-        """Compares this optimizer with the layers and with those of other ranks. Collective."""
+        """Compares this optimizer with the layers and with other ranks' optimizers. Collective."""
         job = current_job()
         if job is not None:
             with job.calling("compares the optimizers"):
@@ -339,10 +342,10 @@ class PipelineOptimizer(FleetsType):
         self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a state as the user's optimizer does.
+        """Loads a state into the user's optimizer.
 
         Raises:
-            ConfigError: It is of other parameters alone, as another rank's is.
+            ConfigError: The state has other parameters only, such as those of another rank.
         """
         names = [parameter.name for parameter in optimized_parameters(self._inner_opt)]
         tensors = [name for name in state if name not in ("LR_Scheduler", "master_weights")]
@@ -360,7 +363,7 @@ class PipelineOptimizer(FleetsType):
     load_state_dict = set_state_dict
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
-        """Does the same as :meth:`step`, for a trainer that lists the parameters to update."""
+        """Steps like :meth:`step`, for a trainer that lists the parameters to update."""
         parameters = optimized_parameters(self._inner_opt)
         if {id(parameter) for parameter in parameters_list} != {id(p) for p in parameters}:
             raise ConfigError(
@@ -378,7 +381,7 @@ class PipelineOptimizer(FleetsType):
         parameters: Sequence[Tensor | str] | None = None,
         no_grad_set: Iterable[Tensor | str] | None = None,
     ) -> Stepped:
-        """Does the same as :meth:`step`, with the gradients that ``loss.backward()`` has computed.
+        """Steps like :meth:`step`, with the gradients that ``loss.backward()`` has computed.
 
         Args:
             loss: Accepted as Fleet accepts it.
@@ -409,7 +412,7 @@ class PipelineOptimizer(FleetsType):
         return ([], []) if result is None else result
 
     def _facts(self) -> dict[str, str]:
-        """Returns the properties that all ranks must share: a clip of a group waits for all."""
+        """Returns the facts that must be equal on all ranks, since clips wait for all ranks."""
         keys = keys_of(self._inner_opt)
         clips = [*map(text_of, clips_of_a_step(self._inner_opt))]
         return {
@@ -419,6 +422,7 @@ class PipelineOptimizer(FleetsType):
         }
 
     def _replace_clips(self) -> None:
+        """Replaces the clips of the user's optimizer, and gives new parameters an owner."""
         self._clips = replace_clips(self._inner_opt)
         self._clips_of_step = clips = clips_of_a_step(self._inner_opt)
         if self._shards is not None:
@@ -431,7 +435,7 @@ class PipelineOptimizer(FleetsType):
     def _run(
         self, step: Callable[[], Stepped | None], clips: Callable[[], list[Clip]]
     ) -> Stepped | None:
-        """Runs ``step``, or takes part in the norms of ``clips`` without gradients. Collective."""
+        """Runs ``step``; without parameters it only joins the norms of ``clips``. Collective."""
 
         def nothing() -> None:
             self._clip_nothing(clips())
@@ -454,7 +458,7 @@ class PipelineOptimizer(FleetsType):
         return stepped
 
     def _clip_nothing(self, clips: Sequence[Clip]) -> None:
-        """Takes part in the norms of other ranks, without any gradient of this one."""
+        """Joins the collective norms of ``clips`` without gradients of this rank."""
         for clip in clips:
             if clip in self._clips:
                 clip([])
@@ -463,9 +467,8 @@ class PipelineOptimizer(FleetsType):
         """Reduces the gradients of a model that is no pipeline, as Fleet does. Collective.
 
         Gradients are added up along sep, since each of its ranks has a part of a loss, and averaged
-        over the other copies. A pipeline has done this at the end of its batch, and Paddle's
-        ``DataParallel`` in backward, unless ``no_sync`` was on: what it has averaged already is the
-        same afterwards.
+        over the other copies. A pipeline reduces them at the end of its batch, and Paddle's
+        ``DataParallel`` in backward unless ``no_sync`` is on. A second average changes nothing.
         """
         job = current_job()
         if job is None or job.copies().ranks == 1:
@@ -480,7 +483,7 @@ class PipelineOptimizer(FleetsType):
         return learning_rate_of(self._inner_opt)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute, on the user's optimizer if that has it, like ``_grad_clip``."""
+        """Sets an attribute: of the user's optimizer if that has it, such as ``_grad_clip``."""
         inner = vars(self).get("_inner_opt")
         stays = inner is None or name in vars(self) or hasattr(type(self), name)
         owner = None if stays else owner_of(inner, name)
@@ -493,12 +496,12 @@ class PipelineOptimizer(FleetsType):
 
 
 def _names(parameters: Iterable[Tensor | str]) -> set[str]:
-    """Returns the names of parameters; names may stand among them."""
+    """Returns the names of parameters, which may be given as names."""
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 
 def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
-    """Raises a ``ConfigError`` if an optimizer trains parameters that a model does not have."""
+    """Refuses an optimizer of parameters that a model does not have."""
     trained_ids = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in optimized if id(p) not in trained_ids and not p.stop_gradient]
     if foreign:
@@ -506,7 +509,7 @@ def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
 
 
 def _trains(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
-    """Whether an optimizer has a parameter of this rank's stages; None if none can be trained."""
+    """Whether an optimizer has a parameter of this rank's stages; None if all these are frozen."""
     if layers is None:
         return True
     of_stages = {id(p): p for p in layers.state.own_parameters().values()}
@@ -529,7 +532,7 @@ def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
 
 
 def _orders(layers: Layer) -> dict[int, int]:
-    """Returns the number in the single model of each parameter here, or COPY, by ``id``."""
+    """Returns each parameter's number in the single-device model, or COPY, by ``id``."""
     positions = layers.state.positions()
     return {
         id(tensor): positions[name] if getattr(tensor, "is_firstly_shared", True) else COPY

@@ -1,7 +1,7 @@
 """Keeps the replicas of a pipeline equal, and shares the optimizer's state among sharding ranks.
 
-Gradients of replicas are summed and losses averaged. In stages 1 and 2 of ZeRO each sharding rank
-has the optimizer's state of its share of a model, and steps that.
+The gradients of replicas are summed, and their losses averaged. In stages 1 and 2 of ZeRO each
+sharding rank has the optimizer's state of its share of the parameters, and steps this share.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Shards:
         of_experts: Group | None = None,
         scatters: bool = False,
     ) -> None:
-        """Assigns an owner to every parameter; the same on all members, whose parameters are equal.
+        """Assigns an owner to each parameter; all members assign the same owners.
 
         Args:
             optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
             group: The sharding ranks.
-            of_experts: The sharding ranks that hold the same experts; None if all do.
+            of_experts: The sharding ranks with the same experts; None if all sharding ranks have.
             scatters: Whether only the owner of a parameter keeps its gradient.
         """
         self.scatters = scatters
@@ -58,7 +58,7 @@ class Shards:
         self.take_new()
 
     def take_new(self) -> None:
-        """Gives an owner to each parameter that has none; the same on all members."""
+        """Assigns an owner to each parameter without one; all members assign the same owners."""
         new = [p for p in optimized_parameters(self._optimizer) if id(p) not in self._owners]
         for spread, members in enumerate(self._groups):
             shared = [parameter for parameter in new if is_spread(parameter) == bool(spread)]
@@ -82,16 +82,16 @@ class Shards:
         return self._owners[id(parameter)]
 
     def scattered_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the parameters whose summed gradient only the owner gets, in stage 2.
+        """Returns the parameters of which only the owner gets the summed gradient: stage 2 only.
 
-        Parameters that nobody steps are not among them, nor are tied weights, since their copies
-        have different owners on different stages.
+        Parameters that no optimizer steps are left out, and so are tied weights, because the copies
+        on different stages have different owners.
         """
         chosen = [p for p in parameters if id(p) in self._owners and self.scatters]
         return [p for p in chosen if not hasattr(p, "is_firstly_shared")]
 
     def drop_others(self, parameters: Sequence[Tensor]) -> None:
-        """Frees the gradients of parameters that other members own, in stage 2."""
+        """In stage 2, frees the gradients of parameters that other members own."""
         if self.scatters:
             drop_gradients(p for p in parameters if id(p) in self._owners and not self.owns(p))
 
@@ -122,7 +122,7 @@ class Shards:
     def _publish(self) -> None:
         """Broadcasts each parameter with a gradient from the parameter's owner. Collective.
 
-        In stage 2 only the owner knows which have one, so all are sent.
+        In stage 2 only the owner knows whether a parameter has a gradient, so all are sent.
         """
         changed = [
             parameter
@@ -136,9 +136,9 @@ class Shards:
 
 
 def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
-    """Assigns an owner to each parameter, by ``id``: the largest goes first, to the least loaded.
+    """Returns the owner of each parameter, by ``id``: large ones first, to the least loaded rank.
 
-    All parts of vocabularies have one owner, as a whole embedding has, since a checkpoint joins
+    All parts of a vocabulary have one owner, as a whole embedding has, because a checkpoint joins
     their states.
 
     Args:
@@ -160,19 +160,19 @@ def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
     return owner_of
 
 
-#: Gradients are added in pieces of about this size: few calls, and no second copy of them all.
+#: Gradients are summed in pieces of about this size: few calls, and no second copy of all of them.
 _PIECE_BYTES = 128 * 1024 * 1024
 
 
 def reduce_all(
     parameters: Sequence[Tensor], job: Job, share: float, shards: Shards | None = None
 ) -> None:
-    """Adds up the gradients over all copies of a stage, and experts' over their own copies.
+    """Adds up gradients over all copies of a stage, and experts' gradients over their own copies.
 
-    An expert gets the tokens of all ranks that share the experts, so its gradient is already the
-    sum over them, and has the same weight as others. The ranks along mp have the same tokens, and
-    only one of them counts, unless each has a part of the sequence: the expert is marked as
-    sequence-parallel then, as other parameters are. Collective over the copies.
+    An expert gets the tokens of all ranks that share the experts out, so its gradient is already
+    the sum over these ranks. Ranks along mp have the same tokens, so their gradients of an expert
+    are averaged, unless each has a part of the sequence: then the expert is marked as
+    sequence-parallel. Collective over the copies.
 
     Args:
         parameters: This rank's parameters, the same on every copy.
@@ -196,7 +196,7 @@ def reduce_all(
 def _reduce_copies(
     parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
 ) -> None:
-    """Adds up gradients over ``copies``; in ZeRO stage 2 first over ranks that share the state."""
+    """Adds up gradients over ``copies``. In ZeRO stage 2 the sums go to their owners."""
     scattered = [] if shards is None else shards.scattered_parameters(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])
@@ -217,17 +217,16 @@ def reduce_gradients(
     owner_of: Callable[[Tensor], int] | None = None,
     by_tree: bool = False,
 ) -> None:
-    """Adds up the gradients of ranks that hold the same parameters, fused. Collective over them.
+    """Adds up the gradients of ranks with the same parameters, in fused pieces. Collective.
 
-    A gradient that is missing on some rank counts as zero there. The result has the same bits on
-    every rank that keeps it.
+    A missing gradient counts as zero. The sum has the same bits on every rank that keeps it.
 
     Args:
         parameters: This rank's parameters, the same on every replica.
         group: The replicas: all ranks of dp and sharding that hold these parameters.
         share: The factor of each gradient.
         owner_of: Returns the member that keeps the gradient of a parameter; None if all do.
-        by_tree: Whether the sum is that of a tree over the members.
+        by_tree: Whether to add up over the members by a tree.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -256,12 +255,12 @@ def reduce_gradients(
 def mean_losses(
     losses: Sequence[Sequence[Tensor]], by_tree: bool = False, weighed: bool = False
 ) -> list[Tensor]:
-    """Returns the mean of the replicas' losses by each function, the same bits on each of them.
+    """Returns the mean of the replicas' losses for each loss function, with the same bits on each.
 
     Args:
         losses: The losses of each replica, by function.
         by_tree: Whether losses are added by a tree, not one after another.
-        weighed: Whether each is divided by the number of replicas already.
+        weighed: Whether each loss is already divided by the number of replicas.
     """
     if len(losses) == 1:
         return [*losses[0]]
@@ -276,7 +275,7 @@ def share_in_mean(counted: int, group: Group) -> Fraction:
     """Returns the weight of this member's mean, relative to an equal share. Collective.
 
     Args:
-        counted: The number of entries that the member's mean is over, such as rows.
+        counted: The number of entries in the member's mean, such as rows.
         group: The members.
     """
     everyone = group.all_gather(counted)
@@ -323,7 +322,7 @@ def _add_up(piece: Sequence[Tensor], group: Group, share: float, by_tree: bool) 
 
 
 def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
-    """Adds up a group's tensors by a tree: each member sums one piece, and all get the whole."""
+    """Adds up a group's tensors by a tree: each member sums one piece, and gathers all pieces."""
     size, ranks = int(flat.size), group.ranks
     if size < ranks:
         return tree(group.all_gather(flat), add)
@@ -334,9 +333,9 @@ def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
 
 @paddle.no_grad()
 def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool) -> None:
-    """Sums like :func:`_add_up`, but only the owner gets the sum; other gradients are freed.
+    """Sums like :func:`_add_up`, but only the owner gets a sum; other gradients are freed.
 
-    ``owned`` has the parameters of a piece that each member owns, by member.
+    ``owned`` has the parameters of a piece by owner.
     """
     first = next(parameter for part in owned for parameter in part)
     nothing = paddle.zeros([0], gradient_of(first).dtype)
@@ -352,12 +351,13 @@ def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_t
 
 
 def _flat(parameters: Sequence[Tensor], share: float) -> Tensor:
+    """Returns the gradients of parameters, times ``share``, one after another in one tensor."""
     flat = paddle.concat([gradient_of(parameter).reshape([-1]) for parameter in parameters])
     return flat.scale_(share)
 
 
 def _put(flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Sets the gradients of parameters from ``flat``, in which they stand one after another."""
+    """Sets the gradients of parameters from a tensor as :func:`_flat` returns it."""
     if not parameters:
         return
     gradients = [gradient_of(parameter) for parameter in parameters]

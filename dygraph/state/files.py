@@ -1,7 +1,7 @@
-"""Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it.
+"""Fleet's checkpoint folder: one file for each layer, written by a rank that holds the layer.
 
-A file has the whole weights. Of weights in parts, the rank with the first part writes it, and each
-rank reads only its own parts.
+A file has whole weights. If ranks hold parts of a weight, the rank with the first part writes the
+whole, and each rank reads only its parts. Start with :class:`LayerFiles`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayerInParts:
         """Stores the parts.
 
         Args:
-            parts: The parts of each whole weight in order, by the name of the whole in the file.
+            parts: The parts of each whole weight, in order, by the weight's name in the file.
             group: Returns the ranks that together hold all parts.
         """
         self._group = group
@@ -51,7 +51,7 @@ class LayerInParts:
         ]
 
     def parts(self) -> dict[str, LocalTensor]:
-        """Returns one part of each whole weight; it includes the shape of the whole."""
+        """Returns one part of each whole weight; the part says which shape the whole has."""
         return dict(self._parts)
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -68,7 +68,7 @@ class LayerInParts:
 
 
 def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
-    """Returns the entry of a shared layer whose file is read when the model is loaded.
+    """Returns the number of the entry whose file has the weights of a shared layer.
 
     Fleet writes a file for each entry that calls the layer itself, but none for an entry with a
     ``forward_func``.
@@ -84,8 +84,8 @@ def layers_to_write(
 ) -> dict[int, Layer]:
     """Returns the layers of this process that get a file, by number.
 
-    If every entry of a shared layer has a ``forward_func``, the first one gets the file. The
-    arguments are those of :func:`files_of_list`.
+    If every entry of a shared layer has a ``forward_func``, the first entry gets the file. The
+    arguments are as for :func:`files_of_list`.
     """
     layers = {}
     for index, function in functions.items():
@@ -143,8 +143,8 @@ def load(
         tensor_shards: The number of tensor-parallel ranks.
 
     Raises:
-        CheckpointError: A file is missing, is not in Paddle's format, does not fit its layer, or is
-            of another save than the others. No layer has changed then.
+        CheckpointError: A file is missing, is not in Paddle's format, does not fit its layer, or
+            belongs to another save than the other files. No layer has changed then.
     """
     folder = Path(folder)
     saved = manifest.save_in(folder)
@@ -162,7 +162,7 @@ def load(
 
 
 def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
-    """Returns the files of a layer by shard, whatever chunk it was saved in."""
+    """Returns the names of a layer's files, by shard; the layer may be in another chunk now."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
         file = LayerFile.parse(name)
@@ -190,6 +190,7 @@ def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
 def _require_fit(
     place: LayerFile, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
 ) -> None:
+    """Refuses a saved state whose shapes or dtypes differ from the layer's."""
     if isinstance(layer, LayerInParts):
         tensors = layer.parts()
     else:
@@ -227,8 +228,8 @@ class LayerFiles:
         """Stores which layers to write and to read.
 
         Args:
-            written: The layers of this process that get a file.
-            read: The layers of this process that are read from their file.
+            written: The layers for which this process writes a file.
+            read: The layers for which this process reads a file.
             sources: For each weight that several ranks hold, by name, the rank of the pipeline that
                 reads it.
             job: The job of the model; None if it was built outside of one.
@@ -243,7 +244,7 @@ class LayerFiles:
 
         Args:
             folder: The folder to write to.
-            number: The number of this save into the folder, counted from 1; the same on every rank.
+            number: The number of this save into the folder, from 1; the same on every rank.
         """
         if self._writes():
             with self._guard("saving layers"):
@@ -271,7 +272,7 @@ class LayerFiles:
                 of this rank have not changed then.
             PipelineTimeout: Another rank did not come within the limit.
         """
-        # Before anything that others hear of: a script may go on without a checkpoint.
+        # Before the collective calls: a script may catch the error, and go on without a checkpoint.
         require_folder(folder)
         with self._guard("loading layers"):
             load(folder, self._read, *self._tensor_shard())
@@ -287,7 +288,7 @@ class LayerFiles:
         return self._job.leads("pp", "mp")
 
     def _writer(self, number: int) -> Writer:
-        """Returns this process's number in a save, which every rank computes by itself."""
+        """Returns this process's number in a save; every rank computes its number by itself."""
         if self._job is None:
             return Writer(uuid.uuid4().hex, 0, 1)
         tensor_shard, shards = self._tensor_shard()
@@ -312,7 +313,7 @@ def files_of_list(
     job: Job | None,
     group: Callable[[], Group],
 ) -> LayerFiles:
-    """Returns the files of a list of layers, numbered like the list.
+    """Returns the files of this process's layers, numbered like the list of layers.
 
     Args:
         entries: The whole list of layers.

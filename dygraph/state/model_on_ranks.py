@@ -1,4 +1,4 @@
-"""A model of which each rank has a part: its state, its shared weights and its files."""
+"""The base class of a model of which each rank has a part: its state, shared weights and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = log.logger(__name__)
 
 
 class ModelOnRanks(ModelWithParts):
-    """The part of a model that this process holds, as far as it is saved, loaded and kept equal.
+    """Saves and loads a model of which this process holds a part, and keeps shared weights equal.
 
     Attributes:
         state: The parameters and buffers of the whole model, under their fully qualified names.
@@ -38,7 +38,7 @@ class ModelOnRanks(ModelWithParts):
 
     def __init__(self) -> None:
         super().__init__()
-        #: How often each folder was written: as often on every rank.
+        #: The number of saves into each folder; the same on every rank.
         self._saves: Counter[str] = Counter()
 
     @abstractmethod
@@ -52,19 +52,19 @@ class ModelOnRanks(ModelWithParts):
     def own_state(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by their names in the whole model.
 
-        They are keys of :meth:`full_state_dict` too, except for parts of a vocabulary head, which
-        is whole there. ``state_dict`` has Fleet's names: the name of a weight of a second class
-        with a shared key depends on the rank there.
+        The names are keys of :meth:`full_state_dict` too, except for parts of a vocabulary head,
+        which is whole there. ``state_dict`` has Fleet's names, and some depend on the rank: those
+        of weights whose layer is of another class than the first layer with its shared key.
         """
         return self.state.local_tensors()
 
     def load_from(self, source: Layer | Mapping[str, Any]) -> None:
-        """Takes this process's parameters and buffers from a single-device model.
+        """Loads this process's parameters and buffers from a single-device model.
 
         Args:
             source: The model or its state dict. Names such as ``3.weight`` are matched by name.
                 A model with other names is matched by order, and its shapes must agree. A
-                vocabulary head is in as many parts as in this model, or whole.
+                vocabulary head has as many parts as in this model, or is whole.
 
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
@@ -75,8 +75,8 @@ class ModelOnRanks(ModelWithParts):
         """Returns copies of all parameters and buffers of the whole model, on every rank.
 
         Collective over the pipeline. The keys are those of :meth:`own_state` on all ranks, each
-        once. Shared layers come first, and a vocabulary head is whole. Buffers that a forward has
-        registered are left out: only checkpoints have them.
+        once. Shared layers come first, and a vocabulary head is whole. It leaves out buffers that a
+        forward has registered: only checkpoints have these.
         """
         late = self.state.late_buffers()
         if late:
@@ -88,14 +88,15 @@ class ModelOnRanks(ModelWithParts):
     def whole_parameters(self, measure: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
         """Returns a value of each parameter of the whole model, by its name, on every rank.
 
-        ``parameters()`` has those of this process. Collective over the pipeline.
+        ``parameters()`` has the parameters of this process. Collective over the pipeline.
 
         Args:
-            measure: Called with each parameter on a rank that has it; of a tensor-parallel one with
-                this rank's shard. Returns what ranks can send, as a number. None gives the shapes.
+            measure: Called with each parameter on a rank that has it, or with this rank's shard of
+                a tensor-parallel parameter. Returns a number, or another value that ranks can send;
+                None for the shapes.
 
         Returns:
-            The values by name, in the same order on any ranks.
+            The values by name, in the same order on every rank.
         """
         of_one = measure or (lambda parameter: list(parameter.shape))
         here = {name: of_one(p) for name, p in self.state.own_parameters().items()}
@@ -107,7 +108,7 @@ class ModelOnRanks(ModelWithParts):
         return {name: merged[name] for name in ordered if name in merged}
 
     def copy_to(self, model: Layer) -> None:
-        """Puts the whole pipeline's parameters and buffers into a single-device model.
+        """Copies the whole pipeline's parameters and buffers to a single-device model.
 
         Collective over the pipeline; the inverse of :meth:`load_from`.
 
@@ -121,6 +122,7 @@ class ModelOnRanks(ModelWithParts):
             self.state.copy_to(model)
 
     def _gathering(self, method: str) -> AbstractContextManager[None]:
+        """Returns the context of a collective call of ``method`` over the pipeline."""
         words = f"gathers the state, by {method}"
         return nullcontext() if self._job is None else self._job.calling(words, replicas=False)
 
@@ -165,9 +167,9 @@ class ModelOnRanks(ModelWithParts):
     def _synchronize_shared_weights(self) -> None:
         """Gives all copies of shared weights the values of the first copy.
 
-        Fleet has this name, and libraries call it after they have changed weights. Collective over
-        the ranks of the pipeline that share a weight. Nothing happens on other ranks, or if one
-        process has all uses.
+        Libraries call this method of Fleet's after they have changed weights. Collective over the
+        ranks of the pipeline that share a weight. Nothing happens on other ranks, or if one process
+        has all uses.
         """
         if self._job is not None and self._shared_weights.weights:
             with self._job.guarded(lambda: "making shared weights equal"):
@@ -194,8 +196,8 @@ class ModelOnRanks(ModelWithParts):
     def add_up_uses(self, uses: Uses) -> None:
         """Gives each parameter with several uses the sum of their gradients on all ranks.
 
-        Collective as :meth:`allreduce_shared_weight_gradients`, in whose place it is called if the
-        gradients of each use are summed by themselves.
+        It replaces :meth:`allreduce_shared_weight_gradients`, and is collective like it, if the
+        gradients of each use are summed separately.
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.

@@ -1,8 +1,8 @@
 """The parameters and buffers of the whole model under their fully qualified names, on any ranks.
 
-A name is the path in the whole list by global layer index, ``3.weight``. A shared layer has one
-name, ``shared_layers.<key>.weight``, whatever ranks hold copies. A state dict has these names for
-any number of ranks.
+A name is the path in the whole list by global layer index, such as ``3.weight``. A weight of a
+shared layer has one name, ``shared_layers.<key>.weight``, on all ranks with copies. A state dict
+has the same names for any number of ranks. Start with :class:`ModelState`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from fleetpipe.partition import Partition
 
 
 class ModelWithParts(paddle.nn.Layer):
-    """A model that holds some weights in parts, such as a vocabulary head, and loads whole ones."""
+    """A model that may hold a weight in parts, as of a vocabulary head, and loads whole weights."""
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
-        """Loads a state like ``nn.Layer.set_state_dict``; it may have wholes for parts."""
+        """Loads a state like ``nn.Layer.set_state_dict``; wholes in it are cut into parts."""
         state = parted(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
         return super().set_state_dict(state, use_structured_name)
 
@@ -55,7 +55,7 @@ class Slot(NamedTuple):
     Attributes:
         name: The fully qualified name.
         shape: The shape, whole along mp.
-        part: The part of a whole parameter that it is; None if it is whole itself.
+        part: Which part of a whole parameter it is; None if it is whole.
     """
 
     name: str
@@ -69,24 +69,24 @@ class Slot(NamedTuple):
 
     @property
     def whole(self) -> Slot:
-        """The whole that it is a part of; itself if it is whole."""
+        """The slot of the whole of which this slot is a part; this slot if it is whole."""
         if self.part is None:
             return self
         return Slot(self.part.whole_name(self.name), self.part.cut.whole(self.shape))
 
     def value_in(self, state: Mapping[str, Any]) -> Any:
-        """Returns its value from a state of whole tensors by name."""
+        """Returns the value of this slot from a state of whole tensors by name."""
         whole = state[self.whole.name]
         return whole if self.part is None else self.part.cut.taken_from(whole)
 
 
 def wholes_of(slots: Iterable[Slot]) -> list[Slot]:
-    """Returns slots in which one slot of the whole replaces those of its parts."""
+    """Returns slots in which one slot of the whole replaces the slots of its parts."""
     return list(dict.fromkeys(slot.whole for slot in slots))
 
 
 def fitting(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Slot]:
-    """Returns the slots that match a model or its state dict: with parts, or with their wholes.
+    """Returns the slots that match a source in number: as they are, or with wholes for parts.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
@@ -117,8 +117,8 @@ def names_in(
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
         model: The state of the whole model.
-        plain_names: The pipeline's name for each name of the model from which the pipeline was
-            made; empty if it was made from none.
+        plain_names: The pipeline's name for each name of the plain model from which the pipeline
+            was made; empty if it was not made from a plain model.
 
     Raises:
         CheckpointError: ``model`` does not fit the pipeline in names, or in order and shape.
@@ -140,8 +140,8 @@ def to_pipeline_names(
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
-        source: A state dict or a Layer: with the pipeline's names, with those of the model from
-            which the pipeline was made, or with the same tensors in the same order.
+        source: A state dict or a Layer: with the pipeline's names, with the names of the plain
+            model from which the pipeline was made, or with the same tensors in the same order.
         plain_names: As for :func:`names_in`.
 
     Raises:
@@ -163,6 +163,7 @@ def _rename(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def _match(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the name and the tensor of a state for each slot: by name, or else by order."""
     if len(state) > len(slots):
         state = _each_tensor_once(state)
     if {slot.name for slot in slots} == set(state):
@@ -194,18 +195,18 @@ def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
 
 
-#: More than a rank has parameters and buffers, or a model shared ones.
+#: The distance of the positions of two layers: larger than the number of a layer's parameters.
 _POSITIONS_OF_A_LAYER = 2**32
-#: Where a buffer is: the dict that holds it, and its name in there.
+#: The dict that holds a buffer, and the buffer's name in the dict.
 Place = tuple[dict[str, Tensor], str]
 
 
 class ModelState:
-    """The state of a model whose layers are on several ranks, as one rank sees it.
+    """The parameters and buffers of a model whose layers are on several ranks.
 
     Attributes:
         plain_names: The fully qualified name of each parameter and buffer of the plain model from
-            which the list was made, in its order; empty if it was made from none.
+            which the list was made, in the plain model's order; empty without a plain model.
     """
 
     plain_names: Mapping[str, str] = MappingProxyType({})
@@ -223,9 +224,9 @@ class ModelState:
         """Describes a model of which this process holds a part.
 
         Args:
-            model: The part: its sublayers are the layers built here.
+            model: The part that this process holds: its sublayers are the layers built here.
             entries: The whole list of layers.
-            blueprints: A layer like each of them, for names and shapes.
+            blueprints: A layer like each entry's, for names and shapes.
             shared: The shared layers, by each of their numbers in the list.
             built: The layers built here.
             partition: The cut into stages.
@@ -240,7 +241,7 @@ class ModelState:
         self._partition = partition
         self._group = group
         self._built = frozenset(slot.name for slot in self._all_slots())
-        # Models of PaddleNLP and PaddleFormers say where their plain model has each layer.
+        # Models of PaddleNLP and PaddleFormers know the path of each layer in their plain model.
         if (prefixes := getattr(model, "get_sequential_name_prefixes", None)) is not None:
             self.plain_names = self._names_by_prefix(prefixes())
 
@@ -253,11 +254,13 @@ class ModelState:
         return {name: t for name, t in self._named_tensors() if self._is_late(name, t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the fully qualified name and the tensor of each entry of the state dict."""
         # Layer's own method: a subclass of the model may override state_dict, with other keys.
         state = paddle.nn.Layer.state_dict(self._model)
         return ((self._qualified_name(name), tensor) for name, tensor in state.items())
 
     def _is_late(self, name: str, tensor: Tensor) -> bool:
+        """Whether a forward has registered a buffer."""
         return name not in self._built and not is_parameter(tensor)
 
     def own_parameters(self) -> dict[str, Tensor]:
@@ -266,13 +269,13 @@ class ModelState:
         return {self._qualified_name(name): parameter for name, parameter in parameters}
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers of this process's layers that were in no state dict at first."""
+        """Returns the buffers of this process's layers that no state dict had at the beginning."""
         places = hidden_buffers(self._functions)
         hidden = {name: holder[key] for name, (holder, key) in places.items()}
         return {**hidden, **self.late_buffers()}
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns this process's part of the state, in the form that checkpoints take."""
+        """Returns this process's part of the state, in the form that checkpoints save."""
         tensors = {
             name: local_tensor_of(tensor, mp_shard) for name, tensor in self.local_tensors().items()
         }
@@ -312,7 +315,8 @@ class ModelState:
 
     def slots(self) -> list[Slot]:
         """Returns all parameters and buffers of the model in the order of its layers, each once."""
-        # A layer that was given as it is shows what it has now, on the rank that runs it alone.
+        # Slots of a layer that the user has built include buffers that a forward has registered,
+        # on the rank that runs the layer only.
         late = self.late_buffers()
         return [slot for slot in self._all_slots() if slot.name not in late]
 
@@ -322,14 +326,14 @@ class ModelState:
         return list(by_name.values())
 
     def whole_slots(self) -> list[Slot]:
-        """Returns :meth:`slots`; one slot of the whole replaces the slots of its parts."""
+        """Returns :meth:`slots`, in which one slot of the whole replaces the slots of its parts."""
         return wholes_of(self.slots())
 
     def positions(self) -> dict[str, int]:
-        """Returns numbers that sort this process's tensors in the order of the single model.
+        """Returns numbers that sort this process's tensors in the order of the single-device model.
 
-        Shared layers come first in a model, whatever their index in the list. A layer may have more
-        parameters than when it was built, such as adapters: these get their current index.
+        Shared layers come first in a model, whatever their index in the list. Parameters that were
+        added to a layer, such as adapters, are sorted by their current index.
         """
         shared = [name for layer in self._shared.values() for name in layer.names.values()]
         positions = {name: index for index, name in enumerate(dict.fromkeys(shared))}
@@ -337,19 +341,19 @@ class ModelState:
         spread = any(map(is_spread, tensors.values()))
         whole = {slot.name: n for n, slot in enumerate(self.slots())} if spread else {}
         for number, name in enumerate(tensors):
-            # Experts of other ranks stand between those that are here.
+            # Experts of other ranks are counted too: they stand between the experts of this rank.
             position = whole.get(name, number)
             if is_shared(name):
                 positions.setdefault(name, _POSITIONS_OF_A_LAYER - 1)
             else:
-                # What a model has beside its list, as a loss that is an attribute too, comes last.
+                # Parameters beside the list, as of a loss that is an attribute, are last.
                 first = name.partition(".")[0]
                 layer = int(first) if first.isdecimal() else len(self._entries)
                 positions[name] = (layer + 1) * _POSITIONS_OF_A_LAYER + position
         return positions
 
     def outlines(self) -> list[str]:
-        """Returns the class of each layer of the whole model with its parameters' shapes."""
+        """Returns a text for each layer of the whole model: its class and parameters' shapes."""
         return [
             " ".join(
                 [
@@ -429,7 +433,7 @@ class ModelState:
         return state
 
     def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Returns :attr:`plain_names`, from the path of each entry in the plain model."""
+        """Returns :attr:`plain_names` for a plain model with each entry under the prefix given."""
         if len(prefixes) != len(self._entries):
             return {}
         names: dict[str, str] = {}
@@ -447,16 +451,16 @@ class ModelState:
         return self._names.get(name, name)
 
     def _slots_of(self, index: int) -> list[Slot]:
-        layer = self._blueprints[index]
+        """Returns the parameters and buffers of entry ``index``."""
         shared = self._shared.get(index)
         if shared is None:
-            return slots_of(layer, index)
+            return slots_of(self._blueprints[index], index)
         shapes = paddle.nn.Layer.state_dict(self._blueprints[shared.indices[0]])
         return [Slot.of(name, shapes[path]) for path, name in shared.names.items()]
 
 
 def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Sets each tensor to the value of its name, after a check of all dtypes."""
+    """Sets each tensor to the value with its name, after a check of all dtypes."""
     for name, tensor in tensors.items():
         value = values[name]
         dtype = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
@@ -472,11 +476,11 @@ def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
 
 
 def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, Place]:
-    """Returns the places of the buffers of some layers that no state dict has.
+    """Returns the places of the buffers that no state dict has, by name.
 
-    These are buffers with ``persistable=False``, and tensors set as attributes. Their names are the
-    number of their layer in the whole list and their path in it, ``3.mask``. If several entries
-    share a layer, its buffers appear under each of the entries.
+    These are buffers with ``persistable=False``, and tensors set as attributes. A name is the
+    number of a layer in the whole list and the buffer's path in the layer, such as ``3.mask``. If
+    several entries share a layer, its buffers appear under each of the entries.
 
     Args:
         functions: Layers and functions by their number in the whole list.
@@ -491,6 +495,7 @@ def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str,
 
 
 def _hidden_in(layer: Layer) -> Iterator[tuple[str, Place]]:
+    """Yields the path and the place of each buffer of a layer that its state dict does not have."""
     keys = paddle.nn.Layer.state_dict(layer).keys()
     for prefix, part in layer.named_sublayers(include_self=True):
         for holder, name in state_slots(part):

@@ -1,4 +1,4 @@
-"""The whole list of layers as one Layer in one process, to compare a pipeline with.
+"""The whole list of layers as one Layer in one process: the reference of a pipeline.
 
 Its layers are copies, which train as the originals do.
 """
@@ -22,20 +22,20 @@ from fleetpipe.paddle_api.eager_operations import set_data
 
 _Layers = TypeVar("_Layers")
 
-#: What ranks say of a parameter of theirs, and a copy's optimizer says anew.
+#: Attributes of a parameter on a rank that a copy in one process must not have.
 _OF_RANKS = ("is_firstly_shared", "main_grad", "no_sync")
 
 
 def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] = ()) -> _Layers:
-    """Returns a deep copy of layers, with all that decides how they train.
+    """Returns a deep copy of layers that trains as the layers do.
 
-    Hooks, modes and attributes of layers are copied with them. Paddle copies parameters under other
-    names and without further attributes, by which functions of a script choose what decays, and
-    parts of a whole are known: here they keep both.
+    It has their hooks, modes and attributes, and the names and attributes of parameters. Paddle's
+    copy of a parameter lacks these, but a script may choose by them which parameters decay, and
+    parts of a whole are marked by attributes.
 
     Args:
-        value: A layer, or a container of some.
-        layers: The layers in it; others are functions.
+        value: A layer, or a container of layers.
+        layers: The layers in ``value``; entries that are functions are ignored.
         shared: Parameters whose copies have the memory of the originals.
     """
     copies: dict[int, Any] = {}
@@ -46,7 +46,7 @@ def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] 
     for layer in layers:
         if not isinstance(layer, paddle.nn.Layer):
             continue
-        # A layer with a __deepcopy__ of its own may say nothing of what it copies below it.
+        # A layer with its own __deepcopy__ may not record its sublayers' copies in ``copies``.
         for parameter, copied_parameter in zip(layer.parameters(), copies[id(layer)].parameters()):
             for name in vars(parameter).keys() - vars(copied_parameter).keys() - {*_OF_RANKS}:
                 setattr(copied_parameter, name, getattr(parameter, name))
@@ -79,7 +79,7 @@ class SingleModel(ModelWithParts):
             self._functions = functions
 
     def begin_uses(self) -> Uses:
-        """Gives each use of a parameter a gradient of its own, until :meth:`Uses.end`."""
+        """Gives each use of a parameter its own gradient, until :meth:`Uses.end` is called."""
         entries = {n: parameters_of(function) for n, function in enumerate(self._functions)}
         self._uses = Uses({0: entries}, lambda n, p: slots_in(self._functions[n], p), [])
         return self._uses
@@ -89,7 +89,7 @@ class SingleModel(ModelWithParts):
         return hidden_buffers(dict(enumerate(self._functions)))
 
     def forward(self, value: Nest) -> Nest:
-        """Calls each function with the result of the one before."""
+        """Calls each function with the result of the previous one."""
         keys = random_keys.current()
         for index, function in enumerate(self._functions):
             if keys is not None:

@@ -1,8 +1,8 @@
 """Keeps the copies of a shared weight on several ranks equal: at the start, and at every step.
 
-Each rank with a stage that uses the weight holds one copy, however many of its stages use it. All
-of them add the gradients of all copies in one order. So the sums have the same bits, and so have
-the copies after any optimizer's step.
+Each rank with stages that use the weight holds one copy. All these ranks add up the gradients of
+all copies in the same order. So the sums have the same bits, and so have the copies after any
+optimizer's step. Start with :class:`SharedWeights`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SharedWeight(NamedTuple):
 
     Attributes:
         name: The fully qualified name.
-        holders: The pipeline's ranks that hold a copy, the one of the first entry first.
+        holders: The ranks of the pipeline that hold a copy; the rank of the first entry is first.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SharedWeight(NamedTuple):
 def holders(
     layers: Sequence[SharedLayer], rank_of_layer: Callable[[int], int]
 ) -> list[SharedWeight]:
-    """Returns every parameter and buffer of the shared layers, with the ranks that hold it.
+    """Returns each parameter and buffer of the shared layers, with the ranks that hold it.
 
     Args:
         layers: The shared layers.
@@ -58,7 +58,7 @@ def holders(
 def refuse_sparse(
     weights: Sequence[SharedWeight], layers: Sequence[SharedLayer], blueprints: Sequence[Layer]
 ) -> None:
-    """Refuses a table with sparse gradients that several ranks hold."""
+    """Refuses an embedding table with sparse gradients that several ranks hold."""
     several = {weight.name for weight in weights if len(weight.holders) > 1}
     for layer in layers:
         for path, part in blueprints[layer.indices[0]].named_sublayers(include_self=True):
@@ -69,7 +69,7 @@ def refuse_sparse(
 
 
 def sharing_group(job: Job | None, members: Sequence[int]) -> Group:
-    """Returns some ranks of this process's pipeline, including its own, as a group."""
+    """Returns the ranks ``members`` of this process's pipeline as a group."""
     return SoleGroup() if job is None else job.holders(tuple(members))
 
 
@@ -83,13 +83,13 @@ class SharedWeights:
         rank: int,
         group_of: Callable[[tuple[int, ...]], Group],
     ) -> None:
-        """Stores the copies, and marks those that the global norm does not count.
+        """Stores the copies, and marks the one copy that counts in the global norm.
 
         Args:
             weights: All shared weights of the model, the same on every rank.
             tensors: This rank's parameters and buffers, by fully qualified name.
             rank: This rank in the pipeline.
-            group_of: Returns some ranks of the pipeline as a group.
+            group_of: Returns ranks of the pipeline as a group.
         """
         self._group_of = group_of
         self._tensors = tensors
@@ -104,10 +104,10 @@ class SharedWeights:
         return [tensor for tensor in tensors if _is_parameter(tensor)]
 
     def equalize(self, sources: Mapping[str, int] | None = None) -> None:
-        """Broadcasts one rank's values to every copy. Collective over the ranks that share.
+        """Broadcasts one rank's values to all copies. Collective over the ranks that share.
 
         Args:
-            sources: The rank whose copy counts, by fully qualified name; by default the rank of
+            sources: The rank whose values are sent, by fully qualified name; by default the rank of
                 the first entry.
 
         Raises:
@@ -125,11 +125,12 @@ class SharedWeights:
     def sum_gradients(self, uses: Mapping[int, Sequence[Use]] | None = None) -> None:
         """Replaces gradients by the sum over all copies. Collective over the ranks that share.
 
-        A copy without a gradient counts as zeros; if no copy has one, none gets one. The sum begins
-        with the rank of the last entry, as backward does, and has the same bits everywhere.
+        A copy without a gradient counts as zeros; if no copy has a gradient, none gets one. The sum
+        begins with the rank of the last entry, as backward does, and has the same bits on each
+        rank.
 
         Args:
-            uses: The uses that have the gradients of a copy, by its id, to add in the order of the
+            uses: The uses of a copy, by its id, whose gradients are added in the order of the
                 entries; None if each copy has one gradient.
 
         Raises:
@@ -142,14 +143,14 @@ class SharedWeights:
             sums = [[(-group.rank, parameter)] for parameter in parameters]
             if uses is not None:
                 sums = [[(u.number, u.total) for u in uses[id(p)]] for p in parameters]
-            mine = [_copies(numbered) for numbered in sums]
+            mine = [_gradients_of(numbered) for numbered in sums]
             for parameter, *of_ranks in zip(parameters, *group.all_gather(mine)):
                 total = sum_in_order(itertools.chain.from_iterable(of_ranks))
                 if total is not None and not parameter.stop_gradient:
                     set_gradient(parameter, total)
 
     def _groups(self) -> Iterator[tuple[Group, list[SharedWeight]]]:
-        """Yields each group of ranks with which this one shares weights, in one order on all."""
+        """Yields each group of ranks that share weights, in the same order on all, with weights."""
         ordered = sorted(self.weights, key=lambda weight: weight.holders)
         for members, weights in groupby(ordered, key=lambda weight: weight.holders):
             yield self._group_of(members), list(weights)
@@ -182,8 +183,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
-def _copies(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Returns copies of gradients: the originals may change in place before all are sent."""
+def _gradients_of(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Returns copies of the gradients of numbered parameters, each with the parameter's number.
+
+    Copies, because the originals may change in place before all are sent.
+    """
     copies = []
     for number, parameter in numbered:
         gradient = gradient_of(parameter)
