@@ -1,4 +1,4 @@
-"""The entries of a layer list, tied entries, and running a stage's layers.
+"""The entries of a layer list, tied entries, and the functions that run a stage's layers.
 
 Start with ``entries.py``.
 """

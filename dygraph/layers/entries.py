@@ -1,4 +1,4 @@
-"""The entries of a layer list: builds them, and computes their names and parameter shapes."""
+"""The entries of a layer list: checks and builds them, and finds their names and shapes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.layer import counted_names
 from fleetpipe.paddle_api.meta_parallel import LocalSharedLayerDesc
 
-#: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description that has a
-#: layer without memory already gives it as its ``blueprint()``.
+#: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description may have a
+#: method ``blueprint()`` that returns its layer without memory.
 Entry = Any
 #: Fleet seeds layer i of a model with this number plus i.
 FIRST_SEED = 1234
-#: What most layers are handed of others.
+#: The weights that the constructor of most layers gets from other layers.
 NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -30,7 +30,7 @@ def check_entries(layers: object) -> list[Entry]:
     """Returns the entries of a user's list of layers, after checks.
 
     Raises:
-        ConfigError: It is no list, or it is empty, or one of its entries is not allowed.
+        ConfigError: ``layers`` is no list, or is empty, or an entry is not allowed.
     """
     if not isinstance(layers, Iterable):
         raise ConfigError(
@@ -53,10 +53,10 @@ def check_entries(layers: object) -> list[Entry]:
 
 
 def _without_flag(entry: Entry) -> Entry:
-    """Removes an argument that only newer versions of Paddle's ``SharedLayerDesc`` take.
+    """Removes ``shared_submodule_weight_only``, an argument of newer ``SharedLayerDesc`` only.
 
-    A Paddle that does not know it would pass it to the layer. It has no effect here: entries share
-    the weights in ``shared_weight_attr``, or the whole layer if class and arguments are equal.
+    An older Paddle would pass it to the layer. It has no effect here: entries share the weights in
+    ``shared_weight_attr``, or the whole layer if class and arguments are equal.
     """
     if not is_shared(entry) or "shared_submodule_weight_only" not in entry.kwargs:
         return entry
@@ -85,13 +85,13 @@ def _check(entry: Entry, index: int) -> None:
 
 
 class SeveralLayers:
-    """An entry of a layer list that several layers replace when the number of ranks is known."""
+    """An entry of a layer list that becomes several entries when the number of ranks is known."""
 
     def require_place(self, entries: Sequence[Entry], index: int) -> None:
-        """Refuses a list in which it is not allowed as entry ``index``."""
+        """Refuses a list in which this entry must not be entry ``index``."""
 
     def layers(self, ranks: int) -> list[Entry]:
-        """Returns the entries that replace it in a pipeline of ``ranks`` ranks."""
+        """Returns the entries that replace this entry in a pipeline of ``ranks`` ranks."""
         raise NotImplementedError
 
 
@@ -109,12 +109,12 @@ def expand(entries: Sequence[Entry], ranks: int) -> list[Entry]:
 
 
 def is_shared(entry: Entry) -> bool:
-    """Tells whether ``entry`` is a ``SharedLayerDesc`` or a ``LocalSharedLayerDesc``."""
+    """Whether ``entry`` is a ``SharedLayerDesc`` or a ``LocalSharedLayerDesc``."""
     return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc) or is_local(entry)
 
 
 def is_local(entry: Entry) -> bool:
-    """Tells whether ``entry`` is a ``LocalSharedLayerDesc``, which shares within one rank only."""
+    """Whether ``entry`` is a ``LocalSharedLayerDesc``, which shares within one rank only."""
     return isinstance(entry, LocalSharedLayerDesc)
 
 
@@ -128,14 +128,17 @@ def shared_attributes(entry: Entry) -> tuple[str, ...]:
 def shared_weights(
     entry: Entry, index: int, layer: Layer, attribute: str
 ) -> dict[str, tuple[str, Tensor]]:
-    """Returns the weights that an attribute shares: by name, the path in ``layer`` and the weight.
+    """Returns the weights that an entry shares by an attribute of its layer.
 
-    An attribute is a parameter, or an iterator over names and parameters, like
+    The attribute is a parameter, or an iterator over names and parameters, such as
     ``named_parameters()`` of a sublayer: ``body.fc.weight`` is the ``fc.weight`` of an attribute
     ``body``.
 
+    Returns:
+        For each shared weight, by name, its path in ``layer`` and the weight.
+
     Raises:
-        ConfigError: The layer has no parameter of that name.
+        ConfigError: The layer has no parameter with the name.
     """
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
     value = getattr(layer, attribute, None)
@@ -155,9 +158,7 @@ def shared_weights(
 
 
 def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -> Any:
-    """Builds layer ``index`` under the seed that Fleet gives it, and returns it.
-
-    The random state advances.
+    """Builds layer ``index`` under the seed that Fleet gives it; the random state advances.
 
     Args:
         entry: The entry of the list.
@@ -187,10 +188,10 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
 
 
 def pass_over(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
-    """Builds what another rank owns without its memory, and returns it for its names.
+    """Builds a layer of another rank without memory, and returns it for its names.
 
-    So the layers that follow have the names, and draw of NumPy's and Python's generators what they
-    would in one process.
+    So the layers that follow have the names, and draw the numbers from NumPy's and Python's
+    generators, that they have in one process.
     """
     if not hasattr(entry, "build_layer"):
         return None
@@ -213,27 +214,29 @@ def _arguments(entry: Entry) -> str:
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return f"arguments {entry.inputs}, {entry.kwargs}"
-    # It hands on no arguments by position: Paddle drops those of its LayerDesc.
+    # Paddle drops the positional arguments of a LayerDesc with a LayerSpec.
     handed = {**specification.extra_kwargs, **entry.kwargs}
     return f"arguments {handed} of a LayerSpec"
 
 
 def _build(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
+    """Builds a layer from its description, with weights of another layer, and checks it."""
     with _specification_kept(entry):
-        # Paddle 2.6.2's own descriptions take nothing.
+        # The descriptions of Paddle 2.6.2 take no weights.
         return _take_built(entry.build_layer(**lent) if lent else entry.build_layer())
 
 
 def _take_built(layer: Any) -> Any:
+    """Returns a built layer, after its kinds have checked it."""
     for kind in layer_kinds.kinds_of(layer):
         kind.take_built(layer)
     return layer
 
 
 class Blueprints(Sequence[Layer]):
-    """Layers like those of a list, for names and shapes only; their values mean nothing.
+    """A layer like each entry's, for names and shapes only; the values of weights mean nothing.
 
-    Each is built on first use, and stored.
+    A layer is built on its first use, and stored.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -249,9 +252,10 @@ class Blueprints(Sequence[Layer]):
         return self._made[index]
 
     def lent(self, index: int) -> dict[str, Tensor]:
-        """Returns the weights that the layer of a ``LocalSharedLayerDesc`` gets, by keyword.
+        """Returns the weights that the constructor of entry ``index`` gets, by keyword.
 
-        The first entry of the key names them, and gets none itself.
+        Only a ``LocalSharedLayerDesc`` gets weights, except the first with its key, which names
+        them.
 
         Raises:
             ConfigError: The first entry's layer has no such parameter.
@@ -275,11 +279,12 @@ class Blueprints(Sequence[Layer]):
 
 
 def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
+    """Builds a layer for names and shapes, without memory if that is possible."""
     if not hasattr(entry, "build_layer"):
         return entry
     if hasattr(entry, "blueprint"):
         return entry.blueprint()
-    # Names of its own, so that the parameters that count are named as if it were not there.
+    # In a separate name space: the names of the model's parameters must not depend on it.
     with random_states_kept(), paddle.utils.unique_name.guard():
         try:
             with paddle.LazyGuard():
@@ -300,7 +305,7 @@ def class_name(entry: Entry) -> str:
 
 
 def count_parameters(layer: Layer) -> int:
-    """Returns how many numbers the trainable parameters of a layer have; 0 for a function."""
+    """Returns the number of entries of a layer's trainable parameters; 0 for a function."""
     if not isinstance(layer, paddle.nn.Layer):
         return 0
     return sum(math.prod(p.shape) for p in layer.parameters() if p.trainable)
@@ -308,7 +313,7 @@ def count_parameters(layer: Layer) -> int:
 
 @contextmanager
 def _specification_kept(entry: Entry) -> Iterator[None]:
-    """Restores a ``LayerSpec`` after building its ``LayerDesc``, which writes into it.
+    """At its end, restores the ``LayerSpec`` of a ``LayerDesc``, which writes into it.
 
     Two entries may use the same specification: the arguments of one must not reach the other.
     """

@@ -1,7 +1,7 @@
-"""Runs the layers of a stage in order: under random keys, and in recomputed pieces.
+"""Runs the layers of a stage in order, each with its random seed, and recomputes pieces of stages.
 
-An error names the layer that refused a value, and the value; Paddle's name only an operation. A
-chunk is the layers of one stage as Fleet returns them, to inspect and not to call.
+An error names the layer that refused a value, and the value; Paddle's errors name an operation
+only. Start with :class:`StageRunner`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 
 
 def require_dynamic_graph(what: str) -> None:
-    """Refuses what needs dynamic graph, where static graph is on."""
+    """Refuses ``what``, which needs dynamic graph, if static graph is on."""
     if not paddle.in_dynamic_mode():
         raise StateError(
             f"static graph is on, and {what} needs dynamic graph",
@@ -45,13 +45,18 @@ def require_dynamic_graph(what: str) -> None:
 
 
 def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
-    """Tells whether a layer failed because of the value that it got.
+    """Whether a layer failed because of the value that it got.
 
     It did if Paddle or the call itself refused the value, or if the layer's code could not unpack
     the value or expected another type.
+
+    Args:
+        error: The error of the layer.
+        value: The argument of the layer.
+        caller: The file with the call of the layer.
     """
     text = str(error)
-    # Of all else that Paddle raises, a kernel that is not there for the value's dtype.
+    # Paddle raises an error of another class if it has no kernel for the value's dtype.
     if isinstance(error, FleetPipeError) or not (
         isinstance(error, _OF_VALUES) or "(NotFound)" in text
     ):
@@ -59,7 +64,7 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_in = Path(frame.f_code.co_filename)
     inside_paddle = Path(paddle.__file__).parent in raised_in.parents
-    # An operator such as + has no Python frame of Paddle's.
+    # An operator such as + has no Python frame in Paddle.
     if inside_paddle or raised_in == Path(caller) or "(InvalidArgument)" in text:
         return True
     kind = rf"\b{type(value).__name__}\b"
@@ -67,10 +72,10 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     return bool(another_kind) or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
 
 
-#: What Paddle says where a device has no kernel, of whatever dtype.
+#: Paddle's message if a device has no kernel for any dtype.
 _NO_KERNEL = re.compile(r"The kernel `\w+` is not registered|of kernel `\w+`.*wrong Backend `\w+`")
 
-#: What an operation raises that refuses a value; Gloo and the system raise others.
+#: The errors of an operation that refuses a value; Gloo and the system raise others.
 _OF_VALUES = (
     ValueError,
     TypeError,
@@ -84,7 +89,7 @@ _OF_VALUES = (
 def refusal(
     error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:
-    """Returns the error to raise instead of ``error``."""
+    """Returns the error to raise in the place of the error of layer ``index`` for ``value``."""
     if gradients.is_refusal(error):
         return gradients.refusal(error, _title(partition, index), value)
     if "one pair of hooks" in str(error):
@@ -127,9 +132,9 @@ class _Part(NamedTuple):
 
 
 def _part(error: Exception, layer: Callable[[Nest], Nest], value: Nest) -> _Part | None:
-    """Returns the innermost sublayer that raised ``error``, unless it got ``value`` itself.
+    """Returns the innermost sublayer that raised ``error``; None if it got ``value`` itself.
 
-    If it did, the error names that value and the layer before.
+    In that case the error is about ``value`` and the layer before.
     """
     if not isinstance(layer, paddle.nn.Layer):
         return None
@@ -165,7 +170,7 @@ def _refusal_inside(
 
 
 def _arguments_named(partition: Partition, index: int, value: Nest) -> str:
-    """Returns a description of a layer's argument, and of the layer that made it."""
+    """Returns a description of a layer's argument, and the layer that returned it."""
     giver = f", from {_title(partition, index - 1)}" if index else ""
     return f"{outline(value)}{giver}"
 
@@ -198,8 +203,8 @@ def _advice(error: Exception, index: int, value: Nest) -> str:
     )
 
 
-#: ``run(value, micro_batch)`` runs layers. The value is what the first takes, the micro-batch the
-#: global one in a run of a plan, and None in a direct call.
+#: ``run(value, micro_batch)`` runs layers on the argument of the first one. The micro-batch is the
+#: global number in a run of a plan, and None in a direct call.
 Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
 
 
@@ -236,25 +241,25 @@ class StageRunner:
         self._interval = recompute_interval
         self._chosen = frozenset(recompute)
         self._runs: dict[int, Run] = {}
-        #: The uses of parameters in the batch that runs, if their gradients are summed apart.
+        #: The uses of parameters in the current batch, if each use has its own gradient.
         self.uses: Uses | None = None
 
     def function(self, stage: int) -> Run:
-        """Returns a function that runs the layers of ``stage``, on copies of its argument.
+        """Returns a function that runs the layers of ``stage`` on copies of its argument.
 
-        Copies, because layers may write into their input as within one model, while Paddle allows
-        no writes into a leaf, and others may use the memory. The function raises a
-        ``BoundaryError`` if a layer cannot take the result of the one before.
+        Layers may write into their input, but Paddle allows no writes into a leaf, and the memory
+        of the argument may be in use elsewhere. The function raises a ``BoundaryError`` if a layer
+        cannot take the result of the layer before.
         """
         return self._runs.get(stage) or self._run_of(stage)
 
     def function_without_copies(self, stage: int) -> Run:
-        """Returns the same without the copies and without recompute."""
+        """Returns a function that runs the layers of ``stage`` without copies and recompute."""
         first, last = self._partition.boundaries[stage : stage + 2]
         return functools.partial(self._run_steps, self._steps(first, last))
 
     def _run_of(self, stage: int) -> Run:
-        """Builds the function that runs a stage, only once: recomputed pieces have state."""
+        """Builds and stores the function that runs a stage; recomputed pieces in it have state."""
         first, last = self._partition.boundaries[stage : stage + 2]
         if self._interval or not self._chosen.isdisjoint(range(first, last)):
             starts = range(first, last, self._interval or 1)
@@ -269,6 +274,7 @@ class StageRunner:
         return tuple(_Step(index, self._functions[index]) for index in range(start, end))
 
     def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, RecomputedPiece | None]:
+        """Returns some layers of a stage, and the piece if they are recomputed."""
         steps = self._steps(start, end)
         if not (self._interval or start in self._chosen):
             return steps, None
@@ -282,12 +288,13 @@ class StageRunner:
         value: Nest,
         micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
+        """Calls the layers of pieces in order, and recomputes the pieces that need it."""
         copies = copies_of(value)
         inputs = SavedInputs((copies[id(tensor)], tensor) for tensor in differentiable(value))
         value = replace(value, copies)
         for steps, piece in pieces:
-            if self._interval:
-                value = _sole(value)
+            if self._interval and type(value) is tuple and len(value) == 1:
+                (value,) = value  # as Fleet does at the start of each piece
             run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
             if piece is not None and piece.needs_recompute(value):
                 value = recompute.call(piece, run, value, inputs)
@@ -302,7 +309,7 @@ class StageRunner:
         micro_batch: GlobalMicroBatch | None,
         on_copies: bool = False,
     ) -> Nest:
-        """Calls layers in order, each under its own random key in a run of a plan."""
+        """Calls layers in order; in a run of a plan, each with its own random seed."""
         if on_copies:
             value = copy_tensors(value)
         keys = None if micro_batch is None else random_keys.current()
@@ -322,11 +329,6 @@ class StageRunner:
                     raise
                 raise refusal(error, self._partition, number, function, value) from error
         return value
-
-
-def _sole(value: Nest) -> Nest:
-    """Returns the only entry of a tuple, if it has one: Fleet begins each piece like this."""
-    return value[0] if type(value) is tuple and len(value) == 1 else value
 
 
 def checked_interval(recompute_interval: object, recompute_ctx: object) -> int:
@@ -354,7 +356,7 @@ def checked_interval(recompute_interval: object, recompute_ctx: object) -> int:
 
 
 class PipelineLayerChunk(paddle.nn.Layer):
-    """The layers of one stage; its sublayers are named by their numbers in the whole list.
+    """The layers of one stage, to inspect; its sublayers are named by their numbers in the list.
 
     A shared layer that is called through its ``forward_func`` is named by its key.
     """
@@ -362,7 +364,12 @@ class PipelineLayerChunk(paddle.nn.Layer):
     def __init__(
         self, functions: Mapping[int, Callable[[Nest], Nest]], keys: Mapping[int, str]
     ) -> None:
-        """Creates a chunk of built layers and functions, given in order by their numbers."""
+        """Creates a chunk.
+
+        Args:
+            functions: The built layers and functions in order, by number in the whole list.
+            keys: The keys of shared layers, by number.
+        """
         super().__init__()
         self.run_function = list(functions.values())
         for index, function in functions.items():

@@ -1,12 +1,12 @@
-"""Finds entries of a layer list that are one layer or share weights: ``SharedLayerDesc``.
+"""Finds and builds entries of a layer list that are one layer or share weights: tied entries.
 
-Entries with the same key, class and arguments are one layer, however often they occur in the list.
-Entries with the same key and another class or other arguments (an embedding and a head, say) are
-a variant: a separate layer whose named weights are those of the first entry.
+Entries of a ``SharedLayerDesc`` with the same key, class and arguments are one layer. Entries with
+the same key and another class or other arguments, such as an embedding and a head, are variants:
+separate layers whose shared weights are those of the first entry.
 
 Entries of a ``LocalSharedLayerDesc`` key are all on one rank, and each is a variant. The
 constructor of each but the first takes the weights by keyword, under the names that the first entry
-gives them.
+gives them. Start with :func:`find` and :func:`build`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
-#: The sublayer that holds the shared layers; it is the first, as in Fleet.
+#: The first sublayer of a model, as in Fleet: it holds the layers of ``SharedLayerDesc``.
 HOLDER = "shared_layers"
-#: That of the layers of ``LocalSharedLayerDesc``, which is the second.
+#: The second sublayer of a model: it holds the layers of ``LocalSharedLayerDesc``.
 LOCAL_HOLDER = "local_shared_layers"
 
 
 def is_shared(name: str) -> bool:
-    """Tells whether a parameter or buffer with this name is of a shared layer."""
+    """Whether a name is that of a parameter or buffer of a shared layer."""
     return name.partition(".")[0] in (HOLDER, LOCAL_HOLDER)
 
 
@@ -59,7 +59,7 @@ class SharedLayer(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """Entries with the same key, class and arguments; ``attributes`` is from the first of them."""
+    """Entries that are one layer: their numbers, and the attributes that they share."""
 
     indices: list[int]
     attributes: list[str]
@@ -131,7 +131,7 @@ def _require_shared(
     first: _Variant,
     variant: _Variant,
 ) -> None:
-    """Refuses an entry that shares weights which the first of its key does not share."""
+    """Refuses an entry that shares weights which the first entry of its key does not share."""
     if missing:
         index = variant.indices[0]
         raise ConfigError(
@@ -145,7 +145,7 @@ def _require_shared(
 
 
 def _description(entry: Entry) -> tuple[object, ...]:
-    """Returns the properties that decide how an entry's layer is built."""
+    """Returns the class, the arguments or the specification from which a layer is built."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return entry.layer_func, entry.inputs, entry.kwargs
@@ -153,7 +153,7 @@ def _description(entry: Entry) -> tuple[object, ...]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Tells whether two arguments would build the same: by value, or attribute by attribute."""
+    """Whether two arguments of constructors are equal: by value, or attribute by attribute."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, type):
@@ -166,12 +166,13 @@ def _is_equal(one: Any, other: Any) -> bool:
         return bool(np.array_equal(np.asarray(one), np.asarray(other)))
     if bool(one == other):
         return True
-    # An initializer or a ParamAttr equals nothing but itself.
+    # Initializers and ParamAttr do not compare by value.
     attributes = getattr(one, "__dict__", None)
     return bool(attributes) and _is_equal(attributes, vars(other))
 
 
 def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:
+    """Returns the path of each parameter and buffer of a variant's layer."""
     return list(paddle.nn.Layer.state_dict(blueprints[variant.indices[0]]))
 
 
@@ -191,7 +192,7 @@ def _attribute_paths(
 def _lent_paths(
     variant: _Variant, entries: Sequence[Entry], blueprints: Blueprints
 ) -> dict[str, str]:
-    """Returns the path within its layer of each weight that the constructor got."""
+    """Returns the path in a variant's layer of each weight that the constructor got."""
     index = variant.indices[0]
     layer = blueprints[index]
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
@@ -216,6 +217,7 @@ def _require_alike(
     other: tuple[_Variant, Mapping[str, str]],
     blueprints: Sequence[Layer],
 ) -> None:
+    """Refuses a shared weight that has other shapes or dtypes in two variants of a key."""
     forms = []
     for variant, paths in (first, other):
         weight = paddle.nn.Layer.state_dict(blueprints[variant.indices[0]])[paths[attribute]]
@@ -231,7 +233,7 @@ def _require_alike(
 
 
 def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
-    """Returns the layers at which a stage may begin, without the first; None for all.
+    """Returns the layers, except layer 0, at which a stage may begin; None for all layers.
 
     No stage may begin between entries that share weights within one rank.
     """
@@ -250,7 +252,7 @@ def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
 def refuse_split(
     entries: Sequence[Entry], blueprints: Sequence[Layer], rank_of_layer: Callable[[int], int]
 ) -> None:
-    """Refuses layers that share a parameter within one rank, but are cut onto several ranks.
+    """Refuses layers on different ranks that share a parameter without a ``SharedLayerDesc``.
 
     Args:
         entries: The list of layers.
@@ -317,10 +319,10 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
     def follow(self, model: Layer) -> None:
-        """Adopts the layers that now stand in ``model`` in place of the registered ones.
+        """Adopts the layers that have replaced registered layers in ``model``.
 
         Raises:
-            ConfigError: There is no layer any more at the path of a registered one.
+            ConfigError: The model has no layer any more at the path of a registered layer.
         """
         replaced: dict[int, Layer] = {}
         for layers in (self.shared, self.layers):
@@ -337,6 +339,7 @@ class Built(NamedTuple):
 
 
 def _sublayer(model: Layer, path: str) -> Layer:
+    """Returns the sublayer at a path; refuses a model without it."""
     holder, _, key = path.partition(".")
     try:
         layer = getattr(model, holder)
@@ -350,12 +353,17 @@ def _sublayer(model: Layer, path: str) -> Layer:
 
 
 def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
-    """Builds some entries of a list; entries that share a layer or a weight here get the same one.
+    """Builds some entries of a list; entries here that are tied get the same layer or weights.
 
     A shared layer is built under the seed of its first entry in the whole list, so its values do
-    not depend on the rank that builds it. Entries that are not built here are passed over in their
-    turn, so neither do names and the draws of constructors. All random states are restored at the
-    end, so ranks that build different layers draw the same numbers afterwards.
+    not depend on the rank. Entries of other ranks are built without memory in their turn, so names
+    and the numbers that constructors draw do not depend on the rank, either. All random states are
+    restored at the end, so all ranks draw the same numbers afterwards.
+
+    Args:
+        entries: The whole list of layers.
+        indices: The numbers of the entries to build.
+        shared: The shared layers of the list.
     """
     built = Built({}, {}, {}, {})
     layer_of = {index: layer for layer in shared for index in layer.indices}
@@ -392,7 +400,7 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
 
 
 def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
-    """Names a shared layer in this process: the first of a key is ``shared_layers.<key>``."""
+    """Registers a shared layer: the first of a key here is named ``shared_layers.<key>``."""
     if shared.path in built.shared:
         prefix = str(shared.indices[0])
         built.layers[prefix] = layer
@@ -407,9 +415,10 @@ def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
 def _tie(
     layer: Layer, shared: SharedLayer, weights: dict[str, Tensor], paddles_names: Mapping[str, str]
 ) -> None:
-    """Replaces the layer's own weights by shared weights that exist already.
+    """Replaces the weights of a layer by shared weights that other layers here have.
 
-    A weight that another rank has first is called as it is there, in ``paddles_names``.
+    A shared weight whose first layer is on another rank gets that weight's name there, from
+    ``paddles_names``.
     """
     for path, parameter in list(layer.named_parameters()):
         name = shared.names[path]
@@ -422,5 +431,5 @@ def _tie(
 
 
 def called_through(function: Callable[[Nest], Nest]) -> tuple[Layer, ...]:
-    """Returns the shared layer that ``function`` calls through a ``forward_func``, else ()."""
+    """Returns the shared layer that ``function`` calls by a ``forward_func``; else no layer."""
     return function.args if isinstance(function, functools.partial) else ()
