@@ -1,7 +1,7 @@
 """Reads functions' code: the names and values in it, and whether it draws from Python's generators.
 
-Watching the generators, or NumPy's, would not show it, since threads that load data draw from them
-at the same time.
+Python's generators are those of ``random`` and NumPy. Watching their states would not show who
+draws, because threads that load data draw from them at the same time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import numpy as np
 from fleetpipe.aliases import Nest
 from fleetpipe.paddle_api import paddle
 
-#: Packages whose code says nothing of a user's model.
+#: Packages whose code is not that of a user's model.
 LIBRARIES = (sys.stdlib_module_names | {"paddle", "numpy", "fleetpipe"}) - {"__main__"}
 
 
 def is_of_library(thing: object) -> bool:
-    """Whether a module of this name, or the module of an object, belongs to a library."""
+    """Whether an object's module, or the module of a name, belongs to one of ``LIBRARIES``."""
     module = thing if isinstance(thing, str) else getattr(thing, "__module__", "builtins")
     return str(module).partition(".")[0] in LIBRARIES
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is of an installed package, not of the script's own."""
+    """Whether a module belongs to an installed package, not to the script."""
     root = sys.modules.get(module.partition(".")[0])
     file = str(getattr(root, "__file__", None) or "")
     return "site-packages" in file or "dist-packages" in file
@@ -42,38 +42,38 @@ def is_installed(module: str) -> bool:
 
 @cache
 def codes_in(code: CodeType) -> tuple[CodeType, ...]:
-    """Returns a code object and those of the functions and comprehensions within it."""
+    """Returns a code object, and those of functions and comprehensions within it."""
     inner = (codes_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return (code, *chain.from_iterable(inner))
 
 
 @cache
 def names_in(code: CodeType) -> frozenset[str]:
-    """Returns the names of variables, attributes and modules in code and in code within it."""
+    """Returns the names of variables, attributes and modules in code, nested code included."""
     return frozenset(chain.from_iterable(one.co_names for one in codes_in(code)))
 
 
 @cache
 def _named_by(code: CodeType, operation: str) -> tuple[str, ...]:
-    """Returns what operations of a kind, by the end of its name, name in code and within it."""
+    """Returns the names in instructions whose opcode ends with ``operation``, nested ones too."""
     steps = chain.from_iterable(map(dis.get_instructions, codes_in(code)))
     return tuple(dict.fromkeys(s.argval for s in steps if s.opname.endswith(operation)))
 
 
 def imports_in(code: CodeType) -> tuple[str, ...]:
-    """Returns the names of the modules that code imports, in code within it too."""
+    """Returns the names of the modules that code imports, nested code included."""
     return _named_by(code, "IMPORT_NAME")
 
 
 def variables_of(function: FunctionType) -> dict[str, object]:
-    """Returns the module variables that a function's code names, with their values."""
+    """Returns the module variables that a function's code names, by name."""
     there = function.__globals__
     return {name: there[name] for name in _named_by(function.__code__, "_GLOBAL") if name in there}
 
 
 def held_by(function: FunctionType) -> list[object]:
     """Returns the values in a function's closure, and its defaults."""
-    # A cell that is not bound yet has no contents.
+    # An unbound cell has no contents.
     cells = [c.cell_contents for c in function.__closure__ or () if hasattr(c, "cell_contents")]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
@@ -81,15 +81,15 @@ def held_by(function: FunctionType) -> list[object]:
 _GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 _MODULES: tuple[types.ModuleType, ...] = (random, np.random)
 
-#: Packages of libraries whose code is read, because it draws from these generators.
+#: Packages of libraries whose code is read all the same: it draws from these generators.
 _READ = ("paddle.vision.transforms",)
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
-#: What code is read of, or what a generator is reached by.
+#: Types of objects that have code, or that lead to a generator.
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
-#: Where an object of a kind has what it calls.
+#: The attributes in which an object of a type has the functions and objects that it calls.
 _WRAPPED: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
     staticmethod: ("__func__",),
@@ -98,23 +98,28 @@ _WRAPPED: dict[type, tuple[str, ...]] = {
     functools.cached_property: ("func",),
 }
 
-#: By ``id``, with a reference that ends the entry: hooks come with each forward, and an object may
-#: compare by value.
+#: Results by ``id``, each with a weak reference that removes it: hooks are new in each forward, and
+#: objects may compare by value.
 _Results = dict[int, tuple[weakref.ref[Any], bool]]
 _of_values: _Results = {}
 _of_code: _Results = {}
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
-    """Whether code that a function or a layer runs, as far as it is known, names a generator.
+    """Whether the code that a function or a layer runs names one of Python's generators.
 
-    Hooks count, and so does what is in attributes and containers. A layer is read once, when it
-    first runs: what a script puts into it later is not seen.
+    The code of hooks counts, and that of objects in attributes and containers. A layer is read
+    once, before its first run: later changes are not seen.
     """
-    return _decide_once(_of_values, function, lambda: any(map(_code_draws, _code_in(function))))
+
+    def code_draws(code: Any) -> bool:
+        return _decide_once(_of_code, code, lambda: _reaches_generator(code))
+
+    return _decide_once(_of_values, function, lambda: any(map(code_draws, _code_in(function))))
 
 
 def _decide_once(results: _Results, thing: Any, decide: Callable[[], bool]) -> bool:
+    """Returns the stored result for an object, or calls ``decide`` and stores the result."""
     if type(thing).__weakrefoffset__ == 0:
         return decide()
     key = id(thing)
@@ -124,12 +129,8 @@ def _decide_once(results: _Results, thing: Any, decide: Callable[[], bool]) -> b
     return results[key][1]
 
 
-def _code_draws(code: Any) -> bool:
-    return _decide_once(_of_code, code, lambda: _reaches_generator(code))
-
-
 def _reaches_generator(code: Any) -> bool:
-    """Whether a generator is reached from code, by the names in it and in what it reaches."""
+    """Whether code can reach a generator by its names, and by the code that these reach."""
     waiting: list[tuple[Any, frozenset[str] | None]] = [(code, None)]
     seen: dict[Any, Any] = {}
     while waiting:
@@ -137,7 +138,7 @@ def _reaches_generator(code: Any) -> bool:
         key = id(one), names if isinstance(one, types.ModuleType) else None
         if key in seen:
             continue
-        # The value keeps the object, so that no other has its id.
+        # The stored object stays alive, so no other object gets its id.
         seen[key] = one
         if _is_generator(one, names):
             return True
@@ -147,13 +148,17 @@ def _reaches_generator(code: Any) -> bool:
 
 
 def _is_generator(one: Any, names: frozenset[str] | None) -> bool:
+    """Whether an object is a generator, or a module of generators that ``names`` may use."""
     if isinstance(one, types.ModuleType):
         return one in _MODULES or (one is np and (names is None or "random" in names))
     return any(one is it or getattr(one, "__self__", None) is it for it in _GENERATORS)
 
 
 def _values_in(one: Any, names: frozenset[str] | None) -> tuple[frozenset[str] | None, list[Any]]:
-    """Returns the values that a function, a class or a module may use, and the names in it."""
+    """Returns the names in a function, a class or a module, and the values that it may use.
+
+    A module's values are those that ``names`` has; None stands for all names.
+    """
     if _is_silent(one.__name__ if isinstance(one, types.ModuleType) else one):
         return names, []
     if isinstance(one, types.FunctionType):
@@ -175,7 +180,7 @@ def _code_in(value: Any) -> Iterator[Any]:
         if kind in _PLAIN or id(one) in seen:
             continue
         seen[id(one)] = one
-        # By its type: a stand-in for a value of another stage refuses to be asked.
+        # By its type, since an object that replaces a value of another stage refuses isinstance.
         if issubclass(kind, _CODE) or any(one is generator for generator in _GENERATORS):
             yield one
         elif issubclass(kind, dict):
@@ -192,6 +197,7 @@ def _code_in(value: Any) -> Iterator[Any]:
 
 
 def _attributes(one: Any) -> Iterator[Any]:
+    """Yields the values of an object's attributes, without its properties."""
     yield from _dict_of(one).values()
     for base in type(one).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -200,6 +206,7 @@ def _attributes(one: Any) -> Iterator[Any]:
 
 
 def _dict_of(one: Any) -> Mapping[str, Any]:
+    """Returns the ``__dict__`` of an object; empty if it has none."""
     try:
         attributes: Mapping[str, Any] = object.__getattribute__(one, "__dict__")
     except AttributeError:
@@ -208,6 +215,6 @@ def _dict_of(one: Any) -> Mapping[str, Any]:
 
 
 def _is_silent(thing: object) -> bool:
-    """Whether a thing, or a module of this name, is a library's, whose code is not read."""
+    """Whether an object, or the module of a name, belongs to a library whose code is not read."""
     module = thing if isinstance(thing, str) else getattr(thing, "__module__", None)
     return is_of_library(thing) and not str(module).startswith(_READ)

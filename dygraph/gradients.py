@@ -1,11 +1,12 @@
-"""The gradient of a parameter: ``main_grad`` for a mixed-precision parameter, else ``grad``.
+"""The gradient of a parameter, and the errors of failed backwards.
 
-Paddle's ``MixPrecisionLayer`` adds up the gradients of float16 and bfloat16 parameters in float32,
-in the attribute ``main_grad``; ``grad`` stays empty.
+The gradient is ``main_grad`` for a mixed-precision parameter, else ``grad``: Paddle's
+``MixPrecisionLayer`` adds up gradients of float16 and bfloat16 parameters in float32, in the
+attribute ``main_grad``, and ``grad`` stays empty.
 
-Also the errors of failed backwards, and of a forward or a loss that differentiates by a tensor of
-another stage. A physics loss differentiates the model's output by its input: the operations between
-the two are in the graphs of several stages.
+A forward or a loss that differentiates by a tensor of another stage is refused. A physics loss, for
+example, differentiates the model's output by its input, but the operations between the two are in
+the graphs of several stages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 @paddle.no_grad()
 def dense(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a gradient with all rows, if a sparse embedding has left it with some."""
+    """Returns a gradient as a dense tensor; a sparse embedding's gradient has only some rows."""
     if gradient is None or not gradient.is_selected_rows():
         return gradient
     return paddle.add_n([paddle.zeros_like(parameter), gradient])
@@ -44,7 +45,7 @@ def set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    """Returns zeros for :func:`set_gradient`."""
+    """Returns a gradient of zeros for a parameter, in the dtype of its gradient."""
     if hasattr(parameter, "main_grad"):
         return paddle.zeros(parameter.shape, "float32")
     return paddle.zeros_like(parameter)
@@ -53,7 +54,7 @@ def zero_gradient(parameter: Tensor) -> Tensor:
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
     """Frees the gradients of ``parameters``."""
     for parameter in parameters:
-        # By position: Paddle takes no notice of the name.
+        # By position, since Paddle ignores the keyword.
         parameter.clear_gradient(False)
         if getattr(parameter, "main_grad", None) is not None:
             parameter.main_grad = None
@@ -75,7 +76,7 @@ def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
 
 
 def cause_of_backward(error: Exception) -> Exception:
-    """Returns the error to raise for a failed backward: the same, or one with its cause."""
+    """Returns the error to raise for a failed backward: a clear one if its cause is known."""
     kernel = re.search(r"function .* is not implemented for data type `\w+`", str(error))
     if kernel:
         return BoundaryError(
@@ -85,13 +86,11 @@ def cause_of_backward(error: Exception) -> Exception:
             "a layer that computes in a dtype which this device lacks",
             fix="labels.astype('int64'), or soft_label=True of a loss that takes shares",
         )
-    if "backward twice" not in str(error):
-        return error
-    return graph_of_another_backward()
+    return graph_of_another_backward() if "backward twice" in str(error) else error
 
 
 def graph_of_another_backward() -> BoundaryError:
-    """Returns the error of a backward that reaches the graph of another backward."""
+    """Returns the error of a backward that reaches operations of another backward's graph."""
     return BoundaryError(
         "a backward came to operations that an earlier one has run through",
         expected="layers that use nothing but what they are given and their parameters",
@@ -103,7 +102,7 @@ def graph_of_another_backward() -> BoundaryError:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether ``paddle.grad`` raised an error, called by a forward or a loss."""
+    """Whether an error of a forward or a loss was raised within ``paddle.grad``."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = Path(paddle.__file__).parent
     return any(
@@ -112,7 +111,13 @@ def is_refusal(error: Exception) -> bool:
 
 
 def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
-    """Returns the error to raise instead of an error of ``paddle.grad``."""
+    """Returns the error to raise in the place of an error of ``paddle.grad``.
+
+    Args:
+        error: The error.
+        where: The layer or the loss that called it.
+        value: The argument of the layer or the loss.
+    """
     return BoundaryError(
         f"{where} differentiates by a tensor from which nothing leads to the result in this stage",
         where=_line_of(error),
@@ -127,7 +132,7 @@ def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
 
 def _line_of(error: Exception) -> str | None:
     """Returns file and line of the innermost frame outside of Paddle and fleetpipe."""
-    # The last wraps functions of Paddle 2.6.2.
+    # The package decorator wraps functions of Paddle 2.6.2.
     foreign = ("paddle", "fleetpipe", "decorator")
     lines = [
         f"{frame.f_code.co_filename}:{line}"

@@ -1,8 +1,8 @@
-"""Kinds of layers with additional rules in a pipeline, as experts, and broadcasts that heed them.
+"""Kinds of layers with additional rules in a pipeline, such as experts, and broadcasts of state.
 
-A layer has a kind if the name of one of its sublayers is the kind's, and a parameter if it is in
-such a sublayer. The table names modules to load on demand. Ranks with copies of a model's part need
-not have copies of its experts.
+A layer is of a kind if one of its sublayers has the name of the kind in ``KINDS``, whose modules
+are loaded on demand. A broadcast treats experts separately: ranks with copies of a model's part may
+have different experts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fleetpipe.paddle_api import paddle
 
 
 def is_spread(parameter: Tensor) -> bool:
-    """Whether a parameter is an expert's, and other ranks of its stage hold other experts.
+    """Whether a parameter belongs to an expert, and other ranks of its stage hold other experts.
 
-    Paddle marks it by ``no_sync``, and so do the libraries' layers.
+    Paddle and libraries mark such a parameter by the attribute ``no_sync``.
     """
     return bool(getattr(parameter, "no_sync", False))
 
 
 def broadcast_copies(state: Mapping[str, Tensor], group: Group, of_experts: Group) -> None:
-    """Sets all copies of a model's part to the values of the first. Collective over both groups.
+    """Sets all copies of a model's part to the values of the first copy. Collective over groups.
 
     Args:
         state: Tensors by name, with the same names and shapes on every copy.
         group: The ranks with copies of everything but experts.
-        of_experts: The ranks with copies of the same experts.
+        of_experts: The ranks with copies of this rank's experts.
     """
     spread = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
     broadcast_state({n: t for n, t in state.items() if n not in spread}, group)
@@ -38,7 +38,7 @@ def broadcast_copies(state: Mapping[str, Tensor], group: Group, of_experts: Grou
 
 
 def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
-    """Sets the tensors of all members of a group to the values of the first. Collective.
+    """Sets the tensors of all members of a group to the first member's values. Collective.
 
     Args:
         state: Tensors by name, with the same names and shapes on every member.
@@ -46,7 +46,7 @@ def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
     """
     if group.ranks == 1:
         return
-    # Sent as copies: what these are may change before they have left this process.
+    # Copies, because the tensors may change before the message has left this process.
     copies = None if group.rank else {name: t.detach().clone() for name, t in state.items()}
     first = group.broadcast(copies, 0)
     if group.rank:
@@ -54,12 +54,12 @@ def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
             tensor.set_value(first[name])
 
 
-#: The name of sublayers, and the :class:`LayerKind` of layers with some, as ``module:name``.
+#: The :class:`LayerKind` of layers, as ``module:name``, by the name of a sublayer.
 KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts:MIXTURES"}
 
 
 class LayerKind:
-    """The rules of a kind of layers. A subclass overrides the methods it needs; these do nothing.
+    """The rules of a kind of layers; a subclass overrides some of the methods.
 
     Attributes:
         exchanges: Whether such layers exchange values with other ranks in a forward.
@@ -75,9 +75,9 @@ class LayerKind:
         """
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the layer's state on one device, in order, made from its state on this rank.
+        """Returns the layer's state as on one device, in order, from its state on this rank.
 
-        For a name of another rank, it has a tensor of this rank with the same shape and dtype.
+        Tensors of other ranks are replaced by tensors of this rank with the same shape and dtype.
         """
         return state
 
@@ -86,7 +86,7 @@ class LayerKind:
         return False
 
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Called after a rank's last backward, with its parameters by fully qualified name."""
+        """Called after the last backward of a batch, with this rank's parameters by name."""
 
 
 def kinds_in(names: Iterable[str]) -> list[LayerKind]:
@@ -104,7 +104,7 @@ def kinds_of(layer: Any) -> list[LayerKind]:
 
 def whole_state(layer: Layer) -> dict[str, Tensor]:
     """Returns the parameters and buffers of a layer by their names on one device, in order."""
-    # Layer's own method, as everywhere a layer's names are wanted: a class may give other keys.
+    # The method of Layer, because a class may override it with other keys.
     state: dict[str, Tensor] = paddle.nn.Layer.state_dict(layer)
     for kind in kinds_of(layer):
         state = kind.whole_state(layer, state)

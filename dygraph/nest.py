@@ -1,4 +1,7 @@
-"""Functions on nested values that cross between stages: their tensors, and changed copies."""
+"""Functions on nested values that cross between stages: their tensors, and changed copies.
+
+A nested value is a tensor, or tuples, lists and dicts of tensors and other objects.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import copy_of
 
-#: Indices and keys, from a value to a part of it.
+#: The indices and keys that lead from a value to a leaf.
 Path = tuple[object, ...]
 
 _CONTAINERS = (tuple, list, dict)
@@ -21,7 +24,7 @@ def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[
 
     Args:
         value: Nested containers, or a leaf itself.
-        exact: Whether an object of a class derived from tuple, list or dict is a leaf.
+        exact: Whether an object of a subclass of tuple, list or dict is a leaf.
         path: The path of ``value`` itself.
     """
     if not isinstance(value, _CONTAINERS) or (exact and type(value) not in _CONTAINERS):
@@ -39,7 +42,7 @@ def tensors_of(value: Nest) -> Iterator[Tensor]:
 
 
 def _collect(value: Nest, tensors: list[Tensor]) -> None:
-    """Adds the tensors in a value to a list: a generator would cost a call for each of them."""
+    """Adds the tensors in a value to a list; a generator would cost a call for each tensor."""
     if isinstance(value, paddle.Tensor):
         tensors.append(value)
     elif isinstance(value, _CONTAINERS):
@@ -60,17 +63,18 @@ def tensors_by_place(value: Nest) -> dict[str, Tensor]:
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether backward may start from a tensor: the indices of ``topk`` have the flag, too."""
+    """Whether backward may start from a tensor: it needs a gradient, and is no integer."""
+    # The indices of topk, for example, are integers without stop_gradient.
     return not tensor.stop_gradient and tensor.dtype not in _WHOLE
 
 
 def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
-    """Returns the tensors in ``value``, in order, whose gradients go back over the edge.
+    """Returns the tensors in ``value`` that need a gradient, in order.
 
     Args:
-        value: The value that crosses the edge.
-        roots: Whether to leave out integers, from which no backward may start. In Paddle they have
-            gradients all the same if they were cast, and these cross too.
+        value: A value, such as the value on an edge, over which these gradients return.
+        roots: Whether to leave out integers, from which no backward may start. Paddle gives an
+            integer a gradient if it was cast, and this gradient crosses between stages, too.
     """
     if isinstance(value, paddle.Tensor) and not roots:
         return [] if value.stop_gradient else [value]
@@ -78,16 +82,16 @@ def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
 
 
 def rebuild(container: Nest, items: Iterable[Nest]) -> Nest:
-    """Returns a tuple or list with ``items``, of the class of ``container``, even a named tuple."""
+    """Returns ``items`` in a container of the class of ``container``: a list or any tuple."""
     kind = type(container)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 def join(combine: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
-    """Joins the parts at each path of several nested values; containers are like the first's.
+    """Joins several nested values path by path; ``combine`` joins the parts at a path.
 
-    Values that are not containers of one class, with as many items or the same keys, are joined
-    themselves.
+    Containers of one class with as many items, or with the same keys, become one container like the
+    first. Any other values are parts.
     """
     first = values[0]
     alike = len({*map(type, values)}) == 1
@@ -99,7 +103,7 @@ def join(combine: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> N
 
 
 def map_tensors(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
-    """Returns a value like ``value`` in which ``change(tensor)`` replaces each tensor."""
+    """Returns ``value`` with each tensor replaced by ``change(tensor)``."""
     if isinstance(value, paddle.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -110,7 +114,7 @@ def map_tensors(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
 
 
 def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
-    """Returns ``value`` with replaced tensors, by their ids."""
+    """Returns ``value`` with some tensors replaced; ``replacements`` has the ids of these."""
     return map_tensors(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
@@ -120,14 +124,14 @@ def copies_of(value: Nest) -> dict[int, Tensor]:
 
 
 def copy_tensors(value: Nest) -> Nest:
-    """Returns a value like ``value`` in which a :func:`copy_of` replaces each tensor."""
+    """Returns ``value`` with each tensor replaced by a copy; a tensor twice in it has one copy."""
     if isinstance(value, paddle.Tensor):
         return copy_of(value)
     return replace(value, copies_of(value))
 
 
 def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
-    """Returns a tensor with the same data, shared or copied, that is cut from its graph."""
+    """Returns a detached tensor with the same data, shared or copied, and ``stop_gradient``."""
     other = copy_of(tensor.detach()) if copied else tensor.detach()
     other.stop_gradient = tensor.stop_gradient
     return other
@@ -139,6 +143,6 @@ def leaves_like(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def outline(value: Nest) -> str:
-    """Describes the tensors in a value in a few words, for messages."""
+    """Returns the dtypes and shapes of the tensors in a value, for messages."""
     tensors = [f"{str(t.dtype).split('.')[-1]}{list(t.shape)}" for t in tensors_of(value)]
     return f"{type(value).__name__} of {', '.join(tensors) or 'no tensors'}"

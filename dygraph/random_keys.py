@@ -1,8 +1,9 @@
-"""Random streams whose seeds depend on the batch, micro-batch and place, not on where they run.
+"""Random streams whose seeds depend on the batch, the micro-batch and the layer, not on the rank.
 
-At the start of a training batch one number is drawn from Paddle's CPU generator. Before each call
-of a layer the generators are seeded from it. Places that are no call of a layer have streams too:
-losses, hooks on gradients, the backward of a ``PyLayer``, the optimizer's step and ``apply``.
+At the start of a training batch one number is drawn from Paddle's CPU generator. From this number,
+the micro-batch and the layer's number the generators are seeded before each call of a layer. Other
+places have streams too: losses, hooks on gradients, the backward of a ``PyLayer``, the optimizer's
+step and ``apply``. A place is a tuple of numbers. Start with :class:`Keys`.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 #: The values of ``fleetpipe_configs["rng"]``.
 KEYED, FLEET = "keyed", "fleet"
 
-#: The streams of Paddle's tracker from which shards draw; each rank is to have its own.
+#: The streams of Paddle's tracker from which shards draw; each rank must have its own seed.
 OF_SHARDS = frozenset({"model_parallel_rng", "local_seed"})
 
-#: Stand for a layer's number where the loss functions run, in the step, and in ``apply``.
+#: Replace a layer's number in the places of loss functions, of the step and of ``apply``.
 LOSS, STEP, APPLY = -1, -2, -3
-#: Follows the call in whose forward a hook or a ``PyLayer`` was made, or a parameter.
+#: Marks a place in backward; it follows the place of the call, or the name of the parameter.
 BACKWARD = -4
-#: Follows the number of a batch that is evaluated.
+#: Marks the seed of an evaluation; it follows the number drawn.
 _EVALUATION = -5
 
 _WORD = 2**64 - 1
 
 _functions: types.ModuleType = paddle.nn.functional
 
-#: Functions of Paddle's that draw nothing.
+#: Functions of Paddle that draw nothing.
 _QUIET_FUNCTIONS = frozenset(
     getattr(_functions, name)
     for name in (
@@ -60,7 +61,7 @@ _QUIET_FUNCTIONS = frozenset(
     )
 ) | {paddle.flatten, paddle.tanh}
 
-#: Layers of Paddle's that draw nothing, whatever their arguments.
+#: Layers of Paddle that draw nothing, whatever their arguments.
 _QUIET_LAYERS = frozenset(
     getattr(paddle.nn, name)
     for name in (
@@ -77,7 +78,7 @@ _QUIET_LAYERS = frozenset(
 
 
 def key(*parts: int) -> int:
-    """Returns a seed of 63 bits: a fixed mixture of whole numbers, in their order.
+    """Returns a seed of 63 bits, a hash of whole numbers in their order.
 
     Each part goes through the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable
     Pseudorandom Number Generators, 2014). Paddle's CPU generator uses the low 32 bits.
@@ -98,7 +99,7 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
     """
     kind = type(function)
     if kind is functools.partial:
-        # A node of a captured model stands for what it calls.
+        # A node of a captured model calls the function ``stands_for``.
         function = getattr(function, "stands_for", function)
         kind = type(function)
     if kind in _QUIET_LAYERS:
@@ -107,11 +108,11 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
 
 
 class DrawKinds(NamedTuple):
-    """How some functions draw, as far as it is known.
+    """From which generators some functions draw.
 
     Attributes:
-        any: Whether they may draw random numbers.
-        python: Whether from Python's or NumPy's own generators.
+        any: Whether they may draw random numbers at all.
+        python: Whether they are known to draw from Python's or NumPy's own generators.
     """
 
     any: bool
@@ -119,7 +120,7 @@ class DrawKinds(NamedTuple):
 
 
 def draws_of(functions: Sequence[Callable[..., Any]]) -> DrawKinds:
-    """Returns how functions draw; none stand for any."""
+    """Returns from which generators functions draw; no functions stand for unknown ones."""
     if functions and all(map(draws_nothing, functions)):
         return DrawKinds(False, False)
     return DrawKinds(True, any(map(draws_python, functions)))
@@ -129,17 +130,18 @@ class Keys:
     """The random seeds of one batch.
 
     Attributes:
-        micro_batch: The global micro-batch of the calls announced by :meth:`enter`.
-        common_streams: The used streams that are the same on all ranks along mp.
+        micro_batch: The global micro-batch of the calls that :meth:`enter` announces.
+        python: Whether Python's and NumPy's own generators are seeded for each call.
+        common_streams: The used streams that have the same seed on all ranks along mp.
     """
 
     def __init__(self, batch_seed: int, python: bool = False) -> None:
         """Starts with the seed of a batch.
 
         Args:
-            batch_seed: From it and the place of a call comes the seed of each call.
-            python: Whether Python's and NumPy's own generators are seeded for each call; else they
-                are for code that draws from them.
+            batch_seed: The seed of a call is a hash of this number and the call's place.
+            python: Whether to seed Python's and NumPy's own generators for each call, or only for
+                code that is known to draw from them.
         """
         self.micro_batch = GlobalMicroBatch(0)
         self.python = python
@@ -149,19 +151,19 @@ class Keys:
         self._common: frozenset[str] = frozenset()
         self._call: tuple[int, ...] | None = None
         self._made = 0
-        #: What was called, which it keeps alive, and how that draws, by the ids of what was called:
-        #: it is asked for once in a batch.
+        #: The functions that were called, which stay alive so, and how they draw, by their ids: it
+        #: is found out once in a batch.
         self._draws: dict[tuple[int, ...], tuple[Sequence[Callable[..., Any]], DrawKinds]] = {}
-        #: Returns the parameters of this process by their names in the whole model.
+        #: Returns the parameters of this process by fully qualified name.
         self.parameters: Callable[[], Mapping[str, Tensor]] = dict
         self._streams: dict[str, GeneratorStates] = {}
         self._generators: list[Any] = []
         self._outside: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
-        """Adopts the first rank's seed among the ranks with shards of one layer. Collective.
+        """Adopts the seed of the first rank of ``group``, the shards of one layer. Collective.
 
-        A stream with the same seed on all of them stays the same on all; any other differs on each.
+        A stream with one seed on all ranks keeps one seed; any other stream has different seeds.
         """
         if group.ranks == 1:
             return
@@ -176,8 +178,8 @@ class Keys:
         """Seeds all generators for a call of layer ``layer`` of the whole list.
 
         Args:
-            layer: Its number, or that of another place.
-            functions: What is called; none if it may be anything.
+            layer: The number of the layer, or LOSS.
+            functions: The functions that are called; none if they are unknown.
         """
         called = tuple(map(id, functions))
         if called not in self._draws:
@@ -185,6 +187,7 @@ class Keys:
         self._enter((layer, self.micro_batch), self._draws[called][1])
 
     def _enter(self, call: tuple[int, ...], draws: DrawKinds) -> None:
+        """Seeds the generators from which a call at a place draws."""
         self._call, self._made = call, 0
         self._streams.clear()
         if self._outside is not None:
@@ -196,7 +199,7 @@ class Keys:
 
     @contextmanager
     def within(self, place: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
-        """While it is open, the generators are those of a place; they are restored at the end."""
+        """While it is open, generators are seeded for a place; at the end they are restored."""
         resume, states = self.suspend(), GeneratorStates()
         self._enter(place, draws_of(functions))
         try:
@@ -208,25 +211,25 @@ class Keys:
 
     @functools.cached_property
     def numbers_of_parameters(self) -> dict[int, int]:
-        """A number of each parameter of this process, the same on any rank, by its id."""
+        """A hash of each parameter's name, by the parameter's id; the same on every rank."""
         return {id(p): zlib.crc32(name.encode()) for name, p in self.parameters().items()}
 
     def place_in_backward(self) -> tuple[int, ...] | None:
-        """Returns the place of the next hook, or ``PyLayer``, of the present call; None outside."""
+        """Returns the place of the next hook or ``PyLayer`` of the current call; None outside."""
         if self._call is None:
             return None
         self._made += 1
         return (*self._call, BACKWARD, self._made)
 
     def leave(self) -> None:
-        """Restores Python's and NumPy's generators after a layer that draws from them."""
+        """Restores Python's and NumPy's generators, if they were seeded for the current call."""
         if self._outside is not None:
             self._outside.put_back()
             self._outside = None
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """While it is open, numbers come from the stream ``name``.
+        """While it is open, numbers are drawn from the stream ``name`` of Paddle's tracker.
 
         If it is used several times within a call of a layer, it continues. A stream that is not
         common to all shards has another seed on each.
@@ -259,7 +262,7 @@ class Keys:
         return resume
 
     def _seed_generators(self, seed: int) -> None:
-        """Seeds like ``paddle.seed``, but without its search for devices each time."""
+        """Seeds like ``paddle.seed``, which would search for devices each time."""
         if self.python or self._outside is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -272,19 +275,20 @@ _keys: Keys | None = None
 
 
 def current() -> Keys | None:
-    """Returns the seeds of the batch that is being trained; None outside, and for ``"fleet"``."""
+    """Returns the seeds of the batch that runs; None outside of batches and for ``"fleet"``."""
     return _keys
 
 
 def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) -> Keys | None:
-    """Returns the seeds of the next batch; None if mode is "fleet".
+    """Returns the seeds of the next batch; None if ``mode`` is "fleet".
 
-    That of a training batch is drawn from Paddle's CPU generator. An evaluation draws nothing.
+    The seed of a training batch is drawn from Paddle's CPU generator. An evaluation does not
+    advance the generator.
 
     Args:
         mode: The option ``rng``.
         python: As for :class:`Keys`.
-        part: The number of this rank's part of the sequences: each part draws other numbers.
+        part: The number of this rank's part of the sequences; each part has another seed.
         training: Whether the batch is trained.
     """
     if mode == FLEET:
@@ -304,8 +308,8 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
     Collective.
 
     Args:
-        keys: The result of :func:`draw`.
-        group: The ranks that hold shards of one layer, which adopt the seed of their first.
+        keys: The result of :func:`draw`; None changes nothing.
+        group: The ranks that hold shards of one layer; they adopt the first rank's seed.
     """
     global _keys
     if keys is None:
@@ -324,12 +328,12 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
 
 
 def _stream_of(name: str) -> AbstractContextManager[None] | None:
-    """Returns the context of a tensor-parallel stream within a batch; None outside of one."""
+    """Returns the context of a stream of Paddle's tracker in a batch; None outside of batches."""
     return None if _keys is None else _keys.stream(name)
 
 
 class GeneratorStates:
-    """The states of Paddle's generators: of the current device, and on a GPU also of the CPU."""
+    """The states of Paddle's generators: of the current device, and of the CPU."""
 
     def __init__(self) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators()]
@@ -348,7 +352,7 @@ class PythonStates:
         self._python: Any = random.getstate()
 
     def share(self, group: Group) -> None:
-        """Adopts the states of the first of ``group``. Collective over it."""
+        """Adopts the states of the first rank of ``group``. Collective over it."""
         if group.ranks > 1:
             name, words, *more = self._numpy
             text = json.dumps([[name, words.tolist(), *more], self._python])
@@ -362,7 +366,7 @@ class PythonStates:
 
 
 class RandomStates:
-    """The states of all that layers draw from: Paddle's generators, streams, NumPy, Python."""
+    """The states of all generators: Paddle's, its tracker's streams, NumPy's and Python's."""
 
     def __init__(self) -> None:
         self._paddle = GeneratorStates()
@@ -392,7 +396,7 @@ def suspend() -> Callable[[], None]:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """At its end, restores the states of everything that layers draw from."""
+    """At its end, restores the states of all generators and the current call."""
     resume = suspend()
     try:
         yield
@@ -407,24 +411,24 @@ def enter_loss(functions: Sequence[Callable[..., Any]]) -> None:
 
 
 def enter_backward(micro_batch: GlobalMicroBatch) -> None:
-    """Says whose gradients the hooks of parameters are called with from now on."""
+    """Sets the micro-batch whose gradients the hooks of parameters get from now on."""
     if (keys := current()) is not None:
         keys.micro_batch = micro_batch
 
 
 def in_earlier_backward(micro_batches: int) -> AbstractContextManager[None]:
-    """Returns a context: gradients are those of so many micro-batches before the present one."""
+    """Returns a context for gradients of an earlier micro-batch, ``micro_batches`` before this."""
     if (keys := current()) is None:
         return nullcontext()
     return replaced((keys, "micro_batch", GlobalMicroBatch(keys.micro_batch - micro_batches)))
 
 
 def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextManager[None]:
-    """Returns the context of an optimizer's step.
+    """Returns the context of an optimizer's step, with its own random stream.
 
     Args:
-        optimizer: The user's.
-        stage: The first stage of this process: ranks of other parameters draw other numbers.
+        optimizer: The user's optimizer.
+        stage: The first stage of this process: ranks with other stages draw other numbers.
         shard: The number of this rank's shard of the optimizer's state.
     """
     keys = current()
@@ -434,12 +438,12 @@ def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextMana
 def in_apply(
     names: Callable[[Layer], str], function: Callable[[Layer], object]
 ) -> Callable[[Layer], None]:
-    """Returns a function for ``Layer.apply`` that draws the same of a layer on whichever rank.
+    """Returns a function for ``Layer.apply`` that draws the same numbers for a layer on any rank.
 
-    One number is drawn from Paddle's CPU generator.
+    It draws one number from Paddle's CPU generator.
 
     Args:
-        names: Returns the name of a layer in the whole model.
+        names: Returns the fully qualified name of a layer.
         function: The user's function.
     """
     keys = Keys(drawn_on_host(2**31 - 1))
@@ -452,10 +456,10 @@ def in_apply(
 
 
 def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook on a gradient that draws by seeds of its own in a batch.
+    """Returns a hook on a gradient that has its own random stream in a batch.
 
-    That of a parameter has them by the parameter's name, that of another tensor by the call of the
-    layer in whose forward it is put there.
+    The stream of a parameter's hook depends on the parameter's name. The stream of another tensor's
+    hook depends on the layer in whose forward the hook is registered.
     """
     if is_of_library(getattr(hook, "func", hook)):
         return hook
@@ -482,7 +486,7 @@ def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tenso
 
 
 def _place_of_pylayer(kind: type) -> tuple[int, ...] | None:
-    """Returns the place of a call's backward; None outside of a batch, and of fleetpipe's own."""
+    """Returns the place of a ``PyLayer``'s backward; None outside of batches."""
     keys = None if kind.__module__.startswith("fleetpipe.") else current()
     return None if keys is None else keys.place_in_backward()
 

@@ -1,8 +1,8 @@
-"""Sums the gradients of a batch by trees, whose bits no schedule, cut or degree changes.
+"""Sums the gradients of a batch by trees, so that no schedule, cut or degree changes their bits.
 
 There is a tree for each use of a parameter: for each entry of the list of layers that computes with
-it. After each backward of a stage its gradients are removed from the parameters and stored for its
-micro-batch. ``fleetpipe.mesh.sums`` has the rule.
+it. After each backward of a stage, gradients are removed from the parameters and stored under their
+micro-batch. ``fleetpipe.mesh.sums`` defines the trees. Start with :class:`GradientTrees`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.tensor import stand_in, take_gradient
 from fleetpipe.schedules import Placement
 
-#: By stage, by the number of an entry of the list, the parameters that it uses.
+#: The parameters that an entry of the list uses, by stage and by number of the entry.
 Stages = Mapping[int, Mapping[int, Sequence[Tensor]]]
 
 _NOTHING = nullcontext()
 
 
 class TablePlace(NamedTuple):
-    """A place in a layer's table of parameters."""
+    """A layer's dict of parameters, and the name of a parameter in it."""
 
     table: dict[str, Tensor]
     name: str
@@ -46,9 +46,9 @@ class Use(NamedTuple):
     Attributes:
         number: The entry's number in the whole list.
         parameter: The parameter.
-        source: The tensor that gets the gradient from autograd: the parameter, or a stand-in.
+        source: The tensor that gets gradients from autograd: the parameter, or a stand-in.
         total: The tensor whose gradient becomes the sum over all micro-batches: the parameter, or a
-            stand-in if the parameter has other uses too.
+            stand-in if the parameter has several uses.
     """
 
     number: int
@@ -62,8 +62,8 @@ class Uses:
 
     Attributes:
         of_stage: The uses of each stage.
-        several: The uses in this process of each parameter that has several on all ranks, by its
-            id.
+        several: The uses in this process of each parameter that has several uses on all ranks, by
+            the parameter's id.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Uses:
             self._add(*place)
 
     def _add(self, stage: int, number: int, parameter: Tensor) -> None:
+        """Adds the use of a parameter by an entry, with stand-ins if it has several uses."""
         uses = self.several.get(id(parameter))
         if uses is None:
             if is_watched(parameter):
@@ -123,7 +124,7 @@ class Uses:
         self._copying.clear()
 
     def add_up(self) -> None:
-        """Sets the gradient of each parameter with several uses to their sum here, in order."""
+        """Sets the gradient of each parameter with several uses to the sum over uses, in order."""
         for uses in self.several.values():
             total = sum_in_order((u.number, g) for u in uses if (g := u.total.grad) is not None)
             if total is not None:
@@ -158,6 +159,7 @@ def slots_in(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[Ta
 
 @contextmanager
 def _put_in(swaps: Sequence[tuple[TablePlace, Tensor]]) -> Iterator[None]:
+    """While it is open, layers have other tensors in the places of their parameters."""
     before = [slot.table[slot.name] for slot, _ in swaps]
     for slot, other in swaps:
         slot.table[slot.name] = other
@@ -169,10 +171,10 @@ def _put_in(swaps: Sequence[tuple[TablePlace, Tensor]]) -> Iterator[None]:
 
 
 def _copy_behind_hooks(parameter: Tensor) -> Callable[[], object]:
-    """Adds a hook that copies the gradient, behind the user's; returns what removes it.
+    """Adds a hook that copies the gradient after the user's hooks; returns a function to remove it.
 
-    What the last hook returns becomes the gradient and is taken away. So a tensor that a user's
-    hook stores or returns would be empty.
+    The result of the last hook becomes the gradient, whose memory is taken away later. Without a
+    copy, a tensor that a user's hook stores or returns would become empty.
     """
     count_own_hook(parameter)
     remove: Callable[[], object] = parameter.register_hook(lambda grad: grad.clone()).remove
@@ -180,6 +182,7 @@ def _copy_behind_hooks(parameter: Tensor) -> Callable[[], object]:
 
 
 def _refuse_hooks(parameter: Tensor, stage: int) -> None:
+    """Refuses a hook, or a ``main_grad``, on a parameter with several uses."""
     if hasattr(parameter, "main_grad") or is_watched(parameter):
         raise ConfigError(
             "with sums by a tree the uses of a tied weight have gradients of their own, which a "
@@ -205,8 +208,8 @@ class GradientTrees:
 
         Args:
             stage: The stage that has run backward.
-            micro_batch: Its number within the batch, from 0.
-            complete: Whether no more gradients of the micro-batch come: after B or W, not after I.
+            micro_batch: The number of the micro-batch in the batch, from 0.
+            complete: Whether these are the last gradients of the micro-batch: after B or W, not I.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -226,9 +229,9 @@ class _StageTrees:
 
     def __init__(self, uses: Sequence[Use], micro_batches: int) -> None:
         self._uses = uses
-        #: Of lists, with a gradient for each use.
+        #: A sum of lists, each with a gradient for each use.
         self._tree = TreeSum[list[Tensor | None]](micro_batches, _add_each)
-        #: The gradients of micro-batches whose turn has not come, and whether they are complete.
+        #: The gradients of micro-batches that the tree adds later, and whether they are complete.
         self._waiting: dict[int, tuple[list[Tensor | None], bool]] = {}
         self._next = 0
 
@@ -264,7 +267,7 @@ def _sparse(use: Use) -> ConfigError:
 
 
 def _add_each(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Adds gradients of the same uses in the memory of the first; None stands for none."""
+    """Adds up two lists of gradients by use, in place in the first; None is no gradient."""
     for place, (total, gradient) in enumerate(zip(left, right)):
         if total is None:
             left[place] = gradient
@@ -307,7 +310,7 @@ def refuse_beside_trees(
 def refuse_shared_with_losses(
     entries: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
 ) -> None:
-    """Refuses a parameter that a layer of the list and a loss use: these would add in one sum.
+    """Refuses a parameter that a layer of the list and a loss use, which autograd would add up.
 
     Args:
         entries: The parameters of the last stage's entries, by number.
@@ -326,7 +329,7 @@ def refuse_shared_with_losses(
 
 
 def require_taken(parameters: Iterable[Tensor]) -> None:
-    """Refuses a gradient that comes from none of the known uses of a parameter."""
+    """Refuses a gradient left on a parameter: it is of a use that the list does not show."""
     for parameter in parameters:
         if gradient_of(parameter) is not None:
             raise ConfigError(
