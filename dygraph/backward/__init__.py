@@ -1,4 +1,4 @@
 """The work between a forward and the last gradient: recompute, and backward split into I and W.
 
-Start with ``recompute.py`` for the first and ``split.py`` for the second.
+Start with ``recompute.py`` for recompute, and with ``split.py`` for the split backward.
 """

@@ -1,8 +1,9 @@
-"""How gradients are added up: delayed ones, to those that parameters have, and in which order.
+"""Adds delayed gradients to those of parameters, and finds out in which order gradients are added.
 
-The first gradient of a batch goes through autograd, and so does every one that a hook watches. The
-others are added in place. A report says which gradients a split backward delayed until W, and why;
-a crossing is a stage that adds in another order than one graph of the model.
+:class:`Sums` adds gradients: through autograd the first one in a batch and those with hooks, others
+in place. A :class:`DeferralReport` tells which gradients a split backward delays until W, and why.
+A :class:`Crossing` shows where a stage may add gradients in another order than one graph of the
+whole model.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ class Sums:
     """Adds up the gradients of parameters over one batch."""
 
     def __init__(self) -> None:
-        #: The parameters that have one, by id.
+        #: The ids of the parameters that have a gradient in this batch.
         self.begun: set[int] = set()
 
     def end(self) -> None:
-        """Ends the batch: the next gradients must replace zeros that ``clear_grad`` may leave."""
+        """Ends the batch: the first gradients of the next batch go through autograd again.
+
+        They must replace the zeros that ``clear_grad`` may leave.
+        """
         self.begun.clear()
 
     def add(self, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Adds gradients to their parameters and runs hooks; autograd must be off.
 
         Args:
-            grads: Parameters and gradients, each parameter once.
+            grads: Pairs of parameter and gradient, each parameter once.
         """
         rest = []
         for parameter, grad in grads:
@@ -52,20 +56,20 @@ class Sums:
             self.begun.update(id(parameter) for parameter, _ in rest)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Returns the gradient of ``parameter`` if another may be added to it without autograd."""
+        """Returns the gradient of ``parameter`` if gradients may be added to it in place."""
         if id(parameter) not in self.begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
             return None
-        # A callback may have dropped it in the middle of the batch.
+        # A callback may have removed it in the middle of the batch.
         total = parameter.grad
         return total if total is not None and total.is_dense() else None
 
 
 @cache
 def token(stop_gradient: bool = True) -> Tensor:
-    """Returns the tensor that crosses autograd in the place of a value.
+    """Returns a tensor of one number that replaces a value in the graph.
 
-    It is made only when a backward needs it: the first operation of a process allocates some
-    hundreds of megabytes on a GPU, and commands that only import this module need none.
+    It is made when a backward needs it, not on import: the first operation of a process allocates
+    some hundreds of megabytes on a GPU, which many commands do not need.
     """
     made = paddle.zeros([1], "float32")
     made.stop_gradient = stop_gradient
@@ -87,13 +91,14 @@ class _Sum(paddle.autograd.PyLayer):
 
 
 class _Handed:
-    """Holds gradients out of Paddle's sight, which would take each in a list for an input."""
+    """Hides gradients from Paddle, which would take each gradient in a list for an input."""
 
     def __init__(self, grads: list[Tensor]) -> None:
         self.grads = grads
 
 
 def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Adds gradients to their parameters by a backward, which runs the parameters' hooks."""
     parameters, gradients = map(list, zip(*grads))
     add: Callable[..., Tensor] = _Sum.apply
     with paddle.enable_grad():
@@ -101,27 +106,27 @@ def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
     total.backward()
 
 
-#: Hooks on the gradient that came and went by this module's own doing, by the parameter's id.
+#: The number of hooks on a parameter's gradient that fleetpipe has added, by the parameter's id.
 _own_hooks: dict[int, int] = {}
 
 
 def count_own_hook(parameter: Tensor) -> None:
-    """Counts a hook of fleetpipe's on the gradient of ``parameter`` that is removed again."""
+    """Counts a hook on the gradient of ``parameter`` that fleetpipe has added and removed."""
     if id(parameter) not in _own_hooks:
         weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
     _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1
 
 
 def is_watched(parameter: Tensor) -> bool:
-    """Whether a hook was ever put on the gradient of ``parameter`` by other code than fleetpipe's.
+    """Whether code other than fleetpipe's has ever added a hook on the gradient of ``parameter``.
 
-    Paddle only numbers the hooks of a parameter, and fleetpipe counts its own.
+    Paddle numbers the hooks of a parameter in order, and fleetpipe counts its own hooks.
     """
     count_own_hook(parameter)
     return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1
 
 
-#: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
+#: ``layers_of(stage)`` returns the layers of a stage by their numbers in the whole list.
 LayersOf = Callable[[int], Mapping[int, Layer]]
 
 
@@ -131,9 +136,9 @@ class DeferralReport:
 
     Attributes:
         schedule: The name of the schedule.
-        reasons: For each trainable parameter of the stages, by its name in the whole model, why all
-            or part of its gradient was computed in I in the first batch; "" if none was. Empty
-            before the first batch, and if the schedule splits no backward.
+        reasons: For each trainable parameter of the stages, by fully qualified name, why its
+            gradient or a part of it was computed in I in the first batch; "" if it was computed in
+            W. Empty before the first batch, and if the schedule splits no backward.
     """
 
     schedule: str
@@ -146,7 +151,7 @@ class DeferralReport:
 
     @property
     def immediate(self) -> dict[str, str]:
-        """Names of the other parameters, each with the reason."""
+        """Names of the parameters with gradients that are computed in I, each with the reason."""
         return {name: reason for name, reason in self.reasons.items() if reason}
 
     def __str__(self) -> str:
@@ -161,7 +166,7 @@ class DeferralReport:
 
 
 class GradientArrivals:
-    """Records by hooks, in the first batch, in which action each parameter gets its gradient."""
+    """Records by hooks, in the first batch, in which kind of action parameters get gradients."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, set[str]] = {}
@@ -185,6 +190,7 @@ class GradientArrivals:
 
     @contextmanager
     def _noting(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
+        """While it is open, gradients of a stage's parameters are recorded under ``kind``."""
         if stage not in self._stages:
             self._stages.add(stage)
             for index, layer in layers_of(stage).items():
@@ -227,6 +233,12 @@ class GradientArrivals:
 
 
 def _reason(kinds: set[str], owner: Leaf | None) -> str:
+    """Returns why a parameter's gradient is computed in I; "" if it is computed in W.
+
+    Args:
+        kinds: The kinds of action, I and W, in which it got a gradient.
+        owner: The leaf layer of the parameter; None without one.
+    """
     if not kinds:
         return "no gradient reached it"
     if owner is None:
@@ -241,12 +253,12 @@ Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Meeting(NamedTuple):
-    """A tensor of a stage, and the origins of the gradients that are added in it.
+    """A tensor of a stage at which gradients meet and are added up.
 
     Attributes:
-        edges: The number of gradients from operations of the stage.
+        edges: The number of gradients that operations of the stage send to the tensor.
         outputs: The numbers of the stage's outputs that are this tensor.
-        ways: The numbers of the outputs whose backward reaches this tensor.
+        ways: The numbers of the stage's outputs whose backward reaches this tensor.
     """
 
     edges: int
@@ -255,12 +267,12 @@ class Meeting(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The parts of a stage's graph in which the order of sums depends on other stages.
+    """The tensors of a stage at which the order of sums may depend on other stages.
 
     Attributes:
-        received: The received tensors that need a gradient.
-        joined: The tensors and parameters that the backward of several outputs reaches and in which
-            three gradients may meet; equal ones appear once.
+        received: The meetings at received tensors that need a gradient.
+        joined: The meetings at tensors and parameters that the backward of several outputs reaches
+            and at which three or more gradients may meet; equal meetings appear once.
     """
 
     received: tuple[Meeting, ...]
@@ -284,11 +296,11 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
         outputs: The tensors that the stage sent, or its loss.
     """
     roots = [tensor.grad_fn for tensor in outputs]
-    # Paddle never lets go of a node that Python has asked for: backward has emptied these.
+    # Paddle never frees a node that Python refers to; after backward these nodes hold no tensors.
     reach = [nodes_of([root], set()) for root in roots]
     below = [(node, other) for node in set().union(*reach) for other in operands(node)]
     edges = Counter(other for _, other in below)
-    # The layers of a stage take a copy of what it received: there its gradients meet.
+    # The layers of a stage take copies of received tensors: their gradients meet at the copy.
     copies = {other: node for node, other in below if node.name() == "AssignGradNode"}
 
     def meeting(node: GradNode, itself: Sequence[int]) -> Meeting:
@@ -318,13 +330,13 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
         crossings: The crossings of all stages of a chain, by stage.
     """
     stages = []
-    # By output of the stage: how many gradients add up to its own in one graph of the model.
+    # The number of gradients that one graph of the model adds up at each output of the stage.
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
         crossing, count = crossings[stage], sums or [1]
         outputs = 1 + max((i for parts in crossing for part in parts for i in part.ways), default=0)
         if outputs > len(count):
-            # A captured model has edges to later stages too, whose gradients may all be sums.
+            # A captured model also has edges to later stages, whose gradients may all be sums.
             count = [2] * outputs
         if any(
             part.edges + sum(count[i] for i in part.outputs) > 2

@@ -1,7 +1,8 @@
-"""The state of layers and of the process: stored before a call, and restored for a second one.
+"""The state of layers and of the process: stored before a call, and restored for a second call.
 
-A layer's state is its buffers, and what it leaves in lists, dicts, sets and objects. A forward and
-a backward that run in turns have the process's state to themselves.
+:class:`LayerStates` stores the attributes and buffers of layers, and the lists, dicts and sets that
+their code writes to. :class:`OwnState` gives a forward and a backward that run in turns separate
+process-wide states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in,
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
 from fleetpipe.transport import bridge
 
-#: What something can be put into.
+#: The types of containers whose content is stored.
 CONTAINERS = (list, dict, set, deque)
 
 
@@ -40,7 +41,7 @@ def refill(container: Any, content: Any) -> None:
     same = len(container) == len(content) and all(map(is_, container, content))
     if same and isinstance(container, dict) and content:
         same = all(map(is_, container.values(), content.values()))
-    # Else others may look into it just now.
+    # Unchanged containers are not touched: other code may be iterating over them.
     if not same:
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(content)
@@ -49,9 +50,9 @@ def refill(container: Any, content: Any) -> None:
 def reachable_containers(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
     """Yields the containers, and the attribute dicts of objects, that a forward may write to.
 
-    They are what the code of forwards, hooks and functions names: module variables, values of
-    closures, attributes. The code of the methods and functions that it calls counts too, but not
-    that of what those call: a walk through all that code can reach would have no end.
+    The code of forwards, hooks and functions names them: as module variables, values of closures or
+    attributes. The code of methods and functions that this code calls is read too, but no further
+    code: a search of all reachable code would not end.
     """
     classes = {type(layer) for layer in layers if not is_of_library(type(layer))}
     hooks = (hook for layer in layers for table in forward_hooks(layer) for hook in table.values())
@@ -71,7 +72,12 @@ def reachable_containers(layers: Collection[Layer], functions: Iterable[object])
 
 
 def _in(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yields a container itself, or the containers in a user's object or class."""
+    """Yields a container itself, or the containers in a user's object or class.
+
+    Args:
+        value: A value that code names.
+        names: The names in the code.
+    """
     if isinstance(value, CONTAINERS):
         yield value
         return
@@ -94,18 +100,18 @@ def _is_of_user(function: object) -> bool:
     return isinstance(function, FunctionType) and not is_of_library(function)
 
 
-#: The bytes of a buffer beyond which copies of the same numbers are one.
+#: Buffers with more bytes share one copy, if their numbers are equal.
 LARGE = 2**14
 
 #: The attributes that every layer has.
 PADDLES_ATTRIBUTES = vars(paddle.nn.Layer()).keys()
 
-#: Copies of large buffers while calls need them, by the id of a layer's table and the name in it.
+#: Copies of large buffers, by the id of a layer's dict and the name in it.
 Copies = MutableMapping[tuple[int, str], Tensor]
 
 
 class _Slot(NamedTuple):
-    """A copy of a buffer, or of a statistic among the parameters, and where a layer has it."""
+    """A copy of a buffer, or of a statistic among the parameters, and its place in a layer."""
 
     table: dict[str, Any]
     name: str
@@ -132,7 +138,7 @@ class LayerStates:
         for layer in layers:
             tables = layer.__dict__, parameters_in(layer), buffers_in(layer)
             attributes, parameters, buffers = (table.copy() for table in tables)
-            # A schedule puts another forward in for each action.
+            # A schedule replaces the forward in each action.
             attributes.pop("forward", None)
             of_user = (attributes[name] for name in attributes.keys() - PADDLES_ATTRIBUTES)
             for value in (*forward_hooks(layer), *of_user):
@@ -148,8 +154,8 @@ class LayerStates:
     def put_back(self, functions: Iterable[object]) -> Iterator[None]:
         """While it is open, the layers have the stored state, with copies of their buffers.
 
-        At the end they get back the state from before, and so do the containers that they, or
-        ``functions``, may write to.
+        At the end the state from before is restored, also in the containers that the layers or
+        ``functions`` may write to.
         """
         now = [table.copy() for table, _ in self._tables]
         containers = (
@@ -193,7 +199,7 @@ def model_kept(
 
 @paddle.no_grad()
 def buffers_kept(layers: Iterable[Layer]) -> Callable[[], None]:
-    """Copies the buffers and statistics of layers; returns a function that puts them back."""
+    """Copies the buffers and statistics of layers; returns a function that restores them."""
     parts = (part for layer in layers for part in layer.sublayers(include_self=True))
     slots = [
         (_Slot(table, name, copy_of(table[name])), table[name])
@@ -211,47 +217,45 @@ def buffers_kept(layers: Iterable[Layer]) -> Callable[[], None]:
 
 
 def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
+    """Returns a copy of a buffer; an earlier copy if it has the same bits."""
     tensor, key = table[name], (id(table), name)
-    # To compare numbers of a card the host would wait in each call.
+    # On a GPU each comparison would make the host wait.
     copy = copies.get(key) if device_kind() == "cpu" else None
-    if copy is None or not _is_same(copy, tensor):
+    same = copy is not None and copy.stop_gradient == tensor.stop_gradient
+    if not same or not bridge.same_bits(copy, tensor):
         copy = leaf_like(tensor, copied=True)
         if tensor_bytes(tensor) > LARGE:
             copies[key] = copy
     return copy
 
 
-def _is_same(copy: Tensor, tensor: Tensor) -> bool:
-    return copy.stop_gradient == tensor.stop_gradient and bridge.same_bits(copy, tensor)
-
-
 def _is_computed(value: object) -> bool:
-    """Whether a value is a tensor of a graph, like the weight that ``weight_norm`` computes."""
+    """Whether a value is a computed tensor, such as the weight of ``weight_norm``."""
     return isinstance(value, paddle.Tensor) and not value.stop_gradient
 
 
 class Change(Protocol):
-    """A change of process-wide state that lasts for a while."""
+    """A temporary change of process-wide state."""
 
     def begin(self) -> None:
         """Changes the state of the process."""
 
     def end(self) -> None:
-        """Changes it back; :meth:`begin` may follow once more."""
+        """Restores the state of the process; :meth:`begin` may be called again."""
 
 
-#: The changes that last at this moment, in the order in which they began; each adds itself.
+#: The changes that apply now, in the order in which they began; each change adds itself.
 changes: list[Change] = []
 
 
 class OwnState:
-    """Saves and restores changes and random states; see :mod:`fleetpipe.mesh.turns`.
+    """Suspends and resumes changes and random states; see :mod:`fleetpipe.mesh.turns`.
 
-    Paddle keeps automatic casts, device and the gradient switch per thread.
+    Paddle keeps automatic casts, the device and the gradient switch per thread.
     """
 
     def suspend(self) -> Callable[[], None]:
-        """Undoes all changes, the last first; returns a function that resumes them."""
+        """Undoes all changes, the last one first; returns a function that makes them again."""
         made, states = changes[:], random_keys.suspend()
         changes.clear()
         for change in reversed(made):
@@ -266,7 +270,7 @@ class OwnState:
         return resume
 
     def inherited(self) -> AbstractContextManager[None]:
-        """Returns a context to give another thread this one's casts, device, gradient switch."""
+        """Returns a context that gives another thread this thread's casts, device and switch."""
         return _with_settings(automatic_casts(), used_here(), paddle.is_grad_enabled())
 
 

@@ -1,17 +1,16 @@
-"""Leaf layers: which have weight gradients that can wait, and how this is found out.
+"""Leaf layers, and whether their weight gradients can wait for W.
 
-A leaf layer owns parameters, and none of its sublayers does. The leaf layers of Paddle in
-``WAITING`` can wait: they compute from their arguments and parameters alone, and store nothing. Any
-other forward may do something different in each call, depending on a flag, on data or on a random
-draw, and may store a tensor besides its output. So it runs unchanged, once, and all of its
-gradients are computed in I.
+A leaf layer owns parameters, and its sublayers own none. The weight gradients of Paddle's leaf
+layers in ``WAITING`` can wait: these layers compute from their arguments and parameters only, and
+store nothing. Any other forward may compute something else in each call, and may store a tensor
+besides its output. So it runs once, unchanged, and all of its gradients are computed in I.
 
-The graph of a layer that can wait is inspected in a call whose result is thrown away, once for each
-situation: which tensors need a gradient decides which operations Paddle runs backward.
+The graph of a layer that can wait is inspected once for each situation, in a call whose result is
+dropped: which tensors need a gradient decides which operations Paddle runs backward.
 
-Some of Paddle's kernels cannot compute only a part of their gradients: for the input's alone,
-layer_norm forgets its weight on CPU, batch_norm computes something else if a channel has one
-value, and prelu crashes. A layer that uses a kernel outside of ``DIVISIBLE``, as may happen on a
+Some of Paddle's kernels cannot compute only a part of their gradients: without the weight's
+gradient, layer_norm ignores its weight on CPU, batch_norm computes something else if a channel has
+one value, and prelu crashes. A layer with a kernel outside of ``DIVISIBLE``, as may happen on a
 GPU, runs unchanged, too.
 """
 
@@ -30,25 +29,25 @@ from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, is_static, parameters_in
 
-#: Classes of arguments that certainly hold no tensor.
+#: Types of arguments that hold no tensor.
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, slice, type(None), np.generic, np.ndarray),
     type(paddle.float32),
 )
 
-#: Operations of several operands that, asked for some of their gradients, give those with the bits
-#: that all would have: tested on 2.6.2 and 3.3.1. An operation of one operand has no choice.
+#: Operations of several operands whose gradients have the same bits if only some of them are
+#: computed: tested on 2.6.2 and 3.3.1. An operation of one operand has one gradient.
 DIVISIBLE = frozenset(
     {
         *("MatmulGradNode", "AddGradNode", "SubtractGradNode", "MultiplyGradNode"),
         *("Conv2dGradNodeFinal", "DepthwiseConv2dGradNode", "Conv3dGradNode"),
         *("Conv2dTransposeGradNode", "BilinearGradNode"),
-        # What joins, and what adds, the blocks of a tensor-parallel layer.
+        # The operations that join and add the blocks of a tensor-parallel layer.
         *("ConcatGradNode", "GradNodePyLayer__SumOfBlocks"),
     }
 )
 
-#: The layers of Paddle's, and those of this package under the same names, that can wait.
+#: The layers of Paddle, and fleetpipe's with the same names, that can wait.
 WAITING = frozenset(
     {
         *("Linear", "Embedding", "Bilinear", "SimpleRNNCell", "LSTMCell", "GRUCell"),
@@ -58,7 +57,7 @@ WAITING = frozenset(
     }
 )
 
-#: What a class of a user's may have for itself and still compute what the one below it does.
+#: Attributes that a user's subclass may define without computing something else.
 _FREE = frozenset(
     {
         *("__init__", "__module__", "__doc__", "__annotations__", "extra_repr", "blocks"),
@@ -69,22 +68,22 @@ _FREE = frozenset(
 #: The classes of tensors.
 _TENSORS = frozenset({paddle.Tensor, *paddle.Tensor.__subclasses__()})
 
-#: Number of tensors taken; which of these and of the layer's parameters need gradients.
+#: The number of tensors that a call takes, and which of these and of the parameters need gradients.
 Situation = tuple[int, tuple[bool, ...]]
 
 
 class CannotWait(Exception):
-    """Says why the weight gradients of a call cannot wait."""
+    """The weight gradients of a call cannot wait, for the reason in the message."""
 
 
 class Nature(NamedTuple):
-    """The properties of a leaf layer's calls in which the same tensors need a gradient.
+    """The properties of a leaf layer's calls in one :func:`situation`.
 
     Attributes:
         divisible: Whether the gradients of inputs and parameters can be computed separately.
         reached: For each input that needs a gradient, in order, whether the outputs depend on it.
         depth: The number of operations on the longest path from the outputs to the inputs.
-        straight: Whether one output depends on one input, which one operation takes.
+        straight: Whether only one output depends on only one input, which only one operation takes.
     """
 
     divisible: bool = True
@@ -94,17 +93,16 @@ class Nature(NamedTuple):
 
 
 class Leaf:
-    """A leaf layer and the facts about its calls.
+    """A leaf layer, and the properties of its calls.
 
     Attributes:
         layer: The layer.
         name: Its path in the whole model.
         natures: The properties of its calls, by their :func:`situation`.
-        uncut: Why some of its calls could not wait, if this was clear without an inspection.
-        divisible: Whether the gradients of inputs and parameters can be computed separately in all
-            calls so far.
-        static: Whether its forward becomes a part of a static graph, in which it must not be
-            replaced.
+        uncut: Why the gradients of some calls could not wait, if no inspection was needed to tell.
+        divisible: Whether the gradients of inputs and parameters could be computed separately in
+            all calls so far.
+        static: Whether its forward is a part of a static graph, in which it must not be replaced.
     """
 
     def __init__(self, layer: Layer, name: str) -> None:
@@ -124,7 +122,7 @@ class Leaf:
 
     @property
     def waits(self) -> bool:
-        """Whether the gradients of calls can wait, judging by the layer and earlier calls."""
+        """Whether gradients can wait, according to the layer's class and its earlier calls."""
         return self.divisible and not self.static and can_wait(self.layer)
 
     def learn(self, key: Situation, nature: Nature) -> None:
@@ -149,8 +147,8 @@ def situation(taken: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situatio
 
 
 def is_of_a_library(forward: Callable[..., Nest]) -> bool:
-    """Whether a forward was written in Paddle or in fleetpipe."""
-    # Not __module__: a function that wraps another has the other's.
+    """Whether a forward is a function of Paddle or of fleetpipe."""
+    # Not by __module__: a wrapper has the __module__ of the function that it wraps.
     module: str = getattr(forward, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in ("paddle", "fleetpipe")
 
@@ -182,7 +180,7 @@ def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
 
 
 def has_parameters_alone(layer: Layer, parameters: Iterable[Tensor]) -> bool:
-    """Whether a layer that can wait uses no tensor but its parameters, and these are graph leaves.
+    """Whether a layer has no tensors but its parameters, and these are leaves of the graph.
 
     Otherwise its weight may be computed from others, as ``weight_norm`` does before each call.
     """
@@ -212,12 +210,12 @@ def examine(
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nature:
-    """Finds out the properties of calls like this one of a layer that can wait.
+    """Runs a call of a layer that can wait, and returns the properties of such calls.
 
     Raises:
-        Exception: The call itself raises it.
+        Exception: Any error of the call.
     """
-    # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
+    # Paddle never frees a node that Python refers to: so these nodes must save no tensors.
     unsaved = paddle.autograd.saved_tensors_hooks(_nothing, _nothing)
     stand_ins = leaves_like(tensors_in((args, named)))
     with unsaved, random_states_kept():
@@ -230,7 +228,7 @@ def examine(
     below = {node: operands(node) for node in nodes - ends}
     reached = tuple(node in nodes for node in entries)
     divisible = all(
-        # 2.6.2 adds a word to the name of a PyLayer's.
+        # Paddle 2.6.2 adds a suffix to the name of a PyLayer's node.
         len(nodes_below) == 1 or node.name().removesuffix("_backward") in DIVISIBLE
         for node, nodes_below in below.items()
     )
@@ -238,7 +236,7 @@ def examine(
     leading = [lengths[root] for root in roots if lengths[root] >= 0]
     depth = max(leading, default=0)
     takers = [node for node in (*roots, *chain(*below.values())) if node in entries]
-    # What stays as it is keeps its order.
+    # A layer that runs unchanged keeps its order of sums.
     straight = not divisible or not any(reached) or len(leading) == len(takers) == 1
     return Nature(divisible, reached, depth, straight)
 
@@ -295,7 +293,7 @@ def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the distinct tensors in nested tuples, lists and dicts, in order.
 
     Raises:
-        CannotWait: Another object is among them, which may hold tensors out of sight.
+        CannotWait: An object of another type is among them, which may hold tensors.
     """
     tensors: dict[int, Tensor] = {}
     for _, leaf in leaves(value, exact=True):

@@ -1,8 +1,8 @@
 """One call of a leaf layer, cut out of the graph around it, so that its weight gradient can wait.
 
-The output of the layer passes through ``_Border``. In backward, this asks the call for the
-gradients of its inputs alone, and runs the hooks that were put on the output: Paddle runs hooks on
-a ``PyLayer``'s outputs, but drops their results.
+The output of the layer passes through a ``PyLayer``, the border. In backward, the border computes
+only the gradients of the call's inputs, and runs the hooks on the output: Paddle would run hooks on
+a ``PyLayer``'s outputs, but drop their results. Start with :class:`Call` and :func:`put_border`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fleetpipe.paddle_api.tensor import (
 Hook = Callable[[Tensor], Any]
 
 
-#: Tensors by id, with where their hooks go. No tensor is kept alive by it.
+#: Where the hooks of a tensor are stored, by the tensor's id, with a weak reference to the tensor.
 _routes: dict[int, tuple[weakref.ref[Tensor], _Output]] = {}
 
 
@@ -39,19 +39,20 @@ class OutputHooks:
     """The hooks on the outputs of one call."""
 
     def __init__(self) -> None:
-        #: By the output's number, and then by the hook's.
+        #: The hooks, by the number of the output and the number of the hook.
         self._hooks: dict[int, dict[int, Hook]] = {}
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """From now on, stores hooks that are put on ``outputs``."""
+        """Stores hooks that are registered on ``outputs`` from now on."""
         for number, output in enumerate(outputs):
-            _route(output, _Output(self._hooks, number, output.inplace_version))
+            route = _Output(self._hooks, number, output.inplace_version)
+            _routes[id(output)] = weakref.KeyedRef(output, _forget, id(output)), route
 
     def apply(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the gradients of all outputs after the hooks have changed them.
 
         Args:
-            grads: One for each output; None for an unused one.
+            grads: A gradient for each output; None for an unused output.
         """
         if not self._hooks:
             return grads
@@ -84,12 +85,8 @@ class _Output:
         return self._all.get(self._number, {}).pop(number, None) is not None
 
     def _is_another(self, tensor: Tensor) -> bool:
-        """Whether an operation in place has changed the tensor; then Paddle obeys its hooks."""
+        """Whether an operation in place has changed the tensor, whose hooks Paddle then runs."""
         return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
-
-
-def _route(tensor: Tensor, route: _Output) -> None:
-    _routes[id(tensor)] = weakref.KeyedRef(tensor, _forget, id(tensor)), route
 
 
 def _forget(reference: weakref.KeyedRef[int, Tensor]) -> None:
@@ -97,8 +94,9 @@ def _forget(reference: weakref.KeyedRef[int, Tensor]) -> None:
 
 
 def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
+    """Replaces ``Tensor.register_hook``'s function: stores hooks on outputs of calls here."""
     if tensor.stop_gradient:
-        # Of a captured model, layers of which were frozen since: Paddle would crash.
+        # In a captured model whose layers were frozen later; Paddle would crash.
         return 0
     hook = keyed_hook(tensor, hook)
     routed = _routes.get(id(tensor))
@@ -123,11 +121,11 @@ class Call(ABC):
         self.leaf = leaf
         #: The layer's trainable parameters.
         self.parameters = list(parameters)
-        #: The gradients of the outputs, on their way from one side of the border to the other, and
-        #: then until W. None for one that nobody used.
+        #: The gradients of the outputs, from the backward of the border until W; None for an unused
+        #: output.
         self.arrived: Sequence[Tensor] = ()
         self._leaving: Sequence[Tensor] = outputs
-        #: What a user put on the gradients of the outputs.
+        #: The user's hooks on the gradients of the outputs.
         self.hooks = OutputHooks()
 
     def leave(self) -> tuple[Tensor, ...]:
@@ -137,23 +135,27 @@ class Call(ABC):
 
     @abstractmethod
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradients of all inputs, and keeps what the weight gradients need.
+        """Computes the gradients of all inputs, and keeps the values for the weight gradients.
 
         Args:
-            grads: The gradients of the outputs; None for an unused one.
+            grads: The gradients of the outputs; None for an unused output.
         """
 
     @abstractmethod
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters that have a gradient, each with it; frees what these needed."""
+        """Computes the weight gradients, and frees the values that they need.
+
+        Returns:
+            The parameters that have a gradient, each with its gradient.
+        """
 
     def add_weight_grads(self, sums: Sums) -> None:
-        """Adds the gradients of the parameters to ``sums``; frees what these needed."""
+        """Computes the weight gradients and adds them to ``sums``; frees the values they need."""
         sums.add(self.weight_grads())
 
 
 class Refusals:
-    """Stores the error of a backward that failed in a border, since Paddle wraps such errors."""
+    """Stores the error of a border's backward, because Paddle replaces such errors."""
 
     def __init__(self) -> None:
         self.error: FleetPipeError | None = None
@@ -167,7 +169,7 @@ class Tape:
     def __init__(self, refusals: Refusals) -> None:
         #: The calls whose input gradients have been computed.
         self.calls: list[Call] = []
-        #: The layers of which some calls, if any, were left to autograd.
+        #: The layers of which autograd computes the weight gradients of some calls.
         self.uncut: set[Leaf] = set()
         #: Whether the stage's own backward runs.
         self.in_backward = False
@@ -175,7 +177,7 @@ class Tape:
 
 
 class _Border(paddle.autograd.PyLayer):
-    """Replaces the graph of a call of at most one operation, in the graph around it."""
+    """The border of a call of at most one operation: one node in the graph around it."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ class _Border(paddle.autograd.PyLayer):
 
 
 class _Entry(paddle.autograd.PyLayer):
-    """The border of a longer call at its inputs."""
+    """The border of a call of several operations, at its inputs."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ class _Entry(paddle.autograd.PyLayer):
 
 
 class _Exit(paddle.autograd.PyLayer):
-    """The border of a longer call at its outputs."""
+    """The border of a call of several operations, at its outputs."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, _token: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ class _Exit(paddle.autograd.PyLayer):
 
 
 def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
-    """Returns the gradients of a call's inputs, and records that W can compute the others."""
+    """Returns the gradients of a call's inputs, and adds the call to the tape for W."""
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
         switch_gradients_on()
@@ -234,6 +236,7 @@ def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
 
 
 def _computed_within(leaf: Leaf) -> ConfigError:
+    """Returns the error of a ``paddle.grad`` in a forward that reaches a leaf layer."""
     return ConfigError(
         f"a forward or the loss computes gradients through layer {leaf.name!r}, whose "
         "backward is split",
@@ -243,24 +246,24 @@ def _computed_within(leaf: Leaf) -> ConfigError:
 
 
 def put_border(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Puts a call into the graph around it, as ``depth`` nodes between its outputs and inputs.
+    """Connects a call to the graph around it, by ``depth`` nodes between its outputs and inputs.
 
     Autograd runs operations in the order in which they become ready, and adds up gradients as they
-    arrive. If a call has as many nodes as it has operations, its gradients and those of other
-    operations are added to the gradients of its inputs in the same order as without a border.
+    arrive. With as many nodes as the call has operations, gradients are added up in the same order
+    as without a border.
 
     Args:
         call: The call.
-        tape: Gets the call when its input gradients have been computed.
+        tape: The tape to which backward adds the call.
         depth: The number of operations on the longest path from the outputs to the inputs.
-        entries: The tensors among its arguments whose gradients it computes.
+        entries: The tensors among the call's arguments whose gradients it computes.
 
     Returns:
         The outputs, connected to ``entries``.
     """
     if depth < 2:
         apply: Callable[..., Tensor] = _Border.apply
-        # A layer without differentiable inputs, such as Embedding, needs one.
+        # A layer without differentiable inputs, such as Embedding, gets a token as its input.
         left = apply(call, tape, *(entries or [token(stop_gradient=False)]))
     else:
         enter: Callable[..., Tensor] = _Entry.apply
@@ -274,7 +277,7 @@ def put_border(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) ->
     return outputs
 
 
-#: Bytes of an output from which it is worth the time of two more nodes not to keep it.
+#: Larger outputs are not kept until W, which takes the time of two more nodes; in bytes.
 _LARGE = 2**20
 
 
@@ -283,8 +286,8 @@ class CallGraph(NamedTuple):
 
     Attributes:
         inputs: The stand-ins for arguments on which the outputs depend.
-        roots: The tensors that backward starts from: the outputs that have a gradient, or one
-            tensor that stands for a single large output.
+        roots: The tensors from which backward starts: the outputs that have a gradient, or a token
+            that replaces a single large output.
     """
 
     inputs: list[Tensor]
@@ -305,36 +308,36 @@ class GraphCall(Call):
         roots = list(outputs)
         self._stands = len(roots) == 1 and tensor_bytes(roots[0]) >= _LARGE
         if self._stands:
-            # Else the output would be kept until W, though no operation may need it.
+            # Otherwise the output would be kept until W, even if no operation needs it.
             stand: Callable[..., Tensor] = _Root.apply
             roots = [stand(self, roots[0])]
         self._graph: CallGraph | None = CallGraph(list(inputs), roots)
-        #: Those of the parameters, where they had to be computed in I.
+        #: The gradients of the parameters, if they had to be computed in I.
         self._computed: Sequence[Tensor] | None = None
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of every input, and keeps what the weight gradients need.
+        """Computes the gradients of all inputs, and keeps the graph for the weight gradients.
 
         Args:
-            grads: The gradients of the outputs; None for an unused one.
+            grads: The gradients of the outputs; None for an unused output.
         """
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
         self.arrived, inputs = grads, self._graph.inputs
         if any(grad is not None and not grad.size for grad in grads):
-            # Asked for one gradient of a product without rows, Paddle fails for want of the other.
+            # Paddle cannot compute only one gradient of a product without rows.
             gradients = self._gradients([*inputs, *self.parameters], retain_graph=True)
             self._computed = gradients[len(inputs) :]
         else:
             gradients = self._gradients(inputs, retain_graph=True)
-        # None would crash Paddle where the input was made by an operation.
+        # None would crash Paddle if an operation has made the input.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
             for tensor, grad in zip(inputs, gradients)
         ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters that have a gradient, each with it; frees the graph."""
+        """Computes the weight gradients, and frees the graph."""
         gradients = self._computed
         if gradients is None:
             gradients = self._gradients(self.parameters, retain_graph=False)
@@ -342,7 +345,7 @@ class GraphCall(Call):
         return [(p, grad) for p, grad in zip(self.parameters, gradients) if grad is not None]
 
     def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:
-        """Computes the gradient of each of ``wanted``, or None, from the outputs' gradients."""
+        """Computes the gradients of ``wanted`` from the outputs' gradients; None without one."""
         roots = [] if self._graph is None else self._graph.roots
         used = [(root, grad) for root, grad in zip(roots, self.arrived) if grad is not None]
         if not used or not wanted:
@@ -360,7 +363,7 @@ class GraphCall(Call):
 
 
 class _Root(paddle.autograd.PyLayer):
-    """Replaces a large output at the end of a call's graph, and starts its backward."""
+    """Replaces a large output at the end of a call's graph by a token, which starts backward."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, _output: Tensor) -> Tensor:

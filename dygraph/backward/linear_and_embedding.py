@@ -1,8 +1,8 @@
 """Calls of Linear and of Embedding whose gradients are computed faster, with the same bits.
 
-A call of Linear is three products: input gradient in I, gradients of weight and bias in W. The
-gradients of a large table are added row by row, where Paddle makes and adds one of the size of the
-table for each micro-batch.
+The gradients of a Linear are products: the input gradient in I, the gradients of weight and bias in
+W. The gradients of an Embedding with a large table are added row by row; Paddle would add a
+gradient of the size of the table for each micro-batch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fleetpipe.paddle_api.tensor import run_reduce_hooks, to_host
 _WIDE: tuple[DType, ...] = (paddle.float32, paddle.float64)
 _HALF: tuple[DType, ...] = (paddle.float16, paddle.bfloat16)
 
-#: Shapes of the input that are tried for each size of weight: where every batch has a length of its
-#: own, to try them all would take longer than it saves.
+#: The number of shapes of the input to try for each size of weight: if every batch has another
+#: length, trials would take longer than they save.
 _MOST_SHAPES = 8
 
-#: Numbers of a weight from which one trial is enough; smaller ones may be equal by chance.
+#: The size of a weight from which one trial is enough: small products may be equal by chance.
 _ENOUGH = 2**8
 
 
@@ -38,20 +38,20 @@ class Way(NamedTuple):
     """Options with which products have the bits of autograd.
 
     Attributes:
-        dtype: The dtype to which automatic casts convert the operands; None if they do not.
-        ones: [rows]; the factor that makes the bias gradient a product; None if it is a sum.
+        dtype: The dtype to which automatic casts convert the operands; None without casts.
+        ones: Ones [rows], if the bias gradient is a product with them; None if it is a sum.
     """
 
     dtype: DType
     ones: Tensor
 
 
-#: What was tried, by what does not change with the batch, and then by the shape of the input.
+#: The results of trials, by sizes, dtypes and casts, and then by the shape of the input.
 _tried: dict[Hashable, dict[tuple[int, ...], Way | None]] = {}
 
 
 class Product(NamedTuple):
-    """A Linear whose calls can be products.
+    """A Linear whose gradients can be computed as products.
 
     Attributes:
         weight: [inputs, outputs].
@@ -72,13 +72,13 @@ class ProductCall(Call):
     def __init__(self, leaf: Leaf, product: Product, taken: Tensor) -> None:
         super().__init__(leaf, product.trained, ())
         self._product = product
-        # A forward may give the parameter other memory before I.
+        #: The weight in the forward; later the parameter may have other memory.
         self._then: Tensor = product.weight.detach()
-        #: The input may have its own switched off once it was used.
+        #: Stored, because stop_gradient of the input may change after its use.
         self._input_needs_grad = not taken.stop_gradient
         self._dtype = taken.dtype
         if product.way.dtype is not None:
-            # What casts make of it is kept, as autograd keeps it.
+            # The result of the cast is kept, as autograd keeps it.
             taken = _cast(taken.detach(), product.way.dtype)
         self._taken: Tensor | None = taken
         self._versions = taken.inplace_version, self._then.inplace_version
@@ -88,7 +88,7 @@ class ProductCall(Call):
         return (linear(self._taken, self._product.weight, self._product.bias),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of the input, if it needs one, and keeps the output's.
+        """Computes the gradient of the input, if it needs one, and keeps the output's gradient.
 
         Args:
             grads: The gradient of the output; None if it was unused.
@@ -99,12 +99,12 @@ class ProductCall(Call):
             return []
         if grad is None:
             return [paddle.zeros_like(taken, self._dtype)]
-        with uncast():  # as autograd runs
+        with uncast():  # as autograd does
             way = self._product.way
             return [_restore_dtype(_back(grad, self._then, way), self._dtype, way)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters that have a gradient, each with it."""
+        """Computes the gradients of the weight and the bias."""
         taken, self._taken = self._require_unchanged(), None
         (grad,), self.arrived = self.arrived, ()
         if grad is None:
@@ -127,7 +127,7 @@ class ProductCall(Call):
 
 
 def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]) -> Product | None:
-    """Returns the product for a :class:`ProductCall` of ``leaf``; None if there can be none."""
+    """Returns the product for a :class:`ProductCall` of ``leaf``; None if it must not be one."""
     layer = leaf.layer
     if getattr(forward, "__func__", None) is not paddle.nn.Linear.forward:
         return None
@@ -136,7 +136,7 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
     if weight.stop_gradient or any(p is not weight and p is not bias for p in trained):
         return None
     if bias is not None and bias.shape != weight.shape[1:]:
-        # Added to rows all the same; its gradient has its own shape.
+        # A bias of another shape is broadcast, and its gradient is not a sum over rows.
         return None
     casts, dtype, of_weight = casts_of_now(), x.dtype, weight.dtype
     if casts is not None:
@@ -150,7 +150,7 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
         dtype not in _HALF or (device_kind() == "cpu" and not rehearsal_dtype())
     ):
         return None
-    # What does not fit fails in the layer's own forward.
+    # Shapes that do not fit raise an error in the layer's own forward.
     if x.shape[-1:] != weight.shape[:-1] or not math.prod(x.shape) * weight.shape[-1]:
         return None
     way = _way([x, weight] if bias is None else [x, weight, bias], dtype, casts)
@@ -173,7 +173,7 @@ def _way(operands: Sequence[Tensor], dtype: DType, casts: Hashable) -> Way | Non
             return None
         ways = [Way(dtype if casts else None, None)]
         if len(operands) == 3 and dtype in _WIDE:
-            # In half precision rounding hides another order from a trial, and not from a run.
+            # In half precision, rounding may hide another order of sums in a trial.
             ways.insert(0, ways[0]._replace(ones=paddle.ones([math.prod(shape[:-1])], dtype)))
         draws = range(1 + _ENOUGH // math.prod(operands[1].shape))
         equal = (way for way in ways if all(_try(operands, way, seed) for seed in draws))
@@ -194,7 +194,7 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
     def draw(shape: Sequence[int], dtype: DType) -> Tensor:
         rows = generator.standard_normal((math.prod(shape[:-1]), shape[-1]))
         half = len(rows) // 2
-        # What cancels out in a sum shows in which order it was made.
+        # Terms that cancel out show in which order a sum is computed.
         rows[half : 2 * half] = 2**-8 * rows[half : 2 * half] - rows[:half]
         return paddle.to_tensor(rows).astype(dtype).reshape(shape)
 
@@ -223,15 +223,18 @@ def _restore_dtype(gradient: Tensor, dtype: DType, way: Way) -> Tensor:
     return gradient if way.dtype is None else _cast(gradient, dtype)
 
 
-def _product(left: Tensor, right: Tensor, way: Way) -> Tensor:
-    return product(_matrix(left), _matrix(_cast(right, way.dtype)), left_transposed=True)
+def _product(taken: Tensor, grad: Tensor, way: Way) -> Tensor:
+    """Returns the gradient of the weight."""
+    return product(_matrix(taken), _matrix(_cast(grad, way.dtype)), left_transposed=True)
 
 
 def _back(grad: Tensor, weight: Tensor, way: Way) -> Tensor:
+    """Returns the gradient of the input."""
     return product(_cast(grad, way.dtype), _cast(weight, way.dtype), right_transposed=True)
 
 
 def _column_sums(grad: Tensor, way: Way) -> Tensor:
+    """Returns the gradient of the bias."""
     rows = _matrix(grad)
     return rows.sum(axis=0) if way.ones is None else product(way.ones, rows)
 
@@ -240,20 +243,20 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else reshape(tensor, [-1, tensor.shape[-1]])
 
 
-#: Numbers of a table from which rows take less time than the whole.
+#: The size of a table from which adding rows takes less time than adding whole gradients.
 FEWEST = 2**19
 
 _DTYPES = (paddle.float32, paddle.float64)
 
-# Typed: Paddle's own are not.
+# With types, which Paddle's own functions do not have.
 look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
 _scatter: Callable[..., Tensor] = paddle.scatter
 _distinct: Callable[..., tuple[Tensor, Tensor]] = paddle.unique
 
 
 def has_large_table(layer: Layer) -> bool:
-    """Whether single rows of an Embedding's table can be added, and faster than the whole."""
-    # 2.6.2 has the first two alone.
+    """Whether the gradient of an Embedding can be added row by row, and faster so."""
+    # Paddle 2.6.2 has only the first two.
     options = ("_padding_idx", "_sparse", "_max_norm", "_scale_grad_by_freq")
     values = [getattr(layer, name, None) for name in options]
     plain = all(value is None or value is False for value in values)
@@ -265,20 +268,20 @@ def has_large_table(layer: Layer) -> bool:
 def sum_rows(ids: Tensor, grad: Tensor, table: Tensor) -> Tensor:
     """Returns the gradient of a table, which can be differentiated with respect to ``grad``.
 
-    The rows are added to zeros one after another, as Paddle's kernel does. That is not called,
-    because ``paddle.grad`` within a ``paddle.grad`` ends the process (3.3.1).
+    The rows are added to zeros one after another, as in Paddle's kernel. The kernel itself would
+    need a ``paddle.grad`` within a ``paddle.grad``, which ends the process (3.3.1).
 
     Args:
         ids: The ids of rows.
         grad: The gradient of these rows, [.., width].
-        table: The table, or one of its shape and dtype.
+        table: A tensor with the shape and dtype of the table.
     """
     rows, added = ids.reshape([-1]), grad.reshape([-1, table.shape[1]])
     return _scatter(paddle.zeros_like(table), rows, added, overwrite=False)
 
 
 def add_gradient(sums: Sums, weight: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """Adds the gradient of a table; once there is a sum, only in the rows that have one.
+    """Adds the gradient of a table to ``sums``; to an earlier sum it adds only the rows ``ids``.
 
     Args:
         sums: The gradients of the batch; autograd is off.
@@ -295,8 +298,9 @@ def add_gradient(sums: Sums, weight: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 def _add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
-    rows, places = _distinct(ids.reshape([-1]), return_inverse=True)
-    added = sum_rows(places, grad, paddle.empty([len(rows), total.shape[1]], total.dtype))
+    """Adds a gradient to the rows ``ids`` of the sum ``total``, in place."""
+    rows, indices = _distinct(ids.reshape([-1]), return_inverse=True)
+    added = sum_rows(indices, grad, paddle.empty([len(rows), total.shape[1]], total.dtype))
     paddle.scatter_(total, rows, paddle.gather(total, rows) + added)
 
 
@@ -306,7 +310,7 @@ class LookupCall(Call):
     def __init__(self, leaf: Leaf, ids: Tensor) -> None:
         self._weight = leaf.layer.weight
         super().__init__(leaf, [self._weight], ())
-        # A copy: whoever has the ids may write into them before W.
+        # A copy: the script may write into the ids before W.
         self._ids = ids.detach().clone()
 
     def leave(self) -> tuple[Tensor, ...]:
@@ -314,7 +318,7 @@ class LookupCall(Call):
         return (look_up(self._ids, self._weight),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Stores the gradient of the output, and returns nothing: ids have no gradient.
+        """Keeps the output's gradient, and returns no gradient: ids have none.
 
         Args:
             grads: The gradient of the output; None if it was unused.
@@ -323,12 +327,12 @@ class LookupCall(Call):
         return []
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the table with its gradient."""
+        """Computes the gradient of the table."""
         (grad,), self.arrived = self.arrived, ()
         return [] if grad is None else [(self._weight, sum_rows(self._ids, grad, self._weight))]
 
     def add_weight_grads(self, sums: Sums) -> None:
-        """Adds the gradient of the table to ``sums``."""
+        """Adds the gradient of the table to ``sums``, row by row if that is possible."""
         (grad,), self.arrived = self.arrived, ()
         if grad is not None:
             add_gradient(sums, self._weight, self._ids, grad)

@@ -1,10 +1,10 @@
 """Runs a piece of a stage without keeping activations, and computes them again in backward.
 
-A piece runs as usual, but each tensor that autograd would save is dropped, and a ticket replaces it
-in the graph. The first ticket that backward needs runs the piece once more, from the same inputs,
-random states and buffers, and fills all tickets. So backward itself, with every bit and the order
-of every sum, is that of a model without recompute. (Chen et al.: Training Deep Nets with Sublinear
-Memory Cost, arXiv:1604.06174.)
+A piece is some consecutive layers. It runs as usual, but a ticket replaces each tensor that
+autograd would save. The first ticket that backward reads runs the piece again, from the same
+inputs, random states and buffers, and fills all tickets. So backward has the same bits and the same
+order of sums as without recompute. (Chen et al.: Training Deep Nets with Sublinear Memory Cost,
+arXiv:1604.06174.) Start with :func:`call`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from fleetpipe.paddle_api.tensor import (
 #: ``run(value)`` runs the layers of a piece.
 Run = Callable[[Nest], Nest]
 
-#: Of the calls of a piece, so many first ones, and one in so many later, are compared.
+#: The second runs of the first 16 calls of a piece, and then of one call in 16, are compared with
+#: the first runs.
 _COMPARED = 16
-#: On a card, of so many numbers of a tensor, to this part of the largest.
-_NUMBERS, _ROUGHLY = 4096, 0.1
+#: On a GPU the first numbers of a tensor are compared, with a tolerance relative to the largest.
+_NUMBERS, _TOLERANCE = 4096, 0.1
 
 
 class RecomputedPiece:
@@ -67,13 +68,16 @@ class RecomputedPiece:
             for layer in layers_in(function)
             for part in layer.sublayers(include_self=True)
         ]
-        #: Whether they ask for gradients, as ``paddle.grad`` does; None before the first call.
+        #: Whether its layers compute gradients by ``paddle.grad``; None before the first call.
         self.differentiates: bool | None = None
         self._copies: Copies = weakref.WeakValueDictionary()
         self._calls = 0
 
     def needs_recompute(self, value: Nest) -> bool:
-        """Whether the piece has parameters and an input needs a gradient: Fleet's condition."""
+        """Whether to recompute: the piece has parameters, and an input needs a gradient.
+
+        This is Fleet's condition.
+        """
         return (
             self.has_parameters
             and paddle.is_grad_enabled()
@@ -81,31 +85,34 @@ class RecomputedPiece:
         )
 
     def states(self) -> LayerStates:
-        """Stores the current state of the piece's layers."""
+        """Returns the current state of the piece's layers."""
         return LayerStates(self.layers, self._copies)
 
     def compares(self) -> bool:
         """Counts a call, and returns whether to compare its second run with the first."""
         self._calls += 1
-        # On a card each comparison has the host wait for all that is queued.
+        # On a GPU each comparison makes the host wait for all queued operations.
         later = device_kind() == "cpu" and not self._calls % _COMPARED
         return self._calls <= _COMPARED or later
 
 
 class SavedInputs:
-    """The inputs of the pieces of a stage, stored unchanged until the pieces run again.
+    """Copies of the inputs of a stage's pieces, for the second runs of the pieces.
 
-    A tensor that a piece returns unchanged, such as a mask, is stored once.
+    A tensor that is an input of several pieces, such as a mask, is stored once.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Stores pairs of a tensor and another with the same numbers, which nobody writes to."""
+        """Stores inputs; ``pairs`` are tensors, each with a tensor of the same numbers.
+
+        Nothing writes to the second tensor of a pair.
+        """
         self._saved: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         for tensor, same in pairs:
             self._save(tensor, leaf_like(same))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns a leaf with the current numbers of a tensor."""
+        """Returns the stored leaf with the current numbers of a tensor, or stores a copy."""
         reference, version, leaf = self._saved.get(id(tensor), (_no_ticket, 0, None))
         if version == tensor.inplace_version and reference() is tensor:
             return leaf
@@ -121,9 +128,9 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> 
 
     Args:
         piece: The piece.
-        run: Runs its layers; returns the same whenever it is called under the same states.
+        run: Runs the layers of the piece; under the same states it returns the same.
         value: The argument of the first layer, which may write to it.
-        inputs: Stores the inputs of all pieces of the stage for their second runs.
+        inputs: The stored inputs of all pieces of the stage.
 
     Returns:
         The result of ``run(value)``, with its graph.
@@ -132,7 +139,7 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> 
         ConfigError: A layer computed gradients, but not in its first call, or it ran a backward.
     """
     global _failure
-    # One that nobody asked for, of a backward of the user's own.
+    # A failure may be left of a backward that the user's code ran.
     _failure = None
     rerun = _Rerun(piece, run, value, inputs)
     try:
@@ -150,20 +157,20 @@ class _Ticket:
     __slots__ = ("__weakref__", "layout", "tensor")
 
     def __init__(self, saved: Tensor) -> None:
-        #: The graph reads by the layout of what it saved, whatever it is handed in backward.
+        #: The layout of the saved tensor, by which backward reads any tensor that it gets.
         self.layout = layout_of(saved)
         self.tensor: Tensor = None
 
 
 class _Rerun:
-    """Stores what is needed to run a piece again, and the tickets to fill then."""
+    """The inputs and states with which to run a piece again, and the tickets to fill."""
 
     def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> None:
         self._piece = piece
         self._run = run
         saved = {id(tensor): inputs.of(tensor) for tensor in tensors_of(value)}
         self._value = replace(value, saved)
-        # A reshaped input is a view of it in one layout, and a copy in another.
+        # Whether a reshaped input is a view or a copy depends on the input's layout.
         self._layouts = [(saved[id(tensor)], layout_of(tensor)) for tensor in tensors_of(value)]
         self._states = piece.states()
         self._bits: list[int | np.ndarray] | None = None
@@ -173,6 +180,7 @@ class _Rerun:
         self._in_forward, self._differentiates = True, False
 
     def pack(self, tensor: Tensor) -> Tensor | _Ticket:
+        """Returns a ticket to save in the place of a tensor, or the tensor if it must stay."""
         if _stays(tensor):
             return tensor
         ticket = _Ticket(tensor)
@@ -182,6 +190,7 @@ class _Rerun:
         return ticket
 
     def unpack(self, ticket: _Ticket | Tensor) -> Tensor:
+        """Returns the tensor of a ticket; the first ticket in backward runs the piece again."""
         global _failure
         if _stays(ticket):
             return ticket
@@ -191,16 +200,16 @@ class _Rerun:
             if ticket.tensor is None:
                 self._run_again()
         except Exception as error:
-            # Paddle would tell only that there is no tensor, and leave gradients off.
+            # Paddle would replace the error by that of a missing tensor, and leave gradients off.
             _failure = error
             switch_gradients_on()
             raise
-        # Handed over: what backward is through with is gone.
+        # The ticket lets go of the tensor, so backward frees it after use.
         tensor, ticket.tensor = ticket.tensor, None
         return tensor
 
     def _saved_tensor(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
-        """Returns a saved tensor to a layer's own ``paddle.grad``, and keeps it for another one."""
+        """Returns a saved tensor to a ``paddle.grad`` in the forward, and keeps it."""
         self._differentiates = True
         if ticket.tensor is None:
             raise ConfigError(
@@ -211,7 +220,7 @@ class _Rerun:
         return ticket.tensor if for_pylayer else leaf_on_same_memory(ticket.tensor)
 
     def settle(self, output: Nest) -> None:
-        """Ends the forward. The first one shows whether later ones must keep saved tensors."""
+        """Ends the forward. The first forward shows whether later ones must keep saved tensors."""
         piece = self._piece
         self._in_forward = False
         if piece.differentiates is not False:
@@ -222,6 +231,7 @@ class _Rerun:
             self._bits = _bits(output)
 
     def _run_again(self) -> None:
+        """Runs the piece again from the stored inputs and states, and fills the tickets."""
         filled: list[tuple[Tensor, int]] = []
         tickets = iter(self._tickets)
 
@@ -242,7 +252,7 @@ class _Rerun:
         try:
             states = self._states.put_back(self._piece.functions)
             with random_states_kept(), states, paddle.enable_grad(), self._casts():
-                # Not leaves of the graph: Paddle lets nobody write into one.
+                # Copies, because Paddle allows no writes into leaves of a graph.
                 copies = {id(one): in_layout(copy_of(one), of) for one, of in self._layouts}
                 inputs = replace(self._value, copies)
                 self._random.put_back()
@@ -290,12 +300,12 @@ def layers_in(function: Callable[[Nest], Nest]) -> list[Layer]:
 
 def _stays(saved: Tensor | _Ticket) -> bool:
     """Whether the graph keeps a saved value: a parameter, or None, which a PyLayer may save."""
-    # In backward it may look for a parameter's main_grad.
+    # Backward may read a parameter's main_grad.
     return saved is None or is_parameter(saved)
 
 
 def _bits(value: Nest) -> list[int | np.ndarray]:
-    """Returns a checksum of each tensor in a value; on a GPU its first numbers."""
+    """Returns a checksum of each tensor in a value; on a GPU the tensor's first numbers."""
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
         return [to_host(one.flatten()[:_NUMBERS].astype("float32")).numpy() for one in tensors]
@@ -303,11 +313,11 @@ def _bits(value: Nest) -> list[int | np.ndarray]:
 
 
 def _runs_agree(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray]) -> bool:
-    """Whether two runs agree: in all bits, or roughly on a GPU, whose operations may vary."""
+    """Whether two runs agree in all bits; on a GPU, whose operations may vary, approximately."""
     return len(first) == len(again) and all(
         one == other
         if isinstance(one, int)
-        else np.allclose(one, other, 0, _ROUGHLY * np.abs(one).max(), equal_nan=True)
+        else np.allclose(one, other, 0, _TOLERANCE * np.abs(one).max(), equal_nan=True)
         for one, other in zip(first, again)
     )
 
@@ -317,10 +327,12 @@ def _no_ticket() -> None:
 
 
 def _keep(packed: Tensor) -> Tensor:
+    """Returns a saved tensor to a ``paddle.grad`` in the second run."""
     return packed if _stays(packed) or is_for_pylayer() else leaf_on_same_memory(packed)
 
 
 def _no_backward(*_arguments: object) -> None:
+    """Refuses a ``backward()`` in a forward."""
     raise ConfigError(
         "a layer that is recomputed runs backward() in its forward",
         cause="it would run again with the layer, and add the same gradients twice",
@@ -329,6 +341,7 @@ def _no_backward(*_arguments: object) -> None:
 
 
 def _refuse(_packed: object) -> None:
+    """Refuses a backward that reaches the graph of the second run."""
     global _failure
     _failure = ConfigError(
         "backward came to what a recomputed piece computed when backward ran it again",
@@ -354,7 +367,7 @@ _failure: Exception | None = None
 def _saving_by(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
-    """While it is open, autograd saves tensors by ``pack`` and reads them by ``unpack``."""
+    """While it is open, autograd saves tensors through ``pack`` and reads them by ``unpack``."""
     before, _here.in_piece = _here.in_piece, True
     saving = SavedBy(pack, unpack, _no_backward)
     try:
@@ -370,17 +383,17 @@ def _saving_by(
 
 
 def in_piece() -> bool:
-    """Whether this thread runs layers whose activations are not kept."""
+    """Whether this thread runs layers of a piece, whose activations are not kept."""
     return _here.in_piece
 
 
 def rerunning() -> bool:
-    """Whether this thread runs layers again only to compute their activations."""
+    """Whether this thread runs layers of a piece again, to compute their activations."""
     return _here.rerunning
 
 
 def cause_of(error: Exception) -> Exception:
-    """Returns the original error of a backward that failed because a piece could not run again."""
+    """Returns the original error of a failed second run in a backward, or ``error`` itself."""
     global _failure
     cause, _failure = _failure, None
     return error if cause is None else cause

@@ -1,7 +1,7 @@
 """Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
 
-While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
-by :func:`run_leaf`. Outside of that nothing is.
+While a stage whose backward is split runs forward, :func:`run_leaf` replaces the ``forward`` of its
+leaf layers. At all other times layers have their own forwards. Start with :class:`SplitBackward`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Replacement:
 
     def begin(self) -> None:
         for layer, forward in self._forwards:
-            # Around Layer.__setattr__, which looks for parameters first.
+            # Not by Layer.__setattr__, which looks for parameters first.
             self._before.append((layer, layer.__dict__.get("forward", _MISSING)))
             layer.__dict__["forward"] = forward
 
@@ -86,7 +86,7 @@ class _Replacement:
 
 @contextmanager
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """While it is open, each layer runs the given forward."""
+    """While it is open, each layer has the forward that it is paired with."""
     replacement = _Replacement(forwards)
     changes.append(replacement)
     try:
@@ -105,13 +105,13 @@ class SplitBackward:
     """The tapes of all stages and micro-batches whose backward a schedule splits."""
 
     def __init__(self, schedule: Schedule, layers_of: LayersOf, fast_leaves: bool = True) -> None:
-        """Collects the stages and micro-batches whose backward is split.
+        """Finds the stages and micro-batches whose backward is split.
 
         Args:
-            schedule: Its actions I and W name the stages and micro-batches that are split.
+            schedule: The schedule; its actions I tell which backwards are split.
             layers_of: Returns the layers of a stage of this process.
-            fast_leaves: Whether leaf layers may run faster, with the same bits, if a backward is
-                not split.
+            fast_leaves: Whether leaf layers may have faster forwards, with the same bits, if a
+                backward is not split.
         """
         self._split = {
             (action.stage, MicroBatch(action.micro_batch))
@@ -123,13 +123,13 @@ class SplitBackward:
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
         self._fast_leaves = fast_leaves
-        #: The faster forwards of each stage; None where no layer has one.
+        #: The faster forwards of each stage; None if no layer has one.
         self._fast: dict[int, Any] = {}
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._refusals = Refusals()
         self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
-        #: Whether gradients are taken away after each action, as those of its micro-batch.
+        #: Whether the caller removes gradients from the parameters after each action.
         self.by_name = False
 
     def forget_layers(self) -> None:
@@ -139,17 +139,17 @@ class SplitBackward:
         self._arrivals = None
 
     def splits(self, stage: int, micro_batch: MicroBatch) -> bool:
-        """Tells whether the backward of a stage and micro-batch is split into I and W."""
+        """Whether the backward of a stage and micro-batch is split into I and W."""
         return (stage, micro_batch) in self._split
 
     def end(self) -> None:
-        """Removes the hooks after the first batch, and drops the rest of an unfinished one."""
+        """Ends a batch: removes the hooks of the first batch, and drops unfinished tapes."""
         if self._sums.begun:
             self._sums.end()
         if self._arrivals is not None:
             self._arrivals.stop()
             if self._tapes:
-                # They saw a part of the parameters: the next batch has new ones from its beginning.
+                # The batch is unfinished, so the hooks saw a part of it: the next batch has hooks.
                 self._arrivals = None
         self._tapes.clear()
         self._refusals.in_backward = False
@@ -157,7 +157,8 @@ class SplitBackward:
     def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """While it is open, the stage's leaf layers run with replaced forwards.
 
-        If the backward is split, these cut the calls out of the graph.
+        If the backward is split, these cut the calls out of the graph; otherwise they are faster
+        forwards.
 
         Args:
             stage: The global number of a stage of this process.
@@ -177,14 +178,14 @@ class SplitBackward:
         return with_forwards(forwards)
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Does the same for the reruns of layers in a backward that is not split."""
+        """While it is open, layers that run again in a full backward have faster forwards."""
         if (stage, micro_batch) in self._split:
             return _NOTHING
         fast = self._fast[stage] if stage in self._fast else self._find_fast(stage)
         return _NOTHING if fast is None else fast.in_backward(self._sums)
 
     def _find_fast(self, stage: int) -> Any:
-        """Returns the faster forwards of a stage, None if no layer has one; keeps the answer."""
+        """Finds and stores the faster forwards of a stage; None if no layer has one."""
         fast = None
         if self._fast_leaves:
             layers = (leaf.layer for leaf in self._leaves_of(stage) if not leaf.static)
@@ -198,25 +199,25 @@ class SplitBackward:
         tape = self._tapes[stage, micro_batch]
         for (of, number), earlier in self._tapes.items():
             if of == stage and not self.by_name:
-                # What comes now is the later part of these sums.
+                # This micro-batch's gradients of uncut layers come after the earlier delayed ones.
                 with in_earlier_backward(micro_batch - number):
                     self._add_now(earlier, tape.uncut)
         tape.in_backward = self._refusals.in_backward = True
         with self._noting(stage, "I"), self.recording(stage, micro_batch):
             yield
         tape.in_backward = self._refusals.in_backward = False
-        # Autograd has just added those of other calls of these layers.
+        # Autograd has just added the gradients of these layers' uncut calls.
         self._add_now(tape, tape.uncut)
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
-        """Adds the gradients that I has delayed to those of the parameters, as autograd would."""
+        """Computes the gradients that I has delayed, and adds them to those of the parameters."""
         tape = self._tapes[stage, micro_batch]
         with self._noting(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
             tape.calls.clear()
 
     def _add_now(self, tape: Tape, leaves: Collection[Leaf]) -> None:
-        """Adds the delayed gradients of some leaf layers."""
+        """Computes and adds the delayed gradients of some leaf layers, and drops their calls."""
         calls = [call for call in tape.calls if call.leaf in leaves]
         if calls:
             with paddle.no_grad():
@@ -229,7 +230,7 @@ class SplitBackward:
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for call in calls:
             if all(uses[id(parameter)] == 1 for parameter in call.parameters):
-                # At once: the memory of these gradients is free again for those of the next.
+                # Call by call, so that the memory of these gradients is free for the next ones.
                 call.add_weight_grads(self._sums)
                 continue
             for parameter, grad in call.weight_grads():
@@ -244,7 +245,7 @@ class SplitBackward:
         self._tapes.pop((stage, micro_batch), None)
 
     def refusal(self) -> FleetPipeError | None:
-        """Returns why a forward or a backward failed, or None; forgets it."""
+        """Returns the stored error of a border, or None; forgets the error."""
         refusal, self._refusals.error = self._refusals.error, None
         return refusal
 
@@ -269,8 +270,9 @@ class SplitBackward:
         ]
 
     def _leaves_of(self, stage: int) -> list[Leaf]:
+        """Returns the leaf layers of a stage, each once."""
         if stage not in self._leaves:
-            # Once each, however many entries of the stage share a layer.
+            # Several entries of the stage may share a layer.
             leaves: dict[int, Leaf] = {}
             for index, layer in self._layers_of(stage).items():
                 for leaf in leaves_of(index, layer):
@@ -293,7 +295,7 @@ def run_leaf(
     Args:
         leaf: The layer.
         forward: The layer's forward.
-        tape: Gets the call when its input gradients have been computed.
+        tape: The tape to which backward adds the call.
         args: The positional arguments.
         named: The keyword arguments.
 
@@ -315,7 +317,8 @@ def run_leaf(
     if nature is None:
         nature = examine(parameters, forward, args, named)
         leaf.learn(key, nature)
-    # All calls or none: autograd adds up all uses before it touches a parameter's gradient.
+    # All calls of a layer wait or none: autograd adds up all uses before it changes the parameter's
+    # gradient.
     if not leaf.divisible:
         tape.uncut.add(leaf)
         return forward(*args, **named)
@@ -332,9 +335,13 @@ def run_leaf(
 def _tensors_taken(
     leaf: Leaf, parameters: Sequence[Tensor], args: tuple[Nest, ...], named: dict[str, Nest]
 ) -> Sequence[Tensor]:
-    """Returns the tensors among the arguments of a leaf layer's call."""
+    """Returns the tensors among the arguments of a leaf layer's call.
+
+    Raises:
+        CannotWait: The weight gradients of the call cannot wait.
+    """
     if recompute.in_piece():
-        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
+        # A call on the tape would keep inputs and outputs, which recompute must free.
         raise CannotWait("its layer is recomputed")
     if not saves_freely():
         raise CannotWait(
@@ -356,7 +363,7 @@ def _cut_out(
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nest:
-    """Runs ``forward`` on stand-ins, and replaces its graph by a border."""
+    """Runs ``forward`` on stand-ins for its arguments, and replaces its graph by a border."""
     tensors = list(filter(has_gradient, taken))
     stand_ins = leaves_like(tensors)
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
