@@ -1,9 +1,9 @@
 """Pipelines in static graph: programs cut along ``device_guard``, on both of Paddle's IRs.
 
 The way of a program: ``entry`` takes it at ``minimize``, ``ir`` describes it in the form of
-``graph.py``, ``cut`` assigns stages, ``ir`` builds a program for each, ``run`` trains them,
-``save`` stores their parameters. Start with ``entry/optimizer.py``. No package here imports dynamic
-graph or Fleet.
+``graph.py``, ``cut.py`` assigns stages, ``ir`` builds a program for each stage, ``run`` trains
+them, ``saved_state.py`` saves their parameters. Start with ``entry/optimizer.py``. No module here
+imports dynamic graph or Fleet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Assigns the operations of a user's program to stages, and finds the values that cross.
 
-It works with numbers and names, not with Paddle's operations. ``GraphReader`` and ``StageProgram``
-are the interface between readers and runs, which exchange variables of a scope by name.
+It works with numbers and names, not with Paddle's operations; start with :func:`split`.
+:class:`GraphReader` and :class:`StageProgram` are the interface between ``ir``, which builds
+programs, and ``run``, which runs them; both name the variables of a scope by :class:`Names`.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ _pipelines = itertools.count()
 
 
 class Names:
-    """Names of variables that are unique in the process.
+    """The names of a pipeline's variables in a scope, unique in the process.
 
-    A new executor creates some variables again, so that another pipeline with the same names would
-    use freed memory.
+    A new executor creates some variables again: with the same names, another pipeline would use
+    freed memory.
     """
 
     def __init__(self) -> None:
         self._prefix = f"{PREFIX}{next(_pipelines)}."
-        #: What every gradient is multiplied by where the norm of all stages is clipped.
+        #: The variable of the factor of all gradients, if the norm of all stages is clipped.
         self.clip_factor = f"{self._prefix}clip"
 
     def fed(self, name: str) -> str:
-        """Returns the variable in which stages find the data of a feed."""
+        """Returns the variable from which stages read the data of a feed."""
         return f"{self._prefix}fed.{name}"
 
     def incoming(self, stage: int, value: int) -> str:
-        """Returns the variable in which a stage finds a value of an earlier stage."""
+        """Returns the variable from which a stage reads a value of an earlier stage."""
         return f"{self._prefix}{stage}.in.{value}"
 
     def outgoing(self, stage: int, value: int) -> str:
@@ -46,7 +47,7 @@ class Names:
         return f"{self._prefix}{stage}.out.{value}"
 
     def gradient(self, stage: int, value: int, target: int) -> str:
-        """Returns the variable of the gradient of a stage's value, for the use ``target``."""
+        """Returns the variable of the gradient that stage ``target`` sends for a stage's value."""
         return f"{self._prefix}{stage}.grad.{value}.{target}"
 
     def incoming_gradient(self, stage: int, value: int) -> str:
@@ -58,7 +59,7 @@ class Names:
         return f"{self._prefix}{parameter}.sum"
 
     def waiting(self, stage: int, number: int) -> str:
-        """Returns the variable in which the first half of a stage's backward puts a value."""
+        """Returns the variable in which I puts its value ``number`` for W."""
         return f"{self._prefix}{stage}.waiting.{number}"
 
 
@@ -74,10 +75,10 @@ class Split:
         stages: Number of stages, S.
         stage_of: The stage of each operation by number; None if every stage has its own copy.
         crossing: For each edge the values that travel along it, in the order of computation.
-        checkpoints: The values from which the backward recomputes all others, if the user asks for
-            it; None if all values are stored.
-        names: The names of its variables.
-        trained: The parameters that the optimizer has; None if it has all.
+        checkpoints: The values from which the backward recomputes all others; None if the user does
+            not ask for recompute.
+        names: The names of the pipeline's variables.
+        trained: The names of the parameters that the optimizer has; None if it has all.
     """
 
     graph: Graph
@@ -94,14 +95,14 @@ class Split:
         return tuple(sorted(self.crossing))
 
     def operations_of(self, stage: int) -> list[int]:
-        """Returns the operations that a stage computes, with its copies of floating ones."""
+        """Returns the numbers of the operations that a stage computes, with its own copies."""
         placed = [number for number, at in enumerate(self.stage_of) if at == stage]
         replicated = {number for number, at in enumerate(self.stage_of) if at is None}
         return sorted({*placed, *dependencies(self.graph, placed, replicated)})
 
     @cached_property
     def stage_of_value(self) -> dict[int, int | None]:
-        """The stage that computes each value; None if every stage has its own copy."""
+        """The stage that computes each value; None if each stage has its own copy."""
         return {
             value: self.stage_of[number]
             for number, op in enumerate(self.graph.operations)
@@ -177,6 +178,13 @@ def split(graph: Graph) -> Split:
 
 
 def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
+    """Returns the stage of an operation; None if each stage has its own copy.
+
+    Args:
+        graph: The program.
+        number: The number of the operation.
+        sources: The stages of the values that it takes.
+    """
     op = graph.operations[number]
     inner = {tag for tag in op.inner if tag >= 0}
     if len(inner | ({op.tag} if op.tag is not None and op.tag >= 0 else set())) > 1:
@@ -195,6 +203,7 @@ def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
 
 
 def _over_stages(op: Operation, got: str) -> BoundaryError:
+    """Returns the error of control flow in several stages."""
     return BoundaryError(
         "control flow reaches over several stages",
         where=str(op),
@@ -206,7 +215,7 @@ def _over_stages(op: Operation, got: str) -> BoundaryError:
 
 
 def _refuse_parted_branches(graph: Graph, stage_of: Sequence[int | None]) -> None:
-    """Refuses a ``cond`` in several stages; the older Program has an operation for each branch."""
+    """Refuses a ``cond`` of an older Program, an operation for each branch, in several stages."""
     producers = graph.producers()
     for number, op in enumerate(graph.operations):
         if op.name == "select_input":
@@ -236,6 +245,7 @@ def _refuse_different(graph: Graph, number: int) -> None:
 def _backwards(
     graph: Graph, producer: int, reader: int, source: int, target: int | None
 ) -> PartitionError:
+    """Returns the error of an operation that takes a value of a later stage, ``source``."""
     made, taken = graph.operations[producer], graph.operations[reader]
     if target is None:
         return PartitionError(
@@ -255,6 +265,7 @@ def _backwards(
 
 
 def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
+    """Returns the number of stages; refuses a stage without operations."""
     used = {stage for stage in stage_of if stage is not None}
     stages = max(used) + 1
     missing = sorted(set(range(stages)) - used)
@@ -271,9 +282,9 @@ def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
 
 
 def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> None:
-    """Refuses a value that one stage changes in place and others use: their copy would be old.
+    """Refuses a value that one stage changes in place and another uses: its copy would be old.
 
-    It is allowed if the stage computes the value itself and others take the final value.
+    It is allowed if the stage computes the value itself and other stages take the final value.
     """
     producers = graph.producers()
     for writer, value in [(n, value) for n, values in graph.written.items() for value in values]:
@@ -292,13 +303,14 @@ def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> N
 
 
 def _name(graph: Graph, value: int) -> str:
-    """Returns a value's name for messages: under PIR few values have one."""
+    """Returns a value's name for messages; under PIR few values have names."""
     return repr(graph.names[value]) if value in graph.names else "a value"
 
 
 def _crossing(
     graph: Graph, stage_of: Sequence[int | None], at: Mapping[int, int | None]
 ) -> dict[Edge, tuple[int, ...]]:
+    """Returns the values that travel along each edge; ``at`` has the stage of each value."""
     values_by_edge: dict[Edge, set[int]] = {}
     for number, op in enumerate(graph.operations):
         target = stage_of[number]
@@ -310,12 +322,12 @@ def _crossing(
 
 
 def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
-    """Returns the number of ranks of a pipeline, and of stages on each.
+    """Returns the number of ranks of a pipeline, and the number of stages on each rank.
 
     Args:
         cut: The cut of the program, into S stages.
-        ranks: ``pp_degree``, if the user gave one.
-        world_size: Processes of the job; 1 where one process plays all ranks.
+        ranks: ``pp_degree``; None if the user gave none.
+        world_size: The number of processes of the job; 1 if one process plays all ranks.
         interleaved: The schedule's default number of chunks on a rank.
 
     Raises:
@@ -350,11 +362,10 @@ class ProgramPiece(NamedTuple):
     """A native program of a stage's backward.
 
     Attributes:
-        program: The program; None if there is nothing to do.
+        program: The program; None if there is nothing to compute.
         kept: Names of the variables that it takes from the forward or from the forward's inputs.
-        waiting: Names of the variables that it takes from the half before it, or from that half's
-            inputs.
-        shapes: The names in ``kept`` of which it needs only the shape.
+        waiting: Names of the variables that a W takes from its I, or from the inputs of I.
+        shapes: The names in ``kept`` of variables of which it needs only the shape.
     """
 
     program: Program | None = None
@@ -369,9 +380,9 @@ class Pieces(NamedTuple):
     Attributes:
         forward: Computes the values that leave the stage, and those stored for its backward.
         backward: Adds to the accumulators and computes the gradients that leave the stage.
-        input_grad: Computes only those gradients, if the schedule splits the backward, and the
-            values that ``weight_grad`` takes from it.
-        weight_grad: Adds to the accumulators; comes after it.
+        input_grad: I, if the schedule splits the backward: computes the gradients that leave the
+            stage, and the values that W takes from it.
+        weight_grad: W: adds to the accumulators.
     """
 
     forward: Program
@@ -381,7 +392,7 @@ class Pieces(NamedTuple):
 
     @property
     def kept(self) -> dict[str, bool]:
-        """The variables that any backward takes, each with whether only its shape is needed."""
+        """The variables that backwards take; the value tells whether only the shape is needed."""
         by_shape: dict[str, bool] = {}
         for piece in (self.backward, self.input_grad, self.weight_grad):
             for name in piece.kept:
@@ -409,18 +420,17 @@ class StageProgram(Protocol):
     def accumulators(self) -> Mapping[str, str]: ...  # noqa: D102
 
     def incoming(self, value: int) -> str:
-        """Returns the variable in which the stage finds a value of an earlier stage."""
+        """Returns the variable from which the stage reads a value of an earlier stage."""
 
     def outgoing(self, value: int) -> str:
         """Returns the variable in which the stage puts a value that it computes."""
 
     def cut(self, exports: Iterable[int], kinds: Collection[str]) -> Pieces:
-        """Cuts the stage; its forward puts the values ``exports`` into their variables.
+        """Cuts the stage into pieces; its forward puts ``exports`` into their variables.
 
         Args:
             exports: Values that the stage computes.
-            kinds: The kinds of backward in the schedule: ``"B"`` for a whole one, ``"I"`` and
-                ``"W"``.
+            kinds: The kinds of backward actions in the schedule: ``"B"``, or ``"I"`` and ``"W"``.
         """
 
 
@@ -428,8 +438,8 @@ class Kept(NamedTuple):
     """The variables of the optimizer's state for a parameter.
 
     Attributes:
-        kinds: The variables by kind, as ``moment1``.
-        master: The variable of its float32 copy; None without one.
+        kinds: The variables by kind, such as ``moment1``.
+        master: The variable of the parameter's float32 copy; None without a copy.
     """
 
     kinds: Mapping[str, str]
@@ -440,8 +450,9 @@ class Update(NamedTuple):
     """The optimizer step of a process.
 
     Attributes:
-        step: Native program: updates the parameters from the accumulators, which it sets to 0.
-        startup: Native program: creates the optimizer's own variables.
+        step: The native program that updates the parameters from the accumulators, and sets these
+            to 0.
+        startup: The native program that creates the optimizer's own variables.
         rate_name: The variable of the learning rate.
         variables: Names of the optimizer's own variables.
         kept: The variables that belong to a parameter, by its name.
@@ -459,7 +470,7 @@ class GraphReader(Protocol):
 
     Attributes:
         graph: The description of the program.
-        data: The declaration of each ``paddle.static.data`` of it.
+        data: The declaration of each ``paddle.static.data``, by name.
         declared: The shape of each parameter and statistic by name, in the order of creation.
         unclipped: The parameters whose ``need_clip`` is False.
     """
@@ -480,7 +491,7 @@ class GraphReader(Protocol):
         """Returns the number of a value to fetch; None if it is not in this program."""
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
-        """Adds a backward to a stage; ``weight`` is the gradient of the loss."""
+        """Builds a stage with its backward; ``weight`` is the gradient of value ``loss``."""
 
     def update(
         self,
@@ -489,9 +500,10 @@ class GraphReader(Protocol):
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Builds the optimizer step; gradients of ``clipped`` are multiplied by a factor first.
+        """Builds the optimizer step of the parameters.
 
-        The factor is a variable of the scope, ``names.clip_factor``.
+        The gradients of the parameters ``clipped`` are multiplied by ``names.clip_factor``, a
+        variable of the scope, before the step.
         """
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:

@@ -1,8 +1,7 @@
-"""A forward program as both readers describe it: operations, values between them, and stages.
+"""The description of a forward program: its operations, the values between them, and stages.
 
-Values are numbers, without Paddle, so that the rules of the cut are written once. ``gpu:k`` of a
-``device_guard`` means stage k on any device, and Paddle's stack of an operation has the line of the
-user's script.
+Readers of both representations describe programs so; values are numbers. ``gpu:k`` in a
+``device_guard`` means stage k on any device.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.paddle_api import paddle
 
-#: The tag of ``device_guard("gpu:all")``: computed by every stage that needs it.
+#: The tag of operations under ``device_guard("gpu:all")``: every stage that needs one computes it.
 EVERYWHERE = -1
 
-#: Parts of the names of operations that take random numbers, in either IR.
+#: Parts of the names of operations that draw random numbers, in both representations.
 _RANDOM = (
     *("uniform", "gaussian", "randint", "randperm", "bernoulli", "dropout", "random", "normal"),
     *("multinomial", "binomial", "poisson", "exponential_", "standard_gamma", "dirichlet"),
     *("gumbel", "rrelu"),
 )
-#: Attributes of operations that have a dropout inside: recurrent ones, fused attention.
+#: Attributes of operations with a built-in dropout: recurrent operations, fused attention.
 DROPOUTS = ("dropout_prob", "dropout_rate", "attn_dropout_rate")
 
 
 def draws(name: str) -> bool:
-    """Whether an operation of this name takes random numbers."""
+    """Whether an operation with this name draws random numbers."""
     return any(word in name for word in _RANDOM)
 
 
-#: What a micro-batch is fed: arrays by name.
+#: The feed of a micro-batch: arrays by name.
 Item = Mapping[str, Any]
 
 
@@ -56,7 +55,7 @@ class Operation:
         writes: Numbers of the values that it computes.
         tag: The stage of its guard; None without a guard, :data:`EVERYWHERE` for ``gpu:all``.
         floating: Whether it has no inputs and a fixed result: a parameter, fed data, a constant.
-            Every stage that needs it has its own copy.
+            Each stage that needs it has its own copy.
         line: The line of the user's script that created it; empty if unknown.
         inner: Tags of the operations in its blocks, if it is control flow.
         draws: Whether it draws random numbers.
@@ -84,8 +83,8 @@ class Graph:
         names: The names of values that have one: data and parameters, in the older Program all.
         persistable: Values that live from batch to batch: parameters, running statistics.
         differentiable: Values that may get a gradient.
-        rowwise: Values whose first axis may have any length, as rows do.
-        written: Values changed in place, by the number of the operation that does it.
+        rowwise: Values whose first axis may have any length, as the axis of rows has.
+        written: The values that an operation changes in place, by the operation's number.
     """
 
     operations: Sequence[Operation]
@@ -100,7 +99,7 @@ class Graph:
         return {value: number for number, op in enumerate(self.operations) for value in op.writes}
 
     def outline(self) -> str:
-        """Returns a text of the program that is the same on all ranks that built the same."""
+        """Returns a text of the program, equal on all ranks that have built the same program."""
         lines = (
             f"{op.name} {list(op.reads)} {list(op.writes)} {op.tag} "
             f"{[self.names[value] for value in op.writes if value in self.persistable]}"
@@ -110,12 +109,12 @@ class Graph:
 
 
 def dependencies(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) -> list[int]:
-    """Returns the replicated operations on which the given ones depend, in order.
+    """Returns the replicated operations on which some operations depend, in order.
 
     Args:
         graph: The program.
-        numbers: Operations.
-        replicated: The operations that every stage copies; others are ignored.
+        numbers: The operations.
+        replicated: The operations of which each stage has a copy; others are ignored.
     """
     producers = graph.producers()
     replicas_needed: set[int] = set()
@@ -136,7 +135,7 @@ _IMPORTLIB = "<frozen "
 
 
 def user_line(stack: Iterable[str]) -> str:
-    """Returns the innermost frame of a stack outside of Paddle and fleetpipe."""
+    """Returns file and line of the innermost frame of a stack outside of Paddle and fleetpipe."""
     line = ""
     for frame in stack:
         match = _FRAME.search(frame)
@@ -146,7 +145,7 @@ def user_line(stack: Iterable[str]) -> str:
 
 
 def stage_of_device(device: str | None) -> int | None:
-    """Returns the stage of ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``, else None."""
+    """Returns k for ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``, else None."""
     kind, _, index = (device or "").partition(":")
     if not kind or kind == "cpu" or not index:
         return None
@@ -162,7 +161,7 @@ def stage_of_device(device: str | None) -> int | None:
 
 
 def stage_guard(stage: int) -> AbstractContextManager[object]:
-    """Builds the operations inside it into a stage; another name for ``device_guard("gpu:k")``."""
+    """Returns a context in which operations are built into a stage: ``device_guard("gpu:k")``."""
     fix = "number the stages 0, 1, 2, .. in the order of the network"
     number = require_whole("stage", stage, 0, fix=fix)
     guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{number}")

@@ -1,4 +1,8 @@
-"""Finds the pipeline of a program: ``minimize`` stores it at the program and its startup."""
+"""Finds the pipeline of a program: ``minimize`` stores it at the program and its startup.
+
+Attributes of programs record facts; the ``refuse_`` functions refuse programs that a pipeline does
+not run.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from fleetpipe.static import ir
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
-#: How many operations a program had when it was minimized, noted on it.
+#: The attribute of a program with the number of operations that it had when it was minimized.
 _SIZE = "_fleetpipe_size"
-#: How the values begin that 2.6.2 adds to a program when it is exported.
+#: The prefix of values that Paddle 2.6.2 adds to a program when it is exported.
 _EXPORTED = "save_infer_model/"
 _mains: weakref.WeakSet[Program] = weakref.WeakSet()
-#: What a program takes, noted on it.
+#: The attribute of a program with the names of parameters and statistics that it takes.
 _TAKEN = "_fleetpipe_taken"
-#: The class of an average of parameters that a program has, noted on it.
+#: The attribute of a program with the class of an average of its parameters.
 _AVERAGE = "_fleetpipe_average"
 _pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
 
@@ -35,7 +39,7 @@ def attach(program: Program, startup: Program, pipeline: StaticPipeline) -> None
 
 
 def note_clone(program: Program, clone: Program) -> None:
-    """Marks a copy of a pipeline's program as a copy; under PIR a clone is separate."""
+    """Marks a clone of a pipeline's program as a copy; under PIR clones are not marked."""
     noted = getattr(program, _PIPELINE, None)
     if noted is not None:
         setattr(clone, _PIPELINE, noted)
@@ -61,10 +65,10 @@ def refuse_second(program: Program) -> None:
 
 
 def note_average(program: Program, name: str) -> None:
-    """Notes on a program that an average of its parameters is made of it.
+    """Records that a program has an average of its parameters, of class ``name``.
 
     Raises:
-        ConfigError: It is a pipeline's.
+        ConfigError: The program is a pipeline's.
     """
     setattr(program, _AVERAGE, name)
     if of_main(program)[0] is not None:
@@ -72,6 +76,7 @@ def note_average(program: Program, name: str) -> None:
 
 
 def _refuse_average(name: str | None) -> None:
+    """Refuses an average of parameters in a pipeline's program; None is no average."""
     if name is not None:
         raise ConfigError(
             f"a static pipeline does not run {name}",
@@ -107,10 +112,10 @@ def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
 
 
 def refuse_foreign(program: Program, scope: Scope) -> None:
-    """Refuses a program whose variables are on other ranks, if it is not a pipeline's.
+    """Refuses a program that needs variables of other ranks; a pipeline's program is not checked.
 
-    It is called before the program runs: otherwise a clone's part on a rank would change its
-    running statistics.
+    It is called before the program runs: a clone for evaluation would change running statistics
+    before it fails.
 
     Args:
         program: A program of any kind.
@@ -138,7 +143,7 @@ def _taken_names(program: Program) -> frozenset[str]:
         try:
             graph = ir.read(program).graph
         except Exception:
-            return frozenset()  # a compiled program, say, which Paddle itself explains
+            return frozenset()  # Paddle itself reports what is wrong, as with a compiled program
         taken = {value for op in graph.operations for value in op.reads}
         names = frozenset(graph.names[value] for value in taken & graph.persistable)
         setattr(program, _TAKEN, names)
@@ -154,7 +159,7 @@ def is_attached(program: Program) -> bool:
 
 
 def of_main(program: Program) -> tuple[StaticPipeline | None, bool]:
-    """Returns the pipeline of a main program or None, and whether it is not a clone."""
+    """Returns the pipeline of a main program or None, and whether the program is no clone."""
     main, pipeline = getattr(program, _PIPELINE, None) or (None, None)
     return pipeline, main is program
 

@@ -16,9 +16,9 @@ from fleetpipe.representation import shows
 
 @shows("optimizer", micro_batches="_micro_batches")
 class SingleProgram:
-    """Computes each micro-batch's gradients, sums them outside of Paddle, then steps once.
+    """Trains the unsplit program: sums the gradients of micro-batches in NumPy, then steps once.
 
-    It has its own programs and scope and changes no others.
+    It has its own programs and scope, and changes no others.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class SingleProgram:
             build: Builds the network in the default program; returns the values to fetch, the loss
                 first.
             optimizer: Returns a new Paddle optimizer.
-            micro_batches: Micro-batches of a batch, m.
-            place: The device; None for the one of this process.
+            micro_batches: The number of micro-batches of a batch, m.
+            place: The device; None for the device of this process.
         """
         self._scope, self._micro_batches = static.Scope(), micro_batches
         self._executor = static.Executor(place)
@@ -44,7 +44,7 @@ class SingleProgram:
         with paddle.utils.unique_name.guard():
             with static.program_guard(self._main, startup):
                 self._fetches = list(build())
-                # Divided before backward, not after it: that is another rounding.
+                # Divided before backward: dividing gradients afterwards rounds differently.
                 share = paddle.scale(self._fetches[0], 1.0 / micro_batches)
                 pairs = static.append_backward(share)
             self._gradients = {p.name: grad for p, grad in pairs if grad is not None}
@@ -52,7 +52,7 @@ class SingleProgram:
             with static.program_guard(self._update, update_startup):
                 _apply(self.optimizer, [p for p, grad in pairs if grad is not None])
         with static.scope_guard(self._scope):
-            # This one makes the optimizer's state, and parameters that the next one sets anew.
+            # The first program creates the optimizer's state; the second one sets the parameters.
             self._executor.run(update_startup)
             self._executor.run(startup)
 
@@ -111,7 +111,7 @@ class SingleProgram:
 
 
 def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
-    """Appends Paddle's optimizer step for parameters of these names, from fed gradients."""
+    """Appends Paddle's optimizer step, whose gradients are fed, for parameters with these names."""
     pairs = []
     for one in parameters:
         attr = paddle.ParamAttr(

@@ -1,8 +1,8 @@
 """Saves and loads the state of a pipeline's stages: arrays by name, files, and checkpoints.
 
 The names are those of the unsplit program. Files have the form of ``paddle.static.save``,
-``.pdparams`` and ``.pdopt``; each of several ranks writes its own. The whole network can be
-exported. The replacements of Paddle's functions, in ``entry``, call it.
+``.pdparams`` and ``.pdopt``; each of several ranks writes its own files. The replacements of
+Paddle's functions, in ``entry/patches.py``, call these functions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def parameters(
     scope: Scope = None,
     source: str = _STATE,
 ) -> list[tuple[ScopeTensor, np.ndarray]]:
-    """Returns the checked assignments of :func:`load_state_dict`; ``source`` is for messages."""
+    """Returns the tensors that :func:`load_state_dict` sets, each with its checked value.
+
+    ``source`` names the origin of the state in messages.
+    """
     names = pipeline_of(program).persistable
     scope = paddle.static.global_scope() if scope is None else scope
     return fitting(state, names, scope, source)
@@ -107,7 +110,7 @@ def fitting(
         names: The variables.
         scope: The scope of the variables.
         source: The origin of the state, for messages.
-        fix: What to do where a name is missing.
+        fix: The advice in the error of a missing name.
 
     Raises:
         CheckpointError: A name is missing, a value has another shape or dtype, or a variable has no
@@ -140,13 +143,13 @@ def _fitting(
 
 
 def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
-    """Assigns the values that :func:`fitting` has paired with tensors."""
+    """Sets tensors to the values that :func:`fitting` has paired with them."""
     for tensor, value in pairs:
         overwrite(tensor, value)
 
 
 def tensor_in(scope: Scope, name: str) -> ScopeTensor:
-    """Returns the tensor of a scope's variable."""
+    """Returns the tensor of a scope's variable; refuses a variable without a value."""
     tensor = found_tensor(scope, name)
     if tensor is None:
         raise CheckpointError(
@@ -168,11 +171,11 @@ def save(
     """Saves this process's stages, with the optimizer's state.
 
     Args:
-        prefix: Beginning of the files' paths; each of several ranks adds its number.
+        prefix: The beginning of the files' paths; each of several ranks adds its number.
         program: The program of the pipeline; None for the default main program.
         protocol: As for ``paddle.save``.
-        describe: Writes files of the network to a path without an ending; those of the parameters
-            and the optimizer take the place of its own. All files appear together.
+        describe: Writes the network's files to a path without an extension. The files of parameters
+            and optimizer replace those that it writes. All files appear together.
 
     Returns:
         The file of the parameters, ``<prefix>.rank<r>.pdparams``, or ``<prefix>.pdparams`` of one
@@ -199,8 +202,8 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
         program: As for :func:`save`.
 
     Raises:
-        CheckpointError: The file is missing, not one of Paddle's, or has other stages; nothing was
-            changed.
+        CheckpointError: The file is missing, is not in Paddle's format, or has other stages;
+            nothing was changed.
     """
     pipeline, prefix = pipeline_of(program), prefix_of(prefix)
     base = _base(prefix, pipeline)
@@ -223,7 +226,7 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
 
 
 def prefix_of(path: str | os.PathLike[str]) -> str:
-    """Returns the beginning of the files' paths from itself or the path of one of them."""
+    """Returns the beginning of the files' paths, from the path of one file or from itself."""
     prefix = os.fspath(path)
     for suffix in _SUFFIXES:
         prefix = prefix.removesuffix(suffix)
@@ -236,6 +239,7 @@ def of_rank(prefix: str, rank: int) -> str:
 
 
 def _base(prefix: str, pipeline: StaticPipeline) -> str:
+    """Returns the beginning of the paths of this process's files."""
     return prefix if pipeline.local else of_rank(prefix, pipeline.rank)
 
 
@@ -283,27 +287,27 @@ def save_inference_model(
         stock(str(draft / target.name), *network, program=program)
 
 
-#: See :class:`fleetpipe.CheckpointManager`.
+#: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
 _Names = Mapping[str, str] | str | None
 _BY_ORDER = "order"
 
 
 def offer(program: Program, pipeline: StaticPipeline) -> None:
-    """Attaches to a program a method by which checkpoints get its parts."""
+    """Gives a program the method by which checkpoints get its parts."""
     program.checkpoint_part_of_program = functools.partial(ProgramParts, pipeline)
 
 
 class ProgramParts:
-    """The parameters and running statistics of this process's stages; needs dynamic mode.
+    """The state of this process's stages for checkpoints; needs dynamic mode.
 
     Attributes:
         parts: The parameters and statistics, by fully qualified name.
-        by_order: Whether names of a checkpoint are matched by their order.
+        by_order: Whether to match the names of a checkpoint by their order.
         minimized_by: The optimizer of the program's ``minimize``.
     """
 
     def __init__(self, pipeline: StaticPipeline, names: _Names) -> None:
-        """Finds the variables in the global scope.
+        """Finds the variables in the global scope; ``names`` is an option of checkpoints.
 
         Raises:
             ConfigError: ``names`` does not fit the program.
@@ -340,15 +344,17 @@ class ProgramParts:
         }
 
     def streams(self) -> tuple[int, bool, Mapping[int, Any]]:
-        """Returns the number of stages, and the random streams of this process's stages.
+        """Returns the random streams of this process's stages.
 
-        Between the two: whether the default generator is the stream of the first that draws.
+        Returns:
+            The number of stages, whether the default generator is the stream of a stage here, and
+            the state of each other stream, by stage.
         """
         pipeline = self._pipeline
         return pipeline.split.stages, pipeline.leads_random, pipeline.streams
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Restores the last item of :meth:`streams`; the other stages start again."""
+        """Restores states from the last item of :meth:`streams`; other stages start again."""
         self._pipeline.begin_streams(streams)
 
     def _share(self, name: str) -> Any:
@@ -372,18 +378,19 @@ def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[st
                 fix="name its parameters and running statistics, as "
                 "fleetpipe.static.state_dict() does",
             )
-    x = {name: wanted.get(name, name) for name in declared}
+    full_names = {name: wanted.get(name, name) for name in declared}
     users: dict[str, str] = {}
-    for name, full in x.items():
+    for name, full in full_names.items():
         if users.setdefault(full, name) != name:
             raise ConfigError(
                 f"names= calls both {users[full]!r} and {name!r} {full!r}",
                 fix="give each a name of its own",
             )
-    return x
+    return full_names
 
 
 def _require_expected(pipeline: StaticPipeline) -> None:
+    """Refuses an optimizer with a variable that belongs to no parameter."""
     expected = {pipeline.rate_name}
     for kept in pipeline.kept.values():
         expected.update(kept.kinds.values(), (kept.master,))
