@@ -80,21 +80,15 @@ class _Sum(paddle.autograd.PyLayer):
     """Adds gradients to parameters by autograd, without the copies that ``backward()`` makes."""
 
     @staticmethod
-    def forward(ctx: Context, handed: _Handed, *_parameters: Tensor) -> Tensor:
-        ctx.handed = handed
+    def forward(ctx: Context, take: Callable[[], list[Tensor]], *_parameters: Tensor) -> Tensor:
+        # A function, since Paddle takes each tensor in a list for an input.
+        ctx.take = take
         return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        grads, ctx.handed.grads = ctx.handed.grads, []
+        grads = ctx.take()
         return tuple(grads) if len(grads) > 1 else grads[0]
-
-
-class _Handed:
-    """Hides gradients from Paddle, which would take each gradient in a list for an input."""
-
-    def __init__(self, grads: list[Tensor]) -> None:
-        self.grads = grads
 
 
 def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -102,7 +96,7 @@ def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
     parameters, gradients = map(list, zip(*grads))
     add: Callable[..., Tensor] = _Sum.apply
     with paddle.enable_grad():
-        total = add(_Handed(gradients), *parameters)
+        total = add([gradients].pop, *parameters)
     total.backward()
 
 

@@ -200,10 +200,8 @@ def pass_over(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
     drawn, restore_names = PythonStates(), counted_names()
     paddle.seed(FIRST_SEED + index)
     try:
-        with paddle.LazyGuard():
-            return _build(entry, lent)
+        return _build_lazily(entry, lent)
     except Exception:
-        # A layer whose constructor computes with its parameters cannot be built lazily.
         drawn.put_back()
         restore_names()
         return build(entry, index, lent)
@@ -224,6 +222,12 @@ def _build(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
     with _specification_kept(entry):
         # The descriptions of Paddle 2.6.2 take no weights.
         return _take_built(entry.build_layer(**lent) if lent else entry.build_layer())
+
+
+def _build_lazily(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
+    """Builds a layer without memory; fails if its constructor computes with its parameters."""
+    with paddle.LazyGuard():
+        return _build(entry, lent)
 
 
 def _take_built(layer: Any) -> Any:
@@ -287,10 +291,8 @@ def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
     # In a separate name space: the names of the model's parameters must not depend on it.
     with random_states_kept(), paddle.utils.unique_name.guard():
         try:
-            with paddle.LazyGuard():
-                return _build(entry, lent)
+            return _build_lazily(entry, lent)
         except Exception:
-            # A layer whose constructor computes with its parameters cannot be built lazily.
             return build(entry, index, lent)
 
 

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from fractions import Fraction
 
 from fleetpipe.dygraph.backward.layer_state import model_kept
@@ -75,19 +74,24 @@ def measure(
     profile = None
     if job.group().rank == 0:
         held = {number: tuple(sizes) for part, _ in everyone for number, *sizes in part}
-        whole_profile = _profile(
-            layers, _whole_costs(layers, samples, held, whole, split), whole, latency
-        )
-        if waits_left_out:
-            whole_profile = replace(whole_profile, exchange=whole_profile.link(0))
-        whole_profile = replace(
-            whole_profile, degrees=LayerDegrees.of(job.degrees), process=process
-        )
-        if cut:
-            lengths = next(lengths_there for _, lengths_there in everyone if lengths_there)
-            costs = tuple(_slice_costs(layers, parts, times, i) for i in range(len(lengths)))
-            whole_profile = replace(whole_profile, slices=costs, slice_lengths=tuple(lengths))
-        profile = whole_profile.dumps()
+        *costs, loss = _whole_costs(layers, samples, held, whole, split)
+        outputs = [costs[end - 1].output for _, end in _parts(layers)[:-1]]
+        link, transfer = between_ranks(layers.placement, whole, outputs, latency)
+        # Every rank with data has the lengths of units; without a cut nobody has any.
+        lengths = next((there for _, there in everyone if there), [])
+        profile = Profile(
+            tuple(costs),
+            loss,
+            layers.owned_stages.cut_places(),
+            (link,),
+            layers.partition.boundaries,
+            transfer,
+            slices=tuple(_slice_costs(layers, parts, times, i) for i in range(len(lengths))),
+            slice_lengths=tuple(lengths),
+            exchange=link if waits_left_out else Link(0.0, 0.0),
+            degrees=LayerDegrees.of(job.degrees),
+            process=process,
+        ).dumps()
     return Profile.loads(job.group().broadcast(profile, 0))
 
 
@@ -153,25 +157,6 @@ def _slice_costs(
             backward=times["B", stage, index],
         )
     return tuple(layer_meter.layer_costs(_names(layers), scaled, [(0, 0, 0)] * len(scaled)))
-
-
-def _profile(
-    layers: PipelineLayer,
-    costs: Sequence[LayerCost],
-    whole: measuring.StageTimes,
-    latency: float | None,
-) -> Profile:
-    """Builds the profile of whole micro-batches."""
-    outputs = [costs[end - 1].output for _, end in _parts(layers)[:-1]]
-    link, transfer = between_ranks(layers.placement, whole, outputs, latency)
-    return Profile(
-        tuple(costs[:-1]),
-        costs[-1],
-        layers.owned_stages.cut_places(),
-        (link,),
-        layers.partition.boundaries,
-        transfer,
-    )
 
 
 def between_ranks(

@@ -1,8 +1,9 @@
-"""What a script calls for a static pipeline: an optimizer, whose ``minimize`` makes it, a loader.
+"""The classes that a script uses for a static pipeline: the optimizer and the data loader.
 
-If the script marks values for recompute, a stage stores only those from forward to backward. From a
-``DataLoader`` a pipeline takes accumulate_steps items in each run; Paddle's has the same calls, and
-is gone from 3.3.
+``StaticOptimizer.minimize`` creates the pipeline. If the script marks values for recompute, a stage
+stores only these from forward to backward. A pipeline takes accumulate_steps items of a
+``DataLoader`` in each run; the loader has the methods of Paddle's, which 3.3 does not have any
+more.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from fleetpipe.static.pipeline_programs import attach, refuse_second
 from fleetpipe.static.run.feeding import merge
 from fleetpipe.static.run.pipeline import StaticPipeline
 
-#: Begins the job, or returns the running one if it has these degrees.
+#: ``begin(degrees, config)`` begins the job, or returns the current job if it has these degrees.
 Begin = Callable[[Degrees, PipelineConfig], Job]
-#: Switches of a strategy that change the program in ways that a pipeline here does not.
+#: Switches of a strategy that a static pipeline does not support.
 _REFUSED = (
     *("amp", "sharding", "gradient_merge", "tensor_parallel", "localsgd", "adaptive_localsgd"),
     *("dgc", "lars", "lamb", "qat", "asp", "fp16_allreduce"),
 )
 
-#: What would train the program as it stands, on every rank for itself.
+#: Methods of an optimizer that would train the whole program on each rank by itself.
 _PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
 
 
@@ -64,8 +65,8 @@ class StaticOptimizer:
         Args:
             optimizer: Any Paddle optimizer.
             strategy: Fleet's strategy with ``pipeline`` switched on.
-            begin: Begins the job once the number of stages is known.
-            world_size: Processes of the job.
+            begin: Begins the job when the number of stages is known.
+            world_size: The number of processes of the job.
 
         Raises:
             ConfigError: The strategy or the optimizer asks for something that a static pipeline
@@ -108,20 +109,20 @@ class StaticOptimizer:
         """Cuts the loss's program into stages. Collective over the job.
 
         Args:
-            loss: The loss; one element.
-            startup_program: The program that initialises it; None for the default one.
+            loss: The loss, with one element.
+            startup_program: The startup program of the loss's program; None for the default one.
             parameters: The parameters to train, or their names; None for those of the optimizer,
-                which by default has all that need a gradient.
+                by default all that need a gradient.
             no_grad_set: Must be empty or None.
             parameter_list: ``parameters``, as Fleet's own ``minimize`` calls it.
 
         Returns:
-            Two empty lists instead of Paddle's operations and gradients: the program stays forward
-            only, its backward is in the stages.
+            Two empty lists instead of Paddle's operations and gradients: the program keeps only its
+            forward, and the stages have the backward.
 
         Raises:
             PartitionError: The guards of the program do not define stages.
-            BoundaryError: Some operation cannot be cut.
+            BoundaryError: An operation cannot be cut.
             ConfigError: The stages do not fit the ranks, or an option is wrong.
         """
         if no_grad_set:
@@ -171,7 +172,7 @@ class StaticOptimizer:
         return [], []
 
     def _degrees(self, cut: Split) -> tuple[Degrees, int]:
-        """Returns the degrees of the job and the stages on each rank."""
+        """Returns the degrees of the job, and the number of stages on each rank."""
         configs = self._strategy.hybrid_configs
         pp_degree = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
         interleaved = default_chunks(self._config.schedule)
@@ -214,7 +215,7 @@ def refuse_stages(program: Program) -> None:
 
 
 def amp_refusal() -> ConfigError:
-    """Returns the refusal of an optimizer that scales losses, inside of a pipeline's or around."""
+    """Returns the error of an optimizer that scales losses, in or around a pipeline's optimizer."""
     return ConfigError(
         "this version does not run paddle.static.amp.decorate in a static pipeline",
         fix="give distributed_optimizer the optimizer itself; build layers under "
@@ -223,6 +224,7 @@ def amp_refusal() -> ConfigError:
 
 
 def _refuse_slices(schedule: Schedule) -> None:
+    """Refuses a schedule that cuts sequences."""
     if schedule.slices > 1:
         raise ConfigError(
             f"a static pipeline does not run {schedule.name}, which cuts sequences into slices",
@@ -232,6 +234,7 @@ def _refuse_slices(schedule: Schedule) -> None:
 
 
 def _refuse_split_backward(schedule: Schedule) -> None:
+    """Refuses a schedule with I and W for an older Program."""
     kinds = {action.kind for row in schedule.actions for item in row for action in parts(item)}
     if not kinds <= {"F", "B"}:
         raise ConfigError(
@@ -259,18 +262,18 @@ def _names_to_train(
 def unwrap(
     optimizer: Optimizer, strategy: Strategy
 ) -> tuple[Optimizer, Sequence[Variable | str] | None]:
-    """Returns the unwrapped optimizer, and the values marked for recompute.
+    """Returns the optimizer that updates parameters, and the values marked for recompute.
 
     Args:
-        optimizer: A Paddle optimizer, perhaps in ``paddle.incubate.optimizer.RecomputeOptimizer``.
+        optimizer: A Paddle optimizer, or ``paddle.incubate.optimizer.RecomputeOptimizer`` around
+            one.
         strategy: Fleet's strategy.
 
     Returns:
-        The optimizer that updates parameters. The marked values or their names; None if backward
-        takes all values from forward.
+        The optimizer, and the marked values or their names; None without recompute.
 
     Raises:
-        ConfigError: Recompute is switched on without checkpoints, or is to use another device.
+        ConfigError: Recompute is switched on without checkpoints, or with offloading.
     """
     optimizer, checkpoints, offload = recomputing(optimizer)
     if strategy.recompute:
@@ -292,7 +295,7 @@ def unwrap(
 
 
 def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None) -> Split:
-    """Returns the cut with the values marked for recompute.
+    """Returns a cut with the values that are marked for recompute; None marks none.
 
     Raises:
         ConfigError: A marked value is not in the program.
@@ -312,7 +315,7 @@ def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str
     return replace(split, checkpoints=frozenset(numbers))
 
 
-#: A tuple with a part per feed: numbers, or arrays.
+#: A sample: a tuple with numbers or an array for each feed.
 Sample = Sequence[Any]
 Samples = Callable[[], Iterable[Any]]
 _loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKeyDictionary()
@@ -322,16 +325,16 @@ _loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKey
 class DataLoader:
     """Feeds a program by itself: between ``start`` and ``reset``, ``run`` needs no ``feed``.
 
-    Each item of the generator is a micro-batch. At the end of the data, on every rank at the same
-    step, ``exe.run`` raises ``paddle.base.core.EOFException``; an incomplete last group of
-    micro-batches is dropped. Items are read as they are needed.
+    Each item of the generator is a micro-batch, which is read when it is needed. At the end of the
+    data, ``exe.run`` raises ``paddle.base.core.EOFException`` on all ranks in the same step; an
+    incomplete last group of micro-batches is dropped.
     """
 
     def __init__(self, feed_list: Sequence[Variable]) -> None:
         """Creates a loader for the default main program.
 
         Args:
-            feed_list: Results of ``paddle.static.data``, in the order of a sample's parts.
+            feed_list: Results of ``paddle.static.data``, in the order of the entries of a sample.
         """
         self._names = [one.name for one in feed_list]
         self._shapes = [tuple(one.shape) for one in feed_list]
@@ -370,11 +373,11 @@ class DataLoader:
     def set_sample_generator(
         self, reader: Samples, batch_size: int, drop_last: bool = True, places: object = None
     ) -> DataLoader:
-        """Takes single samples; each ``batch_size`` of them form a micro-batch.
+        """Takes a generator of samples, of which ``batch_size`` form a micro-batch.
 
         Args:
-            reader: Called without arguments; yields samples, each a tuple with a part per feed.
-            batch_size: Rows of a micro-batch.
+            reader: Called without arguments; yields samples, each a tuple with an entry per feed.
+            batch_size: The number of rows of a micro-batch.
             drop_last: Must be True: an incomplete last micro-batch is dropped.
             places: Ignored.
 
@@ -399,7 +402,7 @@ class DataLoader:
         return self.set_sample_list_generator(groups)
 
     def set_sample_list_generator(self, reader: Samples, places: object = None) -> DataLoader:
-        """Takes lists of samples, each list a micro-batch.
+        """Takes a generator of lists of samples; each list is a micro-batch.
 
         Args:
             reader: Called without arguments; yields lists of samples.
@@ -413,7 +416,7 @@ class DataLoader:
         )
 
     def set_batch_generator(self, reader: Samples, places: object = None) -> DataLoader:
-        """Takes micro-batches, each a tuple with an array per feed.
+        """Takes a generator of micro-batches, each a tuple with an array per feed.
 
         Args:
             reader: Called without arguments; yields micro-batches.
@@ -423,7 +426,7 @@ class DataLoader:
         return self
 
     def start(self) -> None:
-        """Starts to read the generator for an epoch.
+        """Starts an epoch: calls the generator.
 
         Raises:
             StateError: There is no generator, or an epoch is running.
@@ -439,21 +442,22 @@ class DataLoader:
         self._items = None
 
     def _stack(self, index: int, parts: Sample) -> np.ndarray:
+        """Returns the array of feed ``index`` from the entries of several samples."""
         array = np.stack([np.asarray(part) for part in parts]).astype(self._dtypes[index])
         shape = self._shapes[index][1:]
         return array if -1 in shape else array.reshape(len(parts), *shape)
 
 
 def items_for(program: Program, feed: object) -> Iterator[Item] | None:
-    """Returns the iterator of a run's micro-batches; None if ``feed`` has them all.
+    """Returns the iterator over micro-batches of a run; None if ``feed`` is a whole mini-batch.
 
     Args:
-        program: The program that is run.
-        feed: The ``feed`` of ``run``: an iterator over micro-batches, or nothing while a loader of
-            the program is started.
+        program: The program to run.
+        feed: The ``feed`` of ``run``: a mini-batch, an iterator over micro-batches, or nothing if a
+            loader of the program is started.
 
     Raises:
-        StateError: Nothing is fed, and no loader of the program is started.
+        StateError: Nothing is fed, and the program's loader is not started.
     """
     if isinstance(feed, Iterator):
         return feed

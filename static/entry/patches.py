@@ -1,8 +1,8 @@
-"""The hooks that ``import fleetpipe.fleet`` puts into Paddle for static graph, and removes.
+"""The hooks that ``import fleetpipe.fleet`` puts into Paddle for static graph.
 
-``Executor.run``, and what reads or writes a program's state, check whether a program is a
-pipeline's, and serve it or refuse. Paddle's own need the parameters of the whole program, of which
-a rank has a part.
+``Executor.run``, and Paddle's functions that read or write a program's state, check whether a
+program is a pipeline's, and run it, save it, or refuse it: Paddle's own functions need the
+parameters of the whole program, of which a rank has a part. Start with :func:`install`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,16 @@ from fleetpipe.static.pipeline_programs import (
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.saved_state import assign, fitting, tensor_in
 
-#: What 2.6.2's ``paddle.save`` adds to a state, from other names of it to those of the program.
+#: The entry of a state by Paddle 2.6.2's ``paddle.save``: a dict from its names to the program's.
 _OTHER_NAMES = "StructuredToParameterName@@"
 
 
 def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yields each place of a name, the name, and what stands there while static graph is hooked."""
-    for serve in SERVED:
-        for place in (static, static_io):
-            yield place, serve.__name__, _serving(vars(place)[serve.__name__], serve)
-    for method in SERVED_METHODS:
-        for kind in program_classes():
-            yield kind, method.__name__, _serving(vars(kind)[method.__name__], method)
+    """Yields a module or class of Paddle, the name of a function in it, and its replacement."""
+    serving = [(place, serve) for serve in SERVED for place in (static, static_io)]
+    serving += [(kind, method) for method in SERVED_METHODS for kind in program_classes()]
+    for place, serve in serving:
+        yield place, serve.__name__, _serving(vars(place)[serve.__name__], serve)
     for place, name in WHOLE_PROGRAM_STATE:
         yield place, name, _refusing(vars(place)[name], name)
     for kind in AVERAGES:
@@ -68,6 +66,8 @@ def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _serving(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement of Paddle's function that calls ``serve(original, ..)``."""
+
     @functools.wraps(original)
     def call(*arguments: Any, **named: Any) -> Any:
         return serve(original, *arguments, **named)
@@ -82,9 +82,9 @@ def save(
     protocol: int = 4,
     **configs: object,
 ) -> None:
-    """Saves this process's part of a pipeline.
+    """Replaces ``paddle.static.save``: saves this process's stages of a pipeline.
 
-    The files are those of Paddle; a process with all stages adds the network's description.
+    The files have Paddle's form; a process with all stages also describes the network.
     """
     pipeline = _pipeline_read(program)
     if pipeline is None:
@@ -104,11 +104,13 @@ def load(
     executor: object = None,
     var_list: Sequence[Variable] | None = None,
 ) -> None:
-    """Loads files of :func:`save`, on the same number of ranks or from a process with all stages.
+    """Replaces ``paddle.static.load``: loads files of :func:`save` into a pipeline.
+
+    The files are of as many ranks, or of a process with all stages.
 
     Raises:
-        CheckpointError: The file is missing, not one of Paddle's, or has other stages; nothing was
-            changed.
+        CheckpointError: The file is missing, is not in Paddle's format, or has other stages;
+            nothing was changed.
     """
     if of_main(program)[0] is None:
         original(program, model_path, executor, var_list)
@@ -121,10 +123,10 @@ def load_program_state(
     model_path: str | os.PathLike[str],
     var_list: Sequence[Variable] | None = None,
 ) -> dict[str, Any]:
-    """Returns what this rank saved, or else what one process did.
+    """Replaces ``paddle.static.load_program_state``: reads this rank's files, or one process's.
 
     Raises:
-        CheckpointError: There is nothing.
+        CheckpointError: There are no such files.
     """
     job = current_job()
     path = saved_state.prefix_of(model_path)
@@ -143,7 +145,7 @@ def load_program_state(
 def set_program_state(
     original: Callable[..., object], program: Program, state_dict: Mapping[str, Any]
 ) -> None:
-    """Sets this process's part of a state; Paddle's own needs the parameters of all stages."""
+    """Replaces ``paddle.static.set_program_state``: sets the variables of this process's stages."""
     pipeline, _ = of_main(program)
     if pipeline is None:
         original(program, state_dict)
@@ -159,10 +161,10 @@ def save_inference_model(
     executor: object,
     **named: Any,
 ) -> Any:
-    """Refuses on several ranks, as none of them has the whole network.
+    """Replaces ``paddle.static.save_inference_model``: refuses a pipeline on several ranks.
 
     Raises:
-        ConfigError: The program is a pipeline's, and this process has a part of its stages.
+        ConfigError: The program is a pipeline's, and this process has some of its stages only.
     """
     program = named.get("program") or static.default_main_program()
     pipeline = _pipeline_read(program)
@@ -181,10 +183,10 @@ def state_dict(
     mode: str = "all",
     scope: Scope = None,
 ) -> dict[str, ScopeTensor]:
-    """Returns the tensors of a program and its optimizer, ``Program.state_dict``.
+    """Replaces ``Program.state_dict``: returns the tensors of a program and of its optimizer.
 
     Raises:
-        ConfigError: This process has a part of the stages, and the script does not allow that.
+        ConfigError: This process has some of the stages only, and the script does not allow that.
         UsageError: ``mode`` is none of Paddle's.
     """
     pipeline = _pipeline_read(program, scope)
@@ -216,7 +218,7 @@ def set_state_dict(
     state_dict: Mapping[str, Any],
     scope: Scope = None,
 ) -> None:
-    """Sets this process's part of a state, ``Program.set_state_dict``."""
+    """Replaces ``Program.set_state_dict``: sets the variables of this process's stages."""
     pipeline, _ = of_main(program)
     if pipeline is None:
         original(program, state_dict, *(() if scope is None else (scope,)))
@@ -226,13 +228,13 @@ def set_state_dict(
     _assign(pipeline, named, static.global_scope() if scope is None else scope)
 
 
-#: What serves a pipeline's program, by its name in ``paddle.static``, and as a method of a program.
+#: The replacements of functions of ``paddle.static``, and of methods of a program, by their names.
 SERVED = (save, load, load_program_state, set_program_state, save_inference_model)
 SERVED_METHODS = (state_dict, set_state_dict)
 
 
 def _assign(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) -> None:
-    """Assigns what a state has of this process's variables."""
+    """Sets the variables of this process that a state has; refuses a state without any."""
     names = [
         name for name in (*pipeline.persistable, *pipeline.optimizer_variables) if name in state
     ]
@@ -247,7 +249,7 @@ def _assign(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) ->
 
 
 def _pipeline_read(program: Program, scope: Scope = None) -> StaticPipeline | None:
-    """Returns the pipeline of a program that is read; refuses what other ranks have of another."""
+    """Returns the pipeline of a program, or None; refuses a program with other ranks' variables."""
     pipeline, _ = of_main(program)
     if pipeline is None:
         refuse_foreign(program, scope)
@@ -255,10 +257,10 @@ def _pipeline_read(program: Program, scope: Scope = None) -> StaticPipeline | No
 
 
 def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a function of Paddle's that refuses a pipeline's program whose state is elsewhere.
+    """Returns a replacement of Paddle's function ``name`` that refuses a pipeline's program.
 
-    It lets pass variables of this process that the script names; and, where one process plays all
-    ranks, a copy of the program, which has no optimizer.
+    It accepts variables of this process that the script names. If one process plays all ranks, it
+    accepts a copy of the program, which has no optimizer.
     """
     signature = inspect.signature(original)
 
@@ -284,7 +286,7 @@ def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _refusing_average(original: Callable[..., None], name: str) -> Callable[..., None]:
-    """Returns a constructor that refuses a pipeline's program, and notes on others what it adds."""
+    """Returns a constructor of an average that refuses a pipeline's program, and marks others."""
 
     @functools.wraps(original)
     def begin(*arguments: Any, **named: Any) -> None:
@@ -381,6 +383,8 @@ def _run(
 
 
 def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement of ``train_from_dataset`` that refuses a pipeline's program."""
+
     @functools.wraps(original)
     def train_from_dataset(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
         chosen = paddle.static.default_main_program() if program is None else within(program)
@@ -395,6 +399,8 @@ def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement of ``amp.decorate`` that refuses a pipeline's optimizer."""
+
     @functools.wraps(original)
     def decorate(optimizer: Any, *more: Any, **named: Any) -> Any:
         if isinstance(optimizer, StaticOptimizer):
@@ -405,6 +411,8 @@ def _refusing_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
+    """Returns a replacement of ``clone`` that marks copies of a pipeline's program."""
+
     @functools.wraps(original)
     def clone(self: Program, for_test: bool = False) -> Program:
         copy = original(self, for_test)
@@ -416,6 +424,8 @@ def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
 
 
 def _noting_parsed(original: Callable[[bytes], Program]) -> Callable[[bytes], Program]:
+    """Returns a replacement of ``parse_from_string`` that marks copies of a pipeline's program."""
+
     @functools.wraps(original)
     def parse_from_string(binary_str: bytes) -> Program:
         parsed = original(binary_str)
@@ -441,7 +451,7 @@ def _flat(fetches: object) -> Iterator[Variable | str]:
 
 
 def _stamp() -> Callable[[int | None], None] | None:
-    """Returns a function that marks operations with a stage; None if guards do that."""
+    """Returns the function that marks new operations with a stage; None if guards mark them."""
     if not hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
         return None
     from fleetpipe.static.ir.pir_reader import stamp
@@ -450,6 +460,8 @@ def _stamp() -> Callable[[int | None], None] | None:
 
 
 def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
+    """Makes guards call ``stamp`` with their stage; returns a function that undoes this."""
+
     def switch(device: str | None) -> object:
         stamp(stage_of_device(device))
         return original(device)

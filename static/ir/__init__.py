@@ -1,8 +1,8 @@
 """Paddle's two representations of programs: PIR (3.3) and ``program_ir`` (2.6.2), an extra.
 
-:func:`read` picks the reader of a program, which describes it. Each representation also has a
-stage, which builds native programs of one stage, and ``backward.py`` is common to both. It imports
-the cut, but nothing that runs programs.
+:func:`read` chooses the reader of a program, which describes the program. Each representation also
+has a stage, which builds the native programs of a stage; ``backward.py`` is common to both. This
+package imports the cut, but nothing that runs programs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def read(program: Program) -> GraphReader:
 def name_of(value: Variable) -> str:
     """Returns a value's name for ``recompute_configs`` and ``fetch_list``, the same on all ranks.
 
-    In the older Program every value has a name, ``value.name``. Under PIR only data and parameters
-    have one, and this function names the value.
+    In the older Program each value has a name, ``value.name``. Under PIR only data and parameters
+    have names, and this function gives the value a name.
 
     Args:
         value: A value of a static program, before ``minimize``.

@@ -1,6 +1,7 @@
 """Builds the backward of a stage, in either representation, and finds its optimizer's variables.
 
-It goes from the values that leave the stage, or the loss, to its parameters and incoming values.
+The backward leads from the values that leave the stage, or from the loss, to the parameters and the
+incoming values. Start with :func:`append`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fleetpipe.static.cut import Kept, Split
 
 
 def kept_of(optimizer: Optimizer, parameter: str, name_of: Callable[[Variable], str]) -> Kept:
-    """Returns the variables of a parameter's state by kind, and that of its float32 copy.
+    """Returns the variables of the optimizer's state for a parameter.
 
     Args:
         optimizer: The optimizer, applied to a program.
@@ -49,7 +50,7 @@ class Forward(Protocol):
     """A stage that has only its forward; new operations are appended to it."""
 
     def parameters(self) -> Mapping[str, Variable]:
-        """Returns the parameters to train that the stage uses, by name."""
+        """Returns the trainable parameters that the stage uses, by name."""
 
     def variable(self, value: int) -> Variable:
         """Returns the variable of a value of the stage, computed or incoming."""
@@ -58,7 +59,7 @@ class Forward(Protocol):
         """Returns the variable to differentiate for a value that leaves the stage."""
 
     def fed(self, name: str, like: Variable) -> Variable:
-        """Returns a variable of the scope, with the shape of another."""
+        """Returns a variable of the scope, with the shape of the variable ``like``."""
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Returns the sum of the parts, added in their order."""
@@ -74,13 +75,13 @@ class Forward(Protocol):
 
 
 def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) -> Gradients:
-    """Appends a backward to a stage; call it in the stage's program.
+    """Appends the backward to a stage; call it in the stage's program.
 
     Args:
         forward: The stage.
         split: The cut.
         stage: The number of the stage.
-        loss: The number of the loss, and its gradient.
+        loss: The number of the loss as a value, and the gradient of the loss.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -116,7 +117,7 @@ def incoming(split: Split, stage: int) -> list[int]:
 
 
 def through_control_flow(where: str) -> BoundaryError:
-    """Returns the refusal of a backward that needs a value of an inner block."""
+    """Returns the error of a backward that needs a value of control flow, at ``where``."""
     return BoundaryError(
         "a gradient passes through control flow, which a pipeline cannot cut",
         where=where,
@@ -128,7 +129,7 @@ def through_control_flow(where: str) -> BoundaryError:
 def _targets(
     forward: Forward, split: Split, stage: int, loss: tuple[int, float]
 ) -> tuple[list[Variable], list[Variable]]:
-    """Returns the variables to differentiate, with their gradients."""
+    """Returns the variables to differentiate, and the gradient of each."""
     number, weight = loss
     readers = split.readers(stage)
     leaving = sorted(split.graph.differentiable.intersection(readers))
@@ -136,7 +137,7 @@ def _targets(
     grads = []
     for value in leaving:
         like = forward.variable(value)
-        # The latest reader first, as the unsplit program adds gradients up.
+        # The latest reader first: in this order the unsplit program adds gradients up.
         parts = [
             forward.fed(split.names.gradient(stage, value, reader), like)
             for reader in sorted(readers[value], reverse=True)
@@ -151,6 +152,7 @@ def _targets(
 
 
 def _accumulate(forward: Forward, name: str, grad: Variable, accumulator: str) -> None:
+    """Adds the gradient of parameter ``name`` to its accumulator; refuses a sparse gradient."""
     if forward.is_sparse(grad):
         raise ConfigError(
             f"the gradient of {name!r} is sparse, which a static pipeline does not add up",

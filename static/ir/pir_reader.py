@@ -33,19 +33,19 @@ from fleetpipe.static.ir.pir_values import (
 )
 
 _STAGE = "chunk_id"
-#: Where an operation carries the names that the user asked for, by result.
+#: The prefix of an operation's attributes with the names of its results, for :func:`give_name`.
 _NAME = "fleetpipe_name"
-#: ``device_guard("gpu:all")`` as a chunk_id: Paddle's own default for "none" is -1.
+#: The chunk_id of ``device_guard("gpu:all")``; -1 is Paddle's default for no guard.
 _ALL = 1 << 20
 
 
 def stamp(stage: int | None) -> None:
-    """Marks every operation created from now on with a stage, :data:`EVERYWHERE` or none."""
+    """Marks the operations that are created from now on with a stage; None for no stage."""
     pir.set_chunk_id(-1 if stage is None else _ALL if stage == EVERYWHERE else stage)
     program = static.default_main_program()
     if not is_pir(program):
-        return  # FLAGS_enable_pir_api=0: the guard marks the operations of an older Program itself
-    # Parameters need no stage, and Paddle cannot write one that carries it to a file.
+        return  # with FLAGS_enable_pir_api=0, the guard itself marks operations of older Programs
+    # Parameters need no stage, and Paddle cannot save a parameter with this attribute to a file.
     for op in program.global_block().ops:
         if op.name() == PARAMETER and op.has_attr(_STAGE):
             op.erase_attr(_STAGE)
@@ -77,21 +77,22 @@ class PirReader:
         self.graph = self._read(ops)
         parameters = {name_of(op): op.result(0) for op in _parameters(program)}
         self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
-        # Each is put in front of those that were made before it.
+        # Paddle puts each new parameter before the earlier ones.
         self.declared = {name: tuple(parameters[name].shape) for name in reversed(parameters)}
         self.data = {name_of(op): _declaration(op.result(0)) for op in ops if op.name() == DATA}
 
     def number(self, target: Variable | str) -> int | None:
-        """Returns the number of a value, given by itself or by name."""
+        """Returns the number of a value or of the value with a name; None if there is none."""
         if isinstance(target, str):
             return next((n for n, name in self.graph.names.items() if name == target), None)
         return _find(self._numbers, self._versions.now(target))
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> PirStage:
-        """Adds a backward to a stage."""
+        """Builds a stage with its backward; ``weight`` is the gradient of value ``loss``."""
         return PirStage(self._program, self._places, split, stage, (loss, weight))
 
     def _read(self, ops: Sequence[Op]) -> Graph:
+        """Describes the operations of the program's main block, and numbers their values."""
         operations = []
         names: dict[int, str] = {}
         persistable: set[int] = set()
@@ -183,6 +184,7 @@ class PirReader:
 
 
 def _describe(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
+    """Describes an operation that takes and computes the values with some numbers."""
     tag = _tag(op)
     inner = frozenset(
         inner_tag for one in inside(op) if (inner_tag := _tag(one)) is not None and one.operands()
@@ -192,6 +194,7 @@ def _describe(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operat
 
 
 def _numbers(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
+    """Yields the numbers of values; values of inner blocks have none."""
     for value in values:
         number = _find(numbers, value)
         if number is not None:
@@ -199,11 +202,13 @@ def _numbers(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) ->
 
 
 def _find(numbers: dict[tuple[int, int], int], value: Variable) -> int | None:
+    """Returns the number of a value; None if the value has none."""
     op = value.get_defining_op()
     return None if op is None else numbers.get(place(value))
 
 
 def _tag(op: Op) -> int | None:
+    """Returns the stage with which :func:`stamp` has marked an operation."""
     tag = op.attrs().get(_STAGE, -1)
     return EVERYWHERE if tag == _ALL else None if tag < 0 else int(tag)
 
@@ -213,6 +218,7 @@ def _parameters(program: Program) -> list[Op]:
 
 
 def _factor(name: str) -> Variable:
+    """Adds the variable of the factor of a clip to the current program."""
     pir.reset_insertion_point_to_start()
     value = pir_creation.data(name, [1], paddle.float32, no_place())
     value.persistable = True

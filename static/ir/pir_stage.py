@@ -1,4 +1,4 @@
-"""A stage of a PIR program: its own operations, its backward, and the cut into pieces."""
+"""A stage of a PIR program: isolates its operations, appends its backward, cuts it into pieces."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _Copy(NamedTuple):
         program: The copy.
         ops: Its operations.
         values: Its values by number.
-        forward: The indices of the operations of the forward.
-        repeated: The indices of those that backward computes again.
+        forward: The indices of the forward's operations.
+        repeated: The indices of the operations that backward computes again.
     """
 
     program: Program
@@ -43,7 +43,15 @@ class PirStage:
         stage: int,
         loss: tuple[int, float],
     ) -> None:
-        """Builds the stage from the whole forward program, which is not changed."""
+        """Builds the stage from the whole forward program, which does not change.
+
+        Args:
+            program: The forward program.
+            places: The index of the operation and of the result, for each value by number.
+            split: The cut.
+            stage: The number of the stage.
+            loss: The number of the loss as a value, and the gradient of the loss.
+        """
         self._stage = stage
         self._split = split
         self._program = program.clone()
@@ -62,7 +70,7 @@ class PirStage:
         self._kept, self._repeated = self._crossing()
 
     def incoming(self, value: int) -> str:
-        """Returns the variable in which the stage finds a value of an earlier stage."""
+        """Returns the variable from which the stage reads a value of an earlier stage."""
         return self._split.names.incoming(self._stage, value)
 
     def outgoing(self, value: int) -> str:
@@ -79,17 +87,17 @@ class PirStage:
         if "I" not in kinds:
             return pieces
         if self._split.checkpoints is not None or self._narrow():
-            # What is computed again would be computed twice, and what oneDNN computes cannot be
-            # divided: W is empty.
+            # Everything runs in I, and W is empty: recomputed operations would run twice, and the
+            # operations of oneDNN cannot be divided.
             return pieces._replace(input_grad=self._backward_piece())
         first, second = self._halves()
         return pieces._replace(input_grad=first, weight_grad=second)
 
     def _narrow(self) -> bool:
-        """Whether backward takes bfloat16, for which a CPU uses oneDNN's kernels.
+        """Whether backward takes bfloat16 values, for which a CPU uses oneDNN's kernels.
 
-        These crash or give other numbers when asked for some of their gradients, and cannot put a
-        gradient into a variable.
+        These kernels crash, or compute other numbers, if only some of their gradients are computed,
+        and cannot put a gradient into a variable.
         """
         backwards = (op for op in self._ops() if op.id() not in self._forward)
         values = (value for op in backwards for value in pir_values.operands(op))
@@ -125,7 +133,7 @@ class PirStage:
                 ops[index].erase()
 
     def _take_changed(self, ops: Sequence[Op], mine: Collection[int]) -> None:
-        """Makes operations of the stage use a changed value from the stage that computes it."""
+        """Makes the stage's operations take a value after another stage has changed it in place."""
         versions = pir_values.Versions()
         here = {ops[index].id() for index in mine}
         elsewhere: set[tuple[int, int]] = set()
@@ -146,13 +154,13 @@ class PirStage:
             versions.add(op)
 
     def _replace(self, variable: str, value: Variable) -> Variable:
-        """Replaces a value by a variable of the scope."""
+        """Replaces a value by a variable of the scope, and returns that."""
         replacement = pir_values.placeholder(variable, value)
         value.replace_all_uses_with(replacement)
         return replacement
 
     def parameters(self) -> dict[str, Variable]:
-        """Returns the parameters to train that the stage uses, by name."""
+        """Returns the trainable parameters that the stage uses, by name."""
         used = [op for op in self._ops() if op.name() == pir_values.PARAMETER]
         return {
             pir_values.name_of(op): op.result(0) for op in used if not op.result(0).stop_gradient
@@ -183,15 +191,16 @@ class PirStage:
         return not grad.is_dense_tensor_type()
 
     def leave(self, grad: Variable, name: str) -> str:
-        """Puts a gradient into a variable; a gradient of two inputs keeps one name."""
+        """Puts a gradient into a variable; a gradient of two inputs has one variable."""
         if grad.id not in self._left:
             self._left[grad.id] = name
             pir_values.export(grad, name)
         return self._left[grad.id]
 
     def _refuse_control_flow(self) -> None:
+        """Refuses a backward that takes values from inside of control flow."""
         for op in self._ops():
-            # What backward takes from inside of a block is pushed there onto a stack.
+            # An inner block pushes the values that backward takes onto a stack.
             if op.id() in self._forward and any(
                 "push" in one.name() for one in pir_values.inside(op)
             ):
@@ -200,10 +209,10 @@ class PirStage:
                 )
 
     def _crossing(self) -> tuple[list[int], set[int]]:
-        """Finds the values that backward takes from forward or computes again.
+        """Finds the values that backward takes from forward.
 
         Returns:
-            The values that it takes from forward, and the operations of forward that it repeats.
+            The numbers of these values, and the ids of the operations that backward computes again.
         """
         crossing: set[int] = set()
         repeated: set[int] = set()
@@ -235,6 +244,7 @@ class PirStage:
         return sorted(crossing - made), repeated
 
     def _changed_list(self, op: Op) -> BoundaryError:
+        """Returns the error of a backward that takes a TensorArray from forward."""
         return BoundaryError(
             "a gradient passes through a list of tensors that is written to",
             where=f"operation {op.name()!r} ({pir_values.line_of(op)}) of stage {self._stage}",
@@ -244,9 +254,9 @@ class PirStage:
         )
 
     def _computed_again(self, op: Op, value: Variable) -> bool:
-        """Whether backward recomputes a value, as the user's script asks to save its memory.
+        """Whether backward recomputes a value, because the user's script asks for recompute.
 
-        Random values are not drawn again, and a value changed in place is stored after the change.
+        Random values are not drawn again, and values that are changed in place are stored.
         """
         kept = self._split.checkpoints
         if kept is None or self._numbers[pir_values.place(value)] in kept:
@@ -272,6 +282,7 @@ class PirStage:
         return _Copy(copy, ops, values, forward, repeated)
 
     def _forward_piece(self, numbers: Iterable[int]) -> Program:
+        """Returns the forward, which puts the values ``numbers`` into their variables."""
         copy = self._copy()
         with static.program_guard(copy.program, static.Program()):
             for index in reversed(range(len(copy.ops))):
@@ -283,6 +294,7 @@ class PirStage:
         return copy.program
 
     def _backward_piece(self) -> ProgramPiece:
+        """Returns the full backward, B."""
         copy = self._copy()
         with static.program_guard(copy.program, static.Program()):
             self._leave(copy, frozenset(range(len(copy.ops))))
@@ -316,7 +328,10 @@ class PirStage:
             return input_grad, self._piece(second.program)
 
     def _leave(self, copy: _Copy, mine: Collection[int]) -> None:
-        """Reduces a copy to some operations of its backward and what they need of the forward."""
+        """Reduces a copy to the operations ``mine`` of its backward, and what they need of forward.
+
+        Values of the forward become variables, or are computed again.
+        """
         for number in self._kept:
             value = copy.values[number]
             value.replace_all_uses_with(pir_values.placeholder(self.outgoing(number), value))
@@ -325,8 +340,8 @@ class PirStage:
             for result, operand in pir_values.in_place(op).items():
                 op.result(result).replace_all_uses_with(op.operand_source(operand))
         repeated = {copy.ops[index].id() for index in copy.repeated}
-        # From the last to the first: those that use an operation are gone before it is, and none is
-        # looked at after it is gone, which would read memory that is free.
+        # From the last to the first, so that the users of an operation are erased before it. An
+        # erased operation must not be read: its memory is free.
         for index in reversed(range(len(copy.ops))):
             op = copy.ops[index]
             stays = index in mine
@@ -341,7 +356,7 @@ class PirStage:
         pir_values.place_repeated(copy.program, repeated)
 
     def _piece(self, program: Program) -> ProgramPiece:
-        """Describes a program of the backward after removing unused operations."""
+        """Removes unused data from a program of the backward, and describes it."""
         forward_values = {
             pir_values.name_of(op)
             for op in self._ops()

@@ -1,7 +1,8 @@
 """Inspects, moves and creates operations and values of PIR, and splits a backward into I and W.
 
-PIR is Paddle's newer representation. I computes the gradients that leave the stage and those of
-everything computed from data; W those of parameters. An operation may run in one or in both.
+PIR is Paddle's newer representation. I computes the gradients that leave the stage, and the
+gradients of values that are computed from data; W computes the gradients of parameters. An
+operation may run in one of them or in both: see :func:`divide`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from fleetpipe.static.graph import DROPOUTS, draws, user_line
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
 _ASSIGN_VALUE, _DETACH, _EINSUM = "pd_op.assign_value_", "pd_op.share_data_", "pd_op.einsum"
-#: Operations whose backward takes none of the running statistics that they change.
+#: Operations that change running statistics, which their backward does not take.
 NORMS = ("pd_op.batch_norm", "pd_op.sync_batch_norm")
-#: Operations that take lists of tensors apart.
+#: Operations whose results are entries of a list of tensors.
 _VIEWS = ("builtin.split", "builtin.slice")
 
 
 def placeholder(name: str, like: Variable) -> Variable:
-    """Adds a variable of the scope, with the shape of a value, at the start of the program."""
+    """Adds a variable of the scope, with the shape of ``like``, at the start of the program."""
     pir.reset_insertion_point_to_start()
     value = pir_creation.data(name, like.shape, like.dtype, no_place())
     value.stop_gradient = like.stop_gradient
@@ -33,9 +34,9 @@ def placeholder(name: str, like: Variable) -> Variable:
 
 
 def to_end(block: Block) -> None:
-    """Makes new operations go to the end of a block from now on.
+    """Puts operations that are created from now on at the end of a block.
 
-    At any other place, memory would be overwritten once the operation at that place is erased.
+    At any other place, memory would be overwritten when the operation at that place is erased.
     """
     pir.set_insertion_point_to_block_end(block)
 
@@ -43,15 +44,13 @@ def to_end(block: Block) -> None:
 def export(value: Variable, name: str) -> None:
     """Puts a value into a variable of the scope."""
     maker = value.get_defining_op()
-    if maker.name() == PARAMETER or value.index() in in_place(maker):
-        # It shares the variable of what is changed in place, which goes on to change.
+    if maker.name() == PARAMETER or value.index() in in_place(maker) or maker.num_regions():
+        # A copy: a parameter or a value changed in place shares its variable with later changes,
+        # and the variable of a result of control flow belongs to the inner block.
         value = pir_operations.assign(value)
     elif maker.name() in _VIEWS:
-        # Such a value is an entry of a list and has no variable that could be given a name.
+        # An entry of a list has no variable of its own.
         value = pir_operations.share_data_(value)
-    elif maker.num_regions():
-        # Nor has a result of control flow, which is a variable of the block inside.
-        value = pir_operations.assign(value)
     value.persistable = True
     pir_operations.set_persistable_value(value, name)
 
@@ -69,7 +68,7 @@ def draws_of(op: Op) -> bool:
 
 
 def place(value: Variable) -> tuple[int, int]:
-    """Returns the operation that computes a value, and the number of the result."""
+    """Returns the id of the operation that computes a value, and the index of the result."""
     return value.get_defining_op().id(), value.index()
 
 
@@ -102,33 +101,30 @@ def is_source(op: Op) -> bool:
 
 
 def is_constant(op: Op) -> bool:
-    """Whether an operation always has the same result: a parameter, fed data, or given numbers."""
+    """Whether an operation always has the same result: a parameter, fed data, or constants."""
     if op.name() == _ASSIGN_VALUE:
-        # paddle.assign and to_tensor of numbers: written over zeros that were made for them.
+        # paddle.assign and to_tensor of numbers write these over new zeros.
         makers = [value.get_defining_op() for value in operands(op)]
-        return all(maker is not None and is_made_up(maker) for maker in makers)
+        return all(
+            maker is not None and is_constant(maker) and not is_source(maker) for maker in makers
+        )
     return not op.operands() and not op.num_regions() and not draws_of(op)
 
 
-def is_made_up(op: Op) -> bool:
-    """Whether an operation is a constant other than a parameter or data."""
-    return is_constant(op) and not is_source(op)
-
-
 def in_place(op: Op) -> dict[int, int]:
-    """Returns the results that are an operand changed in place: ``{result: operand}``."""
+    """Returns the results that are operands changed in place: ``{result: operand}``, by index."""
     if op.name() == _ASSIGN_VALUE and is_constant(op) and op.operand_source(0).has_one_use():
         return {}
     if op.name() == _DETACH:
-        return {}  # another value in the same memory
+        return {}  # its result shares the memory, but does not change it
     return dict(pir.get_op_inplace_info(op))
 
 
 class Versions:
     """Tracks values that share memory because operations change it in place.
 
-    The first value represents all that share its memory. Every stage has its own copy of floating
-    values, except parameters: for these, each change gives another value.
+    The first value represents all values in its memory. The exception are constants, of which each
+    stage has its own copy: for these, each change makes another value.
     """
 
     def __init__(self) -> None:
@@ -138,7 +134,7 @@ class Versions:
     def first(self, value: Variable) -> Variable:
         """Returns the first value in the memory of a value."""
         if value.get_defining_op() is None:
-            return value  # what a block of control flow is given
+            return value  # an argument of a block of control flow
         return self._first.get(place(value), value)
 
     def now(self, value: Variable) -> Variable:
@@ -149,7 +145,7 @@ class Versions:
         return self._floating.get(place(first), first)
 
     def add(self, op: Op) -> list[Variable]:
-        """Processes an operation; returns the first values of those that it changes."""
+        """Records the changes of an operation; returns the first value in each changed memory."""
         changed = []
         for one in (op, *inside(op)):
             for result, operand in in_place(one).items():
@@ -178,10 +174,10 @@ def by_shape(user: Op, value: Variable) -> bool:
 
 
 def take_operands(ops: Iterable[Op]) -> None:
-    """Makes the backward of an einsum take its operands if it needs only their shapes.
+    """Makes the backward of an einsum take the einsum's operands for their shapes.
 
-    It would take other results of the einsum, which have no memory and cannot be put into a
-    variable.
+    Otherwise it takes other results of the einsum, which have no memory and cannot be put into
+    variables.
     """
     for op in ops:
         if op.name() == _EINSUM:
@@ -200,7 +196,7 @@ def changes(op: Op) -> bool:
 def place_repeated(piece: Program, repeated: Collection[int]) -> None:
     """Places recomputed operations right before the operations that need them.
 
-    The forward has updated running statistics already, so that they only change copies here.
+    They change copies of running statistics, which the forward has already updated.
     """
     ops = list(piece.global_block().ops)
     order = {op.id(): number for number, op in enumerate(ops)}
@@ -225,8 +221,8 @@ def place_repeated(piece: Program, repeated: Collection[int]) -> None:
             op.operand(operand).set_source(copy)
 
 
-#: Operations that, asked for some of their gradients, give these with the bits that all would have.
-#: Not among them: layer_norm forgets its weight, batch_norm computes something else, prelu crashes.
+#: Operations whose gradients have the same bits if only some of them are computed. Not among them:
+#: layer_norm ignores its weight, batch_norm computes something else, prelu crashes.
 DIVISIBLE = frozenset(
     f"pd_op.{name}_grad"
     for name in (
@@ -243,7 +239,7 @@ class Halves(NamedTuple):
     Attributes:
         inputs: The operations of I.
         weights: The operations of W.
-        crossing: The results of I that W takes: operation and number of the result.
+        crossing: The results of I that W takes: the operation and the index of the result.
     """
 
     inputs: frozenset[int]
@@ -252,7 +248,7 @@ class Halves(NamedTuple):
 
 
 def ask_for_less(ops: Iterable[Op]) -> None:
-    """Stops operations from computing unused results, if that changes no other result."""
+    """Makes divisible operations compute only the results that are used."""
     nothing = pir.fake_value().type()
     for op in ops:
         if op.name() in DIVISIBLE:
@@ -262,10 +258,10 @@ def ask_for_less(ops: Iterable[Op]) -> None:
 
 
 def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
-    """Replaces the gradient of ``x`` in ``x + bias`` by the gradient of the sum.
+    """Replaces the gradient of ``x`` in ``x + bias`` by the gradient of the sum, its equal.
 
-    If the bias is broadcast and ``x`` is not, these are the same numbers, and otherwise both would
-    have to be stored from I to W.
+    They are equal if the bias is broadcast and ``x`` is not. Otherwise both would be stored from I
+    to W.
     """
     for index, op in enumerate(ops):
         if index in forward or op.name() != "pd_op.add_grad":
@@ -278,12 +274,17 @@ def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
 
 
 def divide(ops: Sequence[Op], forward: Collection[int]) -> Halves:
-    """Divides the backward of a stage into two halves."""
+    """Divides the backward of a stage into I and W.
+
+    Args:
+        ops: The operations of the stage's program.
+        forward: The indices of the forward's operations.
+    """
     return _Division(ops, forward).halves()
 
 
 class _Division:
-    """The graph of a stage's operations, by index."""
+    """The graph of a stage's backward; operations are indices."""
 
     def __init__(self, ops: Sequence[Op], forward: Collection[int]) -> None:
         self._ops = ops
@@ -300,12 +301,13 @@ class _Division:
                 self._users.setdefault((maker, number), []).append(index)
 
     def halves(self) -> Halves:
+        """Returns the operations of I and of W; see :func:`divide`."""
         ends, wanted = self._ends()
         inputs = self._dependencies(ends)
-        # A list of gradients, such as rnn_grad gives, cannot wait: its parts can.
+        # A list of gradients, as rnn_grad returns, cannot wait for W, but its parts can.
         inputs |= {index for index in self._backward if self._parts_one_of(index, inputs)}
         weights = {index for index in self._backward if index not in inputs}
-        # What has results for both runs in both.
+        # An operation with results for both runs in both.
         divided = {index for index in inputs if self._is_divided(index, inputs, wanted)}
         weights |= divided
         weights |= self._lists_of(weights)
@@ -342,10 +344,10 @@ class _Division:
         return needed
 
     def _ends(self) -> tuple[set[int], set[tuple[int, int]]]:
-        """Returns the operations that are the purpose of I, and their results that W takes.
+        """Returns the last operations of I, and their results that W takes.
 
-        They export a gradient for another stage, or compute the gradient of a value of data from
-        which a parameter's gradient is computed.
+        These operations export a gradient for another stage, or compute the gradient of a value of
+        data, from which a parameter's gradient is computed.
         """
         ends: set[int] = set()
         wanted: set[tuple[int, int]] = set()
@@ -357,13 +359,14 @@ class _Division:
         return ends | {maker for maker, _ in wanted}, wanted
 
     def _accumulates(self, index: int) -> bool:
+        """Whether an operation adds to the accumulator of a parameter."""
         op = self._ops[index]
         if op.name() != _ACCUMULATE:
             return False
         return bool(op.operand_source(0).get_defining_op().name() == DATA)
 
     def _sources(self, end: int) -> set[tuple[int, int]]:
-        """Returns the gradients of data from which a parameter's gradient is computed."""
+        """Returns the gradients of data from which ``end`` gets a parameter's gradient."""
         sources: set[tuple[int, int]] = set()
         waiting, seen = [end], set()
         while waiting:
@@ -371,17 +374,14 @@ class _Division:
             if index in seen:
                 continue
             seen.add(index)
-            if index != end and self._reads_data(index):
+            if index != end and any(map(self._is_from_data, operands(self._ops[index]))):
                 sources.update(self._operands(index))
             else:
                 waiting += [maker for maker, _ in self._operands(index)]
         return sources
 
-    def _reads_data(self, index: int) -> bool:
-        """Whether an operation takes a value computed from data, and not only parameters."""
-        return any(self._from_data(value) for value in operands(self._ops[index]))
-
-    def _from_data(self, value: Variable) -> bool:
+    def _is_from_data(self, value: Variable) -> bool:
+        """Whether a value of the forward is computed from data, not from parameters only."""
         op = value.get_defining_op()
         if op is None or self._index.get(op.id()) in self._within:
             return False
@@ -390,7 +390,7 @@ class _Division:
     def _is_divided(
         self, index: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
     ) -> bool:
-        """Whether an operation of I has results for W only that it can leave out."""
+        """Whether an operation of I can leave out some results, which only W takes."""
         op = self._ops[index]
         results = [n for n in range(op.num_results()) if (index, n) in self._users]
         late = [self._is_for_weights(index, number, inputs, wanted) for number in results]
@@ -399,12 +399,12 @@ class _Division:
     def _is_for_weights(
         self, index: int, number: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
     ) -> bool:
-        """Whether a used result of an operation is not one that I needs."""
+        """Whether only W takes a used result of an operation."""
         used = any(user in inputs for user in self._users[index, number])
         return not used and (index, number) not in wanted
 
     def _lists_of(self, weights: Collection[int]) -> set[int]:
-        """Returns the lists of tensors that W needs, which it cannot take from I."""
+        """Returns the operations that make lists of tensors for W: it takes no lists from I."""
         lists: set[int] = set()
         waiting = list(weights)
         while waiting:

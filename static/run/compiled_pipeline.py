@@ -1,11 +1,13 @@
 """A static pipeline for one scope and device: its executors, its engine and its step.
 
-Before a step come sums over ranks, in dynamic mode, by tensors that share their data with variables
-of the scope: of tied weights, replicas, and the norm of all gradients.
+Before a step, gradients are summed over ranks: of tied weights and of replicas, and for the norm of
+all gradients. This runs in dynamic mode, on tensors that share the data of the scope's variables.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,11 +35,11 @@ from fleetpipe.static.run.static_stage import ProgramRunner, StaticStage, Stream
 def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
     """Sums the gradients of parameters that several ranks use. Collective over the pipeline.
 
-    Every rank gets the same bits: all add in the order of the ranks.
+    All ranks add in the order of the ranks, and so get the same bits.
 
     Args:
         gradients: The accumulators of this rank's parameters, dynamic tensors by name.
-        names: The parameters that several ranks use, the same on all.
+        names: The parameters that several ranks use, the same on all ranks.
         group: The ranks of the pipeline.
     """
     if not names or group.ranks == 1:
@@ -45,16 +47,8 @@ def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Gro
     mine = {name: gradients[name].clone() for name in names if name in gradients}
     everyone = group.all_gather(mine)
     for name in mine:
-        first, *rest = [by_name[name] for by_name in everyone if name in by_name]
-        for other in rest:
-            first = first + other
-        paddle.assign(first, gradients[name])
-
-
-def add_replicas(gradients: Mapping[str, Tensor], replicas: Group) -> None:
-    """Sums the gradients of all replicas. Collective over the replicas."""
-    if replicas.ranks > 1:
-        replicas.all_reduce([gradients[name] for name in sorted(gradients)])
+        terms = [by_name[name] for by_name in everyone if name in by_name]
+        paddle.assign(functools.reduce(operator.add, terms), gradients[name])
 
 
 def global_norm(optimizer: Optimizer, job: Job) -> float | None:
@@ -73,12 +67,12 @@ def global_norm(optimizer: Optimizer, job: Job) -> float | None:
 def gradient_norm(gradients: Mapping[str, Tensor], owned: Sequence[str], group: Group) -> Tensor:
     """Returns the norm of the gradients of all ranks, float32 of shape [1]. Collective.
 
-    Each gradient counts once, on the rank that owns its parameter, and the squares are added up in
-    the order of the names, as Paddle does.
+    Each gradient is counted on one rank. The squares are added up in the order of the names, as in
+    Paddle.
 
     Args:
         gradients: Gradients of this rank's parameters, dynamic tensors by name.
-        owned: The names of the gradients that count on this rank.
+        owned: The names of the gradients that this rank counts.
         group: The ranks of the pipeline.
     """
     squares = {name: (gradients[name] * gradients[name]).sum() for name in owned}
@@ -107,10 +101,10 @@ class Recipe:
         optimizer: The user's optimizer.
         parameters: Names of the parameters that this process trains, sorted.
         shared: Names of the parameters that several ranks train, sorted.
-        counted: Names of the parameters that this process counts for the global norm.
+        counted: Names of the parameters that this process counts in the global norm.
         limit: The limit of the global norm if the ranks clip together, else None.
         job: The job.
-        trace: The trace that records steps; None without one.
+        trace: The trace that records steps; None for no trace.
     """
 
     split: Split
@@ -126,12 +120,12 @@ class Recipe:
     trace: Trace | None
 
     def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
-        """Returns the fetched values that a stage computes, ascending."""
+        """Returns the numbers of the fetched values that a stage computes, ascending."""
         of = self.split.stage_of_value
         return sorted(number for number in fetches if of[number] == stage)
 
     def cut(self, fetches: frozenset[int]) -> dict[int, cut.Pieces]:
-        """Cuts every stage so that fetched values can be read; needs static mode."""
+        """Cuts every stage into pieces from which fetched values can be read; needs static mode."""
         kinds = {
             stage: {
                 action.kind
@@ -152,7 +146,7 @@ class Recipe:
 
 
 class Compiled:
-    """Runs batches; a new one is built for another scope or device, or to fetch a new value."""
+    """Runs batches in one scope on one device, and fetches a fixed set of values."""
 
     def __init__(
         self,
@@ -202,19 +196,20 @@ class Compiled:
         }
 
     def reduce(self) -> None:
-        """Turns the accumulators into those of the whole batch. Collective over the job."""
+        """Sums the accumulators over ranks, and sets the clip factor. Collective over the job."""
         recipe, job = self._recipe, self._recipe.job
         add_shared(self._gradients, recipe.shared, job.group())
-        add_replicas(self._gradients, job.replicas())
+        if job.replicas().ranks > 1:
+            job.replicas().all_reduce([self._gradients[name] for name in sorted(self._gradients)])
         if recipe.limit is not None:
             norm = gradient_norm(self._gradients, recipe.counted, job.group())
-            # Read where somebody looks.
+            # Read when the progress of the job is read.
             job.progress.gradient_norm = norm.item
             factor = clip_factor(norm, recipe.limit)
             share(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
 
     def drop_gradients(self) -> None:
-        """Sets the accumulators to 0, as before a batch that has broken off."""
+        """Sets the accumulators to 0, after a batch that has failed."""
         for gradient in self._gradients.values():
             gradient.zero_()
 
@@ -223,7 +218,7 @@ class Compiled:
         update = self._recipe.update
         if update is None or self._run_step is None:
             return
-        # Also of one that has no scheduler: set_lr may have changed it.
+        # Also without a scheduler: set_lr may have changed the rate.
         tensor = tensor_of(self.scope, update.rate_name)
         numbers = np.full_like(np.array(tensor), current_rate(self._recipe.optimizer))
         tensor.set(numbers, self.place)
@@ -236,7 +231,7 @@ class Compiled:
         tensor_of(self.scope, accumulator).set(zeros, self.place)
 
     def _require(self, name: str, kind: str) -> ScopeTensor:
-        """Returns the tensor of a variable that the startup program creates."""
+        """Returns the tensor of a variable; refuses one that the startup program has not set."""
         tensor = found_tensor(self.scope, name)
         if tensor is None:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Cuts a user's feed into micro-batches, and joins the fetched values.
 
-A mini-batch comes from an iterator or as a whole. The micro-batches' values of a fetch are joined
-on the rank that has them.
+A mini-batch is fed as a whole, or taken from an iterator over micro-batches. The values of a fetch
+in all micro-batches are joined on the rank that computes them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fleetpipe.paddle_api.static import DenseTensor, lengths_of
 from fleetpipe.static.cut import GraphReader, Split
 from fleetpipe.static.graph import Declared, Item
 
-#: Numbers of a part of a feed that its digest has, or twice as many.
+#: A digest reads all numbers of an array up to this size, and about so many of a larger one.
 _MOST_NUMBERS = 4096
 
 
 class FedBatch:
     """The feed of one run, by micro-batch.
 
-    A feed is cut along its first axis if that has accumulate_steps times the declared rows, or if
-    any number of rows is declared. A feed of exactly the declared shape goes whole to every
-    micro-batch, as a constant.
+    An array is cut along its first axis if it has accumulate_steps times the declared rows, or if
+    any number of rows is declared. An array of exactly the declared shape is a constant: every
+    micro-batch gets the whole array.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class FedBatch:
 
         Args:
             feed: Arrays or tensors by name, or a list with one such dict.
-            declared: The program's declaration of each.
-            micro_batches: Micro-batches of a batch, m.
-            rows: Rows of a micro-batch.
-            place: The device for the parts.
-            copied: Whether the caller may change the arrays before the parts are used last.
+            declared: The program's declaration of each feed, by name.
+            micro_batches: The number of micro-batches of a batch, m.
+            rows: The number of rows of a micro-batch.
+            place: The device of the parts.
+            copied: Whether to copy arrays, which the caller may change before their last use.
 
         Raises:
             ConfigError: A feed does not fit the micro-batches.
@@ -64,7 +64,7 @@ class FedBatch:
         self._refuse_labels_of_one(rows)
 
     def _refuse_labels_of_one(self, rows: int) -> None:
-        """Refuses labels for one micro-batch if other feeds are cut: they are not a constant."""
+        """Refuses labels of one micro-batch if other feeds are cut: labels are no constant."""
         whole = {name for name, parts in self._parts.items() if parts[0] is parts[-1]}
         for name in sorted(whole) if len(whole) < len(self._parts) else ():
             part = self._parts[name][0]
@@ -77,7 +77,7 @@ class FedBatch:
                 )
 
     def require(self, names: Iterable[str]) -> None:
-        """Checks that the feed has all that this process's stages need."""
+        """Refuses a feed without some of ``names``, which this process's stages need."""
         missing = sorted(set(names) - set(self._parts))
         if missing:
             raise ConfigError(
@@ -91,7 +91,7 @@ class FedBatch:
         tensor.set(self._parts[name][micro_batch], self._place)
 
     def digest(self) -> int:
-        """Returns a digest of the rows; of many, of some of their numbers."""
+        """Returns a digest of the rows, of large arrays from some of their numbers."""
         digest = 0
         for _, parts in sorted(self._parts.items()):
             for part in parts:
@@ -102,28 +102,29 @@ class FedBatch:
 
 
 class ProgramBatch:
-    """A mini-batch that this process can train on, also once more.
+    """A mini-batch that this process can train on repeatedly.
 
     Attributes:
-        results: What was fetched when it ran.
+        results: The fetched values of the last run.
     """
 
     def __init__(self, fed: FedBatch | None, run: Callable[[], list[np.ndarray | None]]) -> None:
-        """Takes what was fed, and a function that trains on it and returns what is fetched."""
+        """Creates a batch; ``run`` trains on ``fed``, and returns the fetched values."""
         self._fed, self._run = fed, run
         self.results: list[np.ndarray | None] = []
 
     @property
     def digests(self) -> tuple[int | None, None]:
-        """A digest of its rows, None at the end of the data; and None."""
+        """The digest of the rows, or None at the end of the data; and None for labels."""
         return None if self._fed is None else self._fed.digest(), None
 
     def train(self, optimizer: Optimizer = None) -> None:
-        """Runs it, with the optimizer of the program. Collective over the job."""
+        """Trains on the batch, with the optimizer of the program. Collective over the job."""
         self.results = self._run()
 
 
 def _as_dict(feed: object) -> Mapping[str, Any]:
+    """Returns a feed as a dict; refuses any other type."""
     if isinstance(feed, (list, tuple)) and len(feed) == 1:
         feed = feed[0]
     if feed is None:
@@ -166,6 +167,7 @@ def _array(name: str, value: object, declared: Declared) -> np.ndarray:
 
 
 def _convert(name: str, value: object, declared: Declared) -> np.ndarray:
+    """Converts Python numbers to an array of the declared dtype."""
     try:
         return np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
     except (TypeError, ValueError) as error:
@@ -181,6 +183,7 @@ def _convert(name: str, value: object, declared: Declared) -> np.ndarray:
 def _cut(
     name: str, array: np.ndarray, declared: Declared, micro_batches: int, rows: int
 ) -> Sequence[np.ndarray]:
+    """Cuts an array into micro-batches; refuses a shape that does not fit the declaration."""
     shape = declared.shape
     whole = tuple(array.shape) == shape and all(size >= 0 for size in shape)
     if whole and not (shape and shape[0] == micro_batches * rows):
@@ -202,17 +205,17 @@ def _cut(
 
 
 def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
-    """Takes ``count`` micro-batches and joins them; None if there are too few.
+    """Takes ``count`` micro-batches and joins them; returns None if there are too few.
 
-    A micro-batch with fewer rows than the earlier ones is an incomplete last one.
+    A last micro-batch with fewer rows is incomplete, and does not count.
 
     Raises:
-        ConfigError: Others follow one with fewer rows, or they have other shapes.
+        ConfigError: Micro-batches have different shapes.
     """
     drawn: list[dict[str, np.ndarray]] = []
     while len(drawn) < count:
         try:
-            # Not by a for loop, whose iter() has a loader of Paddle's begin another epoch.
+            # Not by a for loop: its iter() would make a loader of Paddle begin another epoch.
             item = next(items)
         except StopIteration:
             return None
@@ -229,6 +232,7 @@ def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
 
 
 def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+    """Returns the number of rows of each array, in the order of the names."""
     return [item[name].shape[:1] for name in sorted(item)]
 
 
@@ -256,11 +260,11 @@ class Fetch(NamedTuple):
     """An entry of ``fetch_list``.
 
     Attributes:
-        name: Its name in messages.
+        name: The name of the value in messages.
         number: The number of the value.
-        stage: The stage that makes it; None for a variable that lives from batch to batch.
-        variable: The name of such a variable, else None.
-        rows: Its first axis is that of the rows, however few.
+        stage: The stage that computes it; None for a persistable variable.
+        variable: The name of a persistable variable, else None.
+        rows: Whether its first axis is that of the rows, even if it has one row.
     """
 
     name: str
@@ -271,11 +275,11 @@ class Fetch(NamedTuple):
 
     @classmethod
     def of(cls, target: Variable | str, reader: GraphReader, split: Split) -> Fetch:
-        """Finds the value that a user fetches by itself or by its name.
+        """Finds the value that a user fetches: ``target`` is the value or its name.
 
         Raises:
-            ConfigError: The program has no such value, or no stage makes it.
-            UsageError: It is neither a value nor a name.
+            ConfigError: The program has no such value, or no stage computes it.
+            UsageError: ``target`` is neither a value nor a name.
         """
         if not isinstance(target, str) and not hasattr(type(target), "name"):
             raise UsageError(
@@ -304,9 +308,10 @@ class Fetch(NamedTuple):
 
 
 def _label(target: Variable | str) -> str:
+    """Returns the name of a value for messages."""
     if isinstance(target, str):
         return target
-    # Under PIR most values have no name, and asking for one is an error.
+    # Under PIR most values have no name, and reading it raises an error.
     return str(target.name) if getattr(target, "has_name", True) else str(target)
 
 
@@ -316,10 +321,10 @@ def combine(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
     Args:
         fetch: The entry of ``fetch_list``.
         values: An array for each micro-batch, in order.
-        how: ``"mean"``: the mean of values with one element, in their order and dtype (a float64
-            for integers), and values with rows one after another, as the whole batch has them.
-            ``"last"``: the value of the last micro-batch. ``"all"``: stacked along a new first
-            axis.
+        how: ``"mean"``: the mean of values with one element, in the order of the micro-batches and
+            in their dtype (float64 for integers); values with rows are concatenated, as in the
+            whole batch. ``"last"``: the value of the last micro-batch. ``"all"``: the values are
+            stacked along a new first axis.
 
     Raises:
         ConfigError: The values do not fit together.
@@ -331,7 +336,7 @@ def combine(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
         shares = [value if floating else value.astype("float64") for value in values]
         total = shares[0] / shares[0].dtype.type(len(shares))
         for share in shares[1:]:
-            # A sum of quotients, as the loss of a dynamic-graph pipeline.
+            # A sum of quotients, like the loss of a dynamic-graph pipeline.
             total = total + share / share.dtype.type(len(shares))
         return np.asarray(total)
     join = np.stack if how == "all" else np.concatenate

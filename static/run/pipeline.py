@@ -1,4 +1,4 @@
-"""A minimized program as a pipeline, which ``Executor.run`` runs, in the same way on every rank."""
+"""The pipeline of a minimized program, which ``Executor.run`` runs on every rank alike."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class StaticPipeline:
             job: The job whose ranks run it.
             config: The options.
             optimizer: The user's optimizer.
-            loss: The number of the loss, and its gradient in a micro-batch.
+            loss: The number of the loss as a value, and its gradient in a micro-batch.
 
         Raises:
-            ConfigError: The program or the optimizer has something that a pipeline cannot run, or
-                the ranks built different programs.
+            ConfigError: A pipeline cannot run the program or the optimizer, or the ranks have built
+                different programs.
         """
         self.split, self.schedule = split, schedule
         self._reader, self._job, self._config = reader, job, config
@@ -73,7 +73,7 @@ class StaticPipeline:
 
     @property
     def job(self) -> Job:
-        """The job whose ranks run it."""
+        """The job whose ranks run the pipeline."""
         return self._job
 
     @property
@@ -88,7 +88,7 @@ class StaticPipeline:
 
     @cached_property
     def elsewhere(self) -> frozenset[str]:
-        """Names of the parameters and statistics that only other ranks have."""
+        """Names of the parameters and statistics that are on other ranks only."""
         return frozenset(self.split.persistable.difference(self.persistable))
 
     @property
@@ -132,7 +132,7 @@ class StaticPipeline:
 
     @property
     def peak_held(self) -> dict[int, int]:
-        """The most forwards held unreleased in the last run, by rank played here."""
+        """The most unreleased forwards in the last run, by rank that this process plays."""
         return {} if self._compiled is None else self._compiled.engine.peak_held
 
     def start(self, run: Callable[[Program], object], startup: Program, scope: Scope) -> None:
@@ -152,16 +152,16 @@ class StaticPipeline:
 
     @property
     def leads_random(self) -> bool:
-        """Whether this process has the first drawing stage, which uses the default generator."""
+        """Whether this process has the first stage that draws, from the default generator."""
         return bool({*self._drawing()[:1]}.intersection(self._stages))
 
     @property
     def streams(self) -> Mapping[int, Any]:
-        """The random state of each later drawing stage of this process; empty before a batch."""
+        """The random states of this process's other stages that draw; empty before a batch."""
         return self._streams_to_begin if self._streams is None else self._streams.states
 
     def begin_streams(self, states: Mapping[int, Any]) -> None:
-        """Sets states of :attr:`streams`; other stages start from the present seed."""
+        """Sets states of :attr:`streams`; streams without a state start from the current seed."""
         self._streams_to_begin = states
         if self._streams is not None:
             self._streams.begin(states)
@@ -178,11 +178,11 @@ class StaticPipeline:
 
         Args:
             place: The device.
-            feed: The mini-batch by name: accumulate_steps x micro_batch_size rows of each. Or an
+            feed: The mini-batch: arrays by name, of accumulate_steps x micro_batch_size rows. Or an
                 iterator, from which accumulate_steps micro-batches are taken.
             fetches: Values of the program, or their names.
             scope: The scope of the variables.
-            return_numpy: Whether to return arrays, else dynamic tensors.
+            return_numpy: Whether to return arrays instead of dynamic tensors.
 
         Returns:
             A value for each of ``fetches`` on the rank that owns it, None elsewhere; with the
@@ -191,8 +191,8 @@ class StaticPipeline:
         Raises:
             ConfigError: The feed or a fetch does not fit.
             StateError: The job of the program has ended, or Paddle is in dynamic mode.
-            UsageError: The feed or a fetch is of another type.
-            EOFException: On every rank: the iterator of some rank has too few items left.
+            UsageError: The feed or a fetch has a wrong type.
+            EOFException: The iterator of some rank has too few items left; raised on every rank.
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
         """
@@ -226,11 +226,11 @@ class StaticPipeline:
     def _train(
         self, wanted: Sequence[Fetch], fed: FedBatch | None, scope: Scope, place: Place
     ) -> list[np.ndarray | None]:
-        """Trains on a mini-batch and returns what is fetched; all ranks have one, or none does it.
+        """Trains on a mini-batch, and returns the fetched values. Collective over the job.
 
-        Collective over the job.
+        If some rank has no more data, no rank trains: the epoch ends.
         """
-        # The last one: a batch may run again after one that has fetched more.
+        # Compiled anew if a batch that fetched other values has run in between.
         job, compiled = self._job, self._compile(wanted, scope, place)
         job.call("runs the program")
         with dynamic_mode(), job.guarded(self._where):
@@ -254,7 +254,7 @@ class StaticPipeline:
             return results
 
     def _meet(self, ends: bool) -> bool:
-        """Returns whether the data of some rank has ended. Collective over the job."""
+        """Whether the data of some rank has ended; refuses different programs. Collective."""
         rate = current_rate(self.optimizer)
         mine = (f"the program {self._digest} with the learning rate {rate!r}", ends)
         for group in (self._job.group(), self._job.replicas()):
@@ -275,9 +275,9 @@ class StaticPipeline:
 
     @contextmanager
     def _telling(self, where: Callable[[], str]) -> Iterator[None]:
-        """Has an error of this rank reach all: they may have begun what is no later batch's.
+        """While it is open, an error of this rank reaches all ranks, which may wait for it.
 
-        That another one has died is noticed in the batch, which can run again.
+        The death of another rank is noticed only in the batch, which can run again.
         """
         self._job.progress.action = where
         try:
@@ -295,7 +295,7 @@ class StaticPipeline:
             )
 
     def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
-        """Returns the compiled pipeline; it is built again only if something is new."""
+        """Returns the compiled pipeline; builds another one for a new scope or new fetches."""
         fetches = frozenset(one.number for one in wanted if one.stage is not None)
         compiled = self._compiled
         if compiled is not None and compiled.scope is scope and fetches <= compiled.fetches:
@@ -313,6 +313,7 @@ class StaticPipeline:
         return self._compiled
 
     def _result(self, fetch: Fetch, compiled: Compiled, scope: Scope) -> np.ndarray | None:
+        """Returns a fetched value; None if this process does not have it."""
         if fetch.variable is not None:
             if fetch.variable not in self.persistable:
                 return None
@@ -323,22 +324,25 @@ class StaticPipeline:
         return combine(fetch, [values[k] for k in sorted(values)], self._config.fetch)
 
     def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
-        """Sends a result to every rank of the pipeline. Collective over it."""
+        """Broadcasts a result from its owner. Collective over the pipeline."""
         owner = self.schedule.placement.rank_of(self._owner(fetch))
         value = None if result is None else paddle.to_tensor(result)
         return np.array(self._job.group().broadcast(value, owner))
 
     def _owner(self, fetch: Fetch) -> int:
+        """Returns the stage that has a fetched value."""
         if fetch.stage is not None:
             return fetch.stage
         stages = range(self.split.stages)
         return next(s for s in stages if fetch.variable in self.split.persistable_of(s))
 
     def _make(self, optimizer: Optimizer, loss: tuple[int, float]) -> Recipe:
+        """Builds the stages and the optimizer step of this process. Collective."""
         group = self._job.group()
         stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._stages}
         parameters = sorted({name for one in stages.values() for name in one.accumulators})
-        alone = self._job.alone  # and asks nobody
+        # A process that replaces a rank is not connected yet, and computes what ranks gather.
+        alone = self._job.alone
         everyone = self._parameters_by_rank(loss) if alone else group.all_gather(parameters)
         users = {
             name: [rank for rank, names in enumerate(everyone) if name in names]
@@ -367,7 +371,7 @@ class StaticPipeline:
         )
 
     def _parameters_by_rank(self, loss: tuple[int, float]) -> list[list[str]]:
-        """Returns what each rank of the pipeline trains, by building the stages of all."""
+        """Returns the parameters that each rank trains, by building the stages of all ranks."""
         trained: list[set[str]] = [set() for _ in range(self._job.group().ranks)]
         for stage in range(self.split.stages):
             built = self._reader.stage(self.split, stage, *loss)
@@ -392,7 +396,7 @@ class StaticPipeline:
         return sorted({stage for stage, op in pairs if op.draws and stage is not None})
 
     def _facts(self, loss: int, weight: float) -> dict[str, str]:
-        """Returns the facts that must be the same on all ranks."""
+        """Returns texts that must be equal on all ranks, by their names in messages."""
         facts = meeting.facts(self._config)
         outline = self.split.graph.outline()
         facts["program"] = hashlib.sha256(outline.encode()).hexdigest()

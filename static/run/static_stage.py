@@ -1,7 +1,7 @@
-"""The stage of static graph: runs its pieces, and stores what backward needs in between.
+"""The stage of static graph: runs its pieces, and stores the values that backward needs.
 
-Pieces exchange values as variables of one scope under fixed names. Each stage has a random stream,
-so that the order of actions does not change the numbers.
+Pieces exchange values as variables of one scope under fixed names. Each stage has its own random
+stream, so that the numbers do not depend on the order of actions. Start with :class:`StaticStage`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fleetpipe.paddle_api.random import generator_of, seedings
 from fleetpipe.schedules import Edge
 from fleetpipe.static.cut import Pieces, Split, StageProgram
 
-#: Between the seeds of two stages; odd and large, so that seeds close by do not meet.
+#: The distance of the seeds of two stages; odd and large, so that nearby seeds do not coincide.
 _STRIDE = 0x9E3779B1
 
 
 class Streams:
     """The random streams of this process's stages.
 
-    The first stage that draws uses the generator that ``paddle.seed`` set, as the unsplit program
-    would; each later one has its own stream, derived from that seed and its number. Each later call
-    of ``paddle.seed`` begins all of them again.
+    The first stage that draws uses the default generator, as the unsplit program does. Each later
+    stage has its own stream, whose seed is computed from that generator's seed and the stage's
+    number. A call of ``paddle.seed`` restarts all streams.
     """
 
     def __init__(self, drawing: Iterable[int], stages: Iterable[int], place: Place) -> None:
@@ -44,7 +44,7 @@ class Streams:
         return self._states
 
     def begin(self, states: Mapping[int, Any]) -> None:
-        """Restarts the streams."""
+        """Restarts the streams: from ``states``, or from the current seed for other stages."""
         now = self._generator.get_state()
         seed = self._generator.initial_seed()
         for stage in self._stages:
@@ -73,7 +73,7 @@ class Streams:
             self._generator.set_state(program_state)
 
 
-#: ``feed(name, micro_batch, tensor)`` puts what a micro-batch is fed into a dense tensor.
+#: ``feed(name, micro_batch, tensor)`` copies the feed of a micro-batch into a dense tensor.
 Feed = Callable[[str, int, ScopeTensor], None]
 #: The variables of the values on each edge; None where a value has no gradient.
 EdgeNames = Mapping[Edge, Sequence[str | None]]
@@ -83,8 +83,8 @@ class StagePart(NamedTuple):
     """A piece of a backward with its executor.
 
     Attributes:
-        run: Runs the piece; None if it has nothing to do.
-        takes: The variables that it takes, with their tensors, besides output gradients.
+        run: Runs the piece; None if it has nothing to compute.
+        takes: The variables that it takes besides output gradients, each with its tensor.
     """
 
     run: Callable[[Sequence[str], bool], object] | None
@@ -110,8 +110,8 @@ class ProgramRunner:
             program: The stage with its backward.
             pieces: The pieces of the stage; they export ``fetches`` and the outgoing values.
             split: The cut of the whole program.
-            stage: The stage.
-            fetches: Values of the stage that the user fetches.
+            stage: The number of the stage.
+            fetches: The values of the stage that the user fetches.
             scope: The scope of parameters and exchanged variables.
             place: The device.
         """
@@ -122,9 +122,9 @@ class ProgramRunner:
         kept, waiting = pieces.kept, pieces.weight_grad.waiting
         backward_names = {*kept, *waiting, *_names(names.output_grads), *_names(names.input_grads)}
 
-        # Each variable must exist before the executor that takes it is made, the piece that makes
-        # one comes before those that take it, and making an executor may put new variables in the
-        # place of old ones: so ask for the tensors before and after.
+        # A variable must exist before the executor that takes it is created, and a piece that makes
+        # a variable comes before those that take it. Creating an executor may replace variables: so
+        # the tensors are looked up before and after.
         for name in sorted({*forward_names, *backward_names, *program.accumulators.values()}):
             static.tensor_of(scope, name)
         self.run_forward = static.job_executor(pieces.forward, scope, place).run
@@ -157,7 +157,7 @@ class ProgramRunner:
 
 
 class _Variables(NamedTuple):
-    """The variables of the values on the edges of a stage, and of their gradients."""
+    """The variables of the values on the edges of a stage, and of the values' gradients."""
 
     inputs: EdgeNames
     outputs: EdgeNames
@@ -192,8 +192,8 @@ class _Kept(NamedTuple):
     """The values that a stage stores of a micro-batch for its backward.
 
     Attributes:
-        variables: The variables that its pieces share by name, or only their shapes.
-        shapes: Shape and dtype of the values that left on each edge.
+        variables: The variables that its pieces share, by name; of some only the shape.
+        shapes: The shape and dtype of each value on the outgoing edges.
     """
 
     variables: Mapping[str, ScopeTensor | list[int]]
@@ -203,12 +203,12 @@ class _Kept(NamedTuple):
 class StaticStage:
     """Implements the engine's ``Stage`` for the stages of a split program.
 
-    The value of an edge is a tuple of dynamic tensors that share the data of the variables; that of
-    its gradient has None if no gradient comes back. Everything runs in dynamic mode.
+    The value of an edge is a tuple of dynamic tensors that share the data of variables. The
+    gradient of an edge has None for a value without a gradient. Everything runs in dynamic mode.
     """
 
     def __init__(self, runners: Mapping[int, ProgramRunner], streams: Streams) -> None:
-        """Serves the stages that have runners.
+        """Creates a stage object of the stages that have runners.
 
         Args:
             runners: The pieces of each stage that this process owns.
@@ -222,7 +222,7 @@ class StaticStage:
         self.fetched: dict[int, dict[int, np.ndarray]] = {}
 
     def begin(self, feed: Feed, first_micro_batch: int) -> None:
-        """Sets the batch whose actions follow."""
+        """Starts a batch, whose micro-batch 0 has the global number ``first_micro_batch``."""
         self._feed, self._first = feed, first_micro_batch
         self._kept.clear()
         self.fetched = {}
@@ -264,10 +264,7 @@ class StaticStage:
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """Runs the first half of the backward, and stores what the second half takes.
-
-        Everything else is dropped here.
-        """
+        """Runs I, and stores only the values that W takes."""
         runner, key = self._runners[stage], (stage, micro_batch)
         grads = self._differentiate(runner, runner.input_grad, key, output_grads)
         kept = self._kept[key].variables
@@ -281,7 +278,7 @@ class StaticStage:
         return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """Runs the second half of the backward, which adds to the accumulators."""
+        """Runs W, which adds to the accumulators."""
         runner = self._runners[stage]
         part = runner.weight_grad
         if part.run is not None:
@@ -293,7 +290,14 @@ class StaticStage:
     def _differentiate(
         self, runner: ProgramRunner, part: StagePart, key: tuple[int, int], output_grads: Values
     ) -> Values:
-        """Runs a piece on the gradients of outgoing values; returns those of incoming ones."""
+        """Runs a piece on the gradients of outgoing values; returns the incoming values' gradients.
+
+        Args:
+            runner: The pieces of the stage.
+            part: The piece: B or I.
+            key: The stage and the micro-batch.
+            output_grads: The gradients of the outgoing values, by edge.
+        """
         if part.run is None:
             return {edge: (None,) * len(tensors) for edge, tensors in runner.inputs.items()}
         kept = self._kept[key]
@@ -301,7 +305,7 @@ class StaticStage:
         for edge, tensors in runner.output_grads.items():
             for tensor, value, shape in zip(tensors, output_grads[edge], kept.shapes[edge]):
                 if tensor is not None:
-                    # None: the reader's part of the value does not lead to the loss.
+                    # None: the loss does not depend on the value by this edge.
                     value = paddle.zeros(*shape) if value is None else value
                     static.share(tensor, value.get_tensor())
         part.run([], False)
@@ -311,6 +315,7 @@ class StaticStage:
         }
 
     def _put_back(self, part: StagePart, kept: _Kept) -> None:
+        """Puts stored values into the variables that a piece takes."""
         for name, tensor in part.takes:
             static.put_back(tensor, kept.variables[name])
 
