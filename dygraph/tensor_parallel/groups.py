@@ -20,7 +20,7 @@ from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.sums import tree
-from fleetpipe.paddle_api import eager_operations
+from fleetpipe.paddle_api import eager_operations, paddle
 from fleetpipe.paddle_api.distributed import (
     Group,
     LocalTopology,
@@ -67,18 +67,14 @@ class StockGroup:
 
     def all_gather(self, value: Tensor) -> list[Tensor]:
         """Returns the tensors of all members, by member. Collective."""
-        from paddle.distributed import all_gather
-
         parts: list[Tensor] = []
-        all_gather(parts, value, group=self._group)
+        paddle.distributed.all_gather(parts, value, group=self._group)
         return parts
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor by the sum of the members' tensors. Collective."""
-        from paddle.distributed import all_reduce
-
         for tensor in tensors:
-            all_reduce(tensor, group=self._group)
+            paddle.distributed.all_reduce(tensor, group=self._group)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the sum of the parts for this member. Collective; Gloo adds all parts."""

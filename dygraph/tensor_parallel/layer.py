@@ -119,9 +119,8 @@ class ParallelLayer(paddle.nn.Layer):
             size: The size on this member.
             sharded: Whether the bias is a shard; otherwise every member holds the whole bias.
         """
-        zero: Attribute = paddle.nn.initializer.Constant(0.0)
         bias: Tensor = self.create_parameter(
-            shape=[size], attr=zero, dtype=self._dtype, is_bias=True
+            shape=[size], attr=_ZEROS, dtype=self._dtype, is_bias=True
         )
         _mark(bias, 0 if sharded and self.is_mp else None)
         if sharded:

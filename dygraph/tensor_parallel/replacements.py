@@ -127,24 +127,20 @@ def _c_softmax_with_cross_entropy(
     return ParallelCrossEntropy(group, ignore_index=ignore_index)(logits, label)
 
 
+_ON_CPU = device_kind() == "cpu"
+
 #: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
-OPERATIONS: Mapping[str, Operation] = (
-    {} if device_kind() != "cpu" else {name: globals()[name] for name in GPU_OPERATIONS}
-)
+OPERATIONS: Mapping[str, Operation] = {name: globals()[name] for name in GPU_OPERATIONS if _ON_CPU}
 
 #: The replacements of operations that Paddle's sequence parallelism calls; empty on a GPU.
-SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = (
-    {}
-    if device_kind() != "cpu"
-    else {
-        "scatter": sequence.scatter,
-        "all_gather": sequence.all_gather,
-        "reduce_scatter": sequence.reduce_scatter,
-        "register_sequence_parallel_allreduce_hooks": (
-            sequence.register_sequence_parallel_allreduce_hooks
-        ),
-    }
-)
+SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    name: getattr(sequence, name)
+    for name in (
+        *("scatter", "all_gather", "reduce_scatter"),
+        "register_sequence_parallel_allreduce_hooks",
+    )
+    if _ON_CPU
+}
 
 
 def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
