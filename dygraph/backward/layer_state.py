@@ -221,8 +221,11 @@ def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
     tensor, key = table[name], (id(table), name)
     # On a GPU each comparison would make the host wait.
     copy = copies.get(key) if device_kind() == "cpu" else None
-    same = copy is not None and copy.stop_gradient == tensor.stop_gradient
-    if not same or not bridge.same_bits(copy, tensor):
+    if (
+        copy is None
+        or copy.stop_gradient != tensor.stop_gradient
+        or not bridge.same_bits(copy, tensor)
+    ):
         copy = leaf_like(tensor, copied=True)
         if tensor_bytes(tensor) > LARGE:
             copies[key] = copy

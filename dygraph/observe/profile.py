@@ -78,7 +78,7 @@ def measure(
         outputs = [costs[end - 1].output for _, end in _parts(layers)[:-1]]
         link, transfer = between_ranks(layers.placement, whole, outputs, latency)
         # Every rank with data has the lengths of units; without a cut nobody has any.
-        lengths = next((there for _, there in everyone if there), [])
+        lengths: list[int] = next((there for _, there in everyone if there), [])
         profile = Profile(
             tuple(costs),
             loss,

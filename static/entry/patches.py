@@ -55,10 +55,12 @@ _OTHER_NAMES = "StructuredToParameterName@@"
 
 def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yields a module or class of Paddle, the name of a function in it, and its replacement."""
-    serving = [(place, serve) for serve in SERVED for place in (static, static_io)]
-    serving += [(kind, method) for method in SERVED_METHODS for kind in program_classes()]
-    for place, serve in serving:
-        yield place, serve.__name__, _serving(vars(place)[serve.__name__], serve)
+    for serve in SERVED:
+        for place in (static, static_io):
+            yield place, serve.__name__, _serving(vars(place)[serve.__name__], serve)
+    for method in SERVED_METHODS:
+        for kind in program_classes():
+            yield kind, method.__name__, _serving(vars(kind)[method.__name__], method)
     for place, name in WHOLE_PROGRAM_STATE:
         yield place, name, _refusing(vars(place)[name], name)
     for kind in AVERAGES:
