@@ -66,7 +66,7 @@ def refuse_untied(
 
 
 def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
-    """Refuses a model whose ``forward`` is not ``forward``, that of ``PipelineLayer``.
+    """Refuses a model with its own ``forward``; the argument is that of ``PipelineLayer``.
 
     Fleet's wrapper calls it once on each rank, so its effect would depend on their number.
     """

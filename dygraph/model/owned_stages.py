@@ -212,5 +212,5 @@ class OwnedStages:
         return stages
 
     def cut_places(self) -> tuple[int, ...] | None:
-        """Returns the layers at which a stage may begin, without the first; None for all."""
+        """Returns the layers, except layer 0, at which a stage may begin; None for all layers."""
         return tied.places(self._entries)

@@ -496,7 +496,7 @@ class PipelineOptimizer(FleetsType):
 
 
 def _names(parameters: Iterable[Tensor | str]) -> set[str]:
-    """Returns the names of parameters, which may be given as names."""
+    """Returns the names of parameters; an entry may already be a name."""
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 

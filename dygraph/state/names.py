@@ -433,7 +433,7 @@ class ModelState:
         return state
 
     def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Returns :attr:`plain_names` for a plain model with each entry under the prefix given."""
+        """Returns :attr:`plain_names` from the path of each entry in the plain model."""
         if len(prefixes) != len(self._entries):
             return {}
         names: dict[str, str] = {}

@@ -333,7 +333,7 @@ class _Division:
                 yield self._index[maker.id()], value.index()
 
     def _dependencies(self, ends: Collection[int]) -> set[int]:
-        """Returns the operations of the backward on which the given ones depend."""
+        """Returns the operations of the backward on which ``ends`` depend, and these."""
         needed: set[int] = set()
         waiting = list(ends)
         while waiting:
