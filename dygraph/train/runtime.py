@@ -99,7 +99,7 @@ def as_hint(
         ConfigError: An option, or a layer, needs the order of the schedule.
     """
     if _is_hint(config, job):
-        _refuse_fixed_order(config, job, layers, exchanges)
+        _require_free(config, job, layers, exchanges)
         return without_fusion(schedule)
     if config.order == "ready" and job.degrees.pp > 1:
         _log.info("order='ready' changes nothing where one process plays all ranks, in one order")
@@ -167,9 +167,7 @@ class _Envelopes:
         return any(one & other for one, other in itertools.combinations(within, 2))
 
 
-def _refuse_fixed_order(
-    config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool
-) -> None:
+def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool) -> None:
     """Refuses options and layers that need the order of the schedule."""
     together = [axis for axis in (*SHARDS, *SEQUENCE, "ep") if getattr(job.degrees, axis) > 1]
     synced = any(isinstance(one, paddle.nn.SyncBatchNorm) for one in layers.sublayers())
