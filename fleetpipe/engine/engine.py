@@ -47,7 +47,7 @@ class Walker:
             stage: What runs the compute actions.
             transport: This rank's connections.
             arrive: Called with the name of each collective operation that the rank reaches.
-            observers: What watches the operations; the first one is innermost.
+            observers: The observers of the operations; the first one is innermost.
             turns: Runs a fused forward and backward; None: one runs after the other.
         """
         self.rank = rank
@@ -67,7 +67,7 @@ class Walker:
         self._global = list(map(GlobalMicroBatch, range(plan.units)))
         self._ops = plan.ops[rank]
         self._program = [tuple(self._compile(op)) for op in self._ops]
-        #: The operations in the order in which they run, and the place in it of the next one.
+        #: The operations in the order in which they run, and the index in it of the next one.
         self._sequence: Sequence[int] = range(len(self._ops))
         self._next = 0
         self._part = 0
@@ -94,8 +94,7 @@ class Walker:
         """Runs the next operation, or returns the message that the rank has to wait for first.
 
         Args:
-            until: How many operations of the batch are to have run in the end, if that takes more
-                than one.
+            until: Runs operations until so many of the batch have run, but at least one.
         """
         until = max(until, self._next + 1)
         while self._next < until:
@@ -120,7 +119,7 @@ class Walker:
         self.values[blocked.key] = self.transport.receive(*blocked, timeout)
 
     def discard(self) -> None:
-        """Drops what an unfinished run left: values of this rank, and messages on their way to it.
+        """Drops what an unfinished run left: values of this rank, and messages to it.
 
         Call it only if one process plays all ranks, so that none can still send a message.
         """
@@ -147,7 +146,7 @@ class Walker:
         return text + done
 
     def _at(self) -> int:
-        """Returns which operation is next; there is one."""
+        """Returns the index of the next operation; there must be one."""
         return self._sequence[self._next]
 
     def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
@@ -176,7 +175,7 @@ class Walker:
     def _compile_pair(self, op: Fused, turns: Turns) -> Iterator[tuple[Op, Instruction]]:
         """Yields the calls of a fused forward and backward that take turns.
 
-        They begin when all that one of them waits for is there.
+        They begin when the messages of both are there.
         """
         halves = []
         for action in parts(op):
@@ -277,9 +276,9 @@ class Engine:
             stage: What runs the compute actions.
             transports: The connections of each rank that this process plays: its own one, or all.
             timeout: Seconds that a wait for one message may last.
-            observers: What watches every operation; the first one is innermost.
-            overlapping: Runs a fused forward and backward in turns, each with its own state. None:
-                one runs after the other.
+            observers: The observers of the operations; the first one is innermost.
+            overlapping: The state that a fused forward and backward each have for themselves, if
+                they take turns. None: one runs after the other.
             walker: Makes the walker of a rank, from the arguments of :class:`Walker`.
         """
         turns = None if overlapping is None else Turns(overlapping, timeout)
@@ -328,14 +327,14 @@ class Engine:
                     self._wait(walker, blocked)
         except BaseException as error:
             if self._plays_all:
-                # The next batch would take what is on its way for its own.
+                # The next batch would take messages of this one for its own.
                 for each in self._walkers.values():
                     each.discard()
             if isinstance(error, Exception):
                 raise _add_location(error, walker) from error.__cause__
             raise
         finally:
-            # These functions hold on to the losses and to the optimizer.
+            # These functions refer to the losses and to the optimizer.
             self._collectives = {}
 
     @property
@@ -344,9 +343,9 @@ class Engine:
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, int]]:
-        """The ranks that run operations in turn, each with how many it has run in the end.
+        """Pairs of a rank that runs next, and how many operations it will have run by then.
 
-        A process that plays all ranks keeps to the one linear order of the plan.
+        A process that plays all ranks follows the one linear order of the plan.
         """
         if not self._plays_all:
             return [(rank, len(self._plan.ops[rank])) for rank in self._walkers]

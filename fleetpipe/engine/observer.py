@@ -23,7 +23,8 @@ class Blocked(NamedTuple):
     key: MessageKey
 
 
-#: Does its part of the plan and returns None, or returns what it waits for and is called again.
+#: Runs a part of an operation and returns None, or returns the message it waits for: then it is
+#: called again.
 Instruction = Callable[[], Blocked | None]
 
 
@@ -166,9 +167,8 @@ class Stopwatch:
     """An instruction that is timed from its first call to the end of the last one.
 
     An instruction that is blocked is called again once its message is there; the time includes the
-    wait, also one for several messages that was over before it was known which of them came. One
-    that raises is not counted. If two instructions take turns, each has the time of its
-    own turns.
+    wait, also a wait for the first of several messages. An instruction that raises is not counted.
+    If two instructions take turns, each has the time of its own turns.
     """
 
     __slots__ = ("_begin", "_clock", "_instruction", "_record")

@@ -1,12 +1,12 @@
 """A rank that runs the first ready action of its row, instead of waiting for the next one.
 
-The row is a hint here. What may run early, and why no arrival can block the ranks, is said in
-``fleetpipe/schedules/envelope.py``. Whether an action that may run early should is a bet: an
-action cannot be interrupted, so the message of the next one may come as soon as it has begun. So a
-rank waits for the next action a while first, by a share of the time that the early one would take.
-With a half, a pipeline in which nothing is late is as fast as in the fixed order, within two per
-cent (``benchmarks/schedules/late_arrivals.py`` simulates all schedules); a forward that adds to
-those under way on a rank of one stage gains the most if it is not held back for long.
+``fleetpipe/schedules/envelope.py`` says which actions may run early, and why no order of arrivals
+can block the ranks. An action cannot be interrupted, so the message of the next action may come
+just after an early action has begun. A rank therefore first waits for the next action, for a share
+of the time that the early action would take. With a share of one half, a pipeline in which nothing
+is late is as fast as in the fixed order, within two per cent
+(``benchmarks/schedules/late_arrivals.py`` simulates all schedules). On a rank of one stage, early
+forwards gain the most with a smaller share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fleetpipe.schedules.envelope import Envelope
 from fleetpipe.transport import MessageKey
 from fleetpipe.transport.base import AnyOrderTransport
 
-#: For which share of its own shortest time an action that may run early lets the next one come.
+#: Shares of its own shortest time for which an early action waits for the next action.
 PATIENCE, PATIENCE_OF_FORWARDS = 0.5, 0.1
 
 
@@ -32,7 +32,7 @@ class ReadyWalker(Walker):
     """One rank's way through a plan, in an order that depends on what has arrived.
 
     Attributes:
-        early: Actions of the batch that ran before one which stands before them in the row.
+        early: Number of actions of the batch that ran before an earlier action of the row.
     """
 
     transport: AnyOrderTransport
@@ -44,7 +44,7 @@ class ReadyWalker(Walker):
         """Compiles the operations of a rank.
 
         Args:
-            envelope: Returns what the rank may run early in a batch that begins.
+            envelope: Returns, for a batch that begins, what the rank may run early.
             plan: The lowered schedule of the envelope, without fused actions.
             rank: The rank.
             *arguments: As for :class:`Walker`; the transport waits for any of several messages.
@@ -86,7 +86,7 @@ class ReadyWalker(Walker):
     def _advance(self) -> Blocked | None:
         """Runs the next operation, once it is chosen, and times it if it is an action."""
         if self._next == len(self._sequence):
-            unit = self._chosen()
+            unit = self._choose()
             if unit is None:
                 return self._awaited[0]
             self._sequence += unit
@@ -110,10 +110,10 @@ class ReadyWalker(Walker):
         here.idle += idle
         here.idled += idle
 
-    def _chosen(self) -> list[int] | None:
-        """Returns the operations that run next; None if there are none yet.
+    def _choose(self) -> list[int] | None:
+        """Returns the operations that run next; None if the rank has to wait.
 
-        Says then for which messages the rank waits, the next action's first, and until when.
+        It then sets the messages to wait for, the next action's first, and until when to wait.
         """
         if self._envelope.finished:
             return self._end
@@ -124,7 +124,10 @@ class ReadyWalker(Walker):
             action = self._row[place]
             missing = [one for one in self._messages[action] if not self._has(one)]
             is_head = place == self._envelope.head
-            moment = since if is_head else since + self._held_back(action)
+            moment = since
+            if not is_head:
+                shortest = self._shortest.get(action[:2], math.inf)
+                moment += self._patience.get(action.kind, PATIENCE) * shortest
             if missing:
                 self._awaited += missing
             elif moment <= now:
@@ -140,14 +143,9 @@ class ReadyWalker(Walker):
         return super()._take(*message) is None
 
     def _take(self, source: int, key: MessageKey) -> Blocked | None:
-        # Whoever times this receive has seen how long the rank had waited for it.
+        # A stopwatch around this receive has already counted the wait.
         here.idle = 0.0
         return super()._take(source, key)
-
-    def _held_back(self, action: Action) -> float:
-        """Returns the seconds for which the next action may still come before an early one runs."""
-        shortest = self._shortest.get(action[:2], math.inf)
-        return self._patience.get(action.kind, PATIENCE) * shortest
 
     def _at(self) -> int:
         if self._next < len(self._sequence):

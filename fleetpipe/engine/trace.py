@@ -42,7 +42,7 @@ _log = log.logger(__name__)
 MOST_STEPS = 20
 _ROUNDS = 8
 
-#: What is sent of an event: all of its fields but the rank.
+#: An event without its rank, as it is sent.
 Record = tuple[Any, ...]
 
 
@@ -65,7 +65,7 @@ class Traced(Protocol):
         """Returns the group of the pipeline's ranks."""
 
     def leads(self, *but: str) -> bool:
-        """Whether this process is first on every axis except some."""
+        """Whether this process is first on every axis except those in ``but``."""
 
 
 class Trace(BatchObserver):
@@ -106,8 +106,8 @@ class Trace(BatchObserver):
         self._offset, self.clock_error = _clock(group)
         self._queue: systems.ProcessorQueue | None = None
         self._queued = 0.0
-        #: What a container's limit, and the hypervisor, took before the step; and of each step,
-        #: with what was spent on each part of the time since the step before.
+        #: Seconds that a container's limit, and the hypervisor, took before the step; then the
+        #: same of each step, with the seconds of each part of the time since the step before.
         self._before = [0.0, 0.0]
         self._taken: deque[dict[str, float]] = deque(maxlen=most_steps)
         self._machine = _machine(group, len(self._records))
@@ -185,7 +185,7 @@ class Trace(BatchObserver):
         steps = self.steps()
         begin = min(event.start for step in steps for event in step)
         measured = [_shift(step, -begin) for step in steps]
-        # The first step of a job allocates memory and loads code: it is no measure of the others.
+        # The first step of a job also allocates memory and loads code: it is left out.
         cold = 1 if len(steps) == self._count > 1 else 0
         warm = steps[cold:]
         costs = measured_costs(self._schedule, [event for step in warm for event in step])

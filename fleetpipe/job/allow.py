@@ -1,8 +1,8 @@
-"""What passes a closed border without being in its table: what the script allows by name.
+"""The option ``allow``: lets a script use by name what the table of a border does not have.
 
-A border takes what a table knows to be right, with the reason for each row. All else is refused
-before the first batch, in an error that has the line that lets it pass. What was let pass stands in
-the run's report, in parity's verdict and in the manifest of a checkpoint.
+A border, such as that of optimizers, accepts the rows of its table, each with a reason. Everything
+else is refused before the first batch, by an error that contains the line which allows it. Entries
+that were used are named in the run's report, in parity's verdict and in a checkpoint's manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _log = log.logger(__name__)
 
 
 class Allow:
-    """The entries of the option ``allow``, and which of them something was let pass by.
+    """The entries of the option ``allow``, and which of them were used.
 
     Attributes:
         entries: As ``BORDER:NAME``.
@@ -24,19 +24,19 @@ class Allow:
     """
 
     def __init__(self, entries: tuple[str, ...] = ()) -> None:
-        """Starts with nothing let pass."""
+        """Stores the entries; none is used yet."""
         self.entries = entries
         self.used: dict[str, str] = {}
 
     def refuse(self, border: str, name: str, rule: str, *, fix: str, **facts: Any) -> None:
-        """Refuses what a border's table does not have, or notes that the script allows it.
+        """Refuses a name that a border's table does not have, or notes that the script allows it.
 
         Args:
-            border: One of those that the option ``allow`` takes.
-            name: Of the thing, as its class or function is called.
-            rule: What is refused, in one sentence, as the summary of an error.
-            fix: What to use in its place; the line that lets it pass is added.
-            facts: Further lines of the error; what it got is the name by default.
+            border: A border of the option ``allow``, such as "optimizer".
+            name: The name of the class or function.
+            rule: What is refused, in one sentence: the summary of the error.
+            fix: What to use instead; the line that allows the name is added.
+            facts: Further lines of the error; ``got`` is the name by default.
 
         Raises:
             ConfigError: The script does not allow it.

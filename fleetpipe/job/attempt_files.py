@@ -1,11 +1,11 @@
-"""The files through which a rank and its launcher tell each other how an attempt fares.
+"""The files through which the ranks of an attempt and their launcher inform each other.
 
 An *attempt* is one start of a job's processes; attempts count from 1. The launcher (``fleetpipe
-launch``) gives each attempt a number and each host a folder, in which every rank writes a page of
-steps, why it failed, and its exit code. Without such a folder nothing is written, and the number is
-0. A *generation* is a time in which the same processes are the ranks of an attempt. A launcher that
-heals a job ends one when it starts a process in the place of a rank that ended; the processes that
-stay connect again, with the new one, under the number of the next.
+launch``) gives each attempt a number and each host a folder, in which every rank writes its number
+of steps, why it failed, and its exit code. Without such a folder nothing is written, and the number
+is 0. A *generation* is a time in which the same processes are the ranks of an attempt. A launcher
+that heals a job begins the next generation when it replaces the process of a rank that ended; the
+other processes connect again, with the new one, under the number of that generation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fleetpipe.errors import (
 
 #: Longest traceback that is passed on, in characters.
 LONGEST_TEXT = 20000
-#: What a failed rank did, and the error that the others raise for it.
+#: The kinds of failure, and the error that the other ranks raise for each.
 KINDS: dict[str, type[FleetPipeError]] = {
     "died": PeerFailed,
     "left": PeerFailed,
@@ -126,18 +126,18 @@ def _in_one_line(error: BaseException) -> str:
 FOLDER = "FLEETPIPE_LIFE"
 #: Has the number of the attempt.
 NUMBER = "FLEETPIPE_INCARNATION"
-#: Status of a process that was asked to stop, and has saved before it did: EX_TEMPFAIL.
+#: Exit code of a process that was asked to stop and has saved before: EX_TEMPFAIL.
 PREEMPTED = 75
-#: Status of what Ctrl-C has ended, saved or not, as a shell has it.
+#: Exit code of a process that Ctrl-C has ended, saved or not, as in a shell.
 INTERRUPTED = 130
-#: Has the number of ranks that the job has where none is given up.
+#: Has the number of ranks of the job before any was given up.
 WHOLE_SIZE = "FLEETPIPE_WHOLE_SIZE"
 
-#: What a page holds: how many steps the rank has begun in all attempts.
+#: The content of a step counter's file: a number of steps.
 _COUNT = struct.Struct("<q")
 #: Bytes that the files of an attempt may need, at a page of memory or more each.
 _ATTEMPT_BYTES = 1 << 20
-#: The page of the number of steps that a rank did.
+#: Name of the counter of steps that the pipeline has completed.
 DONE = "done"
 
 own_rank = log.own_rank
@@ -148,7 +148,7 @@ class ReportedFailure(NamedTuple):
 
     Attributes:
         at: Time of the failure (``time.monotonic()``, which the processes of a host share).
-        failure: The failure of the rank that failed first, as far as this one knows.
+        failure: The failure of the rank that failed first, as far as the writer knows.
     """
 
     at: float
@@ -190,17 +190,17 @@ def tell_failure(failure: Failure) -> None:
 
 def tell_code(code: int) -> None:
     """Writes the code with which this rank will exit."""
-    _leave("code", str(code))
+    _write_own("code", str(code))
 
 
 def tell_preempted(step: int) -> None:
     """Writes that this rank ends because it was asked to, with ``step`` steps saved."""
-    _leave("preempted", str(step))
+    _write_own("preempted", str(step))
 
 
 def tell_unhealed(why: str) -> None:
-    """Writes why a death is not made good, for a launcher that replaces processes."""
-    _leave("unhealed", why)
+    """Writes why this rank refuses to heal, for a launcher that replaces processes."""
+    _write_own("unhealed", why)
 
 
 def tell_record(record: Path) -> None:
@@ -224,12 +224,12 @@ def note_start(directory: Path, rank: int, process: int) -> None:
 
 
 def note_end(directory: Path, rank: int, code: int) -> None:
-    """Writes, for the launcher of a rank, the exit code of its process; -n: by signal n."""
+    """Writes, for the launcher of a rank, the exit code of its process; -n for signal n."""
     _append(directory / "ended", rank, code)
 
 
 def started_ranks(directory: Path) -> list[tuple[int, int]]:
-    """Returns the ranks of an attempt with the numbers of their processes, the last of each."""
+    """Returns the ranks of an attempt, each with the number of its last process."""
     return [*dict(_rows(directory / "started")).items()]
 
 
@@ -254,26 +254,26 @@ def code_of(directory: Path, rank: int) -> int | None:
 
 
 def preempted_at(directory: Path) -> int | None:
-    """Returns how many steps an attempt saved that was asked to end; None if it was not asked."""
+    """Returns how many steps an attempt saved when it was asked to end; None if it was not."""
     return max(
         (int(f.read_text(encoding="ascii")) for f in directory.glob("preempted.*")), default=None
     )
 
 
 def whole_size() -> int | None:
-    """Returns the number of ranks that the job has where none is given up; None if unknown."""
+    """Returns the number of ranks of the job before any was given up; None if unknown."""
     text = os.environ.get(WHOLE_SIZE, "")
     return int(text) if text.isdecimal() else None
 
 
 def how_to_go_on(interrupted: bool, saved: int) -> str:
-    """Returns the line that tells the user once that a job has saved, was ended, and goes on."""
+    """Returns the line for the user that an ended job has saved and can be continued."""
     why = "interrupted" if interrupted else "asked to stop"
     return f"{why}, the job saved {saved} steps: the same command goes on from there"
 
 
 def steps_begun(directory: Path) -> dict[int, int]:
-    """Returns by rank the step that each was in; ranks without any step are missing."""
+    """Returns the step that each rank was in, by rank; ranks without any step are missing."""
     pages = {int(file.suffix[1:]): file.read_bytes() for file in directory.glob("page.*")}
     begun = {rank: _COUNT.unpack(page)[0] for rank, page in pages.items()}
     return {rank: count - 1 for rank, count in sorted(begun.items()) if count}
@@ -288,8 +288,8 @@ def steps_done(directory: Path) -> int:
 def page(name: str = "page") -> Callable[[int], object]:
     """Returns a function that writes a number of steps into memory that outlives this process.
 
-    The memory is this rank's page in the folder of its attempt, or private memory without a folder.
-    All functions for one name in one process write into the same page.
+    The memory is a file of this rank in the folder of its attempt, or private memory without a
+    folder. All functions for one name in one process write into the same file.
 
     Args:
         name: ``"page"`` for the steps that the script has begun, ``DONE`` for those that the
@@ -334,10 +334,11 @@ def _reserve(descriptor: int, size: int, directory: Path) -> None:
         ) from None
 
 
-def _leave(name: str, text: str) -> None:
+def _write_own(name: str, text: str) -> None:
+    """Writes a file of this rank, if the attempt has a folder."""
     directory = folder()
     if directory is not None:
-        # Whole: others read it at any time.
+        # At once: others read it at any time.
         atomic_file.replace_text(directory / f"{name}.{own_rank()}", text)
 
 
@@ -353,11 +354,11 @@ def _rows(file: Path) -> list[tuple[int, int]]:
     return [(int(first), int(second)) for first, second in rows]
 
 
-#: Asks for healing; its value is how many processes may be replaced in an attempt.
+#: Requests healing; its value is how many processes may be replaced in an attempt.
 HEAL = "FLEETPIPE_HEAL"
-#: Has the generation in which this process began in the place of another.
+#: Has the generation in which this process replaced another one.
 BEGAN = "FLEETPIPE_GENERATION"
-#: The signals that asked this process to stop before its script handled them.
+#: The signals to stop that came before this process's script handled them.
 early_signals: list[int] = []
 _FILE, _ENDED = "generation", "ended_by_supervisor"
 
@@ -367,7 +368,7 @@ class Generation(NamedTuple):
 
     Attributes:
         number: How many generations came before.
-        since: The generation in which the process of a rank began, of those that were replaced.
+        since: By rank whose process was replaced, the generation in which the new one began.
         refused: Why the launcher replaces no further process; empty while it may.
     """
 
@@ -383,17 +384,17 @@ def write_generation(directory: Path, generation: Generation) -> None:
 
 
 def note_signal(number: int, _frame: object) -> None:
-    """Handles a signal in a process that replaces a rank, until its script does."""
+    """Stores a signal in a process that replaces a rank, until its script handles signals."""
     early_signals.append(number)
 
 
 def refuse_healing(directory: Path) -> None:
-    """Notes that the ranks of an attempt are ended, which no launcher is to make good."""
+    """Notes that the ranks of an attempt are ended on purpose, so that none is replaced."""
     (directory / _ENDED).touch()
 
 
 def is_healing_refused(directory: Path) -> bool:
-    """Whether the ranks of an attempt are ended by whoever started it."""
+    """Whether the ranks of an attempt are ended on purpose."""
     return (directory / _ENDED).exists()
 
 
@@ -424,7 +425,7 @@ def note_place(directory: Path, rank: int, number: int, step: int) -> None:
 
 
 def waiting_places(directory: Path, number: int) -> dict[int, int]:
-    """Returns the steps done of the ranks that wait for a generation, by rank."""
+    """Returns, by rank, the steps that the ranks which wait for a generation have done."""
     rows: Iterator[tuple[int, Any]] = (
         (int(file.suffix[1:]), json.loads(file.read_text(encoding="ascii")))
         for file in directory.glob("place.*")

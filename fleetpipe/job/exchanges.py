@@ -65,7 +65,7 @@ class Exchanges:
 
     def all_to_all_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
         """The same as :meth:`all_to_all`, with equal parts of the first dimension."""
-        if paddle.version.major == "2":  # 2.6.2 has them the other way round
+        if paddle.version.major == "2":  # 2.6.2 passes them in the other order
             out, tensor = tensor, out
         return self.all_to_all_single(out, tensor, [], [], sync_op)
 
@@ -92,9 +92,9 @@ class Exchanges:
         self, out: Tensor, parts: Sequence[Tensor], operation: Any, sync_op: bool = True
     ) -> Exchange:
         """Fills ``out`` with the sum, or another reduction, of all members' parts for this one."""
-        group = self.members()
         return Exchange(
-            group.begin_all_to_all(parts), lambda got: _fill([out], [reduce(got, operation)])
+            self.members().begin_all_to_all(parts),
+            lambda got: _fill([out], [reduce(got, operation)]),
         )
 
     def reduce_scatter_tensor(
@@ -111,7 +111,7 @@ class Exchanges:
         )
 
 
-#: What is called with a stream too.
+#: Methods that also exist with the suffix ``_on_calc_stream``.
 _WITHOUT_STREAM = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "scatter_tensor"),
     *("send", "recv", "all_to_all", "all_to_all_tensor", "all_to_all_single"),
@@ -241,7 +241,7 @@ class OwnGroup(Exchanges):
         return Done()
 
     def reduce(self, tensor: Any, target: int, operation: Any, sync_op: bool = True) -> Done:
-        """Does the same for the tensor of member ``target`` only. Collective."""
+        """Reduces as :meth:`all_reduce`, and replaces the tensor on ``target`` only. Collective."""
         self._reduce(tensor if self.rank() == target else tensor.clone(), operation)
         return Done()
 

@@ -8,7 +8,7 @@ rank of a job of n has 2 (n - 1) sockets, half of them for the watch, which conn
 anyhow, and a buffer of 16 KiB for each of the others. Separate connections for each group would be
 fewer in a large job, but would take one meeting in the store for each group.
 
-``Recovery`` is what a job asks of the part that makes good the death of another rank.
+``Recovery`` is the interface of what replaces a rank that died, which is an extra.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 
 class Recovery(Protocol):
-    """What makes good the death of another rank.
+    """Lets a job go on after the death of another rank, whose process is replaced.
 
     Attributes:
-        counts: Whether the script is within a step: what it does elsewhere belongs to none.
+        counts: Whether the script is within a step.
     """
 
     counts: bool
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal from now on where a batch has what cannot be done once more.
+        """Refuses to heal from now on if a batch cannot be repeated.
 
         Args:
             model: The model that is trained.
@@ -69,32 +69,32 @@ class Recovery(Protocol):
         """Connects all ranks once more. Collective."""
 
     def hinder(self, why: str, alone: bool = True) -> None:
-        """Refuses to heal where this step would have to begin anew.
+        """Refuses to heal a death in this step, which a new process could not repeat.
 
         Args:
-            why: What no process can be told.
-            alone: Whether it can be told as a part of something else.
+            why: What the new process could not repeat.
+            alone: Whether that is so only outside of :meth:`share`.
         """
 
     def share(
         self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
     ) -> Any:
-        """Returns what ``act`` returns; repeats it after the death of another rank."""
+        """Returns the result of ``act``; see :meth:`Job.share`. Repeats it after a rank's death."""
 
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
-        """Makes good the death that a rank has noticed after a batch.
+        """Connects to the process that replaces a rank whose death was noticed after a batch.
 
         Returns:
-            Whether the process that replaces the dead one did that batch, too.
+            Whether the new process has done that batch, too.
 
         Raises:
-            FleetPipeError: ``error``, if that cannot be.
+            FleetPipeError: ``error``, if the rank cannot be replaced.
         """
 
 
 _log = log.logger(__name__)
 
-#: What a process is that replaces a rank, before its first batch.
+#: Describes a process that replaces a rank, before its first batch.
 ALONE = "this process replaces a rank that died, and meets the others at its first batch"
 
 
@@ -107,14 +107,16 @@ class Job(MeshGroups):
         endings: Functions to call when the job ends, before its connections are closed.
         pipelines: The models that were wrapped for training, as weak references.
         progress: The steps that this process has done, and their times.
-        neighbours: Paddle's groups by which the tensors of its pipeline are sent, if they are.
+        neighbours: Paddle's groups by which the tensors of its pipeline are sent; empty if they go
+            over sockets.
         keeps_board: Whether this process collects the records of all ranks.
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
-        healing: What makes good the death of another rank; None where that ends the job.
-        before_batches: By the id of a model, what looks at its optimizer before it trains a batch.
+        healing: Lets the job go on after the death of another rank; None if that ends the job.
+        before_batches: By the id of a model, a function that is called with its optimizer before
+            each batch.
         alone: Whether this process replaces a rank, and is not connected yet.
-        allow: What the script lets pass at closed borders.
+        allow: The entries of the option ``allow``.
         has_pipeline: Whether a pipeline has connected its ranks.
         compares_calls: Whether ranks that begin different collective calls end; not in a job that
             heals.
@@ -153,7 +155,7 @@ class Job(MeshGroups):
             run: A unique name of the job, the same on all ranks; by default a new one.
             mesh: The coordinates of all ranks; by default in Paddle's order.
             pipeline: The transport of its pipeline's tensors; by default the connections.
-            neighbours: Paddle's groups by which that sends.
+            neighbours: Paddle's groups by which ``pipeline`` sends.
         """
         super().__init__(mesh or Mesh(degrees), hcg, store is None, fused_copies)
         self.timeout = timeout
@@ -169,7 +171,7 @@ class Job(MeshGroups):
         self._watch = watch
         self._connections = connections
         self._agreements = 0
-        #: LocalTensor by the thread that runs a batch.
+        #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
         self.before_batches: dict[int, Callable[[Any], None]] = {}
@@ -180,9 +182,11 @@ class Job(MeshGroups):
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         self.progress.synchronize = self._synchronize
+        #: The transports of a launched job, that of its pipeline first.
+        self._launched = [one for one in (pipeline, connections) if one is not None]
         if connections is not None:
             self.progress.awaited = self._awaited_rank
-            self.progress.waited = self._waited_seconds
+            self.progress.waited = lambda: sum(one.waited for one in self._launched)
             self.progress.queues = connections.queues
             self.progress.flights = connections.flights
 
@@ -238,9 +242,8 @@ class Job(MeshGroups):
         """Sets the seconds that any wait for another rank may last from now on."""
         self.timeout = timeout
         self._groups = {}
-        for transport in (self._pipeline, self._connections):
-            if transport is not None:
-                transport.timeout = timeout
+        for transport in self._launched:
+            transport.timeout = timeout
 
     def _make(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
@@ -256,14 +259,11 @@ class Job(MeshGroups):
         return group
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a context that ends this process if one of ``ranks`` is stuck in Paddle's C++."""
+        """Returns what makes a context that ends this process if it is stuck in Paddle's C++."""
         what = f"within a collective operation of ranks {ranks}"
-
-        def limit() -> AbstractContextManager[None]:
-            watch = self._watch
-            return nullcontext() if watch is None else watch.limit(self.timeout, what, ranks)
-
-        return limit
+        return lambda: (
+            nullcontext() if self._watch is None else self._watch.limit(self.timeout, what, ranks)
+        )
 
     def trains(self, parameters: Sequence[Any]) -> bool:
         """Whether a pipeline of this job reduces the gradients of any of these parameters."""
@@ -272,14 +272,14 @@ class Job(MeshGroups):
         return any(id(parameter) in wanted for m in models for parameter in m.trained_parameters())
 
     def call(self, words: str, kind: str = "", replicas: bool = True) -> None:
-        """Begins a collective call, in which all ranks must be before one takes a message of it.
+        """Begins a collective call; a rank takes its messages only from ranks in the same call.
 
-        Ranks that begin another one instead end, with both lines of the script.
+        If ranks begin different calls, the job ends with the lines of the script of both.
 
         Args:
             words: What this rank does, as ``trains a batch``.
-            kind: What its words are on all ranks; by default the words.
-            replicas: Whether all replicas begin it, not the ranks of this one alone.
+            kind: A text that is the same on all ranks; by default the words.
+            replicas: Whether all replicas begin it, not only the ranks of this one.
         """
         # Where the job heals, a rank repeats calls, and the ranks compare what they do by itself.
         if self._connections is not None and self.compares_calls:
@@ -290,7 +290,7 @@ class Job(MeshGroups):
                 calls.replica = self._connections.in_step = frozenset(self._along(axes))
 
     def calling(self, words: str, replicas: bool = True) -> AbstractContextManager[None]:
-        """Begins a collective call, and has what stands in the context :meth:`guarded`."""
+        """Begins a collective call, and returns its :meth:`guarded` context."""
         self.call(words, replicas=replicas)
         return self.guarded(lambda: words)
 
@@ -361,13 +361,14 @@ class Job(MeshGroups):
         Args:
             what: Says what it does, for messages.
             act: Meets the other ranks; it can be repeated.
-            pass_over: Draws and sets what ``act`` does in this process, where the others did it
-                before this process took the place of one of them; None if that is nothing.
+            pass_over: Repeats what ``act`` changes in this process, such as random streams, if the
+                others called it before this process replaced one of them; None if it changes
+                nothing.
         """
         return act() if self.healing is None else self.healing.share(what, act, pass_over)
 
     def exchange(self, what: str, act: Callable[[], Any]) -> Any:
-        """Does the same as :meth:`share`, and has ``act`` :meth:`guarded`."""
+        """Begins a collective call, and calls ``act`` as :meth:`share` does, :meth:`guarded`."""
 
         def guarded() -> Any:
             self.call(f"is {what}", kind=what)
@@ -377,13 +378,13 @@ class Job(MeshGroups):
         return self.share(what, guarded)
 
     def connect_again(self, store: Store, watch: Watch, joined: Joined, prefix: str) -> None:
-        """Puts new connections in the place of those over which a rank was lost.
+        """Replaces all connections after a rank was replaced.
 
         Args:
             store: The job's store.
             watch: The connections over which its ranks watch each other now.
-            joined: Those for everything else.
-            prefix: That of its keys in the store from now on, which begin anew on all ranks.
+            joined: The connections for everything else.
+            prefix: Prefix of the job's keys in the store from now on.
         """
         self._prefix, self._agreements = prefix, 0
         self._store, self._watch, self.alone = store, watch, False
@@ -396,23 +397,22 @@ class Job(MeshGroups):
                 group.begin_anew()
 
     def connect_neighbours(self, outgoing: dict[int, Lane], incoming: dict[int, Lane]) -> None:
-        """Puts new lanes in the place of those over Paddle's groups, after the connections."""
+        """Replaces the lanes over Paddle's groups; :meth:`connect_again` is called before."""
         if self._pipeline is not None and self._watch is not None:
             self._pipeline.connect_again(outgoing, incoming)
             self._watch.on_failure(self._pipeline.interrupt)
 
     def disconnect(self) -> None:
-        """Ends the connections to the other ranks; what is under way there is lost."""
+        """Ends the connections to the other ranks; messages under way are lost."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-        for transport in (self._pipeline, self._connections):
-            if transport is not None:
-                transport.interrupt()
-                transport.close()
+        for transport in self._launched:
+            transport.interrupt()
+            transport.close()
 
     def require_others(self) -> None:
-        """Refuses what needs the other ranks in a process that has not joined them yet."""
+        """Refuses a call that needs the other ranks in a process that has not joined them yet."""
         if self.alone:
             attempt_files.tell_unhealed("the script meets the other ranks before its first batch")
             raise StateError(
@@ -454,9 +454,8 @@ class Job(MeshGroups):
         try:
             if error is None and self._watch is not None and not self._watch.noticed:
                 with self.guarded(lambda: "ending the job"):
-                    for transport in (self._pipeline, self._connections):
-                        if transport is not None:
-                            transport.flush(self.timeout)
+                    for transport in self._launched:
+                        transport.flush(self.timeout)
         finally:
             self._close(error)
 
@@ -480,11 +479,6 @@ class Job(MeshGroups):
         if self._pipeline is not None and (peer := self._pipeline.awaited) is not None:
             return self.pipeline_ranks()[peer]
         return None if self._connections is None else self._connections.awaited
-
-    def _waited_seconds(self) -> float:
-        """Returns for how long this process has waited for messages of other ranks."""
-        transports = (self._pipeline, self._connections)
-        return sum(one.waited for one in transports if one is not None)
 
     def _describe(self, text: str) -> str:
         """Adds to a description of this rank's work its replica and the rank it waits for."""
@@ -511,7 +505,7 @@ def required_job(summary: str, **facts: Any) -> Job:
     """Returns the current job.
 
     Raises:
-        StateError: There is none; its text has this summary and these facts.
+        StateError: There is none; the error has this summary and these facts.
     """
     if _job is None:
         facts.setdefault("fix", "call fleet.init(is_collective=True, strategy=strategy) first")

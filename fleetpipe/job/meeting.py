@@ -1,11 +1,10 @@
-"""The start of a job: its key-value store, the wait until every rank is there, what all agree on.
+"""The start of a job: opens its key-value store, waits for all ranks, compares their settings.
 
 Paddle's own start waits without a limit for a rank that never comes, and does not say which one.
-Here the wait has the user's limit, and names the ranks that are missing. So has every call of the
-store's client; Paddle's waits without one while it holds the interpreter's lock. Its server is used
-unchanged: a request is a command (int32) and its arguments, strings with their length (uint64)
-before them; the protocol is the same in 2.6.2 and 3.3.1. All ranks must have the same versions,
-options and models before they run.
+Here the wait has the user's limit, and its error names the ranks that are missing. Every call of
+``JobStore`` has a limit too; Paddle's client waits without one while it holds the interpreter's
+lock. Paddle's server is used unchanged: a request is a command (int32) and its arguments, strings
+with their length (uint64) before them; the protocol is the same in 2.6.2 and 3.3.1.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class JobStore:
 _POLL_SECONDS = 0.02
 #: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
 _LAST_SECONDS = 3.0
-#: Seconds in which whoever listens at rank 0's endpoint answers, if it is a store.
+#: Seconds in which a program that listens at rank 0's endpoint answers, if it is a store.
 _ANSWER_SECONDS = 2.0
 
 own_rank = log.own_rank
@@ -196,7 +195,7 @@ def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
 
 
 def opened_store(timeout: float) -> JobStore:
-    """Returns the store of this process's jobs, and opens it the first time; raises as that."""
+    """Returns the store of this process's jobs; the first call opens it by :func:`open_store`."""
     if not _stores:
         _stores.append(open_store(timeout))
     return _stores[0]
@@ -292,7 +291,13 @@ def meet(
 
 
 def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
-    """Lets rank 0, which serves the store, stay until the other ranks have finished with it."""
+    """Keeps rank 0, which serves the store, here until the others need it no more. Collective.
+
+    Args:
+        store: The job's store.
+        key: The key at which the ranks count themselves, new for each call.
+        missing: The ranks that do not take part.
+    """
     going = world_size() - len(missing or ())
     deadline = time.monotonic() + _LAST_SECONDS
     gone = store.add(key, 1)
@@ -393,7 +398,11 @@ def _reach(host: str, port: int, timeout: float, sign: str, check: Callable[[], 
             finding = f"nothing listens at {host}:{port} ({error.strerror or error})"
         else:
             try:
-                current = _sign_in(store, sign)
+                if own_rank() == 0:
+                    store.set(f"{sign}/life", str(number))
+                    store.add(sign, 1)
+                # The attempt of the job that it serves; None if it serves another job.
+                current = int(store.get(f"{sign}/life")) if store.add(sign, 0) else None
                 if current == number:
                     store.timeout = timeout
                     return store
@@ -407,14 +416,6 @@ def _reach(host: str, port: int, timeout: float, sign: str, check: Callable[[], 
         if limit.reached():
             raise _not_here("rank 0", timeout, finding)
         time.sleep(_POLL_SECONDS)
-
-
-def _sign_in(store: JobStore, sign: str) -> int | None:
-    """Returns the attempt of the job that ``store`` serves; None if it serves another job."""
-    if own_rank() == 0:
-        store.set(f"{sign}/life", str(attempt_files.number()))
-        store.add(sign, 1)
-    return int(store.get(f"{sign}/life")) if store.add(sign, 0) else None
 
 
 def _left_over(number: int, current: int) -> TransportError:

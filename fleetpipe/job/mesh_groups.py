@@ -79,7 +79,7 @@ class MeshGroups(ABC):
         return self.mesh.coordinate(self.hcg.get_global_rank())
 
     def leads(self, *but: str) -> bool:
-        """Whether this process writes for its kind: see :meth:`Coordinate.leads`."""
+        """Whether this process is first on every axis except ``but``; see there."""
         return self.coordinate.leads(*but)
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class MeshGroups(ABC):
         return self.mesh.number(self.coordinate, SHARDS), self.degrees.split(*SHARDS)
 
     def replicas(self) -> Group:
-        """Returns the group of ranks that do this one's part of the model for other samples.
+        """Returns the group of ranks that have this rank's part of the model, and other samples.
 
         It has all dp x sharding ranks with this rank's coordinate on every other axis, by replica.
         """

@@ -1,10 +1,10 @@
 """The optimizers and clips that are known to be right on ranks that hold parts of a model.
 
-A row of ``OPTIMIZERS`` changes a weight by that weight, its gradient and its state alone; a row of
+An optimizer of a table changes a weight by that weight, its gradient and its state alone; a row of
 ``CLIPS`` scales each gradient by itself, or by a norm that fleetpipe takes over all ranks. A
-subclass of a row that replaces none of its methods, or only notes something where it hands on, is
-that row. All else may compute with what another rank holds, and is refused there. Where a rank has
-the whole model, everything is right.
+subclass of a row counts as that row if it replaces no method, or only logs before or after the
+method that it replaces. Any other class may need values that another rank holds, and is refused if
+ranks hold parts of a model. If each rank has the whole model, every class is right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fleetpipe.paddle_api.optimizer import is_paddles, names_in_class, wrapper_c
 #: Names of classes by the package that has them.
 Table = Mapping[str, Collection[str]]
 
-#: Those that change each number of a weight by itself.
+#: Optimizers that update each element of a weight by itself.
 OF_NUMBERS: Table = {
     "paddle.optimizer": (
         *("SGD", "Momentum", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSProp"),
@@ -32,14 +32,14 @@ OF_NUMBERS: Table = {
     "paddlenlp.utils.optimizer": ("AdamWCustom", "AdamW_16Bit"),
     "paddleformers.utils.optimizer": ("AdamWCustom",),
 }
-#: Those that need a whole weight: its norm, or the mean square of its gradient.
+#: Optimizers that need a whole weight: its norm, or the mean square of its gradient.
 OF_WEIGHTS: Table = {
     "paddle.optimizer": ("Lamb",),
     "paddle.incubate.optimizer": ("LarsMomentumOptimizer",),
     "paddlenlp.utils.optimizer": ("AdamWMini",),
     "paddleformers.utils.optimizer": ("AdamWMini",),
 }
-#: What may stand around an optimizer: these hand a step on.
+#: Wrappers of an optimizer, which only call its step.
 WRAPPERS: Table = {
     "paddle.distributed.fleet": (
         *("MixPrecisionOptimizer", "HybridParallelOptimizer", "DygraphShardingOptimizer"),
@@ -53,23 +53,24 @@ CLIPS: Table = {
     "fleetpipe": ("GlobalNormClip", "SlicedNormClip"),
 }
 
-#: What a subclass may define of its row's methods: they change no step.
+#: Methods of its row that a subclass may replace: they change no step.
 _OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "extra_repr", "get_lr"}
 _OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
 _OUTSIDE_A_STEP |= {"clear_grad", "clear_gradients", "set_lr"}
 # By which trainers log the norm that a clip has taken.
 _OUTSIDE_A_STEP |= {"_global_norm"}
-#: What a method that notes something and hands on may name: neither weights nor gradients.
+#: Names that a method which only logs may use: they reach neither weights nor gradients.
 _NOTES = {"super", "append", "print", "len", "min", "max", "sum", "int", "float", "round"}
 _NOTES |= {"logging", "logger", "info", "debug", "warning"}
-#: The same, where nothing branches: ranks have other times.
+#: Further names for a method without branches: times differ between ranks.
 _CLOCKS = {"time", "perf_counter", "monotonic"}
 
 
 def row_of(table: Table, value: object) -> str | None:
-    """Returns the row of a value's class, or the class of which it replaces nothing; or None.
+    """Returns the name of the table's class to which a value belongs; None if there is none.
 
-    A method that is set on the value itself counts as one of a subclass.
+    It is the first row among the value's class and base classes, if no class below it, nor the
+    value itself, replaces a method with one that does more than log.
     """
     defined = [(name, one) for name, one in vars(value).items() if callable(one)]
     for kind in type(value).__mro__:
@@ -82,16 +83,17 @@ def row_of(table: Table, value: object) -> str | None:
                 for name, one in defined
                 if name not in _OUTSIDE_A_STEP and callable(getattr(kind, name, None))
             ]
-            return kind.__name__ if all(_notes(*one, value, kind) for one in replaced) else None
+            return kind.__name__ if all(_only_logs(*one, value, kind) for one in replaced) else None
         defined += vars(kind).items()
     return None
 
 
-def _notes(name: str, method: object, value: object, kind: type) -> bool:
-    """Whether a method without arguments calls the one that it replaces, and notes something.
+def _only_logs(name: str, method: object, value: object, kind: type) -> bool:
+    """Whether a method without arguments calls the method that it replaces, and else only logs.
 
-    Besides that, its code names nothing but what notes, its classes, and attributes of the value
-    that are numbers, texts or lists of these, or are set alone; none that the row's class names.
+    Besides ``super``, its code uses only ``_NOTES``, the value's classes, and attributes of the
+    value that are numbers, texts or lists of these, or that it sets and never reads. The code of
+    ``kind``, the class of the table, uses none of these attributes.
     """
     if not isinstance(method, FunctionType):
         return False
@@ -119,7 +121,7 @@ def _is_plain(value: object) -> bool:
 
 
 def require_optimizer(optimizer: Optimizer, job: Job) -> None:
-    """Refuses an optimizer that may compute with what another rank holds.
+    """Refuses an optimizer that may need values which another rank holds.
 
     Raises:
         ConfigError: It stands in no table, ranks hold parts of a model, and the script does not
@@ -170,5 +172,5 @@ def require_clip(clip: Clip, job: Job | None) -> bool:
 
 
 def _has_parts(job: Job) -> bool:
-    """Whether a process holds, or steps, a part of a model alone."""
+    """Whether each process holds, or updates, only a part of the model."""
     return not job.local and (job.degrees.split("pp", "mp", "ep") > 1 or job.sharding().ranks > 1)

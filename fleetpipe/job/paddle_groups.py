@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from fleetpipe.transport.lanes import Lane
 
 
-#: The groups of these members, in the order in which one job made them.
+#: By members, Paddle's groups of them, in the order in which a job creates them.
 _kept: dict[tuple[int, ...], list[Any]] = {}
-#: Whether a rank may be within a collective operation of some group, or never have made it.
+#: Whether some rank may hang in an operation of a group, or may not have created it.
 _in_doubt = False
 
 
@@ -129,7 +129,7 @@ def trust(ended_well: bool) -> None:
 
 #: Where the files of Paddle's and Gloo's C++ are, which their errors name.
 _SOURCES = "/paddle/"
-#: What Paddle says of a library of NVIDIA's that it opens when it is first needed, and why.
+#: Paddle's message about a library of NVIDIA's that it cannot open at its first use, and why.
 _LIBRARY = re.compile(r"dynamic library \((\S+)\).*\(error code is [^:]*: (.*)\)")
 
 
@@ -184,12 +184,12 @@ def make_unconnected(timeout: float) -> None:
 
 
 def connect_members(store: Store, prefix: str, time: int, timeout: float) -> None:
-    """Connects the groups that this process has made anew. Collective over the job.
+    """Connects again the groups that this process has created. Collective over the job.
 
     Args:
         store: The job's store.
-        prefix: That of the keys there, which were not used before.
-        time: How often groups were connected anew, this time included.
+        prefix: A prefix of keys there that was not used before.
+        time: How often groups were connected again, this time included.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
     global _in_doubt
@@ -373,12 +373,13 @@ def lanes(
     namespace: str,
     timeout: float,
 ) -> tuple[dict[int, Lane], dict[int, Lane]]:
-    """Connects this rank's directions to its neighbours. Collective over the pipeline.
+    """Connects this rank to its neighbours, by a lane in each direction. Collective.
 
-    ``view`` has its connections to the ranks of the pipeline; the rest is as for :func:`connect`.
+    ``view`` has its connections to the ranks of the pipeline; the other arguments are those of
+    :func:`connect_neighbours`.
 
     Returns:
-        Those in which it sends, and those in which it receives, by neighbour.
+        The lanes by which it sends, and those by which it receives, by neighbour.
     """
     from fleetpipe.transport.lanes import Lane
 

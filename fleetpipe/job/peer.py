@@ -25,7 +25,7 @@ from fleetpipe.transport.message import SEAL_BYTES, Seal, Seals
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 20
-#: Lists and objects of a message within each other, and in all: those of a record with its rows.
+#: Deepest nesting, and number, of lists and objects in a message: those of a record with its rows.
 _DEEPEST, _MOST_PARTS = 5, 6 + 3 * MOST_ROWS
 _MOST_STRINGS = 40
 _SOURCE = Source("this is no message of a rank", ConfigError, "give all ranks the same fleetpipe")
@@ -93,8 +93,8 @@ def _message_of(content: Any) -> Status | Failure | Goodbye:
 
 _log = log.logger(__name__)
 
-#: A rank that was not heard for so long is called silent, and gets no records, which would fill its
-#: socket.
+#: A rank without a message for so many seconds counts as silent, and is sent no records, which
+#: would fill its socket.
 SILENT_SECONDS = 2.0
 
 
@@ -167,7 +167,8 @@ class Peer:
                 self._note(message.record)
                 self.call = message.call
                 continue
-            # It leaves because of the failure, where it tells of one; its own end is no news.
+            # A rank that reports a failure leaves because of it: the end of its connection is then
+            # no failure of its own.
             self.left = True
             if isinstance(message, Failure):
                 yield message

@@ -1,9 +1,8 @@
-"""The record that a rank sends of itself five times a second, and of what it is made.
+"""The records that ranks send each other five times a second, and what they are made of.
 
-That is its progress in the run, its step times, and its collective calls, which all ranks begin
-alike and in one order. The kind of the last call is in the header of each message, and its number
-and line are in the status that a rank sends to all others: no message is sent for them alone.
-Readers check records.
+A record (``RankRecord``) has a rank's progress and step times, which ``RunProgress`` and
+``WallTime`` measure. Its collective calls (``CollectiveCalls``), which all ranks must begin in one
+order, go with it; the header of each message has the kind of the last call.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fleetpipe.job import attempt_files
 from fleetpipe.json_value import JsonValue, Source
 from fleetpipe.systems import ProcessorQueue
 
-#: Calls of its past that a rank can be compared with; another rank is not further ahead.
+#: Past calls that are stored for comparison; no rank is further behind another one.
 _MOST_CALLS = 512
 #: Packages whose frames are not the script's.
 _NOT_THE_SCRIPTS = {"fleetpipe", "paddle", "contextlib", "decorator", "functools"}
@@ -36,8 +35,8 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         number: Its number among those of one replica, from 1.
-        of_job: Its number among those that all replicas begin; 0 if it is none of them.
-        kind: What all ranks that begin it have in common.
+        of_job: Its number among the calls that all replicas begin; 0 if only some begin it.
+        kind: A text that is the same on all ranks that begin it.
         words: What the rank does, and the line of the script.
     """
 
@@ -48,7 +47,7 @@ class CollectiveCall(NamedTuple):
 
 
 class CollectiveCalls:
-    """The last calls of this process; the main thread begins them, another one compares them.
+    """The last calls of this process: the main thread begins them, the watch's compares them.
 
     Attributes:
         replica: The ranks of this process's replica.
@@ -69,7 +68,7 @@ class CollectiveCalls:
 
         Args:
             words: What this rank does, as ``trains a batch``.
-            kind: What its words are on all ranks; by default the words.
+            kind: A text that is the same on all ranks; by default the words.
             replicas: Whether all replicas begin it.
 
         Returns:
@@ -89,7 +88,7 @@ class CollectiveCalls:
             same_replica: Whether that rank is of this one's replica.
         """
         number = attrgetter("number" if same_replica else "of_job")
-        # Of a copy: the main thread may add one meanwhile.
+        # A copy: the main thread may add a call meanwhile.
         calls = [call for call in [*self._calls] if number(call) == number(other) > 0]
         return calls[0] if calls and calls[0].kind != other.kind else None
 
@@ -105,12 +104,12 @@ def line_of_the_script() -> str:
     return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
-#: Most rows that a record carries: what a rank does in shorter steps is a sample.
+#: Most rows of a record: where steps are very short, it has the last ones only.
 MOST_ROWS = 16
 _MOST_RANKS = 1 << 20
-#: What the time from one step's end to the next one's begin is spent on.
+#: The parts of the time between two steps.
 BETWEEN = ("data", "callbacks", "evaluation", "saves", "other")
-#: All that wall time is spent on: in a step a rank computes, or waits for other ranks.
+#: The parts of wall time: in a step a rank computes, or waits for other ranks.
 PARTS = ("compute", "waiting", *BETWEEN)
 
 SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the same fleetpipe")
@@ -123,14 +122,14 @@ class StepRow(NamedTuple):
         step: Number of the step, from 0.
         span: Time from the end of the step before to the end of this one.
         cpu: Processor time of the rank's actions.
-        wall: The same in elapsed time, without the waits for messages and for a processor.
+        wall: Elapsed time of these actions, without waits for messages and for a processor.
         data: Time from the step before to the first action, without saving and waits for a
             processor.
         save: Time of saving since the step before.
         limited: Time in which the container's limit kept it from running.
-        flights: For each rank that sent messages: its rank, the shortest time in seconds that one
-            was on its way (by both clocks, which may differ), and how many of them this rank waited
-            for.
+        flights: Three numbers for each rank that sent messages: the rank, the shortest time in
+            seconds from sending to arrival (by both clocks, which may differ), and how many of the
+            messages this rank waited for.
         probe: Processor time of a small piece of work that is always the same; 0 if not measured.
     """
 
@@ -176,7 +175,7 @@ class RankRecord:
         saved_age: Seconds since that save.
         rows: Steps that were done since the last record.
         state: On a board: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
-        part: What it spends its time on between two steps; empty in steps, and if nobody says so.
+        part: The part of ``BETWEEN`` that it is in; empty in steps, and in "other".
     """
 
     rank: int
@@ -265,25 +264,25 @@ class Heard(NamedTuple):
     left: bool = False
 
 
-#: Steps whose figures are those of the present.
+#: The last steps, from which a record's mean times are taken.
 _STEPS = 10
-#: A run of more steps is one without an end.
+#: A run of more steps counts as one without an end.
 _MOST_STEPS = 1 << 40
-#: Seconds between two looks at a figure that is on a card.
+#: Seconds between two reads of a number that is in a GPU's memory.
 _CARD_SECONDS = 1.0
 
-
-#: What a step took: ``cpu``, ``wall``, ``data`` and saving, ``limited``, awaited, ``probe``.
+#: Times of a step as in :class:`StepRow`: ``cpu``, ``wall``, ``data`` with ``save``, ``limited``,
+#: the number of messages waited for by rank, ``probe``.
 StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
 class WallTime:
     """Adds up what the wall time of a process is spent on.
 
-    What passes between two steps is ``other`` unless somebody names it by :meth:`spending`.
+    Time between two steps counts as ``other`` unless it is spent within :meth:`spending`.
 
     Attributes:
-        part: What the process spends its time on at this moment; empty in steps, and in ``other``.
+        part: The part that the process is in now; empty in steps, and in ``other``.
         between: Seconds between the last step and the one before, by the names of ``BETWEEN``.
         recent: Seconds on each of ``PARTS`` in the last steps.
         seconds: Seconds on each of ``PARTS`` since the end of the first step.
@@ -302,7 +301,7 @@ class WallTime:
         self._waited = waited
         #: Seconds since the last step that :meth:`spending` has named.
         self._named = dict.fromkeys(BETWEEN, 0.0)
-        #: Seconds of waits within those, which do not count as waits a second time.
+        #: Seconds of waits within ``_named``, which do not count as waits a second time.
         self._waits_in_named = 0.0
         #: The clock, and the seconds of all waits so far, at the begin and the end of a step.
         self._begun = self._ended = (0.0, 0.0)
@@ -312,7 +311,7 @@ class WallTime:
 
     @contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """While it is open, time is spent on a part; a save within another part is a save."""
+        """Counts the time in the context for a part; a save within another part as a save."""
         around = self.part
         if around and part != "saves":
             yield
@@ -339,8 +338,8 @@ class WallTime:
         """Ends a step.
 
         Args:
-            measured: Whether the device has computed the step by now. If it has not, the wall time
-                of this step and of the time after it is divided in the shares of measured steps.
+            measured: Whether the device has computed the step by now. If not, this step's time
+                and the time after it are divided in the proportions of measured steps.
         """
         now = time.monotonic(), self._waited()
         took, waits = (end - begin for end, begin in zip(now, self._begun))
@@ -376,11 +375,11 @@ class RunProgress:
         synchronize: Waits until its device has computed all queued work, within a limit.
         memory_limit: Bytes that it may hold.
         gradient_norm: Returns the gradient norm of the last step; None if it is not known.
-        figures: Gets each step with its figures by name; None where nobody takes them away.
-        events: Gets what happens to the run, as a kind and a text; None as for figures.
+        figures: Receives each step with its figures by name; None if nobody reads them.
+        events: Receives events of the run, as a kind and a text; None if nobody reads them.
         folders: The folders in which the run is recorded.
         calls: The collective calls that it has begun.
-        wall_time: Where its time goes.
+        wall_time: How its time is divided.
         stages, replica, shard, samples, held, held_cap, step, steps: See :class:`RankRecord`.
     """
 
@@ -400,7 +399,7 @@ class RunProgress:
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
         self.calls = CollectiveCalls()
-        self.wall_time = WallTime(self._waited_seconds)
+        self.wall_time = WallTime(lambda: self.waited())  # noqa: PLW0108 - waited is replaced
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.held = self.step = 0
         self.steps: int | None = None
@@ -414,9 +413,6 @@ class RunProgress:
         self._last: deque[StepRow] = deque(maxlen=_STEPS)
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
-    def _waited_seconds(self) -> float:
-        return self.waited()
-
     def expect(self, step: int, steps: int | None) -> None:
         """Sets how many steps the run has done already, and how many it has in all, if it ends."""
         self.step = step
@@ -427,8 +423,8 @@ class RunProgress:
 
         Args:
             read: Returns it.
-            waits: Whether it waits for a card. The watch's thread must not wait, so that this
-                thread then reads the norm now and then.
+            waits: Whether it waits for a GPU. The watch's thread must not wait: this thread then
+                reads the norm, once in ``_CARD_SECONDS``.
         """
         if not waits:
             self.gradient_norm = read
@@ -441,7 +437,7 @@ class RunProgress:
 
         Args:
             loss: The loss; another kind of value is left out.
-            waits: Whether reading it waits for a card: it is then read now and then.
+            waits: Whether reading it waits for a GPU: it is then read once in ``_CARD_SECONDS``.
         """
         if self.figures is not None and (not waits or self._is_due("loss")):
             losses = loss if isinstance(loss, list) else [loss]
@@ -455,11 +451,12 @@ class RunProgress:
             self.figures.append((self.step, figures))
 
     def note_event(self, kind: str, text: str) -> None:
-        """Adds something that happened, such as a healing, to what a board shows."""
+        """Adds an event, such as a healing, to those that a board shows."""
         if self.events is not None:
             self.events.append((kind, text))
 
     def _is_due(self, name: str) -> bool:
+        """Whether a value was last read ``_CARD_SECONDS`` ago; counts as reading it."""
         now = time.monotonic()
         due = now >= self._due.get(name, 0.0)
         if due:
@@ -505,13 +502,13 @@ class RunProgress:
         with self.wall_time.spending("saves"):
             yield
         end = time.monotonic()
-        # What others had of the processor is no part of a step's data, from which this is taken.
+        # Without waits for a processor: end_step subtracts it from a time that has none.
         self._save += max(0.0, end - begin - (self._queue.seconds() - queued))
         self._saved = step, end
 
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:
         """Returns the present record of the process, and forgets the rows that are in it."""
-        # Each once, and before the clock: the main thread goes on meanwhile, and no age is below 0.
+        # Read once, before the clock: the main thread changes them, and no age may be below 0.
         ended, saved, spans = self._ended, self._saved, [row.span for row in [*self._last]]
         recent = [*self.wall_time.recent]
         now = time.monotonic()
@@ -520,7 +517,6 @@ class RunProgress:
         if with_rows:
             rows = tuple(self._rows.popleft() for _ in range(len(self._rows)))
         incoming, outgoing = self.queues()
-        norm = self.gradient_norm()
         return RankRecord(
             rank,
             action,
@@ -540,7 +536,7 @@ class RunProgress:
             memory_limit=None if self.memory_limit == sys.maxsize else self.memory_limit,
             held=self.held,
             held_cap=self.held_cap,
-            gradient_norm=norm,
+            gradient_norm=self.gradient_norm(),
             incoming=incoming,
             outgoing=outgoing,
             saved=None if saved is None else saved[0],

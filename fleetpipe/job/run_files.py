@@ -1,4 +1,7 @@
-"""The folder of a run: the names of its files, and lines of JSON that may be torn."""
+"""The files in the folder of a run: their names, and how files of JSON lines are read and written.
+
+A line may be torn, where its process was killed as it wrote it.
+"""
 
 from __future__ import annotations
 

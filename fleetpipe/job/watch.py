@@ -1,11 +1,11 @@
 """Tells every rank of a job when another one fails, and where each of them was.
 
-A thread of each rank holds a connection to every other rank. It carries records of what a rank is
+A thread of each rank has a connection to every other rank. It carries records of what a rank is
 doing (five times a second), failures, and goodbyes; a connection that ends without a goodbye means
 that the rank died. A failure ends every wait of this rank at once; if the rank computes or hangs in
 something else, the thread ends the process a moment later. Each rank passes a failure on before it
-leaves, so that all ranks name the rank that failed first.
-Why this process itself ends is found out at its exit, so that the others can be told.
+leaves, so that all ranks name the rank that failed first. At exit, :func:`error` returns the error
+that ends this process, for the other ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _log = log.logger(__name__)
 STATUS_SECONDS = 0.2
 #: Seconds that the main thread has to notice a failure before the process is ended.
 GRACE_SECONDS = 1.0
-#: Seconds in which the watch may learn why a connection ended before this rank says only that.
+#: Seconds that a rank whose connection ended waits for the failure that caused it.
 CAUSE_SECONDS = 0.5
-#: Seconds that the last words of a process may take.
+#: Seconds that the last lines of a process may take.
 LAST_WORDS_SECONDS = 0.5
-#: Status of a process that is ended because another rank failed.
+#: Exit code of a process that is ended because another rank failed.
 EXIT_CODE = 70
 _STDERR = 2
 
@@ -64,7 +64,7 @@ class Watch:
         rank: This process's rank in the job.
         failure: The failure that ended the job early, once it is known.
         progress: The source of this rank's records.
-        patient: Whether a main thread that computes may notice a failure late: the job goes on.
+        patient: Whether a computing main thread may notice a failure late, as in a job that heals.
     """
 
     patient = False
@@ -134,12 +134,12 @@ class Watch:
         return [peer.rank for peer in self._peers.values() if peer.left]
 
     def silent(self) -> list[int]:
-        """Returns the ranks that have not said for a while how they fare: stopped, or cut off."""
+        """Returns the ranks whose records are overdue: stopped, or cut off."""
         return [peer.rank for peer in self._peers.values() if peer.silent]
 
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
-        """Does what ``Job.guarded`` does; ``where`` is called on any thread."""
+        """Implements ``Job.guarded``; ``where`` is called on any thread."""
         self.progress.action = where
         self.check()
         try:
@@ -159,7 +159,7 @@ class Watch:
 
         Args:
             seconds: The longest that the main thread may take.
-            what: What the main thread does, for the messages of all; "" if its action says all.
+            what: What the main thread does, for all ranks' messages; "" if its action says it.
             ranks: The ranks that it may be waiting for.
         """
         around = self._limit
@@ -216,7 +216,7 @@ class Watch:
                 self._fail(Failure(gone[0], "left", "its process ended before its work was done"))
         if self.failure is not None and isinstance(error, (PeerFailed, PipelineTimeout)):
             error_of_peer = self._as_error(self.failure)
-            # The stack of the wait tells something where it is the wait that failed.
+            # The stack of the wait helps only if the wait itself failed.
             return error_of_peer.with_traceback(error.__traceback__ if self._is_late() else None)
         if isinstance(error, PipelineTimeout):
             faulthandler.dump_traceback(_STDERR, all_threads=True)
@@ -285,7 +285,7 @@ class Watch:
             return RankRecord(self.rank, self._status())
 
     def _tell_record(self) -> None:
-        """Sends this rank's record; its steps only to the first rank, which keeps the board."""
+        """Sends this rank's record; its rows of steps only to rank 0, which has the board."""
         record = self._record(with_rows=self.rank != 0)
         content, lean = record.content(), record.lean.content()
         call = [*self.progress.calls.last]
@@ -321,7 +321,11 @@ class Watch:
         """Waits for the next event: a message, the time of the next record, or the end."""
         now = time.monotonic()
         if now - self._turned > STOPPED_SECONDS:
-            self._wake_up(now)
+            # This process was stopped: all timers start again.
+            for peer in self._peers.values():
+                peer.heard = now
+            if self._end_at < float("inf"):
+                self._end_at = now + GRACE_SECONDS
         self._turned = now
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
@@ -341,13 +345,6 @@ class Watch:
             if call is not None:
                 text = f"it {peer.call.words} where rank {self.rank} {call.words}"
                 self._fail(Failure(peer.rank, "makes another call", text, permanent=True))
-
-    def _wake_up(self, now: float) -> None:
-        """Restarts all timers after a time in which this process was stopped."""
-        for peer in self._peers.values():
-            peer.heard = now
-        if self._end_at < float("inf"):
-            self._end_at = now + GRACE_SECONDS
 
     def _read(self, peer: Peer) -> None:
         damage = ""
@@ -387,7 +384,7 @@ class Watch:
         with self._lock:
             if self._noticed or self._closed or self.failure is None:
                 return
-            # Whatever the main thread holds, the process ends: words have a thread of their own.
+            # In a thread of their own: the main thread may hold a lock that they need.
             words = threading.Thread(target=self._last_words, args=(self.failure,), daemon=True)
             words.start()
             words.join(LAST_WORDS_SECONDS)

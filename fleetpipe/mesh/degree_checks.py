@@ -1,4 +1,4 @@
-"""Checks the degrees of ``hybrid_configs``; each refusal names a degree that would work."""
+"""Checks the degrees of ``hybrid_configs``; each error names a degree that would work."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
 def narrow(
     wanted: dict[str, int], axes: Sequence[str], world_size: int, whole_size: int | None
 ) -> int:
-    """Takes stages out of the pipeline of a job that goes on with fewer ranks than it began with.
+    """Lowers ``pp_degree`` in a job that goes on with fewer ranks than it began with.
 
-    Degrees that fit the ranks that are left stay, as where a script has worked them out.
+    Degrees that fit the ranks that are left stay, as if the script has computed them.
 
     Returns:
         The ``pp_degree`` that was asked for, if it was changed; else 0.
@@ -51,7 +51,7 @@ def narrow(
     product = math.prod(wanted[axis] for axis in axes if wanted[axis] > 0)
     if whole_size is None or not 1 < world_size < product:
         return 0
-    # Where replicas are left open, stages go once there is one replica.
+    # With dp_degree -1, stages are taken out once there is one replica only.
     of_all = whole_size % product == 0 if wanted["dp"] == -1 else whole_size == product
     pp = wanted["pp"]
     if of_all and pp * world_size % product == 0:
@@ -90,7 +90,7 @@ def _lower(rest: Mapping[str, int], world_size: int) -> str:
         rest_of_product = product // degree
         if degree > 1 and world_size % rest_of_product == 0:
             left = world_size // rest_of_product
-            # A dp_degree that is given leaves no ranks over.
+            # With a fixed dp_degree the product must be all ranks.
             nearest = left if "dp" in rest else nearest_divisor(left, degree)
             return f"set {axis}_degree={nearest}, the nearest that divides"
     return "lower a degree"

@@ -1,6 +1,6 @@
-"""Parts of a parameter: who holds what of a tensor, for all that save, load, clip or compare it.
+"""Parts of a parameter: which region of a full tensor a rank holds, to save, load, clip or compare.
 
-How many parts there are, and which process has which, depends on the ranks that train; the whole
+The number of parts, and which process has which, depend on the ranks that train; the full tensor
 does not. A process that has several parts of a tensor saves and restores them as one.
 """
 
@@ -32,7 +32,7 @@ class Region(NamedTuple):
         axis: The axis that is cut.
         start: The first index along it.
         stop: The index after the last.
-        size: Places of the whole tensor along it.
+        size: Size of the full tensor along it.
     """
 
     axis: int
@@ -41,30 +41,30 @@ class Region(NamedTuple):
     size: int
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor of which ``shape`` is the part's."""
+        """Returns the shape of the full tensor, given that of the part."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
     def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part of a whole tensor of ``shape``."""
+        """Returns the shape of the part, given that of the full tensor."""
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
     def is_of(self, value: Any) -> bool:
-        """Whether a tensor or array may be the whole of which this is a part."""
+        """Whether a tensor or array has the size of the full tensor along the axis."""
         shape = tuple(value.shape)
         return len(shape) > self.axis and shape[self.axis] == self.size
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What the part has as an index of the whole."""
+        """The index of the part in the full tensor."""
         return (*[slice(None)] * self.axis, slice(self.start, self.stop))
 
     def taken_from(self, whole: Any) -> Any:
-        """Returns the part of a whole tensor or array."""
+        """Returns the part of a full tensor or array."""
         return whole[self.slices]
 
 
 class Described(NamedTuple):
-    """What is known of a whole tensor without its values: Paddle's name of the dtype, the shape."""
+    """A full tensor without its values: Paddle's name of the dtype, and the shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class Described(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
@@ -88,8 +88,8 @@ class LocalTensor(NamedTuple):
 
     Attributes:
         tensor: A tensor of Paddle's, or an array.
-        cut: Which part of the whole it is; None where it is all of it.
-        differs: Whether other ranks may hold other values, as the statistics of replicas are.
+        cut: The part of the full tensor that it is; None if it is the full tensor.
+        differs: Whether other ranks may have other values, as running statistics of replicas do.
     """
 
     tensor: Tensor | np.ndarray
@@ -98,7 +98,7 @@ class LocalTensor(NamedTuple):
 
     @property
     def described(self) -> Described:
-        """The whole tensor's dtype and shape."""
+        """The full tensor's dtype and shape."""
         shape = tuple(map(int, self.tensor.shape))
         name = _dtype_name(self.tensor.dtype)
         return Described(name, shape if self.cut is None else self.cut.whole(shape))
@@ -106,23 +106,23 @@ class LocalTensor(NamedTuple):
 
 @cache
 def _dtype_name(dtype: Any) -> str:
-    """Returns Paddle's name of a dtype, without asking for it once for each tensor of a save."""
+    """Returns Paddle's name of a dtype; the cache saves a save its many calls into Paddle."""
     if isinstance(dtype, np.dtype):
-        # NumPy has no bfloat16: Paddle gives its bits.
+        # NumPy has no bfloat16: Paddle exports its bits as uint16.
         return "bfloat16" if dtype == np.uint16 else dtype.name
     return str(dtype).removeprefix("paddle.")
 
 
 class PartOfWhole(NamedTuple):
-    """What makes a parameter a part of a whole one, as its attribute ``part_of_whole``.
+    """Which part of a full parameter a parameter is: the value of its attribute ``part_of_whole``.
 
     A part along pp has a name of its own, and a process may have several. A part along one of
-    :data:`SHARDS`, a shard, has the name of the whole.
+    :data:`SHARDS`, a shard, has the name of the full parameter.
 
     Attributes:
-        number: That of the part. The layer of one along pp stands so many places behind that of the
-            first.
-        cut: Which part of the whole it is.
+        number: The number of the part, from 0. Along pp, its layer's index is that of the first
+            part's layer plus this number.
+        cut: The region of the full parameter that it is.
         axis: The axis of the mesh along which ranks hold the parts.
     """
 
@@ -136,7 +136,7 @@ class PartOfWhole(NamedTuple):
         return self.axis in SHARDS
 
     def whole_name(self, name: str) -> str:
-        """Returns the fully qualified name of the whole, given that of the part."""
+        """Returns the fully qualified name of the full parameter, given that of the part."""
         if self.is_shard:
             return name
         *path, attribute = name.split(".")
@@ -148,23 +148,25 @@ class PartOfWhole(NamedTuple):
 
 
 class ModelParts(NamedTuple):
-    """What a process holds of a model, as a checkpoint takes it.
+    """The tensors that a process holds of a model, for a checkpoint.
 
     Attributes:
         tensors: The parameters and buffers that this process holds, each once, by fully qualified
             name.
-        shapes: The names and whole shapes of the whole model, in its order.
+        shapes: The names and full shapes of the whole model's tensors, in its order.
         buffers: Buffers that no state dict has, by fully qualified name; a checkpoint may lack
             them.
-        late: Buffers that the model did not have when it was built, as a forward registers them.
-        root: What has these at their names, and may take them: a restored model may lack them.
-        plain_names: The fully qualified name of each name of the plain model that a list of layers
-            was made of, in its order; a tied weight may have several. Empty where it was made of
-            none.
+        late: Buffers that a forward has registered after the model was built.
+        root: The layer that has the late buffers at their names; they are added to it if a
+            restored model lacks them.
+        plain_names: The fully qualified name of each name of the plain model from which a list of
+            layers was made, in its order; a tied weight may have several. Empty without a plain
+            model.
         loss: A layer that has the loss functions in it, as ``loss.0``; None if none has a state.
-        owns_loss: Whether this process computes them: what the loss of others holds is no state.
-        adapters: What a model with adapters was adapted by, if these are all that is taken of it;
-            they are matched by name alone.
+        owns_loss: Whether this process computes the loss; if not, the state of its loss functions
+            is not saved.
+        adapters: The kind of adapters, if only they are saved of a model; they are matched by name
+            alone.
     """
 
     tensors: Mapping[str, LocalTensor]
@@ -179,15 +181,15 @@ class ModelParts(NamedTuple):
 
 
 def attached_part(tensor: Tensor) -> PartOfWhole | None:
-    """Returns what a parameter's own attribute says of it: a part of Paddle's marks has none."""
+    """Returns a parameter's ``part_of_whole``; None without it, as on Paddle's own shards."""
     part: PartOfWhole | None = getattr(tensor, "part_of_whole", None)
     return part
 
 
 def part_of(tensor: Tensor, place: Place) -> PartOfWhole | None:
-    """Returns which part of a whole one a parameter is; None where it is whole itself.
+    """Returns which part of a full parameter a parameter is; None if it is full itself.
 
-    Paddle's layers and the libraries' say of a shard along mp which axis of the tensor is cut.
+    Layers of Paddle and of libraries mark on a shard along mp which axis of the tensor is cut.
 
     Args:
         tensor: The parameter, or a buffer.
@@ -202,16 +204,16 @@ def part_of(tensor: Tensor, place: Place) -> PartOfWhole | None:
 
 
 def split_axis(tensor: Tensor) -> int | None:
-    """Returns the axis along which a parameter is a shard by Paddle's marks, None for a whole one.
+    """Returns the axis along which Paddle's marks say that a parameter is cut; None for a full one.
 
-    A library's layer may say ``is_distributed`` of a parameter that it did not cut.
+    A library's layer may set ``is_distributed`` on a parameter that it did not cut.
     """
     axis: int | None = getattr(tensor, "split_axis", None) if _is_distributed(tensor) else None
     return axis
 
 
 def shard_axis(tensor: Tensor) -> str:
-    """Returns the axis of the mesh along which ranks have other shards; empty if there are none."""
+    """Returns the axis of the mesh along which ranks have other shards; "" for no shard."""
     part = attached_part(tensor)
     if part is not None and part.is_shard:
         return part.axis
@@ -240,22 +242,22 @@ def local_tensor_of(tensor: Tensor, place: Place) -> LocalTensor:
 
 
 def whole_name(name: str, tensor: Tensor) -> str:
-    """Returns the fully qualified name of the whole parameter that ``tensor`` is or belongs to."""
+    """Returns the fully qualified name of the full parameter that ``tensor`` is or is a part of."""
     part = attached_part(tensor)
     return name if part is None else part.whole_name(name)
 
 
 def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Place) -> dict[str, Any]:
-    """Returns a state in which parts stand in the place of what is whole.
+    """Returns a state in which full tensors are replaced by the parts that a process holds.
 
     Args:
         state: Tensors or arrays by name.
-        tensors: By name, the parameters that it is for.
+        tensors: By name, the parameters of the process.
         place: As for :func:`part_of`.
     """
     parts = {name: part for name, t in tensors.items() if (part := part_of(t, place)) is not None}
     wholes = {name: part.whole_name(name) for name, part in parts.items()}
-    # The first part may go by the name of the whole.
+    # The first part may have the name of the full parameter.
     split = {
         name: part.cut.taken_from(state[wholes[name]])
         for name, part in parts.items()
@@ -266,10 +268,10 @@ def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Place
 
 
 class JoinedParts(Generic[Name]):
-    """What a process holds, each tensor once: parts of one tensor are joined.
+    """The tensors that a process holds, where parts of one tensor are joined.
 
     Attributes:
-        tensors: By name. What is made of several parts is a copy.
+        tensors: The tensors, by name; one that is joined of several parts is a copy.
     """
 
     def __init__(self, tensors: Iterable[tuple[Name, LocalTensor]]) -> None:
@@ -281,7 +283,7 @@ class JoinedParts(Generic[Name]):
         self._parts = [(self.tensors[name], ones) for name, ones in parts.items() if len(ones) > 1]
 
     def hand_out(self) -> None:
-        """Gives the parts what the joined tensors have been filled with."""
+        """Copies the values of the joined tensors into their parts."""
         for whole, parts in self._parts:
             for part in parts:
                 target: Tensor = part.tensor
@@ -307,14 +309,14 @@ def _joined(parts: list[LocalTensor]) -> LocalTensor:
 
 
 def joined_on_first(group: Group, parts: Iterable[tuple[Name, LocalTensor]]) -> dict[Name, Tensor]:
-    """Returns copies of whole tensors on the first rank of a group; nothing elsewhere. Collective.
+    """Returns copies of full tensors on the first rank of a group, {} on the others. Collective.
 
-    The ranks pass their parts in turn, so that none but the first holds more than another rank's
-    beside its own.
+    The ranks broadcast their parts in turn, so that a rank other than the first holds the parts of
+    at most one rank besides its own.
 
     Args:
         group: The ranks that have all parts between them, each on one rank.
-        parts: Those of this rank, by the names of the wholes.
+        parts: The parts of this rank, by the names of the full tensors.
     """
     from fleetpipe.paddle_api import paddle
 

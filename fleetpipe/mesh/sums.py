@@ -1,13 +1,13 @@
-"""The parts that members of a group exchange, and sums: in the members' order, or by a tree.
+"""Sums over the members of a group or over micro-batches: in the members' order, or by a tree.
 
-A tree makes a sum that does not depend on who adds which part of it. Of n values, 2^t is the
-largest power of two that divides n. Each of 2^t blocks of consecutive values is a running sum, and
-the blocks are added in pairs, then the pairs in pairs, up to the whole::
+A sum by a tree has the same bits whichever rank adds which part of it. Let 2^t be the largest power
+of two that divides the number of values. Each of 2^t blocks of consecutive values is a running sum,
+and the blocks are added in pairs, then the pairs in pairs, and so on::
 
     12 values    (((0+1)+2) + ((3+4)+5)) + (((6+7)+8) + ((9+10)+11))
 
-Ranks that hold equal parts of the values, a power of two of them, hold whole branches of it. So
-they sum their own values by the same rule, and then the ranks' sums by the same rule again.
+If a power of two of ranks have equal numbers of the values, each rank has whole branches of the
+tree. So each sums its own values by this rule, and the ranks' sums are added by this rule again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def copies(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
 
 
 def added_up(parts: Sequence[Any], rank: int) -> Any:
-    """Sums the members' parts for the member ``rank``, in the members' order.
+    """Returns the sum of the members' parts for the member ``rank``, in the members' order.
 
     Raises:
         UsageError: They differ in shape or dtype, or are bools.
@@ -83,11 +83,11 @@ class TreeSum(Generic[Term]):
     """
 
     def __init__(self, values: int, add: Callable[[Term, Term], Term]) -> None:
-        """Begins with none of ``values`` values.
+        """Begins without a value.
 
         Args:
-            values: How many will come.
-            add: Returns the sum of two, the earlier one first, which it may change.
+            values: How many values will come.
+            add: Returns the sum of two values; it may change the first, which is the earlier one.
         """
         self.count = 0
         self._block = values // count_blocks(values)
@@ -102,7 +102,7 @@ class TreeSum(Generic[Term]):
         if within:
             value = self._add(self._branches.pop(), value)
         if within == self._block - 1:
-            # Each 1 at the end of the number of blocks is a branch that this block completes.
+            # Each trailing 1 bit of the number of blocks is a branch that this block completes.
             while blocks & 1:
                 value = self._add(self._branches.pop(), value)
                 blocks >>= 1

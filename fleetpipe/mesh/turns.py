@@ -1,8 +1,8 @@
-"""Two computations of a rank that take turns: one runs while an exchange of the other travels.
+"""Runs two computations of a rank in turns: one runs while the other exchanges with other ranks.
 
-Each runs in a thread of its own, one at a time: it hands the turn over when it has begun an
-exchange with other ranks and would wait for it. So the order depends on what the two compute, and
-not on timing, and with it all bits and the order of messages.
+Each has a thread, and one runs at a time: it hands the turn over when it has begun an exchange with
+other ranks and would wait for it. So the order, all bits and the order of messages depend on what
+the two compute, not on timing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SideState(Protocol):
         """Removes the computation's state from the process; returns a function that restores it."""
 
     def inherited(self) -> AbstractContextManager[object]:
-        """Returns a context in which another thread computes in the same modes as this one."""
+        """Returns a context for another thread, with the modes that this thread has now."""
 
 
 class _Side:
@@ -100,8 +100,8 @@ class _Here(threading.local):
         side: The computation that runs in the thread.
         helped: Seconds of processor time that another thread has spent for it.
         waited: Seconds that it has waited for the parts of exchanges.
-        idle: Seconds that it has waited for whichever message comes first, until it takes one.
-        idled: All those seconds.
+        idle: Seconds that it has waited for the first of several messages, until it takes one.
+        idled: The sum of all ``idle`` seconds.
     """
 
     side: _Side | None = None
@@ -125,7 +125,10 @@ def hand_over() -> None:
 
 
 def stretch(begin: float, end: float) -> tuple[float, float]:
-    """Returns when something would have run if two that take turns ran one after the other."""
+    """Returns the begin and end of an operation as if the two computations ran one by one.
+
+    The arguments are when it really began and ended; the result leaves out the other's turns.
+    """
     side = here.side
     return (begin, end) if side is None or not side.away else side.stretch(begin, end)
 
@@ -152,7 +155,7 @@ class Turns:
     def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Runs two computations in turns, the second one in this thread.
 
-        Afterwards random streams continue as they would after ``first``.
+        Afterwards random streams have the state that they have after ``first``.
 
         Raises:
             Exception: An error of one of them; the other one ends in its next exchange.

@@ -4,8 +4,8 @@ One module for each subject: a private name of Paddle's is in its subject's modu
 so that a name that moves is changed in one file. ``tests/paddle_api`` checks this. Each module says
 at its top how the two versions differ; everything else holds for both.
 
-Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
-one check that Paddle is there at all; ``paddle``, ``paddle_fleet`` and ``replaced``, which changes
+Start with ``optimizer`` or ``tensor``, which most packages use. The import of this package is also
+the one check that Paddle is installed; ``paddle``, ``paddle_fleet`` and ``replaced``, which changes
 attributes for a while, come from here.
 """
 
@@ -20,7 +20,7 @@ from fleetpipe.errors import PaddleNotFound
 
 try:
     with warnings.catch_warnings():
-        # Paddle's own import warns: made an error (python -W error), that would end here.
+        # Paddle's own import warns, which under python -W error would be an error here.
         if any(action == "error" for action, *_ in warnings.filters):
             warnings.simplefilter("default")
         import paddle
@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
 
 from paddle.distributed import fleet as _fleet
 
-#: ``paddle.distributed.fleet`` with all its names: its stub hides what this package reaches for.
+#: ``paddle.distributed.fleet`` with all its names: its stub hides some that are used here.
 paddle_fleet: ModuleType = _fleet
 
 #: Which Paddle this is.

@@ -13,7 +13,7 @@ from fleetpipe.aliases import DType, Optimizer, Scaler, Tensor
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
 
-#: The dtype of the rehearsal that is on; see ``rehearsal``, which is loaded for one.
+#: The dtype of the active rehearsal; see ``rehearsal``, which is imported only for one.
 _rehearsed: str | None = None
 #: Whether :func:`casts_visible` is open, in which casts without a list cast nothing.
 _shown = False
@@ -34,7 +34,7 @@ def casts_automatically() -> bool:
     """Whether tensors are cast automatically now, as inside ``auto_cast``."""
     framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
-    # O0 is 0. To ask for the name takes twice as long, and this is asked for each Linear.
+    # O0 is 0. Its name takes twice as long, and every Linear calls this.
     return bool(int(tracer._amp_level)) and not (_shown and not any(tracer._get_amp_op_list()))
 
 
@@ -74,12 +74,13 @@ def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
 
 @contextmanager
 def casts_visible(dtype: str) -> Iterator[Casts | None]:
-    """While it is open, there are automatic casts, so that a context without any shows.
+    """Turns automatic casts on, so that code which turns them off can be noticed.
 
-    Yields those of now. If there are none, casts are on that no operation is in the lists of.
+    Yields the present automatic casts. If there are none, casts with empty lists of operations are
+    turned on.
 
     Args:
-        dtype: The dtype of half precision, of which operations may have all operands.
+        dtype: The dtype of half precision of the casts that are turned on.
     """
     global _shown
     framework: ModuleType = paddle.framework
@@ -157,18 +158,18 @@ def replace_unscale(scaler: Scaler, unscale: Callable[[Scaler, Optimizer], None]
     """
     inner: Scaler = getattr(scaler, "_inner_scaler", scaler)
     if getattr(inner._unscale, "__func__", None) is not unscale:
-        # What step() calls, what users call, and what update() calls.
+        # step() calls the first, users the second, update() the third.
         inner._unscale = inner.unscale_ = MethodType(unscale, inner)
         inner._update = MethodType(_update_scale, inner)
-        # A step notes it. One that scales nothing, as on CPU, does not, and trainers ask for it.
+        # Trainers read it; a step sets it, except where nothing is scaled, as on a CPU.
         if not hasattr(inner, "_cache_found_inf"):
             inner._cache_found_inf = False
 
 
 def _update_scale(scaler: Scaler) -> None:
-    """Does the same as Paddle's ``_update``, with a scale that it can print.
+    """Calls Paddle's ``_update`` with a scale of shape [].
 
-    It prints ``float(scale)`` of a tensor of shape [1], which NumPy refuses from 2.4 on.
+    It prints ``float(scale)``, which NumPy from 2.4 on refuses for the shape [1].
     """
     scaler._scale = scaler._scale.reshape([])
     try:

@@ -75,8 +75,8 @@ def dynamic_mode() -> Iterator[None]:
 
 
 def expected_place() -> Place:
-    """Returns the device of this process, as Paddle knows it."""
-    # Without the last underscore it has none while static mode of 3.3 is on.
+    """Returns the device of this process, as a place of Paddle's."""
+    # The function without the last underscore returns none while static mode of 3.3 is on.
     framework: ModuleType = paddle.framework
     return framework._current_expected_place_()
 
@@ -89,7 +89,7 @@ def used_here() -> Callable[[], None]:
 
 
 def device_id() -> int:
-    """Returns the number of this process's card among those it sees; 0 on a CPU."""
+    """Returns the number of this process's GPU among those it sees; 0 on a CPU."""
     return int(getattr(expected_place(), "get_device_id", int)())
 
 
@@ -101,16 +101,16 @@ def cards() -> int:
 def allocated_bytes() -> int:
     """Returns the bytes of live tensors on this process's device; any thread may ask."""
     if device_kind() == "gpu":
-        # Unless told, each thread is asked for its own device, which is the first of the host.
+        # By default a thread asks for its own device, which is the first of the host.
         return int(paddle.device.cuda.memory_allocated(paddle.device.get_device()))
     return int(core.host_memory_stat_current_value("Allocated", 0))
 
 
 def taken_bytes() -> int:
-    """Returns what this process takes of its device's memory, that of freed tensors included.
+    """Returns the bytes of its device's memory that this process has, freed tensors included.
 
-    On a CPU it is the resident size, 0 where the system does not say it; on a GPU what Paddle has
-    reserved.
+    On a CPU that is the resident size, 0 where the system does not say it; on a GPU the bytes that
+    Paddle has reserved.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.memory_reserved(paddle.device.get_device()))

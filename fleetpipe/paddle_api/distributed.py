@@ -1,6 +1,7 @@
-"""How Paddle begins a job: its stores, its process groups, and the topology that Fleet sees.
+"""How Paddle begins a job: its stores, its process groups, and the topology that Fleet uses.
 
-Gloo's groups are made, connected again, and given what Gloo lacks. The same in 2.6.2 and 3.3.x.
+The functions on Gloo's groups create them, connect them again, and add operations that Gloo lacks.
+All names are the same in 2.6.2 and 3.3.x.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle, paddle_fleet, replaced
 from fleetpipe.paddle_api.device import device_kind, used_here
 
+#: Paddle's modules with all their names: their stubs hide some that are used here.
+_paddle_collective: Any = _collective
+_paddle_parallel: Any = _parallel
+_paddle_topology: Any = _topology
+
 
 def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
     """Opens a TCPStore: serves it, or connects to a served one."""
@@ -42,11 +48,11 @@ def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleS
 def _send_at_once(port: int) -> None:
     """Makes this process's clients of the store at ``port`` send each part of a request at once.
 
-    A request is three writes. The system would hold the second until the server has acknowledged
+    A request is three writes. The system would delay the second until the server has acknowledged
     the first, which takes 40 ms, and meanwhile the server waits for it and answers nobody else.
     """
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
-        # The listing has a descriptor of its own, which is closed by now.
+        # The descriptor of the listing itself is closed by now.
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as client:
@@ -55,24 +61,20 @@ def _send_at_once(port: int) -> None:
 
 
 def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
-    """Shows the server one client that closes its connection, and one that resets it.
+    """Connects one client that closes its connection to the server, and one that resets it.
 
-    At the first of each kind its thread asks glog whether to log that, under a lock that is
-    destroyed while the process exits: the last rank to leave would abort the one that serves, after
-    all its work.
+    At the first client of each kind the server's thread asks glog whether to log that, under a lock
+    that is destroyed while the process exits: without this, the last rank to leave would abort the
+    process of the server, after all its work.
     """
     for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):
         with socket.create_connection((host, port), timeout) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
-#: Paddle's modules with all their names: their stubs hide what this package reaches for.
-_paddle_collective: Any = _collective
-_paddle_parallel: Any = _parallel
-
-#: More than a process makes.
+#: More groups than a process creates.
 _MOST_GROUPS = 1 << 16
-#: This rank's index in each Gloo group and the group's size, by Paddle's number, as they were made.
+#: By Paddle's number of each Gloo group, this rank's index in it and its size.
 _gloo_groups: dict[int, tuple[int, int]] = {}
 #: A group's store must live as long as the group.
 _kept_stores: list[PaddleStore] = []
@@ -81,7 +83,7 @@ _kept_stores: list[PaddleStore] = []
 def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None) -> None:
     """Makes every Gloo group use ``own_store(rank_in_group, ranks, group_id)``.
 
-    None leaves groups without what connects them, until :func:`connect_groups`.
+    If it is None, groups stay unconnected until :func:`connect_groups`.
     """
     restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
@@ -102,15 +104,15 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None
 
     _paddle_collective._new_process_group_impl = new_group
     if own_store is None:
-        # Else the default group, which this makes, uses the store that Paddle has opened.
+        # This creates the default group, which otherwise uses the store that Paddle has opened.
         _paddle_parallel._new_process_group_impl = new_group
 
 
 class _Unconnected:
-    """What a group has until it is connected: operations that meet nobody.
+    """The process group of a group that is not connected yet; its operations do nothing.
 
     Attributes:
-        refused: Why they are refused; empty while Paddle's topology tries each group once.
+        refused: Why operations are refused; empty while Paddle's topology tries each group once.
     """
 
     refused = ""
@@ -131,11 +133,11 @@ def refuse_unconnected(why: str) -> None:
 
 
 def connect_groups(own_store: Callable[[int, int, int], PaddleStore], time: int) -> None:
-    """Connects every Gloo group of this process anew; their objects stay. Collective.
+    """Connects every Gloo group of this process again; their objects stay. Collective.
 
     Args:
         own_store: As for :func:`replace_gloo_stores`.
-        time: How often that was done, and now; Paddle takes no number of a connection twice.
+        time: The number of this call, from 1: Paddle takes no number of a connection twice.
     """
     default = _paddle_collective._get_group_map()[0]
     groups = {0: (default.rank, default.nranks), **_gloo_groups}
@@ -177,9 +179,9 @@ def ranks_of(process_group: PaddleGroup) -> list[int]:
 
 
 def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns functions that do the same as Paddle's ``isend`` and ``irecv`` with a member.
+    """Returns functions that work like Paddle's ``isend`` and ``irecv`` with a member.
 
-    In static mode, those two would add an operation to the program.
+    In static mode, Paddle's own would add an operation to the program.
     """
     among, rank = group.process_group, group.get_group_rank(peer)
 
@@ -255,7 +257,7 @@ class LocalTopology(_topology.HybridCommunicateGroup):
         self._data_parallel_id = 0
         self._model_parallel_id: Any = 0  # Paddle's stub says str
         self._sharding_parallel_id = self._sep_parallel_id = 0
-        alone = Group(0, 0, [0])
+        alone = sole_group()
         self._pp_comm_group = self._dp_comm_group = self._mp_comm_group = alone
         self._sharding_comm_group = self._check_comm_group = alone
 
@@ -271,7 +273,7 @@ class LocalTopology(_topology.HybridCommunicateGroup):
         """Returns the group whose only member is this process."""
         return self._dp_comm_group
 
-    # What Paddle has with experts, or with more than one rank, alone.
+    # Paddle has these only with experts, or with more than one rank.
     get_context_parallel_rank = get_expert_parallel_rank
     get_context_parallel_world_size = get_expert_parallel_world_size
     get_context_parallel_group = get_sep_parallel_group = get_expert_parallel_group
@@ -344,10 +346,6 @@ _PLACES = {
     "moe_sharding": "_moe_sharding_parallel_id",
     "pp": "stage_id",
 }
-
-
-#: Paddle's modules with all their names: their stubs hide what this package reaches for.
-_paddle_topology: Any = _topology
 
 
 def lend_to_role_maker(workers: object) -> None:

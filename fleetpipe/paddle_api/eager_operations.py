@@ -1,6 +1,6 @@
 """Calls, intercepts and replaces Paddle's operations in dynamic graph, for 2.6.2 and 3.3.x.
 
-Operations are functions of ``core.eager.ops``, which modules hold by name, or methods of the Tensor
+Operations are functions of ``core.eager.ops``, which modules import by name, or methods of Tensor
 that are written in C. Some are called here without the checks of their public functions, which take
 as long as a small kernel; autograd, automatic casts and ``capture`` treat them like any other. They
 are the same in both versions, except for :func:`mean_leaves_out_below_zero`.
@@ -25,7 +25,7 @@ from paddle.base import core
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api import VERSION, paddle, replaced
 
-#: Whether a gather by no index has a backward (3.x); on 2.6.2 it ends the process.
+#: Whether a gather by an empty index has a backward (3.x); on 2.6.2 it ends the process.
 CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
@@ -33,10 +33,10 @@ _add: Callable[..., Tensor] = _C_ops.add
 _expand: Callable[..., Tensor] = _C_ops.expand
 _reshape: Callable[..., Tensor] = _C_ops.reshape
 
-# As a module: Paddle's types lack a name of it.
+# Typed as a module: Paddle's stub lacks a name of it.
 _paddle: ModuleType = paddle
 
-#: ``linear(x, weight, bias)``; for a GPU Paddle chooses among several.
+#: ``linear(x, weight, bias)``; for a GPU Paddle chooses among several operations.
 linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
     _paddle.nn.functional.linear if _paddle.is_compiled_with_cuda() else _C_ops.linear
 )
@@ -72,24 +72,24 @@ def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def mean_leaves_out_below_zero() -> bool:
     """Whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
 
-    2.6.2 divides by the positions that count, 3.3.x by all.
+    2.6.2 divides by the number of the other positions, 3.3.x by that of all.
     """
     labels = paddle.to_tensor([0, -100])
     loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)
-    # Log 2, or half of that.
+    # Log 2, or half of it.
     return float(loss) > 0.5
 
 
-#: Anything that is called: a function of Paddle's, a method in C, a layer.
+#: A function of Paddle's, a method in C, or a layer.
 Function = Callable[..., Any]
 
 _Tensor: Any = core.eager.Tensor
 
-#: Those that put a hook on a gradient, and remove it.
+#: The methods that add a hook to a gradient, and remove it.
 GRAD_HOOKS = ("_register_grad_hook", "_remove_grad_hook")
-#: The one by which Paddle's ``recompute`` takes what it is given.
+#: The method by which Paddle's ``recompute`` copies its arguments.
 SHARED_BY_RECOMPUTE = "_new_shared_tensor"
-#: Methods in C of arithmetic.
+#: Arithmetic methods in C.
 ARITHMETIC = (
     *(f"__{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
@@ -102,20 +102,20 @@ _METHODS = (
     *("copy_", "_copy_to", "_local_value", *GRAD_HOOKS),
     *(SHARED_BY_RECOMPUTE, "set_value", "_tensor_use_gpudnn"),
 )
-#: The one whose result stands for its tensor in the graph: backward takes no two such roots.
+#: A method whose result has its tensor's node in the graph: backward refuses both as roots.
 _ALIAS = "_tensor_use_gpudnn"
-#: Whether ``tensor.data = other`` takes all of the other, and not its memory alone.
+#: Whether ``tensor.data = other`` takes all properties of ``other``, not only its memory.
 DATA_ENDS_TRAINING = paddle.version.full_version.startswith("2.")
-#: Operations that write into their first argument, and leave its version as it was.
+#: Operations that write into their first argument without raising its version.
 _SILENT = frozenset({"set_value", "copy_", "assign_value_", "set_data"})
-#: Methods in C that give away a Tensor's memory, or another's to it.
+#: Methods in C that share, give or take a Tensor's memory.
 _MEMORY = (
     *("get_tensor", "_share_buffer_to", "_share_underline_tensor_to", "_unsafe_share_buffer_to"),
     *("_clear", "_clear_data", "_set_impl", "_inplace_assign"),
 )
-#: Methods in C that read a Tensor's numbers.
+#: Methods in C that read a Tensor's values.
 _READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")
-#: What computes gradients.
+#: Functions that compute gradients.
 _BACKWARDS = ("run_backward", "run_partial_grad")
 
 
@@ -162,7 +162,7 @@ class OperationListener(Protocol):
         """Called instead of a function that accesses a Tensor's memory."""
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Called with the shape that somebody asks a Tensor for; returns the shape to give."""
+        """Called when a Tensor's shape is read; returns the shape to give instead."""
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called instead of a function that computes gradients."""
@@ -174,7 +174,7 @@ class OperationListener(Protocol):
         """Called when an attribute of a layer is set: ``put(layer, name, value)``."""
 
 
-class _Unheard:
+class _Passive:
     """A listener for other threads, such as a loader's, which only runs their operations."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -195,17 +195,17 @@ class _Unheard:
         put(layer, name, value)
 
 
-#: Returns whom the operations of the thread that calls it go to.
+#: Returns the listener for the operations of the thread that calls it.
 _Choice = Callable[[], OperationListener]
 
 
 @contextmanager
 def intercepting(listener: OperationListener) -> Iterator[None]:
     """While this context is open, operations and layer calls of this thread go to ``listener``."""
-    thread, unheard = get_ident(), _Unheard()
+    thread, passive = get_ident(), _Passive()
 
     def choose() -> OperationListener:
-        return listener if get_ident() == thread else unheard
+        return listener if get_ident() == thread else passive
 
     names: list[tuple[Any, str, Any]] = [
         (module, name, functools.partial(_called, choose, "operation", function))
@@ -284,7 +284,7 @@ class _NoHook:
 def _hook(register: Function) -> Function:
     def register_hook(tensor: Tensor, hook: Function) -> Any:
         if tensor.stop_gradient and not paddle.is_grad_enabled():
-            # A pipeline evaluates without gradients; a plain model may do so with them.
+            # A pipeline evaluates without gradients, where a plain model may have them.
             return _NoHook()
         return register(tensor, hook)
 
@@ -322,7 +322,7 @@ def _size(size: Any) -> property:
     def count(tensor: Tensor) -> Any:
         shape = tensor.shape
         plain = all(type(one) is int for one in shape)
-        # 3.x makes an int of its own of the product.
+        # Paddle's own property would turn the product into an int.
         return size.__get__(tensor) if plain else math.prod(shape)
 
     return property(count)
@@ -339,7 +339,7 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
     def apply_class(kind: Any, *args: Any, **named: Any) -> Any:
         call = apply.__get__(None, kind)
         if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
-            # ctx, the function, options in a number of their own in each version, *args.
+            # Its parameters: ctx, the function, options (whose number differs by version), *args.
             options = [
                 name
                 for name, parameter in inspect.signature(kind.forward).parameters.items()
@@ -376,7 +376,7 @@ def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Fu
     return [
         (module, name, value)
         for path, module in list(sys.modules.items())
-        # Those of the library itself are where Paddle's modules take the functions from.
+        # Not the library itself, from which Paddle's modules import the functions.
         if not path.startswith("paddle.base.libpaddle") and isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
         if _is_operation(value) and value in types

@@ -1,9 +1,9 @@
 """Runs Paddle's launcher and works around its faults, for 2.6.2 and 3.3.x alike.
 
-On a machine without GPUs it takes every entry of ``CUDA_VISIBLE_DEVICES`` for one, and dies if
-there are fewer of them than ranks. It exits with the code of the lowest failed rank, which may be
-the signal by which it ended that rank itself after another had failed. It checks only once a second
-whether a rank has failed. Ranks without a card end it by an IndexError.
+On a machine without GPUs Paddle's takes every entry of ``CUDA_VISIBLE_DEVICES`` for a GPU, and
+fails if there are fewer of them than ranks. It exits with the code of the lowest failed rank, which
+may be the signal by which it ended that rank itself after another had failed. It checks only once a
+second whether a rank has failed. With more ranks than GPUs it ends with an IndexError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paddle.distributed.launch.utils import process_context as _process_context
 from fleetpipe.paddle_api.device import cards, device_kind
 from fleetpipe.systems import STOP_SIGNALS
 
-#: Seconds between two looks at the processes.
+#: Seconds between two checks of the processes.
 _LOOK_SECONDS = 0.1
 
 
@@ -64,19 +64,19 @@ def launch(
     popen: Callable[..., Any],
     hold: Callable[[RankProcess], Any] | None = None,
 ) -> None:
-    """Runs Paddle's launcher with the arguments of this process, which it ends.
+    """Runs Paddle's launcher with the arguments of this process, and then ends this process.
 
     Args:
-        started: Called with a rank and the id of its process, when that has begun.
+        started: Called with a rank and the id of its process, when the process has begun.
         ended: Called with a rank and the exit code of its process, in a thread for that rank.
         exit_code: Returns the code to exit with, given the codes of all ranks.
         explained: Returns whether a rank has said why it failed: then the launcher does not repeat
             the end of its log.
-        share: Called with a number of ranks and a smaller one of cards, before any rank starts.
+        share: Called with a number of ranks and a smaller number of GPUs, before any rank starts.
             Raises an error if the ranks may not share them.
-        popen: Starts each rank, in the place of ``subprocess.Popen``.
-        hold: Called with each process that has begun; returns what the launcher watches in its
-            place, with the methods of ``subprocess.Popen``, and then reports its end itself.
+        popen: Starts each rank, instead of ``subprocess.Popen``.
+        hold: Called with each process that has begun; returns an object with the methods of
+            ``subprocess.Popen``, which the launcher watches instead. ``ended`` is then not called.
 
     Raises:
         SystemExit: With that code.
@@ -84,7 +84,7 @@ def launch(
     waiting: list[threading.Thread] = []
 
     def deploy(pod: Any) -> None:
-        # Ctrl-C, which a terminal sends here too, is left to who started the launcher.
+        # A terminal sends Ctrl-C here too; the process that started the launcher handles it.
         signal.signal(signal.SIGINT, lambda *_: None)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: _pass_on(pod, number))
@@ -133,7 +133,7 @@ _stock_replicas = _Collective.pod_replicas
 
 
 class _Cpu(_Device):  # type: ignore[misc]
-    """A CPU "device" for each entry of the environment, so that no card is selected."""
+    """A CPU "device" for each entry of the environment, so that no GPU is selected."""
 
     def get_selected_devices(self, devices: str = "") -> list[str]:
         return []
@@ -142,13 +142,13 @@ class _Cpu(_Device):  # type: ignore[misc]
 def _present_device() -> Any:
     named, kind = _named_device(), device_kind()
     if kind == "gpu":
-        # CUDA sees none of those that the environment names behind one that is not there.
+        # CUDA hides the devices that the environment names after one that does not exist.
         named.labels = named.labels[: cards()]
     return _Cpu(_device.DeviceType.CPU, labels=named.labels) if kind == "cpu" else named
 
 
 def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
-    """Returns how many ranks start on this host. They share the cards if there are too few."""
+    """Returns how many ranks start on this host. They share the GPUs if there are too few."""
     ranks, context = int(_stock_replicas(controller)), controller.ctx
     device = context.node.device
     selected = device.get_selected_devices(context.args.devices)
@@ -162,9 +162,9 @@ def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
 
 @contextlib.contextmanager
 def _hold_signals(*numbers: signal.Signals) -> Iterator[None]:
-    """While it is open signals wait: one amid the start of ranks would miss some, or lose one.
+    """Delays signals until the context ends: during the start of ranks they would miss some ranks.
 
-    A fork leaves it by an exception, and what waits is not for the fork.
+    A rank that is a fork leaves the context by an exception, without the delayed signals.
     """
     arrived: list[int] = []
     before = {n: signal.signal(n, lambda number, _: arrived.append(number)) for n in numbers}
@@ -176,7 +176,7 @@ def _hold_signals(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _pass_on(pod: Any, number: int) -> None:
-    """Leaves the reaction to a signal that ends the job to the ranks; Paddle gives them 30 s."""
+    """Sends the ranks a signal that ends the job; Paddle itself would kill them after 30 s."""
     ranks = [one._proc._proc for one in pod.containers if one._proc and one._proc._proc]
     if not ranks:
         raise SystemExit(128 + number)

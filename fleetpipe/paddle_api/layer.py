@@ -21,19 +21,19 @@ from fleetpipe.paddle_api.tensor import has_memory
 MoELayer: type[Layer] = _moe_layer.MoELayer
 #: Its gate without a loss.
 NaiveGate: type[Layer] = _naive_gate.NaiveGate
-#: Send tokens to the experts of ``MoELayer``, and what these make of them back.
+#: The operations that send tokens to the experts of ``MoELayer``, and the experts' outputs back.
 MoEScatter: Any = _moe_layer.MoEScatter
 MoEGather: Any = _moe_layer.MoEGather
-#: Those of a mixture of experts, and what helps them.
+#: The modules of Paddle's mixture of experts.
 _paddle_moe = (_moe_layer, _moe_utils)
 
 
-#: A layer without a mode of its own is in evaluation: ``fleetpipe.dygraph.model.owned_stages``.
+#: A layer that has not set its mode is in evaluation: ``fleetpipe.dygraph.model.owned_stages``.
 paddle.nn.Layer.training = False
 
 
 def counted_names() -> Callable[[], None]:
-    """Returns a function that takes back the names that were given since."""
+    """Returns a function that resets Paddle's counters of names to their present values."""
     counts, used = unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set
     before = dict(counts), set(used)
 
@@ -64,11 +64,11 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
     """
     attributes = vars(layer)
     for name, tensor in attributes["_buffers"].items():
-        # The one that LSTM and its kin have for GPUs is nowhere on a CPU.
+        # Recurrent layers have a buffer for GPUs, which has no memory on a CPU.
         if tensor is not None and has_memory(tensor):
             yield attributes["_buffers"], name
     for name, tensor in attributes["_parameters"].items():
-        # On ranks a plain model has those of its stages.
+        # On several ranks a plain model has memory only for the parameters of its stages.
         is_state = tensor is not None and tensor.stop_gradient and tensor.ndim <= 1
         if is_state and has_memory(tensor):
             yield attributes["_parameters"], name
@@ -84,9 +84,9 @@ def is_static(layer: Layer) -> bool:
     return isinstance(layer.forward, StaticFunction)
 
 
-#: Where a layer has its parameters, its buffers and its sublayers, each a dict by name.
+#: Attributes of a layer: its parameters, its buffers and its sublayers, each a dict by name.
 TABLES = ("_parameters", "_buffers", "_sub_layers")
-#: Where a layer has the name that Paddle counts for it.
+#: Attribute of a layer: its name with the number that Paddle counts.
 FULL_NAME = "_full_name"
 
 
@@ -152,18 +152,18 @@ def replace_in_moe(**functions: Any) -> None:
             setattr(module, name, functions[name])
 
 
-#: The models that are wrapped by it.
+#: The wrappers that are a ``RecomputingDataParallel``.
 _DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class RecomputingDataParallel(paddle.DataParallel):
-    """Recomputes by hooks of saved tensors, which is ``use_reentrant=False``.
+    """A ``DataParallel`` that recomputes by hooks of saved tensors: ``use_reentrant=False``.
 
-    A PyLayer runs a backward within the backward. DataParallel mistakes its end for the end of all:
-    later gradients are never averaged, and the weights of replicas diverge.
+    With reentrance, a PyLayer runs a backward within the backward. DataParallel mistakes its end
+    for the end of all: it never averages later gradients, and the weights of replicas diverge.
 
     Attributes:
-        synchronizes: Whether the last pass that can go backward averages gradients then.
+        synchronizes: Whether the backward of the last forward averages gradients.
     """
 
     synchronizes = True
@@ -179,7 +179,7 @@ class RecomputingDataParallel(paddle.DataParallel):
             if hasattr(module, "custom_state_manager"):
                 _offloaded, get_state, set_state, *rest = arguments
                 return by_hooks(function, get_state, set_state, preserve, *rest)
-            # 2.6.2 keeps the generator's state for kinds of device that it lists alone.
+            # 2.6.2 saves the generator's state only for the kinds of device that it lists.
             with replaced((paddle.device, "get_all_custom_device_type", lambda: ["cpu"])):
                 return by_hooks(function, preserve, *arguments)
 

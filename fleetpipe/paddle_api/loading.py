@@ -21,12 +21,13 @@ from paddle.io.dataloader.worker import _WorkerException
 from fleetpipe.errors import PipelineTimeout
 from fleetpipe.paddle_api import paddle
 
-#: With the names that its stub hides.
+#: Paddle's modules with the names that their stubs hide.
 _multiprocess_utils: Any = multiprocess_utils
 _any_iterators: ModuleType = _iterators
-#: Seconds in which a thread that told of its end has ended.
+#: Seconds that a thread may take to end after it has announced that.
 _END_SECONDS = 1.0
-#: What a wait for a batch may take of a limit, so that who waits for this rank hears of it first.
+#: The share of the limit that a wait for a batch may take: its error comes before those of ranks
+#: that wait for this one.
 _OF_LIMIT = 0.9
 _Threaded: Any = _any_iterators._DataLoaderIterSingleProcess
 _Worked: Any = _any_iterators._DataLoaderIterMultiProcess
@@ -67,7 +68,7 @@ class _Batches:
             timer.start()
         try:
             return stock.__next__()
-        except Exception:  # StopIteration too, and what Paddle says of a queue that was killed
+        except Exception:  # StopIteration too, and Paddle's error for a queue that was killed
             late: bool = self._late  # set by the timer
             if late:
                 raise self._late_error() from None
@@ -102,18 +103,18 @@ class _Batches:
         self._blocking_queue.kill()
 
     def _late_error(self) -> PipelineTimeout:
-        """Returns the error of a wait that was too long, and stops everything else that waits."""
+        """Returns the error of a wait that was too long, and kills the workers."""
         workers = getattr(self, "_workers", [])
         states = [
             f"worker {number} (process {worker.pid}) "
             + ("is alive" if worker.is_alive() else f"ended with {worker.exitcode}")
             for number, worker in enumerate(workers)
         ]
-        # Else the handler of SIGCHLD would raise for those that are killed.
+        # Without this the handler of SIGCHLD would raise errors for the killed workers.
         _any_iterators.core._erase_process_pids(id(self))
         for worker in workers:
             worker.kill()
-        # Paddle would join the thread that does not come back.
+        # Paddle would join the thread, which never ends.
         self._thread, self._shutdown = None, True
         return PipelineTimeout(
             f"a DataLoader over a {type(self._dataset).__name__} brought no batch within "
@@ -191,12 +192,12 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """Leaves the queue's threads to the parent: a child would wait for threads that it lacks."""
+    """Keeps the child from collecting the parent's queues, whose threads it lacks."""
     gc.freeze()
     _in_parent()
 
 
-#: Whether garbage was collected, of the forks that are under way.
+#: Whether garbage collection was on, for each fork that is under way.
 _collects: list[bool] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
@@ -219,7 +220,7 @@ def _set_worker_handlers() -> None:
 
 #: Windows, where a loader has no workers, lacks it.
 _set_stock_handlers: Any = getattr(_any_iterators.core, "_set_process_signal_handler", None)
-#: Shared with workers: whether this process leaves, and ends them by SIGTERM.
+#: Memory shared with workers: whether this process ends, and so may end them by SIGTERM.
 _leaving = mmap.mmap(-1, 1)
 atexit.register(_leaving.write, b"1")
 

@@ -34,7 +34,7 @@ _pipelines: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
 LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
 #: The modules from which scripts take the operations of tensor-parallel layers.
 OPERATION_MODULES: tuple[ModuleType, ...] = (_operations, _collective)
-#: Those of them for which CPUs have no kernels.
+#: The operations in these modules for which CPUs have no kernels.
 GPU_OPERATIONS = (
     *("_c_identity", "_c_split", "_c_concat", "_mp_allreduce", "_c_lookup_table"),
     "_c_softmax_with_cross_entropy",
@@ -176,7 +176,7 @@ class _WeightGradStore:
 
 
 _zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
-#: Where ``SplitBWLinear`` puts weight gradients off.
+#: The queue of the weight gradients that ``SplitBWLinear`` delays.
 WeightGradStore: Any = getattr(_zero_bubble, "WeightGradStore", _WeightGradStore)
 LocalSharedLayerDesc: Any = getattr(
     paddle_fleet.meta_parallel, "LocalSharedLayerDesc", _LocalSharedLayerDesc
@@ -190,7 +190,7 @@ PipelineParallelMicroStepLocations: Any = getattr(
 PipelineParallelMicroStepCallback: Any = getattr(
     _pipelines, "PipelineParallelMicroStepCallback", _MicroStepCallback
 )
-#: The registry that all wrappers of the process look at.
+#: The registry that all wrappers of the process use.
 pipeline_parallel_callbacks_: Any = (
     getattr(_pipelines, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
 )

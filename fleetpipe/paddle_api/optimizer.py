@@ -36,7 +36,7 @@ _any_optimizer: Any = paddle.optimizer
 HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
 
 
-#: Those that clip by the norm of all gradients; the second is Paddle's for mixtures of experts.
+#: Clips by the norm of all gradients; the second is Paddle's for mixtures of experts.
 GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByGlobalNorm)
 
 
@@ -69,8 +69,8 @@ def names_in_class(kind: type) -> frozenset[str]:
 def allow_no_parameters(applies: Callable[[], bool]) -> None:
     """Makes Paddle's optimizers accept empty lists of parameters, if ``applies()``.
 
-    Their constructors and ``clear_grad`` look at the first parameter, so that an empty list gets a
-    frozen one, which nothing else here reports.
+    Their constructors and ``clear_grad`` use the first parameter, so an empty list gets a frozen
+    placeholder, which the functions of this module leave out.
     """
     kinds = [_any_optimizer.Optimizer]
     for kind in kinds:
@@ -80,7 +80,7 @@ def allow_no_parameters(applies: Callable[[], bool]) -> None:
 
 
 def _with_parameter(stock: Callable[..., None], applies: Callable[[], bool]) -> Callable[..., None]:
-    """Wraps a constructor so that it gives ``stock`` a parameter if there is none."""
+    """Wraps the constructor ``stock`` so that it gets a placeholder if there is no parameter."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -134,11 +134,11 @@ def dict_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def options_of(optimizer: Optimizer) -> dict[str, str]:
-    """Returns what a Paddle optimizer was built with beside parameters, rate and clip, as texts."""
+    """Returns the options of an optimizer except parameters, rate and clip, as texts by name."""
     base = base_optimizer(optimizer)
     defaults: dict[str, Any] = base._default_dict
     plain = {n: repr(v) for n, v in defaults.items() if isinstance(v, (bool, int, float, str))}
-    # With groups it is that of the group that stepped last.
+    # With groups, regularization is that of the group that stepped last.
     alike = {} if dict_groups(base) else {"regularization": str(base.regularization)}
     return {**plain, **alike}
 
@@ -150,7 +150,7 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         base._parameter_list = groups
     base._param_groups = groups
     for value in vars(base).values():
-        by_dtype = base._create_multi_tensor_dict()  # use_multi_tensor's, with a list by group
+        by_dtype = base._create_multi_tensor_dict()  # for use_multi_tensor: a list for each group
         if isinstance(value, dict) and value.keys() == by_dtype.keys():
             value.update((kind, by_dtype[kind]) for kind in value if value[kind] is not None)
 
@@ -174,7 +174,7 @@ def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Itera
     """
     base = base_optimizer(optimizer)
     holders = [(base, "_param_groups")]
-    # AdamW goes by another list than the others, and so does MixPrecisionOptimizer.
+    # AdamW and MixPrecisionOptimizer step the parameters of another list than the others.
     for wrapper in wrapper_chain(optimizer):
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
@@ -235,7 +235,7 @@ def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor])
     if optimizer.helper is None:
         optimizer.helper = LayerHelper(type(optimizer).__name__)  # 2.6.2 makes it as it steps
     block = _any_framework.default_main_program().global_block()
-    # What a state dict left behind for names that Paddle counts is not for these.
+    # The values that a state dict left there are for other parameters of the same names.
     with replaced((optimizer, "_accumulators_holder", {})):
         optimizer._create_accumulators(block, chosen)
 
@@ -259,19 +259,19 @@ def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
 
 
 def rate_of_steps(optimizer: Optimizer) -> float:
-    """Returns the constant learning rate that steps take, which is no other after ``set_lr``.
+    """Returns the constant learning rate that steps use, which may differ from ``get_lr()``.
 
-    Paddle's ``ReduceLROnPlateau`` sets the number of the optimizer alone, as soon as it has
-    stepped: the steps go on with the rate of the first.
+    After the first step Paddle's ``ReduceLROnPlateau`` sets only the number that ``get_lr``
+    returns: the steps go on with the earlier rate.
     """
     base = base_optimizer(optimizer)
     rate, number = base._global_learning_rate(), float(base.get_lr())
-    # In float32 it is the number, as before the first step.
+    # Equal in float32, or before the first step: the exact number.
     return number if rate is None or float(rate) == np.float32(number) else float(rate)
 
 
 def put_rate(optimizer: Optimizer, rate: float, of_steps: float) -> None:
-    """Sets a constant learning rate, and the one that steps take."""
+    """Sets the constant learning rate that ``get_lr`` returns, and the one that steps use."""
     base = base_optimizer(optimizer)
     base.set_lr(of_steps)
     if np.float32(rate) != np.float32(of_steps):
@@ -372,16 +372,16 @@ def copy_optimizer(
     memo = {id(parameter): frozen for parameter in optimized_parameters(optimizer)}
     memo.update((id(parameter), copies[name]) for name, parameter in parameters.items())
     for name, parameter in parameters.items():
-        # By which Paddle keeps state, and functions of the script choose what decays.
+        # Paddle stores state by this name, and a script may choose by it what decays.
         copies[name].name = parameter.name
-        # Where a parameter group has its learning rate and its decay.
+        # These have the learning rate and the decay of a parameter group.
         copies[name].optimize_attr = dict(parameter.optimize_attr)
         copies[name].regularizer = parameter.regularizer
     base = base_optimizer(optimizer)
-    # A Program cannot be copied: the one that the state was made in, and those of rates.
+    # Not copied, as a Program cannot be: those of the state and of the learning rates.
     memo.update((id(one), one) for one in (base.helper, *base._learning_rate_map))
     names = {parameter.name for parameter in parameters.values()}
-    # State is by the names of parameters, or of master weights.
+    # The keys of state are names of parameters or of master weights.
     kept = {*names, *(base._master_weights[n].name for n in names if n in base._master_weights)}
     for holder in (base._master_weights, *base._accumulators.values()):
         memo.update((id(one), one) for name, one in holder.items() if name not in kept)

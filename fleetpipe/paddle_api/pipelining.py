@@ -1,4 +1,4 @@
-"""``auto_parallel.pipelining``: schedules of stages that a user cut; in 3.3 only."""
+"""``auto_parallel.pipelining``: schedules of stages that a user has defined; in 3.3 only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleetpipe.paddle_api import VERSION, paddle, replaced
 
 _NAME = "paddle.distributed.auto_parallel.pipelining.schedules"
 
-#: An entry of a row of Paddle's: "F", "B", "I" or "W", the stage and the micro-batch.
+#: An action of Paddle's schedules: "F", "B", "I" or "W", the stage and the micro-batch.
 Entry = tuple[str, int, int]
 
 

@@ -25,15 +25,15 @@ from fleetpipe.paddle_api.device import device_id, expected_place
 
 _log = log.logger(__name__)
 
-#: With the names that its stub hides.
+#: Paddle's module with the names that its stub hides.
 core: Any = _core
-#: Whether a generator's state can be made: 3.3 takes the engine's, 2.6.2 a seed alone.
+#: Whether a state can be created with the engine's words (3.3) or only with a seed (2.6.2).
 TAKES_ENGINES = len(core.default_cpu_generator().get_state().__getstate__()) > 3
 #: The engine, MT19937-64: 312 words and the index in them.
 _ENGINE_WORDS = 313
 #: The name of Paddle's own generator among streams.
 DEFAULT = "default generator"
-#: What precedes it: device, seed and offset.
+#: The numbers before the engine in a printed state: device, seed and offset.
 _NUMBERS = 3
 
 
@@ -89,10 +89,10 @@ def drawn_on_host(below: int) -> int:
 
 
 def count_pass() -> int:
-    """Returns how often it was called since the CPU's generator was seeded; what it draws stays.
+    """Returns how often it was called since the CPU's generator was seeded; draws no number.
 
-    The count is the offset in the generator's state, which means nothing on a CPU. So it goes where
-    the state goes: into a checkpoint, and back with ``paddle.set_rng_state``.
+    The count is the offset in the generator's state, which is unused on a CPU. So checkpoints and
+    ``paddle.set_rng_state`` save and restore it.
     """
     generator = core.default_cpu_generator()
     described = generator_state(generator.get_state())
@@ -132,19 +132,19 @@ def generators() -> list[Any]:
 def generator_state(state: Any) -> dict[str, Any]:
     """Returns a generator's state as JSON: 2.6.2 pickles only a part of it, but prints all.
 
-    The number of a card is left out, so that ranks on several cards have equal states.
+    The number of a GPU is left out, so that ranks on several GPUs have equal states.
     """
     device, seed, offset, *rest = str(state).split()
-    # 3.3 prints an address before the 312 words and the place of the engine; a GPU has none.
+    # 3.3 prints an address before the engine's 312 words and index; a GPU has no engine.
     engine = rest[-_ENGINE_WORDS:] if len(rest) >= _ENGINE_WORDS else []
     numbers = {"device": min(int(device), 0), "seed": int(seed), "offset": int(offset)}
     return {**numbers, "engine": " ".join(engine)}
 
 
 def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the saved state that is of the same kind of device as ``now``; else ``now``.
+    """Returns the saved state for the kind of device that ``now`` is for; ``now`` if there is none.
 
-    The state of a CPU is an engine of many numbers, that of a card a seed and a count: neither can
+    The state of a CPU is an engine of many numbers, that of a GPU a seed and a count: neither can
     be turned into the other.
     """
     device = int(str(now).split()[0])
@@ -207,8 +207,7 @@ def generator_from(described: Mapping[str, Any]) -> Any:
 def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
     """Returns the memory of a state of 2.6.2, which has no function to set the engine's words.
 
-    The object's one pointer leads to them in the order in which they are printed, which is
-    verified.
+    The object's one pointer leads to the words. That they have the printed order is verified.
     """
     address = ctypes.c_void_p.from_address(id(state) + object.__basicsize__).value
     words = (ctypes.c_uint64 * (_NUMBERS + _ENGINE_WORDS)).from_address(address or 0)
@@ -223,5 +222,5 @@ def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
 
 
 def seed_anew() -> None:
-    """Gives the generator of the CPU a seed of the system's, as when a process begins."""
+    """Seeds the generator of the CPU by the system, as when a process begins."""
     core.default_cpu_generator().seed()

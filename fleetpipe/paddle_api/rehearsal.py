@@ -37,7 +37,7 @@ __all__ = [
 
 
 _Tensor: Any = core.eager.Tensor
-#: Paddle's own, whatever stands in their place during a rehearsal.
+#: Paddle's own operations, which a rehearsal replaces elsewhere.
 cast: Callable[[Tensor, DType], Tensor] = _C_ops.cast
 _assign: Callable[[Tensor], Tensor] = _C_ops.assign
 _write: Callable[[Tensor, Tensor], Tensor] = _C_ops.assign_out_
@@ -49,7 +49,7 @@ _PROMOTING = frozenset(
 )
 
 
-#: Those that write into an argument, and whose names do not say so.
+#: Operations that write into an argument and whose names do not end in ``_``.
 _WRITING = ("_setitem_dygraph", "check_finite_and_unscale")
 
 
@@ -163,7 +163,7 @@ class _Copies:
 def _gives_half(operation: str, half: DType, values: Arguments) -> bool:
     """Whether a GPU has the results of an operation in ``half``."""
     if any(isinstance(value, type(paddle.float32)) for value in values):
-        # The operation makes that dtype by itself.
+        # A dtype among the arguments is that of the result.
         return False
     floats = [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
     if operation in _PROMOTING:
@@ -182,7 +182,7 @@ def _round(result: Any, operation: str, half: DType) -> Any:
         return cast(result, half) if result.dtype == paddle.float32 else result
     if not isinstance(result, (tuple, list)):
         return result
-    # What a normalization returns beside its output are statistics.
+    # The further results of a normalization are statistics.
     count = 1 if "norm" in operation else len(result)
     rounded = [_round(one, operation, half) for one in result[:count]]
     return type(result)([*rounded, *result[count:]])
@@ -192,13 +192,13 @@ _log = log.logger(__name__)
 
 #: Methods in C that run operations, beside arithmetic.
 _METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
-#: Operations that change no value and write in place, or cast: a CPU has them for every dtype.
+#: Operations that cast, or write in place without a computation: a CPU has them for every dtype.
 _STAY = {
     *("cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_", "squeeze_"),
     *("unsqueeze_", "flatten_", "transpose_", "view_shape", "view_dtype"),
     *("share_data", "share_data_"),
 }
-#: The operations that methods of arithmetic run; that of ``__rmul__`` is that of ``__mul__``.
+#: The operation of each arithmetic method; ``__rmul__`` has that of ``__mul__``.
 _ARITHMETIC = {
     "add": "add",
     "sub": "subtract",
@@ -254,7 +254,7 @@ class _Rehearsal:
         yield scaling, "_dygraph_tracer", tracer_on_gpu
         for dtype in HALVES:
             yield casts, f"_is_gpu_{dtype}_supported", functools.partial(self._supports, dtype)
-            # What paddle.amp.is_bfloat16_supported and Layer.bfloat16 ask.
+            # Called by paddle.amp.is_bfloat16_supported and Layer.bfloat16.
             yield core, f"is_{dtype}_supported", functools.partial(_is_rehearsed, dtype)
 
     def _supports(self, dtype: str) -> bool:
@@ -360,7 +360,7 @@ _framework: ModuleType = framework
 _core: ModuleType = core
 
 HALVES: dict[str, DType] = {"float16": paddle.float16, "bfloat16": paddle.bfloat16}
-#: What automatic casts change; float64 stays.
+#: The dtypes that automatic casts change; float64 stays.
 CASTABLE: tuple[DType, ...] = (*HALVES.values(), paddle.float32)
 #: Operations of which automatic casts see and change the first tensor alone.
 NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})

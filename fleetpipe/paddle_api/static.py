@@ -29,20 +29,20 @@ from fleetpipe.aliases import (
 )
 from fleetpipe.paddle_api import paddle
 
-# Their stubs hide what this module reaches for.
+# Paddle's modules with the names that their stubs hide.
 _any_core: Any = _core
 _any_framework: Any = _framework
 static: Any = paddle.static
-#: Where ``paddle.static`` has its functions for saving from.
+#: The module with the functions of ``paddle.static`` that save.
 static_io: Any = _static_io
 _incubate: Any = paddle.incubate
 
 #: The class of a tensor in a scope: 2.6.2 calls it otherwise.
 DenseTensor: Any = getattr(_any_core, "DenseTensor", None) or _any_core.LoDTensor
 Executor: Any = static.Executor
-#: What a loader's end raises, in Paddle's own loaders as well.
+#: The exception at the end of a loader, also of Paddle's own.
 EOFException: Any = _any_core.EOFException
-#: PIR itself, and its functions that make operations by their names.
+#: PIR itself, and its functions that create operations, by their names.
 pir: Any = _any_core.pir
 pir_operations: Any = paddle._C_ops
 pir_creation: Any = getattr(paddle, "_pir_ops", None)
@@ -52,7 +52,7 @@ DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
 SELECTED_ROWS = _TYPES.SELECTED_ROWS
 #: The class of an older Program.
 OlderProgram: Any = _any_framework.Program
-#: Paddle's functions that take the state of a whole program, each with its place.
+#: Modules of Paddle's, each with a function in it that saves or loads the state of a program.
 WHOLE_PROGRAM_STATE: tuple[tuple[Any, str], ...] = (
     *(
         (place, name)
@@ -63,7 +63,7 @@ WHOLE_PROGRAM_STATE: tuple[tuple[Any, str], ...] = (
 )
 #: Classes that add an average of the parameters to a program.
 AVERAGES: tuple[Any, ...] = (static.ExponentialMovingAverage, _incubate.ModelAverage)
-#: The class of ``DataLoader.from_generator(iterable=False)``: the older Program alone has it.
+#: The class of ``DataLoader.from_generator(iterable=False)``, for the older Program only.
 GeneratorLoader: Any = _reader.GeneratorLoader
 
 
@@ -136,7 +136,7 @@ def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
 
 
 def take(source: ScopeTensor) -> ScopeTensor | list[int]:
-    """Returns the contents of a dense tensor: a tensor that shares its data, or only a shape."""
+    """Returns a tensor that shares a dense tensor's data; its shape if it has none."""
     if not source._is_initialized():
         return source.shape()
     tensor = DenseTensor()
@@ -186,7 +186,7 @@ def swap_switch_device(
 
 
 def switch_device(device: str | None) -> object:
-    """Does the same as ``device_guard`` at its beginning and its end."""
+    """Sets the device of later operations, as ``device_guard`` does; returns the earlier one."""
     return _any_framework.switch_device(device)
 
 
@@ -201,7 +201,7 @@ def within(program: Any) -> Any:
 
 
 def is_parsed_from(program: Program, description: bytes) -> bool:
-    """Whether a description belongs to an older Program."""
+    """Whether an older Program has this serialized description."""
     return not is_pir(program) and bool(program.desc.serialize_to_string() == description)
 
 
@@ -211,7 +211,7 @@ def is_decorated(optimizer: Optimizer) -> bool:
 
 
 def has_step_of_its_own(optimizer: Optimizer) -> bool:
-    """Whether an optimizer does more than update parameters: LookAhead, gradient merging."""
+    """Whether an optimizer does more than update parameters, as LookAhead or gradient merging."""
     return not isinstance(optimizer, paddle.optimizer.Optimizer) or hasattr(
         optimizer, "inner_optimizer"
     )

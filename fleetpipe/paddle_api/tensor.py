@@ -29,34 +29,32 @@ from fleetpipe.paddle_api.device import expected_place, synchronize
 
 _Tensor: Any = core.eager.Tensor
 _eager: Any = core.eager
-#: What ``run_backward`` of Paddle's takes behind the graph's roots: whether to keep the graph and,
-#: on 3.x, where to draw it.
+#: Further arguments of ``run_backward``: do not keep the graph and, on 3.x, do not draw it.
 _PLAINLY: tuple[object, ...] = (
     (False, None)
     if "dump_backward_graph_path" in inspect.signature(paddle.autograd.backward).parameters
     else (False,)
 )
-#: Whether what runs behind each gradient of a parameter can be run (3.x), as autograd does.
+#: Whether :func:`run_reduce_hooks` works: on 3.x.
 CAN_RUN_REDUCE_HOOKS = hasattr(paddle.Tensor, "_apply_backward_hook")
-#: Puts a hook on the gradient of a tensor, and returns its number; removes the one with a number.
+#: Adds a hook to the gradient of a tensor, and returns its number; removes the hook of a number.
 put_grad_hook: Callable[[Tensor, Callable[[Tensor], object]], int] = _Tensor._register_grad_hook
 remove_grad_hook: Callable[[Tensor, int], bool] = _Tensor._remove_grad_hook
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's numbers."""
-    # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
+    """Returns the bytes of a tensor's elements."""
+    # Not tensor.size: Paddle computes it by NumPy, which takes as long as a small layer.
     return int(math.prod(tensor.shape)) * int(tensor.element_size())
 
 
 def to_host(tensor: Tensor) -> Tensor:
     """Copies a tensor to the host's memory once it has been computed.
 
-    ``cpu()`` waits for every stream of a card, also for sends, which may last until a peer
-    receives.
+    ``cpu()`` waits for every stream of a GPU, also for sends, which may last until a peer receives.
     """
-    # Without its graph, which may go with what is copied, in a thread of CUDA's: a PyLayer's part
-    # of it takes Python's lock.
+    # Detached: a graph may be freed with the copy, in a thread of CUDA's, where a PyLayer's node
+    # takes Python's lock.
     copied: Tensor = tensor.detach()._copy_to(core.CPUPlace(), False)
     synchronize()
     return copied
@@ -65,7 +63,7 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor) -> Tensor:
     """Copies a tensor to the computing device, ordered before later computations.
 
-    ``to()`` waits for every stream of a card, and on 2.6.2 moves the tensor itself.
+    ``to()`` waits for every stream of a GPU, and on 2.6.2 moves the tensor itself.
     """
     copied: Tensor = tensor._copy_to(expected_place(), False)
     return copied
@@ -78,7 +76,7 @@ def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
 
 
 def is_state_of_cudnn(tensor: Tensor) -> bool:
-    """Whether it may be the ``_dropout_state`` that an LSTM and its kin have for a GPU."""
+    """Whether a tensor may be the ``_dropout_state`` that recurrent layers have for a GPU."""
     return not tensor.shape and tensor.dtype == paddle.uint8
 
 
@@ -90,8 +88,8 @@ def has_memory(tensor: Tensor) -> bool:
 def initializer_of(parameter: Tensor) -> Any:
     """Returns the initializer of a parameter of ``paddle.LazyGuard``; None once it has run.
 
-    It draws a part as it would draw the whole: Xavier's initializer would use the shape of the
-    part.
+    Its fans are set from the parameter's full shape, so that Xavier's initializer draws a part of
+    the parameter as it would draw the full one.
     """
     if parameter._init_func is None:
         return None
@@ -103,28 +101,29 @@ def initializer_of(parameter: Tensor) -> Any:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Copies a tensor to new memory, with the same numbers and the same graph."""
+    """Copies a tensor to new memory, with the same values and the same graph."""
     if tensor.is_selected_rows():
-        # Paddle clones no gradient of some rows alone; 2.6.2 dies of it.
+        # Paddle cannot clone a gradient of selected rows; 2.6.2 crashes.
         return paddle.scale(tensor, 1.0)
-    # Paddle 2.6.2 clones none without elements, into which nobody writes.
+    # Paddle 2.6.2 cannot clone a tensor without elements, into which nobody writes.
     return tensor if 0 in tensor.shape else tensor.clone()
 
 
 def contiguous(tensor: Tensor) -> Tensor:
     """Returns a tensor itself if it is contiguous, else a copy.
 
-    ``tensor.contiguous()`` changes the tensor, and those detached from it: they are views no more.
+    ``tensor.contiguous()`` would change the tensor, and those detached from it, which then are no
+    views any more.
     """
     return tensor if tensor.is_contiguous() else copy_of(tensor)
 
 
 class MemoryLayout(NamedTuple):
-    """Where the numbers of a tensor lie in its memory: views lie otherwise than new tensors.
+    """Where the elements of a tensor are in its memory; that of a view differs from a new tensor's.
 
     Attributes:
-        strides: For each axis, the distance of neighbours, in numbers.
-        offset: The bytes before the first number.
+        strides: For each axis, the distance of neighbours, in elements.
+        offset: The bytes before the first element.
     """
 
     strides: tuple[int, ...]
@@ -137,9 +136,9 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
 
 
 def in_layout(tensor: Tensor, layout: MemoryLayout) -> Tensor:
-    """Returns a tensor itself if it has a layout, else a copy of its numbers that has it.
+    """Returns a tensor itself if it has a layout, else a copy of its values that has it.
 
-    A copy is cut from the graph but, unlike a leaf, may be written into.
+    A copy is detached from the graph but, unlike a leaf, may be written into.
     """
     if 0 in tensor.shape or layout_of(tensor) == layout:
         return tensor
@@ -193,7 +192,7 @@ def leaf_on_same_memory(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "_unsafe_share_buffer_to"):
         other = tensor.detach()
     else:
-        # On 2.6.2 a detached tensor is the same inside, and to unpack it for autograd empties it.
+        # On 2.6.2 a detached tensor shares its inner object: autograd would empty both.
         kind = core.VarDesc.VarType.LOD_TENSOR
         other = core.eager.Tensor(tensor.dtype, tensor.shape, "", kind, False)
         tensor._share_buffer_to(other)
@@ -202,7 +201,7 @@ def leaf_on_same_memory(tensor: Tensor) -> Tensor:
 
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns the gradient of a tensor and leaves it without one: no copy is made."""
+    """Returns the gradient of a tensor, without a copy, and removes it from the tensor."""
     main = getattr(parameter, "main_grad", None)
     if main is not None:
         parameter.main_grad = None
@@ -210,7 +209,7 @@ def take_gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None or gradient.is_selected_rows():
         return gradient
-    # To clear the gradient empties the tensor itself, but not another with its memory.
+    # clear_gradient empties the gradient's tensor, but not a view of its memory.
     taken = gradient.view(gradient.shape)
     parameter.clear_gradient(False)
     return taken
@@ -239,18 +238,17 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 class NoNumbersError(StateError):
-    """The numbers of a parameter are asked for, and another rank has them."""
+    """The values of a parameter are needed, and another rank has them."""
 
 
 class ElsewhereParameter(_framework.EagerParamBase):
-    """A parameter whose numbers another rank has.
+    """A parameter whose values another rank has; to read or write them here is an error.
 
-    Paddle would read none, without a word, or with an error that names neither. So what reads or
-    writes numbers asks first whether there are any.
+    Paddle itself would read nothing, or raise an error that names neither parameter nor cause.
     """
 
     def numel(self, name: str | None = None) -> Tensor:
-        """Returns how many numbers it has, which Paddle asks the memory for."""
+        """Returns the number of its elements; Paddle's own method needs its memory."""
         return paddle.full([], math.prod(self.shape), "int64", name)
 
     def _require_numbers(self) -> None:
@@ -275,8 +273,8 @@ def _requiring_numbers(name: str) -> Callable[..., Any]:
     return method
 
 
-#: Paddle's own table of methods, its operators, and what is in neither; but not what asks for the
-#: shape and the dtype alone.
+#: The methods of a tensor that need its values: those of Paddle's table, operators and some others,
+#: except those that need only shape and dtype.
 _OF_NUMBERS = {
     *paddle.tensor.tensor_method_func,
     *(name for name in set(dir(_Tensor)) - set(dir(object)) if name.startswith("__")),
@@ -289,7 +287,7 @@ for _name in _OF_NUMBERS:
 
 
 def note_elsewhere(parameter: Tensor) -> None:
-    """Makes reading the numbers of a parameter an error while it has none."""
+    """Makes it an error to read or write the values of a parameter while it has none."""
     parameter.__class__ = ElsewhereParameter
 
 
@@ -405,11 +403,12 @@ def watch_pylayers(
     place_of: Callable[[type], object],
     running: Callable[[Any, Callable[..., Any]], AbstractContextManager[None]],
 ) -> None:
-    """Makes the backward of each call of a ``PyLayer`` run in a context; the first call counts.
+    """Makes the backward of each ``PyLayer`` run in a context; later calls change nothing.
 
     Args:
-        place_of: Called with the user's class when it is called; returns what is stored until then.
-        running: Returns the context from what was stored, and the class's ``backward``.
+        place_of: Called with the user's class in its forward; its result is stored for backward.
+        running: Returns the context of backward, given the stored result and the class's
+            ``backward``.
     """
     made: Any = PyLayerBackward
     if "__init__" in vars(made):

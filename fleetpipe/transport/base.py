@@ -20,7 +20,7 @@ from fleetpipe.transport.message import MessageKey, check_peer
 # checked at run time, where the message can name the place inside the value.
 Value = Any
 
-#: What tensors between the ranks of a launched job may go over.
+#: The transports that the tensors of a launched job may take.
 SOCKETS, PROCESS_GROUP = "sockets", "process_group"
 
 
@@ -43,7 +43,7 @@ class Transport(Protocol):
     Attributes:
         rank: This rank, 0 to ``ranks - 1``.
         ranks: Ranks of the pipeline.
-        posts: Whether receives are to be announced by :meth:`post`, which else does nothing.
+        posts: Whether receives should be announced by :meth:`post`; if not, it does nothing.
     """
 
     rank: int
@@ -168,13 +168,13 @@ class View:
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Sends a value; see :meth:`base.Transport.send`."""
-        whole = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
-        self._transport.send(whole, key, value)
+        rank = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
+        self._transport.send(rank, key, value)
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
         """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`."""
-        whole = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
-        return self._transport.try_receive(whole, key)
+        rank = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
+        return self._transport.try_receive(rank, key)
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
         """Waits for a message; see :meth:`base.Transport.receive`."""
@@ -183,9 +183,9 @@ class View:
     def await_any(
         self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
     ) -> None:
-        """Waits for any of some messages, where the transport can; see there."""
-        whole = cast("AnyOrderTransport", self._transport)
-        whole.await_any([(self._rank_of(*one), one[1]) for one in messages], timeout, patience)
+        """Waits for any of some messages; see :class:`AnyOrderTransport`, which it must view."""
+        transport = cast("AnyOrderTransport", self._transport)
+        transport.await_any([(self._rank_of(*one), one[1]) for one in messages], timeout, patience)
 
     def flush(self, timeout: float) -> None:
         """Waits until all messages of the whole transport have left."""
@@ -202,7 +202,7 @@ class View:
 
 #: A wait looks at its limit at least this often, in seconds.
 LOOK_SECONDS = 0.5
-#: A wait that did not look for so long was stopped; asking a store may take 2 s of them.
+#: A wait that did not look for so long was stopped; a request to a store may take 2 s of it.
 STOPPED_SECONDS = 5.0
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
@@ -211,8 +211,8 @@ _LONGEST_PAUSE = 0.02
 class Limit:
     """The seconds that a wait may last; they start again if the process did not run.
 
-    The wait asks at least every ``LOOK_SECONDS``. If it asks much later, the process was stopped or
-    had other work.
+    The wait calls it at least every ``LOOK_SECONDS``. A much later call means that the process was
+    stopped or had other work.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -266,14 +266,15 @@ def await_keys(
     pause = _FIRST_PAUSE
     failed = False
     while waiting:
-        # Asked before the store: whoever has ended by now either stands there or never will.
+        # Before the store is asked: a rank that has ended by now has added to its key, or never
+        # will.
         ended = set(gone())
         try:
             while waiting and store.add(keys[waiting[0]], 0):
                 yield waiting.pop(0)
             late = bool(waiting) and (limit.reached() or given_up())
         except FleetPipeError:
-            # Whoever failed may have come since it was asked for, and have failed at what is next.
+            # The failed rank may have added to its key meanwhile, and have failed after that.
             if failed:
                 raise
             failed = True

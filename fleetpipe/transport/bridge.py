@@ -1,7 +1,7 @@
-"""Takes values apart into structure and tensors, whose memory is read and written without a copy.
+"""Splits values into their structure and tensors, and gives access to the tensors' memory.
 
-It does so on 2.6.2 and 3.3.x. A sent tensor is read in place. A received one is allocated first and
-filled from the socket.
+Nothing is copied, on 2.6.2 and 3.3.x: a sent tensor is read in place; a received one is allocated
+first and filled from the socket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES: dict[Any, str] = {
     if isinstance(getattr(paddle, name, None), type(paddle.float32))
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-# What Paddle hands to NCCL in each version: no int16, no complex, and no uint but of 8 bits.
+# The dtypes that NCCL sends in each version of Paddle: no int16, no complex, and only uint8.
 _OF_NCCL = frozenset(
     DTYPES[name]
     for name in (
@@ -86,7 +86,7 @@ def readable(
 ) -> tuple[list[Tensor], list[memoryview]]:
     """Returns objects to keep alive and, for each tensor with data, its bytes.
 
-    They are the tensor's own memory if it is contiguous and on the CPU.
+    The bytes are the tensor's own memory if it is contiguous and on the CPU.
     """
     # A detached tensor keeps the data alive when the stage clears its own handle to it.
     kept = plain(detach(tensors))
@@ -94,7 +94,7 @@ def readable(
 
 
 def plain(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns contiguous CPU tensors with the same data; the same tensors if they are that."""
+    """Returns contiguous CPU tensors with the same data: the given ones where they are so."""
     kept = []
     for tensor in tensors:
         is_plain = tensor.place.is_cpu_place() and tensor.is_contiguous()
@@ -106,20 +106,20 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; CPU tensors are not copied."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # What is kept holds the bytes as long as they are read.
+    # Referenced as long as their bytes are read.
     kept = plain([one, other])
     first, second = (np.frombuffer(_memory(t, tensor_bytes(t)), "uint8") for t in kept)
-    # In parts: NumPy makes an array of the size of what it compares.
+    # In parts: NumPy allocates an array for each comparison.
     parts = (slice(start, start + _LARGE) for start in range(0, first.size, _LARGE))
     return all(np.array_equal(first[part], second[part]) for part in parts)
 
 
 @_in_dynamic_mode
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Returns a number of 32 bits that all bytes of some tensors with data make, in order.
+    """Returns a checksum of 32 bits of all bytes of some tensors with data, in order.
 
     Args:
-        tensors: The tensors; of those on a card, sums are computed there.
+        tensors: The tensors; for those on a GPU, sums of their bytes are computed there first.
     """
     value = 0
     for tensor in tensors:
@@ -131,7 +131,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def _summary(tensor: Tensor) -> Tensor:
-    """Returns two numbers in the host's memory, made on a card of all bytes of a tensor there."""
+    """Returns two sums over all bytes of a tensor on a GPU, computed there, as a CPU tensor."""
     (flat,) = flat_bytes([tensor])
     words = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
     places = paddle.arange(1, words.shape[0] + 1, dtype="int64")
@@ -140,12 +140,7 @@ def _summary(tensor: Tensor) -> Tensor:
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
     """Returns the bytes of each plain tensor that has data; the tensors must stay alive."""
-    buffers = []
-    for tensor, leaf in zip(tensors, leaves):
-        if leaf.nbytes:
-            block = _block(leaf.nbytes).from_address(tensor.data_ptr())
-            buffers.append(memoryview(block).cast("B"))
-    return buffers
+    return [_memory(t, leaf.nbytes) for t, leaf in zip(tensors, leaves) if leaf.nbytes]
 
 
 def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
@@ -157,7 +152,7 @@ def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 def allocate_several(
     leaves: Sequence[TensorLeaf], messages: int
 ) -> list[tuple[list[Tensor], list[memoryview]]]:
-    """Returns the result of :func:`allocate` for each of some messages."""
+    """Returns the result of :func:`allocate` as often as ``messages`` says."""
     on_cpu, made = device_kind() == "cpu", []
     for _ in range(messages):
         tensors = []
@@ -173,7 +168,7 @@ def allocate_several(
 def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
     """Returns for each tensor that has data a one-dimensional view of its bytes, on its device."""
     whole = [contiguous(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
-    # Seen as bytes, a part of a tensor would begin elsewhere: Paddle multiplies its offset too.
+    # A view as bytes of a slice would begin elsewhere: Paddle multiplies its offset too.
     whole = [tensor.clone() if tensor.offset else tensor for tensor in whole]
     return [tensor.reshape([-1]).view("uint8") for tensor in whole]
 
@@ -205,7 +200,7 @@ def _numbers(flat: Tensor, dtype: str) -> Tensor:
 @_in_dynamic_mode
 def empty_like(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Returns tensors on the computing device, to be filled through :func:`carriers`."""
-    # Of no dimension, a tensor could not be seen as bytes where it is.
+    # A tensor without dimensions has no view as bytes.
     return [paddle.empty(leaf.shape or (1,), DTYPES[leaf.dtype]) for leaf in leaves]
 
 

@@ -1,9 +1,9 @@
-"""How the two ends of a new connection prove to each other that they belong to one run.
+"""The handshake by which the two ends of a new connection prove that they belong to one run.
 
 The run's secret is derived from a token that rank 0 puts into the store, and from the user's
 secret, if there is one, which never enters the store.
 
-The end that connects says who it is, the end that accepts sends a challenge, and each proves in
+The end that connects sends its rank, the end that accepts sends a challenge, and each proves in
 turn that it knows the run's secret, without sending it:
 
     connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, stream,
@@ -107,7 +107,7 @@ def user_secret() -> bytes:
 
 
 def fingerprint(secret: bytes, namespace: str) -> str:
-    """Returns a text that is the same on two ranks only if their secrets are."""
+    """Returns a text that two ranks share only if they have the same secret; "" without one."""
     return (
         hmac.digest(secret, f"fingerprint {namespace}".encode(), "sha256").hex() if secret else ""
     )

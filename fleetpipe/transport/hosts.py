@@ -32,7 +32,7 @@ def rank_variables(
         rank: The rank.
         local: Its number among the ranks of its node.
         endpoints: The endpoint of each rank of the job.
-        nodes: What tells the node of each rank from others.
+        nodes: A value for each rank, equal for the ranks of one node.
     """
     return {
         "PADDLE_TRAINER_ID": str(rank),
@@ -59,9 +59,9 @@ def host_identity() -> str:
 
 
 def host_name() -> str:
-    """Returns a text that the ranks of one host share, even if no such socket can connect them.
+    """Returns a text that the ranks of one host share, whether or not such a socket connects them.
 
-    Empty if the host has no address either; several ranks could not have met then.
+    It is empty if the host has no address either; then there is only one rank.
     """
     with contextlib.suppress(TransportError):
         return host_identity() or own_address()
@@ -123,7 +123,7 @@ def route_to(host: str) -> str:
     with contextlib.suppress(OSError):
         family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # chooses the way; a datagram socket sends nothing by it
+            probe.connect(where)  # chooses the route; a datagram socket sends nothing by it
             return str(probe.getsockname()[0])
     return ""
 

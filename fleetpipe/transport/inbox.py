@@ -30,8 +30,8 @@ from fleetpipe.transport.message import (
 )
 
 STAGE_BYTES = 1 << 14
-# To make the tensor of a small message takes 15 to 30 us between a forward and a backward, where
-# neither code nor data are in the caches, and 5 us right after another one: so several are made.
+# To allocate the tensor of a small message takes 15 to 30 us between a forward and a backward, as
+# neither code nor data are in the caches, and 5 us right after another: so several are allocated.
 _SMALL = 1 << 14
 _MOST_SPARE = 8
 
@@ -49,8 +49,8 @@ class _Frame:
         structure: The structure of the value, ``NOTHING`` until it is known.
         tensors: The tensors being filled.
         targets: The memory still to be filled, in reverse order.
-        sealed: The memory of the part that is being filled and, last, that of its seal; empty
-            without seals.
+        sealed: The memory of the part that is being filled, then that of its seal; empty without
+            seals.
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class Inbox:
         damage: The error that ended the stream, if the stream itself was damaged.
         ended: Why no more messages can come; "" as long as they can.
         orderly: Whether the peer said goodbye before the end.
-        reason: Why the peer left, in its own words, if it gave any.
+        reason: Why the peer left, if it said so.
         nbytes: Bytes of the messages that are stored for later.
         delay: While this end waits for messages: how long it was ready to run without getting a
             processor; else None.
@@ -266,12 +266,14 @@ class Inbox:
                 return frame
 
     def _time(self, frame: _Frame) -> None:
+        """Notes how long a message between stages took, for :meth:`flight`."""
         if frame.key.kind not in CONTROL:
             flight = (time.monotonic_ns() - frame.sent) / 1e9 - (self.delay or 0.0)
             timed = self.delay is None, -frame.header.payload, flight
             self._quickest = timed if self._quickest is None else min(self._quickest, timed)
 
     def _begin_frame(self) -> _Frame | None:
+        """Reads the next header; returns its message, None if the header has not arrived."""
         while self._end - self._begin < self._header_bytes:
             if not self._read(None):
                 return None

@@ -1,6 +1,7 @@
-"""Lanes, one for each direction of a peer: a header on a stream, then each tensor by a transfer.
+"""Lanes of Paddle's process groups: one for each direction between a rank and a peer.
 
-A transfer is an ``isend`` or ``irecv`` of Paddle's process groups.
+A message is a header on a stream, and a transfer for each of its tensors: an ``isend`` or ``irecv``
+of a process group.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Lane(NamedTuple):
         transfer: Starts to send or to fill a contiguous tensor: bytes in one dimension for Gloo, a
             supported dtype for NCCL.
         interrupt: Ends a wait at ``stream`` from any thread. None if ``transfer`` returns at once,
-            as NCCL's does; Gloo's returns when the other side has come.
+            as NCCL's does; Gloo's returns when the peer has called its transfer too.
     """
 
     peer: int

@@ -1,4 +1,4 @@
-"""The bytes of a message but those of its tensors: key, header, seal, structure of its value.
+"""The bytes of a message except those of its tensors: key, header, seal, structure of its value.
 
 A seal is a keyed BLAKE2b of a part and its number, with a key for each direction of a connection: a
 part is valid in its place only. A structure is a tree of plain tuples, compared by ``==``:
@@ -26,7 +26,7 @@ from fleetpipe.json_value import parse_small
 MAGIC = b"FLTP"
 VERSION = 5
 KINDS = b"FBCHL"
-#: The kinds that no edge of stages has.
+#: The kinds of messages that belong to no edge between stages.
 CONTROL = ("C", "H", "L")
 MESSAGE, GOODBYE = 1, 2
 LARGEST_NUMBER = 2**32 - 1
@@ -39,7 +39,7 @@ _WHOLE = struct.Struct(_FIELDS.format + "I")
 # The call, and the moment.
 _LAST = struct.Struct("<IQ")
 HEADER_BYTES = _WHOLE.size + _LAST.size
-# Every step has the headers of the one before. To make or check one takes 7 us between a backward
+# Each step has the headers of the step before. To make or check one takes 7 us between a backward
 # and a forward, where neither code nor data are in the caches; to look it up takes 1 us.
 _KNOWN_HEADERS = 4096
 
@@ -413,7 +413,9 @@ def _to_tree(node: Any, depth: int) -> Tree:
         fits = len(shape) <= MOST_DIMENSIONS
         if not fits or not all(type(n) is int and 0 <= n <= _LARGEST_SIZE for n in shape):
             raise ValueError(f"a shape that no tensor has, {str(shape[:MOST_DIMENSIONS])[:200]}")
-        return (kind, _known_dtype(dtype), tuple(shape), bool(stop_gradient))
+        if dtype not in SIZES:
+            raise ValueError(f"dtype {str(dtype)[:40]!r}")
+        return (kind, dtype, tuple(shape), bool(stop_gradient))
     if kind == "none" and not rest:
         return ("none",)
     if kind in _SCALARS:
@@ -437,11 +439,5 @@ def _entry(key: Any, child: Any, depth: int) -> tuple[str, Tree]:
     return key, _to_tree(child, depth - 1)
 
 
-def _known_dtype(dtype: str) -> str:
-    if dtype not in SIZES:
-        raise ValueError(f"dtype {str(dtype)[:40]!r}")
-    return dtype
-
-
-# The structure of None, and a place to begin where none is known yet.
+# The structure of None, and of a channel or frame whose structure is not known yet.
 NOTHING = Structure(("none",))

@@ -41,10 +41,10 @@ class Closed(Protocol):
         """Ends the connections; with a reason, the peers learn of a failure."""
 
 
-#: Whatever of this process has connections that are open.
+#: The objects of this process that have open connections.
 holding: weakref.WeakSet[Abandoned] = weakref.WeakSet()
 
-#: What is closed when the process ends, unless its job was ended before.
+#: The transports to close when the process ends, unless its job was ended before.
 closed_at_exit: weakref.WeakSet[Closed] = weakref.WeakSet()
 
 
@@ -69,9 +69,10 @@ atexit.register(_close_all)
 _log = log.logger(__name__)
 
 DEFAULT_TIMEOUT = 600.0
-# Seconds in which somebody who knocks must prove to be a peer; a peer that is dropped tries again.
+# Seconds in which an accepted connection must prove to be a peer's; a peer that is dropped tries
+# again.
 STRANGER_SECONDS = 5.0
-# Strangers that may knock at a time; the oldest goes when there are more.
+# Accepted connections that may be unproved at a time; if there are more, the oldest is dropped.
 MOST_STRANGERS = 64
 _RETRY_SECONDS = 0.1
 
@@ -133,8 +134,8 @@ def join(
     }
     meeting.publish("host", card)
     cards = meeting.gather("host", range(ranks), card.keys())
-    _refuse_other_secrets(cards, rank)
-    _refuse_other_ways(cards)
+    _require_same_secret(cards, rank)
+    _require_same_tcp(cards)
     secret = handshake.secret_of_run(user_secret, namespace, cards[0]["token"])
     listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
     joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, attempt)
@@ -151,7 +152,8 @@ def join(
         joining.close()
 
 
-def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
+def _require_same_secret(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
+    """Refuses ranks whose secret is another one than that of ``rank``."""
     secret = cards[rank]["secret"]
     differing = [peer for peer in cards if cards[peer]["secret"] != secret]
     if differing:
@@ -166,7 +168,8 @@ def _refuse_other_secrets(cards: Mapping[int, Mapping[str, str]], rank: int) -> 
         )
 
 
-def _refuse_other_ways(cards: Mapping[int, Mapping[str, str]]) -> None:
+def _require_same_tcp(cards: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuses ranks of one host of which only some use TCP within it."""
     first: dict[str, int] = {}
     for peer, card in cards.items():
         other = first.setdefault(card["host"] or f"rank {peer}", peer)
@@ -197,6 +200,7 @@ def _listen(
 
 
 def _best(peer: int, addresses: list[str], beside: bool) -> str:
+    """Returns the address at which to reach a peer; ``beside`` is whether by a unix socket."""
     kind = "unix" if beside else "tcp"
     for address in addresses:
         if address.startswith(f"{kind} "):
@@ -300,7 +304,8 @@ class _Joining:
     def run(self) -> list[Joined]:
         """Returns a socket and the seals for each peer and stream once all are connected."""
         meeting = self._meeting
-        while missing := self._missing():
+        peers = {*range(meeting.ranks)} - {meeting.rank}
+        while missing := {p for p in peers if any(p not in s.sockets for s in self._streams)}:
             if meeting.limit.reached():
                 raise meeting.late(missing)
             now = time.monotonic()
@@ -310,7 +315,7 @@ class _Joining:
             for key, _ in self._selector.select(_RETRY_SECONDS):
                 if not isinstance(key.data, PendingConnection):
                     self._accept(key.data)
-                elif key.data in self._pending:  # else it went for somebody who came this turn
+                elif key.data in self._pending:  # not dropped for one accepted in this turn
                     self._advance(key.data)
         joined, self._streams = self._streams, []
         return joined
@@ -325,10 +330,6 @@ class _Joining:
             for sock in stream.sockets.values():
                 sock.close()
         self._selector.close()
-
-    def _missing(self) -> set[int]:
-        peers = set(range(self._meeting.ranks)) - {self._meeting.rank}
-        return {p for p in peers if any(p not in s.sockets for s in self._streams)}
 
     def _strangers(self) -> list[PendingConnection]:
         return [connection for connection in self._pending if connection.dialled is None]
@@ -381,8 +382,10 @@ class _Joining:
             greeting = connection.advance()
         except (OSError, handshake.Stranger) as error:
             self._drop(connection)
-            if isinstance(error, handshake.Stale):
-                self._tell_of(error)
+            if isinstance(error, handshake.Stale) and not self._refused_one:
+                # Once: anybody may claim any attempt.
+                self._refused_one = True
+                _log.warning("rank %d refused %s", self._meeting.rank, error)
             return
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
         if greeting is not None:
@@ -397,12 +400,6 @@ class _Joining:
                 connection.sock,
                 greeting.seals,
             )
-
-    def _tell_of(self, stale: handshake.Stale) -> None:
-        """Logs a refused rank of another attempt, once: anybody may claim any attempt."""
-        if not self._refused_one:
-            self._refused_one = True
-            _log.warning("rank %d refused %s", self._meeting.rank, stale)
 
     def _drop(self, connection: PendingConnection) -> None:
         """Closes a connection that leads to no peer; a peer that was dialled is tried again."""

@@ -1,14 +1,15 @@
 """Sends tensors to neighbours by Paddle's process groups, everything else over sockets.
 
-Each message is a small header on a stream and, per tensor, an ``isend`` that an ``irecv`` answers
-when the header has been read. Headers of one peer arrive in the order of its sends, so both ends
-enter their transfers in one order whatever the order of the receives, and with a group for each
-direction neither end's sends stand in the way of its receives.
+Each message is a small header on a stream and, per tensor, an ``isend``; the receiver calls
+``irecv`` when it has read the header. Headers of one peer arrive in the order of its sends, so both
+ends start their transfers in one order whatever the order of the receives. Each direction has a
+group of its own, so that neither end's sends delay its receives.
 
-NCCL's calls return at once. Gloo's block until the other side has come, and fail 30 s later: there
-each direction has a thread at both ends and a stream of its own, and the sender enters ``isend``
-only when the receiver's thread has answered that it is about to enter ``irecv``. No machine with a
-GPU has run this: NCCL is tested with substitutes for Paddle's calls, Gloo itself is tested.
+NCCL's calls return at once. Gloo's block until the peer has made its call too, and fail after 30 s:
+there each direction has a thread at both ends and a stream of its own, and the sender calls
+``isend`` only when the receiver's thread has answered that it is about to call ``irecv``. No
+machine with a GPU has run this: NCCL is tested with substitutes for Paddle's calls, Gloo itself is
+tested.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fleetpipe.transport.message import MessageKey
 
 @shows("rank", "ranks")
 class ProcessGroupTransport:
-    """One rank's connections if tensors travel in groups; see :class:`base.Transport`.
+    """One rank's connections if tensors go by process groups; see :class:`base.Transport`.
 
     On a GPU a wait for tensor data itself is not bounded here: a peer that dies between its header
     and its data ends the wait through NCCL's own watchdog.
@@ -62,7 +63,7 @@ class ProcessGroupTransport:
         self.connect_again(outgoing, incoming)
 
     def connect_again(self, outgoing: Mapping[int, Lane], incoming: Mapping[int, Lane]) -> None:
-        """Takes over lanes after the end of those before, as the constructor does."""
+        """Takes over new lanes after the earlier ones have ended, as the constructor does."""
         self.messages = self.announcements = self.bytes_sent = 0
         self._outgoing = {
             peer: (Outgoing if lane.interrupt is None else ThreadedOutgoing)(self.rank, lane)

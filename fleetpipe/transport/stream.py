@@ -1,4 +1,4 @@
-"""One stream to one peer: values become frames on the way out and values again on the way in.
+"""One stream to one peer: it turns values into frames to send, and received frames into values.
 
 The sending half needs no thread for what the kernel takes at once. A hand-off to a Python thread
 costs more than a small message does, so bytes are sent on the caller's thread without blocking.
@@ -216,7 +216,7 @@ class _Entry(NamedTuple):
 
 
 class Outbox:
-    """The queue of bytes for one peer.
+    """Sends bytes to one peer, and queues those that the kernel does not take.
 
     Attributes:
         backlog: Bytes that the kernel has not taken yet.
@@ -230,7 +230,7 @@ class Outbox:
             sock: A connected stream socket; it becomes non-blocking.
             wake: Called from the writer thread after :meth:`ask`, when bytes have left.
         """
-        # Not by a flag of each call: macOS heeds MSG_DONTWAIT only where it receives.
+        # Not by a flag of each call: on macOS MSG_DONTWAIT has no effect on sends.
         sock.setblocking(False)
         self.backlog = 0
         self.error: OSError | None = None
@@ -300,7 +300,7 @@ class Outbox:
             pieces = _after(pieces, sent)
 
     def _write(self) -> None:
-        # Each in a call of its own, which keeps no entry alive while the next one is waited for.
+        # In a call for each entry, so that none stays alive during the wait for the next.
         while self.error is None and self._write_next():
             pass
 
