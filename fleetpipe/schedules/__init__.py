@@ -1,8 +1,8 @@
 """Schedules as values: build, verify, simulate, draw and lower them. Imports no Paddle.
 
-Here is what users import; drawings and traces are in ``forms``. To read the package, begin at
-the bottom with ``action.py``, ``placement.py`` and ``rows.py``. A file imports
-lower layers only (``tests/test_house.py``)::
+Users import from here; drawings and traces are in ``forms``. To read the package, begin at the
+bottom with ``action.py``, ``placement.py`` and ``rows.py``. A file imports lower layers only
+(``tests/test_house.py``)::
 
     commands
     registry                                by name: build, register

@@ -14,18 +14,21 @@ from typing import NamedTuple, NewType
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.placement import Edge, Placement, parse_edge
 
-#: A micro-batch's number within its batch, as actions have it.
+#: A micro-batch's number within its batch, as in actions.
 MicroBatch = NewType("MicroBatch", int)
-#: Its number over all replicas: the data-parallel rank times m, plus the one within the batch.
+#: A micro-batch's number over all replicas: dp_rank * m plus its number within the batch.
 GlobalMicroBatch = NewType("GlobalMicroBatch", int)
 
 #: Forward, full backward, input-gradient and weight-gradient. B is I followed by W.
 KINDS = ("F", "B", "I", "W")
 
 _COUNT = r"(0|[1-9][0-9]{0,17})"
-_ACTION = re.compile(rf"([FBIW]){_COUNT}\.{_COUNT}(?:/{_COUNT})?")
+_NUMBER = rf"{_COUNT}(?:/{_COUNT})?"
+_ACTION = re.compile(rf"([FBIW]){_COUNT}\.{_NUMBER}")
+_TRANSFER = re.compile(rf"([SR])([FB])([^.]+)\.{_NUMBER}")
+_FREE = re.compile(rf"FREE{_COUNT}\.{_NUMBER}")
 
-#: Slices of a micro-batch that are taken for granted where a text alone does not say.
+#: Slices of a micro-batch that are assumed where a text does not say how many there are.
 _MOST_SLICES = 10**6
 
 
@@ -118,7 +121,7 @@ def parts(item: Item) -> tuple[Action, ...]:
 
 
 def flatten(row: Iterable[Item]) -> Iterator[Action]:
-    """Yields the actions of a row in order, fused units opened."""
+    """Yields the actions of a row in order, also those of fused units."""
     for item in row:
         yield from parts(item)
 
@@ -128,7 +131,7 @@ def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int
 
     Args:
         micro_batch: The digits of the micro-batch.
-        index: Those of the slice, if any.
+        index: The digits of the slice, if any.
         slices: Slices of a micro-batch; None if that is not known.
     """
     if index is None:
@@ -161,11 +164,7 @@ def _parse_action(token: str, slices: int | None) -> Action | None:
     return None if match is None or number is None else Action(match[1], int(match[2]), number)
 
 
-_NUMBER = r"(0|[1-9][0-9]{0,17})(?:/(0|[1-9][0-9]{0,17}))?"
-_TRANSFER = re.compile(r"([SR])([FB])([^.]+)\." + _NUMBER)
-_FREE = re.compile(r"FREE(0|[1-9][0-9]{0,17})\." + _NUMBER)
-
-# The last field of each class is not for callers: it tells apart tuples of the same content.
+# The last field of each class is not for callers: it makes tuples of different classes unequal.
 
 
 class Send(NamedTuple):

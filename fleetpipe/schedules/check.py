@@ -49,7 +49,7 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
         )
     in_bytes = costs.bytes is not None
     unit = "bytes of activations" if in_bytes else "forwards of one stage"
-    # Whatever a schedule cuts sequences into, a cap means as much: forwards of a micro-batch.
+    # A cap counts forwards of whole micro-batches, also where sequences are cut into slices.
     parts = 1 if in_bytes else schedule.slices
     costs.check_stages(schedule.placement.stages)
     for rank in range(schedule.placement.ranks):
@@ -73,7 +73,7 @@ _Crossing = list[list[tuple[Edge, int]]]
 
 
 def verify_plan(plan: PlanRows) -> None:
-    """Checks all of ``Plan.verify`` but for deadlocks between ranks, which ``Plan.order`` finds."""
+    """Does all checks of ``Plan.verify`` except for deadlocks, which ``Plan.order`` finds."""
     try:
         verify(computations(plan), plan.edges)
     except ScheduleError as error:
@@ -178,7 +178,7 @@ class _RankChecker:
             )
 
     def _mark(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
-        """Notes that an operation has stood in the row, and refuses a second one of its kind."""
+        """Marks an operation as seen in the row; refuses a second one of its kind."""
         if micro_batch >= self.plan.units:
             self._fail(
                 f"{op} is of a micro-batch that does not exist",
@@ -211,7 +211,7 @@ class _RankChecker:
             )
 
     def check_end(self) -> None:
-        """Checks that the row lacks nothing at its end."""
+        """Checks, at the end of the row, that no operation is missing."""
         self.position = len(self.row)
         if not self.plan.forward_only and self.row[-2:] != (Reduce(), Step()):
             lacking = "STEP" if self.row[-1:] == (Reduce(),) else "REDUCE"

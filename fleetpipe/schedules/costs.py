@@ -122,7 +122,7 @@ class Costs:
 
     @classmethod
     def _of(cls, content: JsonValue) -> Costs:
-        # What a profile has besides, for each layer.
+        # "profile" has the figures of each layer.
         values = {name: one for name, one in content.fields().items() if name != "profile"}
         names = [field.name for field in fields(cls)]
         for name in values:
@@ -150,7 +150,7 @@ class Costs:
                 )
 
     def without_loss(self, placement: Placement) -> Costs:
-        """Returns these costs without the time of a loss after a head, if one figure is for all.
+        """Returns these costs with no time for the loss after a head, where one figure is for all.
 
         Args:
             placement: The placement of the stages. Without a head the costs are returned unchanged.

@@ -1,21 +1,21 @@
-"""What a rank may run before what its row has first, and why no arrival can block it.
+"""Which entries of its row a rank may run early, and why no order of arrivals can block the ranks.
 
-The row of a rank is then a hint: it runs the first entry that is *ready*, one whose inputs have
-come, instead of waiting for the next one. What may be ready early is limited three times:
+A rank that runs early entries takes the first entry that is *ready*, one whose inputs have come,
+instead of waiting for the next entry of its row. Three rules limit which entries may run early:
 
 - *Dependencies.* An entry comes after those of its own rank that it needs.
 - *Lanes.* Forwards of a stage keep the order of the row, and so do the actions that add to its
   parameters' gradients: B and I, and B and W. So random streams, running statistics and sums of
   gradients are those of the row, in every bit. Stages of a rank that share a tensor share lanes.
-- *Memory.* An entry is taken early only if the rank could go on from there in the order of its row,
-  without the entry, and never hold more than its cap.
+- *Memory.* An entry runs early only if the rank can then run the rest of its row in order without
+  holding more than its cap.
 
-No arrival blocks the ranks. Put the entries of all ranks into one order in which the schedule can
-run as it is written, and look at the first one that has not run. All before it have, so it heads
-its rank's row, and its inputs are sent or there: dependencies and lanes let it run. So does memory:
-at first a rank can go on in the order of its row, as the schedule was verified; an early entry is
-only taken if it still can; and the head is the first step of going on like that. So some rank can
-always run something, however late messages are, and each of finitely many entries runs once.
+Proof that the ranks never block. Put the entries of all ranks into one order in which the schedule
+can run as it is written, and consider the first entry that has not run. All entries before it have
+run, so it is the head of its rank's row, and its inputs have been sent: dependencies and lanes let
+it run. Memory does, too: at the start a rank can run its row in order, as the schedule was
+verified; an early entry runs only if that stays so; and the head is the next entry in that order.
+So some rank can always run an entry, however late messages are, and each entry runs once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fleetpipe.schedules.placement import Dependencies, Edge, checked_edges, sli
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation import amounts_in_flight
 
-#: The lanes of each kind: what reads and writes a stage's state, what autograd adds to gradients as
-#: it goes, and what a split backward adds later.
+#: The lanes of each kind. Lane F: actions that use a stage's state; I and W: actions in which
+#: autograd adds to gradients at once, and in which a split backward adds to them later.
 _LANES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 _Rows = TypeVar("_Rows", bound=ScheduleRows)
@@ -47,7 +47,7 @@ def without_fusion(schedule: _Rows) -> _Rows:
 
 @shows("rank", "head", "cap")
 class Envelope:
-    """What one rank may run next, in one batch.
+    """The entries that one rank may run next, in one batch.
 
     Attributes:
         rank: The rank.
@@ -72,8 +72,8 @@ class Envelope:
             schedule: A schedule that has been verified for these edges and this cap.
             rank: The rank.
             edges: Values that pass between stages; None means the chain.
-            memory_cap: As for ``Schedule.verify``; None: what the rank's own row holds at its peak.
-            costs: As there.
+            memory_cap: As for ``Schedule.verify``; None: the peak of the rank's own row.
+            costs: As for ``Schedule.verify``.
             shared: Whether stages of the rank share a parameter or a buffer.
         """
         in_bytes = costs is not None and costs.bytes is not None
@@ -84,7 +84,7 @@ class Envelope:
         self.cap = max((one.during for one in around), default=0.0)
         if memory_cap is not None:
             self.cap = max(self.cap, memory_cap * parts_of_cap)
-        #: What each entry adds while it runs, and in the end.
+        #: Activations that each entry adds while it runs, and those that stay at its end.
         self._adds = [one.during - earlier for one, earlier in zip(around, before)]
         self._keeps = [one.after - earlier for one, earlier in zip(around, before)]
         self._during = [one.during for one in around]
@@ -101,7 +101,7 @@ class Envelope:
         self.head, self.in_flight = 0, 0.0
         self._left = [*self._needs]
         self._done = [False for _ in self._needs]
-        #: What the rank would hold during each entry if it went on in the order of its row.
+        #: Activations in flight during each entry if the rank runs the rest of its row in order.
         self._ahead = [*self._during]
         self._open = [position for position, count in enumerate(self._left) if not count]
 
@@ -120,7 +120,7 @@ class Envelope:
         )
 
     def take(self, position: int) -> None:
-        """Says that the entry at a position, which was a candidate, runs now."""
+        """Records that the entry at a position, which was a candidate, runs now."""
         kept = self._keeps[position]
         if kept:
             for other in range(self.head, position):
@@ -136,7 +136,7 @@ class Envelope:
                 insort(self._open, other)
 
     def _fits(self, position: int) -> bool:
-        """Whether memory lets an entry run early."""
+        """Whether an entry can run early within the cap."""
         kept, cap = self._keeps[position], self.cap
         if kept <= 0:
             return True

@@ -1,7 +1,7 @@
-"""Names the error of a schedule that is not complete or cannot go on.
+"""Raises the error of a schedule that is incomplete or deadlocks.
 
-That is an action that is missing, occurs twice or is out of place, or the reason why a replay is
-stuck: an action before its own input, or a cycle of ranks.
+The error names an action that is missing, occurs twice or is on the wrong rank, or the reason why a
+replay is stuck: an action before its own input, or a cycle of ranks.
 """
 
 from __future__ import annotations

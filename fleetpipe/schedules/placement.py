@@ -1,7 +1,7 @@
 """Maps stages to ranks, and says which values cross between them.
 
-Nothing else in the package knows the shape of a loop or a vee. ``Dependencies`` is the one rule of
-what an action waits for: verify, simulate and lower all use it.
+Only this file has the shapes of a loop, a vee and a wave. ``Dependencies`` is the one rule of what
+an action waits for: verify, simulate and lower all use it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.representation import shows
-
-
-def _one_way(position: int, ranks: int) -> int:
-    return position
 
 
 def _there_and_back(position: int, ranks: int) -> int:
@@ -42,14 +38,14 @@ class PlacementShape(NamedTuple):
         return chunks % self.chunks == 0 if self.repeats else chunks == self.chunks
 
     def least(self, chunks: int = 1) -> int:
-        """Returns the least number that it takes and that is not below ``chunks``, or its most."""
+        """Returns the least number of chunks from ``chunks`` on that it takes, or its only one."""
         return -(-chunks // self.chunks) * self.chunks if self.repeats else self.chunks
 
 
 #: ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r. ``wave``: like a vee, again and
 #: again.
 SHAPES = {
-    "loop": PlacementShape(_one_way, 1, repeats=True),
+    "loop": PlacementShape(lambda position, ranks: position, 1, repeats=True),
     "vee": PlacementShape(_there_and_back, 2, repeats=False),
     "wave": PlacementShape(_there_and_back, 2, repeats=True),
 }
@@ -184,7 +180,7 @@ class Edge(NamedTuple):
     Attributes:
         source: Stage that computes the value.
         target: Stage that takes it, later than ``source``.
-        name: Tells edges between the same two stages apart; empty for the usual one.
+        name: Distinguishes edges between the same two stages; empty for the usual one.
     """
 
     source: int
@@ -263,7 +259,7 @@ class Dependencies:
 
     If sequences are cut into slices, see also :func:`slice_before`.
 
-    In the results "B" means the backward that hands gradients on: B, or I if the backward is split.
+    In the results "B" means the backward that computes input gradients: B, or I if it is split.
 
     Args:
         edges: The edges of the model, as :func:`checked_edges` returns them.

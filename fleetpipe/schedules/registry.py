@@ -30,9 +30,9 @@ def names() -> tuple[str, ...]:
 
 
 def canonical_name(name: str) -> str:
-    """Returns the name in the table for ``name``: case, ``-``, ``_`` and spaces do not count.
+    """Returns the name in the table for ``name``, whose case, ``-``, ``_`` and spaces do not count.
 
-    Nor does the word "Schedule" before it, as in torch's ``Schedule1F1B``.
+    A leading "Schedule", as in torch's ``Schedule1F1B``, does not count either.
 
     Raises:
         ConfigError: No such schedule; the message names the nearest ones.
@@ -115,7 +115,7 @@ def register(
             )
     if chunks is None:
         chunks = SHAPES[placement].chunks if placement in SHAPES else 1
-    Placement(placement, 1, chunks)  # refuses what no rank could have
+    Placement(placement, 1, chunks)  # raises ConfigError for an invalid pair
     most = None if any_chunks else chunks
     table.FAMILIES[name] = table.Family(
         _with_verification(name, rows), tuple(aliases), placement, chunks, most, registered=True

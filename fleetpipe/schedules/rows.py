@@ -47,7 +47,7 @@ def names_of(rows: Callable[..., object]) -> tuple[str, ...]:
 
 
 def non_defaults(name: str, rows: Callable[..., object], options: Mapping[str, object]) -> Options:
-    """Returns the options to store with a schedule: those that differ from the default.
+    """Returns the options to store with a schedule: those that differ from their defaults.
 
     Args:
         name: The schedule, for the error.

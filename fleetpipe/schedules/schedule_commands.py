@@ -27,7 +27,8 @@ from fleetpipe.schedules.simulation import Timeline
 _NO_COUNT = re.compile(r"\d{19,}")
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
-#: Most that is built here, or searched for: some seconds of work. ``build`` has no limit.
+#: The largest schedules that are built, or searched, here: some seconds of work. ``build`` itself
+#: has no limit.
 MOST_RANKS = 1024
 MOST_FORWARDS = 600_000
 MOST_SEARCHED = 200_000
@@ -260,9 +261,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
-    """Reads a schedule or plan in its text form, or the schedule of what `fleetpipe plan` wrote."""
+    """Reads a schedule or plan in its text form, or the schedule in a file of `fleetpipe plan`."""
     if text.lstrip().startswith("{"):
-        text = _schedule_of_plan(text)
+        fix = (
+            "give what `fleetpipe schedule --format actions` prints, or a plan of `fleetpipe plan`"
+        )
+        source = Source("FILE: this is JSON, and no plan of `fleetpipe plan`", ConfigError, fix)
+        text = parse(text, source)["schedule"].text()
     digits = _NO_COUNT.search(text)
     if digits:
         raise ConfigError(
@@ -273,12 +278,6 @@ def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedu
         )
     text = _with_header(text, micro_batches, placement)
     return Plan.parse(text) if text.startswith("# fleetpipe-plan") else Schedule.parse(text)
-
-
-def _schedule_of_plan(text: str) -> str:
-    fix = "give what `fleetpipe schedule --format actions` prints, or a plan of `fleetpipe plan`"
-    source = Source("FILE: this is JSON, and no plan of `fleetpipe plan`", ConfigError, fix)
-    return parse(text, source)["schedule"].text()
 
 
 def _with_header(text: str, micro_batches: int | None, placement: str | None) -> str:
@@ -311,9 +310,9 @@ def _costs(arguments: argparse.Namespace) -> Costs:
         except ConfigError as error:
             error.add_place(str(arguments.costs))
             raise
-    said = vars(arguments)
+    options = vars(arguments)
     fields = [field.name for field in dataclasses.fields(Costs)]
-    changes = {name: said[name] for name in fields if said.get(name) is not None}
+    changes = {name: options[name] for name in fields if options.get(name) is not None}
     if "backward" in changes:
         if "input_grad" in changes or "weight_grad" in changes:
             raise ConfigError(

@@ -65,22 +65,22 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
             schedule is incomplete.
     """
-    # Costs of 1 and of 1.0 are equal, but times of one are whole numbers.
+    # repr, since costs of 1 and of 1.0 are equal, but only the former give whole numbers.
     key = checked_edges(edges, schedule.placement), repr(asdict(costs))
-    kept: tuple[object, Replay] | None = vars(schedule).get("_replay")
-    if kept is None:
+    cached: tuple[object, Replay] | None = vars(schedule).get("_replay")
+    if cached is None:
         _require_complete(schedule)
-    if kept is None or kept[0] != key:
-        # Read back from the schedule, it might be another thread's.
-        kept = key, _simulate(schedule, Dependencies(key[0], schedule.placement.stages), costs)
-        vars(schedule)["_replay"] = kept
-    return kept[1]
+    if cached is None or cached[0] != key:
+        # The local is returned: another thread may replace the attribute.
+        cached = key, _simulate(schedule, Dependencies(key[0], schedule.placement.stages), costs)
+        vars(schedule)["_replay"] = cached
+    return cached[1]
 
 
 def _require_complete(schedule: ScheduleRows) -> None:
     """Refuses a schedule with an action that is missing, doubled, unknown, or on a wrong rank."""
     units, placement = schedule.units, schedule.placement
-    # Counted first, since the sets below have every action that there should be.
+    # The count comes first: the sets below are as large as a complete schedule.
     if sum(1 for row in schedule.actions for _ in flatten(row)) < placement.stages * units:
         raise_incomplete(schedule)
     for rank, row in enumerate(schedule.actions):
@@ -120,10 +120,10 @@ class _Column(NamedTuple):
     """The actions of one kind and stage.
 
     Attributes:
-        ends: When they ended. B and I share them: what waits for a gradient need not know which.
+        ends: When they ended. B and I share the list, since either gives the input gradient.
         duration: How long each takes.
-        waits: What each waits for: its ends, the distance to its micro-batch or slice, and the
-            latency of the value.
+        waits: For each action that it waits for: that action's ends, the distance to its
+            micro-batch or slice, and the latency of the value.
     """
 
     ends: _Ends
@@ -199,10 +199,10 @@ def _waits(
     ends: dict[str, list[_Ends]],
     of: tuple[str, int, int],
 ) -> list[tuple[_Ends, int, float]]:
-    """Returns what an action of a kind, a stage and the index of a slice waits for."""
+    """Returns the ``waits`` of the actions of a kind, a stage and an index of a slice."""
     (kind, stage, index), rank_of = of, schedule.placement.rank_of
     waits = [
-        # A value and its gradient take one edge, which the earlier stage names.
+        # A value and its gradient use one edge, whose latency is that of the earlier stage.
         (
             ends[other_kind][other],
             0,
@@ -249,8 +249,8 @@ def amounts_in_flight(
     def amount_of(action: Action) -> float:
         return by_slice[action.micro_batch % slices].bytes_of(action)
 
-    # Forwards of which nothing is released, and those of which only I is done. They are summed
-    # apart and weighted last, so that no rounding error builds up.
+    # Forwards of which nothing is released, and those of which only I is done. They have separate
+    # sums, which are weighted last, so that no rounding error builds up.
     whole: float = 0
     halves: float = 0
     for item in schedule.actions[rank]:
@@ -364,7 +364,7 @@ def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = F
     )
 
 
-#: What appends to a row, and the ops of all micro-batches that it appends.
+#: The append method of a row, and the op of each micro-batch to append.
 _Following = tuple[Callable[[Op], None], Sequence[Op]]
 
 _Written = TypeVar("_Written", Send, Recv, Free)
@@ -422,7 +422,7 @@ class _Emitter:
         self.numbers = numbers(schedule.micro_batches, schedule.slices)
         self.rows: list[list[Op]] = [[] for _ in range(placement.ranks)]
         leaving, entering = crossing_edges(placement, edges)
-        #: By kind and stage: into which rows what of each micro-batch is written.
+        #: By kind and stage: the operations that follow its actions.
         self.following: dict[str, list[list[_Following]]] = {kind: [] for kind in KINDS}
         for stage in range(placement.stages):
             row = self.rows[placement.rank_of(stage)]

@@ -1,6 +1,6 @@
-"""1F1B and its kin, whose stages stand in a loop and whose backwards are whole.
+"""FThenB, 1F1B and their variants: stages in a loop, and backwards that are not split.
 
-Forwards alone, for evaluation and prediction.
+Forwards only, for evaluation and prediction.
 
 Four ranks with one stage each, four micro-batches; a row is a rank, time runs to the right::
 

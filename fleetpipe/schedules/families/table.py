@@ -1,4 +1,4 @@
-"""The table of the families: the function that builds the rows of each, placement and chunks.
+"""The table of the families: for each the function that builds its rows, placement and chunks.
 
 A family is loaded when a schedule of it is built, or when its options are asked for. A vocabulary
 head, with one part on each rank, can be added to the rows of some.
@@ -24,14 +24,13 @@ from fleetpipe.schedules.action import Action, Item, parts
 from fleetpipe.schedules.placement import HEAD, Dependencies, Edge, Placement
 from fleetpipe.schedules.rows import ScheduleRows, collector_paused, names_of, non_defaults
 
-#: Forwards that each rank runs ahead: the body's rows are those of a pipeline with as many more
-#: stages, since a micro-batch goes to all ranks and back between the last stage's F and B, twice
-#: (arXiv:2411.05288).
+#: Forwards that each rank runs ahead with a head: the body has the rows of a pipeline with as many
+#: stages more, since between the last stage's F and B a micro-batch goes to all ranks and back,
+#: twice (arXiv:2411.05288).
 AHEAD = 2
 
-#: Nominal times of a stage, and how long parts and the loss are beside it. Longer parts give the
-#: same order, for what a micro-batch needs of a head comes before the body's own actions; shorter
-#: ones do not.
+#: Nominal times of a stage, and the share of it that a part and the loss take. Longer parts give
+#: the same order, since a head's actions come before the body's; shorter ones do not.
 _TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _PART, _LOSS = 0.2, 0.01
 
@@ -53,7 +52,7 @@ def with_head(
 
 
 class _Merge:
-    """The times of what has run, and the actions that are left."""
+    """The state of the merge: when actions have ended, and the actions that are left."""
 
     def __init__(
         self, body: Sequence[Sequence[Item]], placement: Placement, micro_batches: int
@@ -63,7 +62,7 @@ class _Merge:
         self.lengths = [1.0] * placement.body + [_PART] * placement.ranks + [_LOSS]
         self.clock = [0.0] * placement.ranks
         self.ends: dict[tuple[str, int, int], float] = {}
-        # By rank: rows of which each keeps its order, what goes first where both could run first.
+        # By rank: rows that each keep their order; of two that could run, the first one goes first.
         self.queues: list[list[deque[Item]]] = []
         for rank, row in enumerate(body):
             head = [stage for stage in placement.stages_of(rank) if stage >= placement.body][::-1]
@@ -72,7 +71,7 @@ class _Merge:
             self.queues.append([deque[Item](one) for one in rows])
 
     def rows(self) -> list[list[Item]]:
-        """Runs whatever can begin first, again and again, and returns the rows."""
+        """Repeatedly runs the entry that can begin first; returns the rows."""
         rows: list[list[Item]] = [[] for _ in self.queues]
         while possible := [
             (start, number, rank)
@@ -103,7 +102,7 @@ class _Merge:
             self.ends["B" if kind == "I" else kind, stage, micro_batch] = self.clock[rank]
 
 
-#: Makes the rows of all ranks from a placement, m, and options of its own given by keyword.
+#: Returns the rows of all ranks, given a placement, m, and its own options by keyword.
 Rows = Callable[..., Sequence[Sequence[Item]]]
 
 
@@ -199,7 +198,7 @@ def schedule_rows(
     check_options(name, family.rows, options)
     slices = slices_of(name, options)
     require_whole("slices", slices)
-    # The slices of a family are a field of their own.
+    # Slices are stored in a field of the schedule, not with its options.
     family_options = {option: value for option, value in options.items() if option != "slices"}
     kept_options = non_defaults(name, family.rows, family_options if family.sliced else options)
     if head:

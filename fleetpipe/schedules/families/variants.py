@@ -1,4 +1,4 @@
-"""The options with which each family's schedule is worth a try."""
+"""The options of each family's schedule that a planner tries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
     Args:
         name: A key of the families' table, of a family that does not cut sequences into slices.
         micro_batches: Micro-batches of a batch, m.
-        hidden: The latency divided by the time of a forward and a backward. Groups of kFkB hide it
-            if k - 1 is at least twice that; larger groups only take memory.
+        hidden: The latency divided by the time of a forward and a backward. Groups of k in kFkB
+            hide it if k - 1 is at least twice that; larger groups only take memory.
     """
     options = names_of(FAMILIES[name].rows)
     if "warmup_slack" in options:
@@ -25,7 +25,7 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
 
 
 def counts(most: int) -> list[int]:
-    """Returns numbers to try: some small ones from 2 on, then ever sparser ones, and ``most``."""
+    """Returns numbers to try: 2, 3, 4, 6, 8, 12, .. up to ``most``, and ``most`` itself."""
     numbers = {most}
     for power in range(most.bit_length()):
         numbers |= {2 << power, 3 << power}

@@ -1,4 +1,4 @@
-"""Schedules in waves, which go through the ranks there and back: Hanayo and DualPipeV.
+"""Schedules whose stages run through the ranks forth and back: Hanayo and DualPipeV.
 
 Hanayo: an even number of chunks in waves, each rank running the oldest backward that is ready.
 
@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from fleetpipe.schedules.action import Action, Fused, Item, parts
 from fleetpipe.schedules.placement import Placement
 
-#: The times of an action, by which the ranks are run against each other.
+#: Nominal times of an action, for the simulation of all ranks.
 _FORWARD, _BACKWARD = 1, 2
 
 
@@ -65,7 +65,7 @@ class _Waves:
         #: End, rank and action.
         self.running: list[tuple[int, int, int]] = []
         self.free = [True] * placement.ranks
-        #: Ranks that may have something to begin, since they became free or were given work.
+        #: Ranks that may begin an action, since they became free or an action became ready.
         self.woken: set[int] = set()
         for micro_batch in range(micro_batches):
             self._add(self.forwards + micro_batch * self.stages + self.stages - 1)

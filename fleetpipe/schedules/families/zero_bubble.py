@@ -147,7 +147,7 @@ def _pattern(rank: int, ranks: int, micro_batches: int) -> list[str]:
 #: Time from a micro-batch to the next in the repeated block: F, I and W of two chunks.
 _PERIOD = 6
 
-#: When the block has a rank's F of the first and second chunk, and I of the second and first.
+#: The times in the block of a rank's F of the first and second chunk, I of the second and first.
 _Block = tuple[int, int, int, int]
 
 
@@ -199,25 +199,25 @@ def v_min(placement: Placement, micro_batches: int) -> list[list[Action]]:
 def _rows_of_blocks(
     placement: Placement, micro_batches: int, blocks: Sequence[_Block], cap: int, swaps: bool
 ) -> list[list[Action]]:
-    """Returns the rows of a block that is repeated for each micro-batch and then pulled together.
+    """Returns the rows of a block that is repeated for each micro-batch, without its gaps.
 
     In time slots of one action each rank runs the next of its repeated block. If that has to wait,
     it runs the one after it, if ``swaps`` allows that, or else its oldest W.
 
-    This cannot get stuck. Of all actions left, the one that comes first in the repeated blocks is
-    first on its rank and has its inputs. If it is an F, memory has room as soon as all pending W
-    are done: the block holds at most ``cap`` with any W later than its I, and a swap, which happens
-    within ``cap``, leaves every later F with what was in flight before it.
+    This never deadlocks. Of all actions left, the one that comes first in the repeated blocks is
+    first on its rank and has its inputs. If it is an F, there is room in memory as soon as all
+    pending W are done: the block holds at most ``cap`` with any W later than its I, and a swap,
+    which happens within ``cap``, does not change what is in flight at a later F.
     """
     ranks = [
         _Rank(placement.stages_of(rank), block, micro_batches, cap, swaps)
         for rank, block in enumerate(blocks)
     ]
-    # How many forwards and input gradients of each stage are done; where no stage is, all are.
+    # Forwards and input gradients of each stage that are done; beyond the stages, all of them.
     done = {kind: [0] * placement.stages + [micro_batches] for kind in "FI"}
     left = list(ranks)
     while left:
-        # All choose before any is noted: what one does in a slot the others see in the next.
+        # All choose before any is noted: other ranks see an action in the next slot.
         chosen = [(rank, rank.choose(done)) for rank in left]
         for rank, action in chosen:
             if action is not None:

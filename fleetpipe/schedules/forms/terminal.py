@@ -11,7 +11,7 @@ from fleetpipe.schedules.action import Action, Item
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.simulation import Timeline
 
-#: Where the output is no terminal there is no width to fit.
+#: The width where the output is no terminal.
 _WIDTH_OF_A_FILE = 160
 
 #: The events of one rank: entry, start, end.
@@ -114,7 +114,7 @@ class _Drawing:
         lengths.discard(0)
         self.shortest = min(lengths, default=1)
         even = all(abs(length / self.shortest % 1) < 1e-9 for length in lengths)
-        # Slices that say all there is, or where times are uneven all but a little.
+        # So many slices show everything; where times are uneven, nearly everything.
         self.slices = max(1, round(self.makespan / self.shortest) * (1 if even else 4))
 
     def rows(self) -> Iterator[_Row]:
@@ -125,7 +125,7 @@ class _Drawing:
 
     def styles(self, columns: int) -> Iterator[_Style]:
         """Yields the styles that fit the width, the widest first; none if no style fits."""
-        # An action is two characters at least: looking at each of a million takes its time.
+        # An action takes at least two characters; this check saves a look at each action.
         if 2 * self.makespan / self.shortest > columns + 1:
             return
         yield self._style(small=False, space=1)

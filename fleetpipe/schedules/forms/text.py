@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules.action import Item, Op, parse_item, parse_op
+from fleetpipe.schedules.action import parse_item, parse_op
 from fleetpipe.schedules.explain import window
 from fleetpipe.schedules.placement import Edge, Placement, checked_edges, parse_edge
 from fleetpipe.schedules.rows import Options, PlanRows, ScheduleRows
@@ -28,28 +28,6 @@ IDLE = "-"
 Entry = TypeVar("Entry")
 
 
-class _Header(NamedTuple):
-    """The first line of a document: ``# fleetpipe-schedule 1 name=.. ranks=.. ..``.
-
-    Args:
-        name: Name of the schedule, without spaces.
-        placement: Ranks, chunks and the placement of the stages.
-        micro_batches: Micro-batches of a batch.
-        forward_only: There is no backward: evaluation and prediction.
-        edges: The edges of a plan in text form; None in a schedule.
-        slices: Slices of a micro-batch.
-        options: The options with which the schedule was built.
-    """
-
-    name: str
-    placement: Placement
-    micro_batches: int
-    forward_only: bool = False
-    edges: str | None = None
-    slices: int = 1
-    options: Options = ()
-
-
 def write_schedule(schedule: ScheduleRows) -> str:
     """Returns the text form of a schedule, without a final line break."""
     return _write(_SCHEDULE, schedule, schedule.actions)
@@ -61,19 +39,8 @@ def read_schedule(text: str) -> ScheduleRows:
     Raises:
         ScheduleError: Names the line, the token and what was expected there.
     """
-    document: tuple[_Header, tuple[tuple[Item, ...], ...]] = _read(
-        _SCHEDULE, text, parse_item, "an action like F0.3 or (F0.3|B1.2)"
-    )
-    header, rows = document
-    return ScheduleRows(
-        header.name,
-        header.placement,
-        header.micro_batches,
-        rows,
-        header.forward_only,
-        header.slices,
-        header.options,
-    )
+    fields, rows = _read(_SCHEDULE, text, parse_item, "an action like F0.3 or (F0.3|B1.2)")
+    return ScheduleRows(actions=rows, **fields)
 
 
 def write_plan(plan: PlanRows) -> str:
@@ -84,21 +51,11 @@ def write_plan(plan: PlanRows) -> str:
 
 def read_plan(text: str) -> PlanRows:
     """Reads what :func:`write_plan` writes; raises like :func:`read_schedule`."""
-    document: tuple[_Header, tuple[tuple[Op, ...], ...]] = _read(
+    fields, rows = _read(
         _PLAN, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
     )
-    header, rows = document
-    edges = _read_edges(header.edges or "", header.placement)
-    return PlanRows(
-        header.name,
-        header.placement,
-        header.micro_batches,
-        edges,
-        rows,
-        header.forward_only,
-        header.slices,
-        header.options,
-    )
+    edges = _read_edges(fields.pop("edges"), fields["placement"])
+    return PlanRows(edges=edges, ops=rows, **fields)
 
 
 def _write(
@@ -106,6 +63,8 @@ def _write(
 ) -> str:
     """Returns a header and a line for each row."""
     placement = value.placement
+    # As a JSON object without spaces.
+    options = json.dumps(dict(value.options), separators=(",", ":")).replace(" ", "\\u0020")
     fields = [
         f"# {form} 1 name={value.name}",
         f"ranks={placement.ranks}",
@@ -114,7 +73,7 @@ def _write(
         f"placement={placement.name}",
         *(["forward_only=true"] if value.forward_only else []),
         *([f"slices={value.slices}"] if value.slices > 1 else []),
-        *([f"options={_options_text(value.options)}"] if value.options else []),
+        *([f"options={options}"] if value.options else []),
         *last,
     ]
     return "\n".join([" ".join(fields), *(" ".join(map(str, row)) or IDLE for row in rows)])
@@ -122,18 +81,18 @@ def _write(
 
 def _read(
     form: str, text: str, entry: Callable[[str, int], Entry | None], expected: str
-) -> tuple[_Header, tuple[tuple[Entry, ...], ...]]:
-    """Reads a header and a row for each rank.
+) -> tuple[dict[str, Any], tuple[tuple[Entry, ...], ...]]:
+    """Reads a header and a row for each rank; returns the result of :func:`_read_header` and these.
 
     Args:
-        form: ``"schedule"`` or ``"plan"``.
+        form: ``_SCHEDULE`` or ``_PLAN``.
         text: The document. Blank lines at its end are ignored.
         entry: Reads one token, given the number of slices; returns None if it is not valid.
         expected: What a token looks like, for the error.
     """
     lines = text.rstrip().split("\n")
     header = _read_header(form, lines[0].strip())
-    ranks = header.placement.ranks
+    ranks, slices = header["placement"].ranks, header["slices"]
     if len(lines) - 1 != ranks:
         raise ScheduleError(
             f"the number of lines does not fit ranks={ranks} of the header",
@@ -142,13 +101,12 @@ def _read(
             got=f"{len(lines) - 1} lines",
             fix="write one line for each rank, or change ranks= in the header",
         )
-    if header.slices > 1:
-        expected += f", with one of {header.slices} slices after the micro-batch, as in F0.3/1"
-
-    def read(token: str) -> Entry | None:
-        return entry(token, header.slices)
-
-    rows = [_read_row(number, line, read, expected) for number, line in enumerate(lines[1:], 2)]
+    if slices > 1:
+        expected += f", with one of {slices} slices after the micro-batch, as in F0.3/1"
+    rows = [
+        _read_row(number, line, lambda token: entry(token, slices), expected)
+        for number, line in enumerate(lines[1:], 2)
+    ]
     return header, tuple(rows)
 
 
@@ -180,7 +138,13 @@ def _read_row(
     return tuple(row)
 
 
-def _read_header(form: str, line: str) -> _Header:
+def _read_header(form: str, line: str) -> dict[str, Any]:
+    """Reads the first line, ``# fleetpipe-schedule 1 name=.. ranks=.. ..``.
+
+    Returns:
+        The fields of ``ScheduleRows`` without actions, or those of ``PlanRows`` without operations
+        and with the edges as text.
+    """
     words = line.split()
     if words[:3] != ["#", form, "1"]:
         raise ScheduleError(
@@ -207,21 +171,15 @@ def _read_header(form: str, line: str) -> _Header:
         placement = Placement(fields["placement"], numbers["ranks"], numbers["chunks"])
     except ConfigError as error:
         raise ScheduleError(str(error), where="line 1") from error
-    edges = fields.get("edges")
-    return _Header(
-        fields["name"],
-        placement,
-        numbers["micro_batches"],
-        "forward_only" in fields,
-        "" if edges == IDLE else edges,
-        _read_number("slices", fields.get("slices", "1")),
-        _read_options(fields.get("options", "{}")),
-    )
-
-
-def _options_text(options: Options) -> str:
-    """Returns options as a JSON object without spaces."""
-    return json.dumps(dict(options), separators=(",", ":")).replace(" ", "\\u0020")
+    return {
+        "name": fields["name"],
+        "placement": placement,
+        "micro_batches": numbers["micro_batches"],
+        "forward_only": "forward_only" in fields,
+        "slices": _read_number("slices", fields.get("slices", "1")),
+        "options": _read_options(fields.get("options", "{}")),
+        **({"edges": fields["edges"].removeprefix(IDLE)} if form == _PLAN else {}),
+    }
 
 
 def _read_options(text: str) -> Options:

@@ -1,4 +1,4 @@
-"""Events, simulated or measured, and the trace that they are written as.
+"""Events, simulated or measured, and how they are written as a trace in Chrome's format.
 
 Pictures are drawn from events too. Perfetto (ui.perfetto.dev) and chrome://tracing open the trace.
 """
@@ -19,17 +19,17 @@ from fleetpipe.schedules.simulation import Timeline
 
 
 class Event(NamedTuple):
-    """One thing that a rank did, as plain values that can be sent and saved.
+    """An operation of a rank and its times, as plain values that can be sent and saved.
 
     Attributes:
         rank: The rank.
-        name: What it did, as a plan writes it: "F0.3", "(F0.3|B1.2)", "SF0>1.3", "STEP"; or
-            any other word.
+        name: The operation as in a plan: "F0.3", "(F0.3|B1.2)", "SF0>1.3", "STEP"; or any other
+            word.
         start: When it began: seconds if measured, else the unit of the costs.
         end: When it ended.
         exchange: The part of that time in which the rank only waited for exchanges with other ranks
             of its stage.
-        early: How many actions that stand before it in the schedule began later on its rank.
+        early: Number of actions that precede it in its rank's row and began later.
         queued: The part of that time in which the rank waited for a processor.
     """
 
@@ -127,7 +127,7 @@ def median_step(steps: Sequence[Sequence[Event]]) -> int:
     return rates.index(median_low(rates))
 
 
-#: What a trace calls one unit of the costs, which have none of their own: a millisecond.
+#: The time in a trace of one unit of the costs, which have no unit of time: a millisecond.
 MICROSECONDS_PER_UNIT = 1000.0
 
 #: Microseconds in the second, the unit of measured events.
@@ -154,7 +154,7 @@ def write_trace(
     device: str = "",
     machine: _Json | None = None,
 ) -> None:
-    """Writes :func:`chrome_trace` to a file, with what is known of the machine."""
+    """Writes :func:`chrome_trace` to a file, with ``machine``, facts about the machine."""
     document = chrome_trace(
         tracks, placement, edges=edges, microseconds=microseconds, steps=steps, device=device
     )
@@ -360,9 +360,9 @@ def _category(event: Event) -> str:
 def _transfers(
     events: Iterable[Event], edges: Iterable[Edge], placement: Placement
 ) -> list[tuple[str, Event, Event]]:
-    """Returns the values that crossed between ranks: name, event it left in, event it arrived in.
+    """Returns each value sent between ranks: its name, the event that sent it, that received it.
 
-    If several steps have events of one name, the n-th that left belongs to the n-th that arrived.
+    If several steps have events of one name, the n-th that sent belongs to the n-th that received.
     """
     places: defaultdict[object, list[Event]] = defaultdict(list)
     micro_batches: dict[int, None] = {}
