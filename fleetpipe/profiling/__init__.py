@@ -1,8 +1,8 @@
-"""Plans a pipeline from its layers' costs: cut, placement, schedule, and what is recomputed.
+"""Plans a pipeline from its layers' costs: cut, placement, schedule, and the layers to recompute.
 
-Needs no Paddle. Begin with ``planner.py``. ``profile.py`` and ``plan.py`` are the values,
-``cost_model`` and ``memory`` compute the costs of a choice, and ``candidates`` lists the choices,
-of which the planner picks the best.
+Needs no Paddle. Begin with ``planner.py``, which picks the best of the choices in ``candidates``.
+``profile.py`` and ``plan.py`` have the values that users get; ``cost_model`` and ``memory`` compute
+the costs of a choice.
 """
 
 from __future__ import annotations

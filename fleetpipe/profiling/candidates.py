@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """A plan that does not fit into memory, even with everything recomputed.
+    """A plan that does not fit into memory, even with all layers recomputed.
 
     Attributes:
         peak: The most bytes of any rank.
@@ -85,7 +85,7 @@ class PlanTask:
         return self.profile.stages
 
     def shapes(self) -> list[Placement]:
-        """Returns the placements with no more stages than the model has places for."""
+        """Returns the placements with no more stages than the model can be cut into."""
         most = len(self.profile.cuts) + 1
         if self.profile.body < len(self.profile.layers):
             return [Placement(f"loop{HEAD}", self.ranks)]
@@ -116,7 +116,7 @@ class PlanTask:
                     yield schedule
 
     def _options(self, name: str) -> list[dict[str, Any]]:
-        """Returns the options of a family to try; of a sliced one those that were measured."""
+        """Returns the options of a family to try; the measured slices for a family of slices."""
         slices = len(self.profile.slices)
         if FAMILIES[name].sliced:
             return [{"slices": slices}] if slices > 1 else []
@@ -140,7 +140,7 @@ class PlanTask:
         parts, places, count = shape.body, self.profile.cuts, self.profile.body
         units = [0, *places]
         even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
-        # Each part of a head is a stage, and so is the loss.
+        # Each part of a head is a stage; so is the loss.
         head = range(count + 1, self.stages.count + 1)
         tried: list[Boundaries] = [(*even, count)]
         if "partition" not in self.search:
@@ -166,8 +166,8 @@ class PlanTask:
     def fastest(self, shape: Placement, cap: float = math.inf) -> Bottleneck:
         """Returns the cut whose slowest stage is fastest, transfers between ranks included.
 
-        Of cuts that measurements cannot tell apart it takes the one that sends least, so that each
-        measurement of a model gives the same cut.
+        Of cuts that are equally fast within the noise of measurements it takes the one that sends
+        least, so that each measurement of a model gives the same cut.
 
         Args:
             shape: The placement of stages on ranks.
@@ -196,7 +196,7 @@ class PlanTask:
         if not 0 < layer < self.stages.count or shape.rank_of(border) == shape.rank_of(border + 1):
             return 0.0, 0.0
         size, transfer = self.profile.layers[layer - 1].output, self.profile.transfer
-        # A value comes, and its gradient goes back.
+        # The rank receives a value and sends its gradient back.
         return transfer.sends(size) + transfer.receives(size), 2 * self._comm(shape, border, size)
 
     def _memory(self, parts: int, stage: int, start: int, end: int) -> float:
@@ -246,43 +246,33 @@ class PlanTask:
         return self.profile.link(shape.link_of(stage)).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
-        """Returns the costs of a schedule on a cut, with the recompute that makes it fit."""
-        layers, stages = self.profile.layers, self.stages
-        if schedule.slices > 1:
-            return self._evaluate_slices(schedule, boundaries)
+        """Returns the costs of a schedule on a cut, with the recompute that makes it fit.
+
+        A schedule of slices recomputes nothing.
+        """
+        stages, copies, shape = self.stages, self.optimizer_copies, schedule.placement
+        slices = [one.cut(boundaries) for one in self.of_slices if schedule.slices > 1]
         chosen: Recompute = ((),) * (len(boundaries) - 1)
         costs = stages.cut(boundaries)
-        peaks = peak_bytes(schedule, costs, self.optimizer_copies)
-        if max(peaks) > self.cap and "recompute" in self.search:
-            chosen = choose(schedule, layers, stages, boundaries, self.cap, self.optimizer_copies)
+        peaks = peak_bytes(schedule, costs, copies, slices)
+        if max(peaks) > self.cap and "recompute" in self.search and not slices:
+            layers = self.profile.layers
+            chosen = choose(schedule, layers, stages, boundaries, self.cap, copies)
             costs = stages.cut(boundaries, chosen)
-            peaks = peak_bytes(schedule, costs, self.optimizer_copies)
+            peaks = peak_bytes(schedule, costs, copies)
         most = max(peaks)
         if most > self.cap:
             return Lack(most, peaks.index(most), schedule, boundaries)
-        times = replay(schedule, None, self.costs(schedule.placement, costs))
-        seconds = max(ends[-1] for ends in times.ends)
-        return Candidate(seconds, most, schedule, boundaries, chosen)
-
-    def _evaluate_slices(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
-        """Returns the costs of a schedule of slices, without any recompute."""
-        costs = self.stages.cut(boundaries)
-        parts = [stages.cut(boundaries) for stages in self.of_slices]
-        peaks = peak_bytes(schedule, costs, self.optimizer_copies, parts)
-        most = max(peaks)
-        if most > self.cap:
-            return Lack(most, peaks.index(most), schedule, boundaries)
-        shape = schedule.placement
-        each = tuple(self.costs(shape, part) for part in parts)
+        each = tuple(self.costs(shape, part) for part in slices) or None
         times = replay(schedule, None, self.costs(shape, costs, each_slice=each))
         seconds = max(ends[-1] for ends in times.ends)
-        return Candidate(seconds, most, schedule, boundaries, ((),) * (len(boundaries) - 1))
+        return Candidate(seconds, most, schedule, boundaries, chosen)
 
     def search_schedule(self, candidate: Candidate) -> Schedule | None:
         """Returns the schedule that ``auto`` finds for the cut of a candidate, or None."""
         shape = candidate.schedule.placement
         if shape.has_head or (shape.name == "wave" and shape.chunks == 2):
-            return None  # none is searched with a head; a wave of two chunks is searched as a vee
+            return None  # ``auto`` takes no head; a wave of two chunks is searched as a vee
         stages = self.stages.cut(candidate.boundaries, candidate.recompute)
         if not self.profile.splits or "schedule" not in self.search:
             return None
@@ -311,22 +301,18 @@ class PlanTask:
         """Returns a lower bound of the time of any cut, placement and schedule, in seconds.
 
         Some rank computes at least its even share. Also, the rank of any layer cannot begin before
-        the earlier layers have run once, and after its last I those layers have theirs to run.
+        the earlier layers have run once, and after its last I those layers still have to run I.
         """
         layers = self.profile.layers[: self.profile.body]
         if self.of_slices:
-            # A slice need not wait for those after it, and may cost less than its share.
+            # A slice does not wait for later ones, and may cost less than its share.
             least = min(self.stages.least(), sum(part.least() for part in self.of_slices))
             return self.micro_batches * least / self.ranks
         most = self.micro_batches * self.stages.least() / self.ranks
         before = 0.0
         for layer in layers:
-            way = layer.forward + min(layer.whole, _input_grad(layer))
+            input_grad = math.inf if layer.input_grad is None else layer.input_grad
+            way = layer.forward + min(layer.whole, input_grad)
             most = max(most, before + self.micro_batches * way, self.micro_batches * layer.seconds)
             before += way
         return most
-
-
-def _input_grad(layer: object) -> float:
-    seconds = getattr(layer, "input_grad", None)
-    return math.inf if seconds is None else float(seconds)

@@ -1,4 +1,7 @@
-"""The cost model: costs of a layer, of a link between ranks, and of a stage of several layers."""
+"""The cost model: costs of a layer, of a link between ranks, and of a stage of several layers.
+
+Start with ``LayerCost``; ``Stages`` adds the costs of layers up.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Link(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The time that both ranks are busy with a value that crosses, besides its link's.
+    """The time that a value between two ranks keeps both of them busy, besides that of its link.
 
     Attributes:
         sending: Seconds of the sending rank for a value of any size.
@@ -55,15 +58,14 @@ class Transfer(NamedTuple):
 
 
 class ProcessMemory(NamedTuple):
-    """What a process takes of its device's memory, by what its tensors take.
+    """The bytes of its device's memory that a process takes, as a function of its tensors' bytes.
 
-    On a CPU it is the resident size, by which the system ends a process; on a GPU what Paddle
-    reserves of the card.
+    On a CPU that is the resident size, which the system limits; on a GPU the bytes that Paddle
+    reserves.
 
     Attributes:
         base: Bytes beside the tensors: the interpreter, its libraries, the user's data.
-        growth: Bytes for each byte of tensors, at least 1: memory that is freed stays in part with
-            the process.
+        growth: Bytes for each byte of tensors, at least 1: a process keeps a part of freed memory.
     """
 
     base: float
@@ -89,7 +91,7 @@ class LayerCost:
         parameters: Bytes of its trained parameters, without those that an earlier layer uses.
         gradients: Bytes of the gradients of these parameters.
         buffers: Bytes of its untrained tensors, without those that an earlier layer uses.
-        output: Bytes of the values that later layers use: they cross if a stage ends here.
+        output: Bytes of the values that later layers use: they are sent if a stage ends here.
         held: Bytes that its F leaves allocated until B, its output included.
         releases: Bytes of its input that are freed after it has run, unless it is the first of a
             stage.
@@ -331,7 +333,7 @@ class Stages:
         )
         chosen = [number for number in recompute if start <= number < end]
         for layer in (self._all[number] for number in chosen):
-            # Its W does not wait: what W needs is there only while its I runs.
+            # Its W runs with its I: what W needs is recomputed only then.
             moved = layer.weight_grad or 0
             times[1] += layer.forward
             times[2] += layer.forward + moved
@@ -368,8 +370,8 @@ class Stages:
         )
 
     def _input_bytes(self, start: int) -> int:
-        """Returns the bytes of a stage's input, which stay whatever its first layer frees."""
-        # That of the first stage is of the batch, which is there anyway.
+        """Returns the bytes of a stage's input, with those that its first layer would free."""
+        # The input of the first stage is the batch, which is in memory anyway.
         received = self._all[start - 1].output if start else 0
         return received + self._all[start].releases
 

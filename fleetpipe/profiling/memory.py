@@ -1,7 +1,6 @@
-"""The bytes that each rank uses, and the layers to recompute so that they fit.
+"""The bytes that each rank uses at its peak, and the layers to recompute so that they fit.
 
-What a rank holds at its fullest moment; the cheapest bytes to recompute, first; and numbers of
-bytes as people write them: ``2GiB``, ``500 MB``, 1048576.
+Also reads and writes numbers of bytes as people do: ``2GiB``, ``500 MB``, 1048576.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Peak(NamedTuple):
 
     Attributes:
         bytes: Bytes used at that moment.
-        whole: By stage, the forwards whose B is to come.
-        split: By stage, the forwards whose I is to come.
-        waiting: By stage, the backwards whose W is to come.
+        whole: By stage, the number of forwards whose B has not run.
+        split: By stage, the number of forwards whose I has not run.
+        waiting: By stage, the number of backwards whose W has not run.
     """
 
     bytes: int
@@ -91,7 +90,7 @@ class Shares(NamedTuple):
 
     Attributes:
         bytes: For each stage the bytes that a forward holds, in shares of its rank's room.
-        input_grad_frees: The part of it that I frees.
+        input_grad_frees: The share of these bytes that I frees.
     """
 
     bytes: tuple[float, ...]
@@ -102,9 +101,9 @@ class _Moments(NamedTuple):
     """The forwards and backwards held while each action of a rank runs, without repeated moments.
 
     Attributes:
-        counts: For each moment, by stage of the rank and slice: forwards whose B, then forwards
-            whose I is to come, then backwards whose W is to come.
-        stages: For each moment, the stage of the rank and the slice that compute.
+        counts: For each moment, by stage of the rank and slice: the forwards whose B has not run,
+            then those whose I has not run, then the backwards whose W has not run.
+        stages: For each moment, the index of the computing stage and slice.
     """
 
     counts: np.ndarray
@@ -232,7 +231,7 @@ def choose(
     free: float,
     optimizer_copies: float,
 ) -> Recompute:
-    """Returns for each stage the layers to recompute; all of a rank that does not fit even so.
+    """Returns for each stage the layers to recompute; all layers of a rank that never fits.
 
     Args:
         schedule: The schedule that runs.

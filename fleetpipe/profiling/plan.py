@@ -1,6 +1,6 @@
-"""A plan as a value: cut, schedule, recompute, predicted costs, and what bounds its speed.
+"""A plan as a value: cut, schedule, recompute, predicted costs, and the bottleneck of its speed.
 
-It is described by a table of its stages and ranks.
+Start with ``PipelinePlan``; the functions before it write its description.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fleetpipe.schedules import Costs, Schedule, rebuild
 from fleetpipe.schedules.forms import draw, panel_of
 from fleetpipe.schedules.rows import in_slices
 
-#: A rank that computes this share of the time hardly waits: what it computes binds.
+#: From this share of the time on that a rank computes, its work is the bottleneck.
 _BUSY = 0.9
 
-#: A rank that uses this share of the cap has no room to do otherwise.
+#: From this share of the cap on that a rank uses, its memory is a bottleneck.
 _FULL = 0.95
 
 
@@ -56,30 +56,18 @@ class Predicted(NamedTuple):
     process_bytes: tuple[int, ...] | None = None
 
 
-class Facts(NamedTuple):
-    """The facts about a plan from which its description is written."""
-
-    schedule: Schedule
-    partition: Partition
-    recompute: Recompute
-    stages: Sequence[StageCost]
-    predicted: Predicted
-    memory_cap: float | None
-    degrees: LayerDegrees | None = None
-
-
-def describe(facts: Facts) -> str:
+def _describe(plan: PipelinePlan) -> str:
     """Returns a heading, a table of the stages and one of the ranks."""
-    schedule, predicted = facts.schedule, facts.predicted
+    schedule, predicted = plan.schedule, plan.predicted
     placement = schedule.placement
     heading = (
         f"plan: {schedule.name}, {placement.ranks} ranks, {schedule.micro_batches} micro-batches"
         f"{in_slices(schedule.slices)},"
         f" chunks {placement.chunks} ({placement.name}); {show_seconds(predicted.time)} a batch"
-        + (f"; {facts.degrees}" if facts.degrees not in (None, LayerDegrees()) else "")
+        + (f"; {plan.degrees}" if plan.degrees not in (None, LayerDegrees()) else "")
     )
     rows = [("stage", "rank", "layers", "names", "F ms", "B ms", "holds", "recomputed")]
-    for part, cost, again in zip(facts.partition.stages, facts.stages, facts.recompute):
+    for part, cost, again in zip(plan.partition.stages, plan.stages, plan.recompute):
         names = [part.layers[0].name, part.layers[-1].name]
         rows.append(
             (
@@ -104,17 +92,13 @@ def describe(facts: Facts) -> str:
     return "\n".join([heading, table(rows, left=(3,)), table(list(zip(*ranks)))])
 
 
-def name_bottleneck(facts: Facts) -> str:
-    """Names the bottleneck (a rank's work, waiting or memory) and the gap to the lower bound."""
-    return "\n".join([*_time(facts), *_memory(facts), *_recompute(facts)])
-
-
-def _time(facts: Facts) -> Iterator[str]:
-    predicted, placement = facts.predicted, facts.schedule.placement
+def _time(plan: PipelinePlan) -> Iterator[str]:
+    """Yields lines on the time of a batch, the lower bound and the busiest rank."""
+    predicted, placement = plan.predicted, plan.schedule.placement
     rank = predicted.busy.index(max(predicted.busy))
     owned = placement.stages_of(rank)
-    slowest = max(owned, key=lambda stage: facts.stages[stage].seconds)
-    part = facts.partition.stages[slowest]
+    slowest = max(owned, key=lambda stage: plan.stages[stage].seconds)
+    part = plan.partition.stages[slowest]
     share = predicted.busy[rank] / predicted.time if predicted.time else 1.0
     times = predicted.time / predicted.bound if predicted.bound else 1.0
     yield (
@@ -130,33 +114,35 @@ def _time(facts: Facts) -> Iterator[str]:
         if part.end - part.start == 1:
             yield f"  layer {part.start} ({part.layers[0].name}) cannot be cut: list it more finely"
     else:
-        latency = max((cost.output for cost in facts.stages[:-1]), default=0)
+        size = max((cost.output for cost in plan.stages[:-1]), default=0)
         yield (
             "what binds: waiting, while the pipeline fills and drains and values are on their way"
-            f" (at most {show_bytes(latency)}); more micro-batches make its share smaller"
+            f" (at most {show_bytes(size)}); more micro-batches make its share smaller"
         )
 
 
-def _memory(facts: Facts) -> Iterator[str]:
-    peaks, taken = facts.predicted.peak_bytes, facts.predicted.process_bytes
+def _memory(plan: PipelinePlan) -> Iterator[str]:
+    """Yields lines on the rank that uses the most memory."""
+    peaks, taken = plan.predicted.peak_bytes, plan.predicted.process_bytes
     rank = peaks.index(max(peaks))
     most = f"memory: tensors take at most {show_bytes(peaks[rank])}, on rank {rank}"
-    if facts.memory_cap is None:
+    if plan.memory_cap is None:
         yield f"{most}; there is no cap"
     else:
-        share = peaks[rank] / facts.memory_cap
-        yield f"{most}, {share:.1%} of the cap of {show_bytes(facts.memory_cap)}"
-        if share >= _FULL or any(facts.recompute):
+        share = peaks[rank] / plan.memory_cap
+        yield f"{most}, {share:.1%} of the cap of {show_bytes(plan.memory_cap)}"
+        if share >= _FULL or any(plan.recompute):
             yield f"  the memory of rank {rank} binds: a plan with a larger cap may be faster"
     if taken is not None:
-        about = "" if facts.memory_cap is None else "; the cap is about tensors alone"
+        about = "" if plan.memory_cap is None else "; the cap is about tensors alone"
         yield f"  its process takes some {show_bytes(taken[rank])}, libraries included{about}"
 
 
-def _recompute(facts: Facts) -> Iterator[str]:
-    for stage, layers in enumerate(facts.recompute):
+def _recompute(plan: PipelinePlan) -> Iterator[str]:
+    """Yields a line for each stage that recomputes layers."""
+    for stage, layers in enumerate(plan.recompute):
         if layers:
-            rank = facts.schedule.placement.rank_of(stage)
+            rank = plan.schedule.placement.rank_of(stage)
             yield f"recompute: layers {_ranges(layers)} of stage {stage} on rank {rank}"
 
 
@@ -176,7 +162,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(map(shown_range, ranges))
 
 
-#: Written into each file.
+#: The version of the form of a file, which is written into it.
 VERSION = 1
 
 _SOURCE = Source(
@@ -209,8 +195,7 @@ class PipelinePlan:
         slices: The costs of each stage for each slice, if the schedule cuts sequences into slices.
         slice_comm: The same as :attr:`comm`, for each slice.
         degrees: The number of ranks over which experts and sequences are split; None if unknown.
-        process: What a process takes of its device's memory, by what its tensors take; None if
-            unknown.
+        process: The memory that a process takes for its tensors; None if unknown.
     """
 
     schedule: Schedule
@@ -242,7 +227,7 @@ class PipelinePlan:
         return self.schedule.placement.chunks
 
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """Returns its schedule, verified, or one like it for another number of micro-batches.
+        """Returns its schedule, or a verified one like it for another number of micro-batches.
 
         Raises:
             ScheduleError: It would need more memory than the plan's own cap.
@@ -291,22 +276,10 @@ class PipelinePlan:
 
     def explain(self) -> str:
         """Names the bottleneck (work, waiting or memory) and the gap to the lower bound."""
-        return name_bottleneck(self._facts)
+        return "\n".join([*_time(self), *_memory(self), *_recompute(self)])
 
     def __str__(self) -> str:
-        return describe(self._facts)
-
-    @property
-    def _facts(self) -> Facts:
-        return Facts(
-            self.schedule,
-            self.partition,
-            self.recompute,
-            self.stages,
-            self.predicted,
-            self.memory_cap,
-            self.degrees,
-        )
+        return _describe(self)
 
     def require_layers(self, names: Sequence[str]) -> None:
         """Refuses a model that is not the one in the profile.

@@ -1,4 +1,4 @@
-"""``fleetpipe plan`` and ``fleetpipe estimate``: they read a file and run no model.
+"""The commands ``fleetpipe plan`` and ``fleetpipe estimate``: they read a profile, run no model.
 
 An estimate is the time and memory of every schedule on several numbers of ranks.
 """
@@ -70,7 +70,7 @@ def estimates(
                 slices = parts if schedule.slices > 1 else ()
                 peaks = peak_bytes(schedule, stages, optimizer_copies, slices)
                 one = Estimate(count, shape.chunks, schedule.name, best.seconds, peaks)
-                # Of a schedule's options the faster.
+                # Of several options of a schedule, only the fastest.
                 key = shape.chunks, schedule.name
                 of_ranks[key] = min(of_ranks.get(key, one), one, key=lambda each: each.seconds)
         rows += sorted(of_ranks.values(), key=lambda one: one.seconds)
@@ -101,7 +101,7 @@ def estimates_table(estimates_shown: Sequence[Estimate], alone: float) -> str:
     return table(rows, left=(2,))
 
 
-#: Most that is searched here: some seconds of work.
+#: The largest tasks that are searched here: some seconds of work.
 MOST_FORWARDS, MOST_CUTS = 10_000, 2_000
 
 
@@ -256,7 +256,7 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         sys.stdout.write(json.dumps([one._asdict() for one in rows]) + "\n")
         return 0
-    layers = [*profile.layers, *filter(None, [profile.loss])]
+    layers = profile.layers_and_loss
     alone = arguments.micro_batches * sum(layer.forward + layer.whole for layer in layers)
     sys.stdout.write(estimates_table(rows, alone) + "\n")
     return 0

@@ -2,8 +2,8 @@
 
 Partition, placement, schedule and recompute are searched. As in AdaPtis (arXiv:2509.23722) each is
 improved in turn until nothing helps: first cuts are tried with the schedules of all families, the
-best ones are moved layer by layer, a schedule is searched for the resulting cut, and the cut is
-moved again.
+borders of the best cuts are moved, a schedule is searched for the resulting cut, and its borders
+are moved again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fleetpipe.profiling.plan import PipelinePlan, shown_range
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.schedules import Placement, Schedule
 
-#: Actions that are played in all, which bounds the time whatever the size: some seconds.
+#: Actions that are simulated in all, so that a search of any size takes some seconds.
 _BUDGET = 1_500_000
 
 #: Shapes whose best plan is improved.
 _IMPROVED = 3
 
-#: How often a schedule is searched for a cut that was moved for the one before.
+#: How often a schedule is searched for a cut whose borders were moved.
 _ROUNDS = 3
 
-#: Times that differ by less are as good as equal: two profiles of one model differ by as much.
+#: Relative difference of times that count as equal: two profiles of one model differ by as much.
 _NOISE = 0.01
 
-#: Steps by which a part of the borders between stages moves at once.
+#: Steps by which neighbouring borders between stages move at once.
 _STEPS = (1, -1, 2, -2, 4, -4)
 
 Outcome = Candidate | Lack
@@ -49,38 +49,31 @@ class _Score(NamedTuple):
     peak: int = 0
 
 
-def best_plan(task: PlanTask) -> Outcome:
-    """Returns the best plan found; if none fits, the one that lacks the least memory."""
-    return _Search(task).run()
-
-
 class _Search:
-    """A task, and the number of actions that may still be simulated for it."""
+    """The search for the best plan of a task, and the number of actions it may still simulate."""
 
     def __init__(self, task: PlanTask) -> None:
         self.task = task
         self.left = _BUDGET
         self.fitting: list[Candidate] = []
-        # Against rounding: times count in shares of the work.
+        # Against rounding errors, times are compared as multiples of a rank's share of the work.
         self.unit = task.micro_batches * task.stages.least() / task.ranks or 1
 
     def run(self) -> Outcome:
-        """Tries all shapes, and improves the best candidates."""
+        """Returns the best plan; if none fits, the one that lacks the least memory."""
         firsts = []
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
             outcomes = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
-            # With the best cut of a family, what a search makes of it.
+            # A searched schedule for the best cut.
             outcomes += [self._with_schedule(one) for one in sorted(outcomes, key=self._score)[:1]]
             firsts += sorted(outcomes, key=self._score)[:1]
         firsts.sort(key=self._score)
         best = min((self._improve(first) for first in firsts[:_IMPROVED]), key=self._score)
-        return best if isinstance(best, Lack) else self._with_least_memory(best)
-
-    def _with_least_memory(self, best: Candidate) -> Candidate:
-        """Returns the plan of the smallest peak among those that are as fast within the noise."""
-        longest = best.seconds * (1 + _NOISE)
-        fast = [one for one in self.fitting if one.seconds <= longest]
+        if isinstance(best, Lack):
+            return best
+        # Of plans that are as fast within the noise, the one of the smallest peak.
+        fast = [one for one in self.fitting if one.seconds <= best.seconds * (1 + _NOISE)]
         return min([best, *fast], key=lambda one: (one.peak, one.seconds))
 
     def _try(self, schedule: Schedule, boundaries: Boundaries) -> Outcome:
@@ -134,7 +127,7 @@ class _Search:
         """Yields cuts with some neighbouring borders moved by the same number of possible cuts."""
         cuts = self.task.profile.cuts
         index = {cut: number for number, cut in enumerate(cuts)}
-        # The parts of a head stay where they are.
+        # The borders of a head's parts do not move.
         last = next(n for n in range(1, len(boundaries)) if boundaries[n] not in index)
         inner = [index[border] for border in boundaries[1:last]]
         for width in range(1, len(inner) + 1):
@@ -149,7 +142,7 @@ class _Search:
                         yield (0, *(cuts[number] for number in moved), *boundaries[last:])
 
 
-#: All that may be chosen.
+#: The parts of a plan that a search may choose.
 SEARCH = ("partition", "placement", "schedule", "recompute")
 
 
@@ -220,7 +213,7 @@ def plan(
         frozenset(chosen),
         optimizer_copies,
     )
-    best = best_plan(task)
+    best = _Search(task).run()
     if isinstance(best, Lack):
         raise _too_small(best, task)
     names = tuple(LayerInfo(layer.name) for layer in profile.layers)

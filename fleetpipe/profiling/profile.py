@@ -26,14 +26,14 @@ from fleetpipe.profiling.cost_model import (
 from fleetpipe.profiling.splits import LayerDegrees, balanced, costs_at
 from fleetpipe.representation import shows, table
 
-#: Written into each file, and raised where an older reader would misunderstand a newer file.
+#: The version of the form of a file; it rises if an older reader would misread a newer file.
 VERSION = 1
 
 #: Transfers that keep no rank busy.
 _NOTHING = Transfer()
-#: An exchange that takes what the layers' times have of it.
+#: The link of exchanges whose time the layers' times include.
 _FREE = Link(0.0, 0.0)
-#: Experts and sequences that no ranks share.
+#: Degrees with which no ranks share experts or sequences.
 _ALONE = LayerDegrees()
 
 #: The name of a layer that is a part of a vocabulary head. The loss follows the last of them.
@@ -45,7 +45,7 @@ _SOURCE = Source(
     "write one with model.profile(batch, path), or with fleetpipe profile -o FILE SCRIPT",
 )
 
-#: Layers that one entry of a list by hand may stand for.
+#: Most layers of one entry, with ``repeat``, in a file written by hand.
 _MOST_ALIKE = 10_000
 
 
@@ -68,8 +68,7 @@ class Profile:
         slice_lengths: The places of each of these slices.
         exchange: The link of exchanges among the ranks of a stage, which layers' times leave out.
         degrees: The number of ranks over which experts and sequences were split.
-        process: What a process takes of its device's memory, by what its tensors take; None if
-            unknown.
+        process: The memory that a process takes for its tensors; None if unknown.
 
     Raises:
         ConfigError: No layer, a figure that is negative or not a number, a layer with neither B nor
@@ -95,7 +94,7 @@ class Profile:
                 got=f"{len(self.layers)} layers, {len(self.links)} links",
                 fix="measure it with model.profile(batch)",
             )
-        for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
+        for number, layer in enumerate(self.layers_and_loss):
             check_layer(layer, f"layer {number} ({layer.name})")
         for link in self.links:
             for name, value in link._asdict().items():
@@ -119,7 +118,7 @@ class Profile:
 
     def _require_whole_slices(self) -> None:
         """Checks that each slice has all costs and a length, if lengths are known."""
-        everything = len(self.layers) + (self.loss is not None)
+        everything = len(self.layers_and_loss)
         for index, part in enumerate(self.slices):
             for number, layer in enumerate(part):
                 check_layer(layer, f"layer {number} ({layer.name}), slice {index}")
@@ -134,6 +133,11 @@ class Profile:
                 f" {len(self.slice_lengths)} lengths",
                 fix="measure it with model.profile(batch)",
             )
+
+    @property
+    def layers_and_loss(self) -> tuple[LayerCost, ...]:
+        """The costs of all layers, and last those of the loss if it is separate."""
+        return self.layers if self.loss is None else (*self.layers, self.loss)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -200,10 +204,9 @@ class Profile:
         degrees = self.degrees._replace(**{a: n for a, n in wanted.items() if n is not None})
         if degrees == self.degrees:
             return self
-        # Measured by the clock, the times of layers have what their exchanges took.
+        # Without a link of exchanges, the times of layers include them.
         within = self.link(0) if self.exchange == _FREE else _FREE
-        costs = [*self.layers, *filter(None, [self.loss])]
-        costs = costs_at(costs, self.degrees, degrees, self.transfer, within)
+        costs = costs_at(self.layers_and_loss, self.degrees, degrees, self.transfer, within)
         count = len(self.layers)
         return replace(
             self,
@@ -278,9 +281,8 @@ class Profile:
     def balanced_slices(self, slices: int | None = None) -> tuple[int, ...]:
         """Returns lengths of slices with equal costs: ``fleetpipe_configs["slices"]``.
 
-        A later place attends to more places. The times of the measured slices are split into two
-        parts: one grows with the places of a slice, the other also with the places that they attend
-        to.
+        A later position attends to more positions. So the time of a slice is fitted as a sum of two
+        parts: one is proportional to its positions, the other to the positions they attend to.
 
         Args:
             slices: Number of slices; None for as many as were measured.
@@ -338,8 +340,7 @@ class Profile:
             ConfigError: Another ending.
             PackageNotFound: matplotlib is not installed.
         """
-        layers = [*self.layers, *filter(None, [self.loss])]
-        extra("pictures.picture").draw_layers(layers, path)
+        extra("pictures.picture").draw_layers(self.layers_and_loss, path)
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
@@ -355,7 +356,7 @@ class Profile:
         head = ("layer", "name", "F ms", "B ms", "I ms", "W ms", "parameters", "output", "held")
         exchanges = any(layer.exchanges for layer in self.layers)
         rows: list[tuple[str, ...]] = [(*head, *(("exchanged",) if exchanges else ()))]
-        for number, layer in enumerate((*self.layers, *filter(None, [self.loss]))):
+        for number, layer in enumerate(self.layers_and_loss):
             times = (layer.forward, layer.whole, layer.input_grad, layer.weight_grad)
             rows.append(
                 (
@@ -370,7 +371,7 @@ class Profile:
 
 
 def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns layers as dicts without the figures that have their default."""
+    """Returns layers as dicts without the figures that are None."""
     return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
 
 
@@ -386,19 +387,19 @@ def _layers(entry: JsonValue) -> list[LayerCost]:
 
 
 def _layer(entry: JsonValue) -> LayerCost:
-    readers: Any = {"name": JsonValue.text, "heads": JsonValue.counts, "loads": _loads}
+    readers: Any = {
+        "name": JsonValue.text,
+        "heads": JsonValue.counts,
+        "loads": lambda value: tuple(map(JsonValue.counts, value.items())),
+    }
     return entry.record(LayerCost, JsonValue.figure, **readers)
-
-
-def _loads(entry: JsonValue) -> tuple[tuple[int, ...], ...]:
-    return tuple(loads.counts() for loads in entry.items())
 
 
 def _link(entry: JsonValue) -> Link:
     return entry.record(Link, JsonValue.figure)
 
 
-#: Read the attributes of a profile.
+#: By attribute of a profile, the function that reads its value.
 _READERS: Any = {
     "layers": lambda value: tuple(layer for entry in value.items() for layer in _layers(entry)),
     "loss": _layer,

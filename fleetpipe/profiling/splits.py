@@ -1,10 +1,10 @@
 """Predicts layers' costs if sequences or experts are split in another way than measured.
 
-Along ``ep`` a rank has 1/n of the experts, and the tokens of n ranks that go to these: its work
-changes only because some experts get more tokens than others. Along ``sep`` and ``cp`` a rank has
-1/n of all positions. The exchanged bytes follow from the tokens of experts, and from queries and
-keys; if each of n ranks has equal parts for all ranks, it sends (n-1)/n of them. Slices of a
-schedule have equal costs, although later ones attend to more positions.
+Along ``ep`` a rank has 1/n of the experts, and gets their tokens from n ranks: its work changes
+only because some experts get more tokens than others. Along ``sep`` and ``cp`` a rank has 1/n of
+all positions. The exchanged bytes follow from the tokens of experts, and from queries and keys; if
+each of n ranks has equal parts for all ranks, it sends (n-1)/n of them. Slices of a schedule have
+equal costs, although later ones attend to more positions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.profiling.cost_model import LayerCost, Link, Transfer
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
-#: What grows with the positions of a sequence.
+#: The figures that are proportional to the positions of a sequence.
 _BYTES = (
     *("output", "held", "releases", "held_split", "waiting", "working", "saved"),
     *("routed", "queries", "keys"),
@@ -80,10 +80,10 @@ def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegree
     routed, queries, keys = (
         size * measured.sequences / parts for size in (layer.routed, layer.queries, layer.keys)
     )
-    # Counts of tokens, the tokens, and what experts make of them; backward twice.
+    # Forward sends counts of tokens, the tokens, and the experts' outputs; backward two gradients.
     experts = 5 * len(layer.loads) * (ep > 1)
     heads = 4 * len(layer.heads) * (sep > 1)
-    # Two chunks from each, and backward again with their gradients. A causal ring leaves some out.
+    # Two chunks from each rank, and in backward gradients too. A causal ring leaves some out.
     chunks = 6 * len(layer.heads) * (cp - 1)
     return _Exchanged(
         experts + heads + chunks,
@@ -95,15 +95,13 @@ def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegree
 
 
 def _busiest(layer: LayerCost, ep: int) -> float:
-    """Returns the load of the rank whose experts have the most tokens, over an even share."""
+    """Returns the tokens of the rank whose experts have the most, divided by an even share."""
     every = sum(map(sum, layer.loads))
-    ranks = zip(*(_by_rank(loads, ep) for loads in layer.loads))
-    return ep * max(map(sum, ranks)) / every if every else 1.0
-
-
-def _by_rank(loads: tuple[int, ...], ep: int) -> list[int]:
-    here = len(loads) // ep
-    return [sum(loads[rank * here : (rank + 1) * here]) for rank in range(ep)]
+    tokens = [0] * ep
+    for loads in layer.loads:
+        for expert, count in enumerate(loads):
+            tokens[expert * ep // len(loads)] += count
+    return ep * max(tokens) / every if every else 1.0
 
 
 def costs_at(
@@ -148,7 +146,7 @@ def _cost(
             computing = seconds + (more - 1) * layer.expert_share * seconds - busy
             times[name] = max(computing, 0.0) * part + again
     expert_seconds = layer.expert_share * layer.forward * more * part
-    # A plain list of experts, which nothing routes tokens to, is on every rank.
+    # Experts to which no tokens are routed are on every rank.
     elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1) * bool(layer.loads)
     sizes: dict[str, Any] = {name: int(getattr(layer, name) * part) for name in _BYTES}
     return replace(
@@ -194,7 +192,7 @@ def _require(layers: Sequence[LayerCost], measured: LayerDegrees, degrees: Layer
 
 
 def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tuple[int, ...]:
-    """Returns the lengths of slices of the same sequences that should take equally long.
+    """Returns the lengths of slices of the measured sequences that should take equally long.
 
     The computation-wise cut of Seq1F1B (arXiv:2406.03488), from times instead of operations: the
     slice of the positions a to b-1 costs x (b-a) + y (b^2-a^2)/2, with x and y fitted to the
@@ -218,24 +216,24 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
             got=f"{slices} slices",
             fix="cut into fewer slices",
         )
-    fitted, seen = _fit(lengths, ends, times)
-    whole = fitted * length + seen * length**2 / 2
-    lengths_found: list[int] = []
+    x, y = _fit(lengths, ends, times)
+    total = x * length + y * length**2 / 2
+    balanced_lengths: list[int] = []
     for index in range(1, slices + 1):
-        wanted = whole * index / slices
-        if seen * length > 1e-9 * fitted:
-            end = (math.sqrt(fitted**2 + 2 * seen * wanted) - fitted) / seen
+        wanted = total * index / slices
+        if y * length > 1e-9 * x:
+            end = (math.sqrt(x**2 + 2 * y * wanted) - x) / y
         else:
             end = length * index / slices
-        before = sum(lengths_found)
-        lengths_found.append(max(1, min(round(end), length - (slices - index)) - before))
-    return tuple(lengths_found)
+        before = sum(balanced_lengths)
+        balanced_lengths.append(max(1, min(round(end), length - (slices - index)) - before))
+    return tuple(balanced_lengths)
 
 
 def _fit(
     lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
 ) -> tuple[float, float]:
-    """Fits x and y of :func:`balanced`: the costs of a position and of each one that it sees."""
+    """Fits x and y of :func:`balanced`: a position's own cost, and that for each it attends to."""
     rounded = np.array(lengths, float)
     seen = rounded * (np.array(ends) - rounded / 2)
     measured = np.array(times)
