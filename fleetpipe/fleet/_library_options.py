@@ -1,7 +1,7 @@
-"""Refuses options of a library's model that its layers cannot follow here.
+"""Refuses options in the ``config`` of a library's model that do not work here.
 
-Such a model has its options in ``config``. Without this check it would fail in its first batch, on
-one rank, in a missing kernel, or silently train wrongly.
+Without this check the model would fail in its first batch, on one rank, in a missing kernel, or
+silently train wrongly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind
 
 LIBRARIES = ("paddlenlp", "paddleformers")
-#: PaddleFormers' norm, and the first version that fuses it where the configuration says nothing.
+#: PaddleFormers' norm, and the first version that fuses it by default.
 NORM, FUSES_SINCE = "paddleformers.nn.norm.RMSNorm", (1, 1)
 
 
@@ -25,8 +25,9 @@ def refuse_library_options(model: Layer) -> None:
     """Checks the configuration of a model whose class comes from one of the libraries.
 
     Raises:
-        ConfigError: Its attention sees one rank's part of a sequence, or the mesh does not know its
-            experts; on a CPU, its dtype is float16 or bfloat16, or it calls a fused kernel.
+        ConfigError: Its attention would see only one rank's part of a sequence, or its experts are
+            spread without ``ep_degree``; on a CPU, its dtype is float16 or bfloat16, or it calls a
+            fused kernel.
     """
     origins = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     if origins.isdisjoint(LIBRARIES):

@@ -1,6 +1,6 @@
-"""Refuses, on a CPU, other pipelines and shardings of Paddle's that fail there.
+"""Refuses, on a CPU, Paddle's other pipelines and shardings, which fail there.
 
-Each is refused when a script asks for it, before any rank waits; the error says what to use.
+Each is refused when a script calls it, before any rank waits; the error says what to use.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _engine(stock: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """While it is open, these raise ``ConfigError`` on a CPU; on a GPU they are Paddle's."""
+    """While it is open, these functions of Paddle's raise ``ConfigError`` on a CPU."""
     if device_kind() != "cpu":
         yield
         return

@@ -1,7 +1,7 @@
-"""Changes to ``paddle.Model`` and to constructors of optimizers for pipelines.
+"""Changes to ``paddle.Model``, to optimizers and to ``clip_grad_norm_`` for pipelines.
 
-``paddle.Model`` refuses a pipeline, and warns that it copies another model to each rank. An
-optimizer may have no parameters on a rank whose stages have nothing to train.
+``paddle.Model`` refuses a pipeline, and warns that it copies any other model to each rank. An
+optimizer may have no parameters, on a rank whose stages have nothing to train.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_norms_by_h
 
 
 def install() -> None:
-    """Changes these constructors; without a pipeline they work as before."""
+    """Makes these changes; without a pipeline everything works as before."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
     check_norms_by_hand(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def _refuse_norm_of_a_stage(parameters: Sequence[Tensor]) -> None:
-    """Refuses to clip by the norm of the gradients of this rank's stages alone."""
+    """Refuses ``clip_grad_norm_`` if it would use only the gradients of this rank's stages."""
     job = current_job()
     if job is None or job.group().ranks * job.model_parallel().ranks == 1:
         return

@@ -1,6 +1,6 @@
 """``fleet.init`` and ``fleet.shutdown``: check options, connect the ranks, end the job.
 
-A job ends with its process, too, and errors of stock Paddle are then explained.
+At its exit a process ends its job too, and logs what to do about some errors of stock Paddle.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateE
 from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import attempt_files, job, meeting, watch
-from fleetpipe.job import fleet_view as fleet_topology
+from fleetpipe.job import attempt_files, fleet_view, job, meeting, watch
 from fleetpipe.job.allow import Allow
-from fleetpipe.job.fleet_view import Workers
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
 from fleetpipe.mesh.degree_checks import sharding_stage
@@ -39,7 +37,7 @@ from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
 
 _log = log.logger(__name__)
 
-#: Where torchrun, Open MPI's mpirun and MPICH's tell how many processes they started.
+#: Variables in which torchrun, Open MPI and MPICH have the number of processes they started.
 _OTHER_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 #: Paddle's singleton, of which Fleet's functions are methods.
@@ -119,7 +117,7 @@ def init(
 
 
 def _refuse_second_reading() -> None:
-    """Refuses a process of ``multiprocessing`` that only imports the main script."""
+    """Refuses to begin a job while a process of ``multiprocessing`` imports the main script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise StateError(
             "a process that multiprocessing started runs the script from its top, and begins a job",
@@ -214,7 +212,7 @@ def get_hybrid_communicate_group() -> HybridCommunicateGroup:
 
 
 def _refuse_other_launchers() -> None:
-    """Refuses processes whose launcher does not connect them: each would train the whole model."""
+    """Refuses launchers that do not connect their processes: each would train the whole model."""
     counts = {name: os.environ.get(name, "") for name in _OTHER_LAUNCHERS}
     for name, count in counts.items():
         if "PADDLE_TRAINERS_NUM" not in os.environ and count.isdecimal() and int(count) > 1:
@@ -300,9 +298,9 @@ def _begin(
     begun.sums_by_tree = config.sums == "tree"
     begun.allow = Allow(config.allow)
     job.begin(begun)
-    distributed.lend_to_role_maker(Workers())
+    distributed.lend_to_role_maker(fleet_view.Workers())
     _rehearse(config)
-    # One process that plays all ranks is watched if somebody may look at it.
+    # One process that plays all ranks has a board only if somebody may read it.
     watched = config.serve is not None or attempt_files.folder() is not None or not begun.local
     if watched and begun.leads():
         extra("view.reporting").begin(begun, config.serve)
@@ -346,7 +344,7 @@ def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, n
 
 
 def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Makes Paddle make its groups. Collective over the job.
+    """Has Paddle create its groups. Collective over the job.
 
     Returns:
         Paddle's topology, and its group of the ranks with the same parameters, if several axes span
@@ -354,42 +352,42 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """
     role_maker, is_collective, strategy, log_level = arguments
     strategy = copy.deepcopy(strategy)
-    # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone; 2.6.2 has fewer axes.
+    # Fleet computes dp_degree=-1 from mp_degree and pp_degree alone; 2.6.2 has fewer axes.
     options, degrees = {*strategy.hybrid_configs}, mesh.degrees.configs()
     strategy.hybrid_configs = {name: n for name, n in degrees.items() if name in options}
     axes = DistributedStrategy().hybrid_parallel_order
     if not {*axes}.issubset(strategy.hybrid_parallel_order):  # Paddle looks for each of its axes
         whole = complete_order(strategy.hybrid_parallel_order)
         strategy.hybrid_parallel_order = [axis for axis in whole if axis in axes]
-    drawn = GeneratorStates()
-    with fleet_topology.of_mesh(mesh):
+    states = GeneratorStates()
+    with fleet_view.of_mesh(mesh):
         paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
-        # With mp_degree above 1 Paddle seeds every rank with a number of its own, over the user's.
-        drawn.put_back()
-    return paddle_fleet.get_hybrid_communicate_group(), fleet_topology.group_of_copies(mesh)
+        # With mp_degree above 1 Paddle replaces the user's seed by another number on each rank.
+        states.put_back()
+    return paddle_fleet.get_hybrid_communicate_group(), fleet_view.group_of_copies(mesh)
 
 
 @functools.lru_cache(maxsize=1)
 def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> None:
     """Makes functions such as ``fleet.worker_index`` answer for a single process."""
     with warnings.catch_warnings():
-        # Paddle warns that this is no parallel environment, once for every group it makes.
+        # Paddle warns for each group that this is no parallel environment.
         warnings.simplefilter("ignore")
-        # Nor are there groups of one rank to tell of, and no pp_degree of 1.
+        # At INFO it would log groups of one rank, and a pp_degree of 1.
         level = "WARNING" if log_level == "INFO" else log_level
         paddle_fleet.init(role_maker, is_collective, None, level)
         paddle_fleet.utils.log_util.set_log_level(log_level)
 
 
-#: What stock Paddle's ``PipelineLayer`` says where there is no GPU; it names no cause.
+#: The error of stock Paddle's ``PipelineLayer`` without a GPU; it names no cause.
 _STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
 _STOCK_HINT = """\
 the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
   what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
 start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
 
-#: What stock Paddle's ``fleet.init`` says in one process.
+#: The begin of the error of stock Paddle's ``fleet.init`` in one process.
 _STOCK_ALONE = "nranks: 1, mp_num:"
 _STOCK_ALONE_HINT = """\
 the fleet.init of this script is stock Paddle's, which plays no pipeline in one process
@@ -407,11 +405,11 @@ def end_with_process() -> None:
     try:
         job.end(error)
     except FleetPipeError as failure:
-        # From here Python would print it and end with status 0.
+        # Raised here, Python would print it and exit with 0.
         watch.end_with(failure)
 
 
 def end_job_at_exit() -> None:
-    """Has the job end with this process."""
+    """Makes :func:`end_with_process` run at the exit of this process."""
     watch.note_exits()
     atexit.register(end_with_process)

@@ -1,9 +1,9 @@
-"""The modules below ``fleetpipe.fleet``: a table of changed ones; all others are Paddle's.
+"""The modules below ``fleetpipe.fleet``: a table of changed modules; all others are Paddle's.
 
 The names that ``OVERLAYS`` lists for a module are fleetpipe's, all others in it are Paddle's. A
 module that is neither in the table nor a file of this package is Paddle's own, not a second copy.
 
-Paddle's mixtures of experts load fleetpipe's when one of them first computes.
+Paddle's mixtures of experts use fleetpipe's operations, which are loaded at their first call.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SLICED = _of(
     "VocabParallelEmbedding",
 )
 
-#: Below ``fleetpipe.fleet``: a module in the place of Paddle's, and the names that differ in it,
-#: each with the place of the object.
+#: By path below ``fleetpipe.fleet``: a module that replaces Paddle's, and the names that differ in
+#: it, each with the path of its object.
 OVERLAYS: Mapping[str, Mapping[str, str]] = {
     "layers": {},
     "layers.mpu": _SLICED,
@@ -136,7 +136,7 @@ class _Overlay(Loader):
 
 
 def _inside(path: str) -> list[str]:
-    """Returns the modules of the table that stand directly in the package ``path``."""
+    """Returns the names of the table's modules that are directly in the package ``path``."""
     return [name for parent, _, name in (one.rpartition(".") for one in OVERLAYS) if parent == path]
 
 
@@ -162,7 +162,7 @@ def _find(fullname: str) -> ModuleSpec | None:
     name = fullname[len(OURS) + 1 :]
     if name in OVERLAYS:
         spec = ModuleSpec(fullname, _Overlay(name), origin=__file__, is_package=bool(_inside(name)))
-        spec.has_location = True  # or `__file__` would be that of Paddle's module
+        spec.has_location = True  # otherwise `__file__` would be that of Paddle's module
         return spec
     return None if _is_file(name) else spec_of(fullname, f"{PADDLES}.{name}")
 
@@ -189,7 +189,7 @@ def install() -> None:
 
 _resolve = functools.cache(pkgutil.resolve_name)
 
-#: Paddle's operations, which machines without a GPU lack.
+#: Paddle's operations for experts that have no CPU kernel.
 _OPERATIONS = (
     *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
     *("random_routing", "global_scatter", "global_gather"),
@@ -197,7 +197,7 @@ _OPERATIONS = (
 
 
 def _load_at_call(name: str) -> Callable[..., Any]:
-    """Returns a function that loads one of the exchange of experts at its first call."""
+    """Returns a function that loads the function ``name`` of experts' exchanges when called."""
 
     def call(*args: Any, **named: Any) -> Any:
         return _resolve(f"fleetpipe.contrib.experts.exchange:{name}")(*args, **named)

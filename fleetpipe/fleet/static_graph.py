@@ -1,6 +1,6 @@
 """Loads static graph at a script's first ``device_guard``, or by ``fleet.init``.
 
-Of Fleet's names for parameter servers, some stand in many static scripts: here they are answered.
+Also has those of Fleet's functions for parameter servers that many static scripts call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def await_guard() -> None:
 
 
 def _answer_for(name: str, fix: str | None = None) -> Callable[..., Any]:
-    """Returns a function of Fleet's that in a static job does nothing, or is refused with a fix."""
+    """Returns a function of Fleet's that in a static job does nothing, or with a fix is refused."""
     original: Callable[..., Any] = getattr(paddle_fleet, name)
 
     @functools.wraps(original)

@@ -17,7 +17,7 @@ from fleetpipe.log import FLEETS_LOGGER
 from fleetpipe.mesh.axes import AXES
 from fleetpipe.mesh.degree_checks import require_degree
 
-# It says of every strategy that there is one now.
+# Paddle logs this line for every strategy.
 logging.getLogger(FLEETS_LOGGER).addFilter(
     lambda record: record.msg != "distributed strategy initialized"
 )
@@ -46,8 +46,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         for name in [f"{axis}_degree" for axis in AXES]:
             if name in configs:
                 require_degree(name, configs[name], least=-1 if name == "dp_degree" else 1)
-        # Paddle's setter takes pp_configs and mp_configs out of the mapping that it is given: a
-        # second strategy made from the same one would go without them.
+        # A copy: Paddle's setter removes pp_configs and mp_configs from its mapping, and a second
+        # strategy made from the same mapping would lack them.
         self._set("hybrid_configs", copy.deepcopy(dict(configs)), also=("order",))
 
     @property
@@ -69,7 +69,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         try:
             return _stock[group].fget(self)
         except AttributeError as error:
-            # Paddle would say that there is no such attribute.
+            # Paddle's own error says that there is no such attribute.
             raise ConfigError(
                 "this version of Paddle cannot read its own options: protobuf is too new for it",
                 got=f"Paddle {paddle.version.full_version}, protobuf {version('protobuf')}",
@@ -90,7 +90,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         try:
             _stock[group].fset(self, configs)
         except (TypeError, ValueError, AttributeError) as error:
-            # The last of these where a mapping stands for a group within the group.
+            # AttributeError: a mapping was given for a group within the group.
             raise ConfigError(
                 f"an option of {group} has a value of another type",
                 where=f"strategy.{group}",
@@ -105,8 +105,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
     def fleetpipe_configs(self) -> dict[str, Any]:
         """Options that Fleet does not have; setting some leaves the others as they are.
 
-        ``allow``: what passes although it is not known to be right, a list of texts such as
-            ``"optimizer:MySAM"``; the error that refuses a thing has its text (default none).
+        ``allow``: names that are used although no table has them, a list of texts such as
+            ``"optimizer:MySAM"``; the error that refuses a name has its text (default none).
         ``loss_reduction``: ``"mean"`` (default) or ``"sum"`` over the micro-batches of a batch, or
             over its ``"tokens"``. ``timeout``: seconds that any wait for another rank may last;
             default ``FLEETPIPE_TIMEOUT`` in the environment, else 600. ``memory_cap``: the most
@@ -121,20 +121,19 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
             may compute the same bits in less time (default True). ``order``: ``"ready"`` if each
             rank runs the first ready action of its schedule, with the same bits and within its
             memory, instead of waiting for the next one (default ``"fixed"``). ``overlap``: whether
-            exchanges of
-            a fused forward and backward, as in DualPipeV, travel while the other one computes
-            (default True). ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU computes
-            what ``paddle.amp`` computes in it on a GPU (default none). ``compare_rows``: whether
-            the ranks of a pipeline make sure before each batch that they were given the same rows
+            exchanges of a fused forward and backward, as in DualPipeV, travel while the other one
+            computes (default True). ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU
+            computes what ``paddle.amp`` computes in it on a GPU (default none). ``compare_rows``:
+            whether the ranks of a pipeline compare the rows of each batch before they train on it
             (default True). ``sums``: ``"tree"`` makes gradients, norms and losses sums whose bits
             no degree changes; ``"running"`` (default) adds them up one after another, rank after
             rank. ``guards``: after how many steps the invariants of training are verified again
             (default 0: never). ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of
             kFkB too, and likewise the options of a schedule that was registered before; ``slices``:
-            of Seq1F1B, what each sequence is cut into, a number or a list of lengths, and of auto
-            how many slices there may be at most. ``fetch``: in static graph what ``exe.run``
-            returns of a value that each micro-batch has, the ``"mean"`` (default), the ``"last"``
-            or ``"all"``; ``fetch_broadcast``: whether every rank gets it (default False).
+            of Seq1F1B, the slices of each sequence, a number or a list of lengths, and of auto the
+            most slices. ``fetch``: in static graph, what ``exe.run`` returns of a value that each
+            micro-batch has, the ``"mean"`` (default), the ``"last"`` or ``"all"``;
+            ``fetch_broadcast``: whether every rank gets it (default False).
 
         Raises:
             ConfigError: An option is unknown; the message names the nearest.

@@ -1,4 +1,4 @@
-"""``distributed_model`` and ``distributed_optimizer``: make a user's objects a pipeline's."""
+"""``distributed_model`` and ``distributed_optimizer``: wrap a user's objects for a pipeline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def distributed_model(model: Any) -> Any:
     """
     job = current_job()
     if isinstance(model, MixPrecisionLayer) and isinstance(wrapped_layer(model), PipelineLayer):
-        # It has put its hooks on the parameters; calling the layers needs nothing more of it.
+        # The wrapper's hooks are on the parameters: it is not needed any more.
         model = wrapped_layer(model)
     if isinstance(model, PipelineLayer):
         refuse_library_options(model)

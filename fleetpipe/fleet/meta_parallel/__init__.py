@@ -1,7 +1,7 @@
 """``paddle.distributed.fleet.meta_parallel`` with fleetpipe's pipeline in place of Paddle's.
 
-It is a file, unlike its submodules, which are made from ``overlay``'s table, so that editors and
-type checkers find its names.
+Its submodules are made from ``overlay``'s table; it is a file, so that editors and type checkers
+find its names.
 """
 
 from __future__ import annotations
