@@ -1,8 +1,8 @@
 """Files as Paddle and Fleet write them: state dicts, and folders with a file for each layer.
 
-Start with ``states.py``; ``pickled.py`` reads its pickles and runs none of the functions that they
-name. ``manifest.py`` has the names of the files of a folder, and records which save they belong
-to.
+Start with ``states.py``; ``pickled.py`` reads its pickles without running the functions that they
+name. ``manifest.py`` has the names of the files in a folder of layers, and records which save each
+file belongs to.
 """
 
 from fleetpipe.fleet_files.states import (

@@ -1,11 +1,11 @@
-"""The names of the files in a folder of layers, and manifests of which save they belong to.
+"""The names of the files in a folder of layers, and manifests that say which save they belong to.
 
 Layer 3 is in ``layer_03-tensor_00-model_states.pdparams``; ``tensor_00`` is the tensor-parallel
 shard. With several chunks on a rank it is ``layer_03-virtual_pp_stage_01-tensor_00-..``. Each rank
-writes a manifest of its files, by digests. Before it replaces files of an older save it links them,
-and the manifests that name them, below ``replaced``; the rank that completes the new save removes
-these. So wherever a rank is killed, one of the two saves can be read whole. A folder without a
-manifest, such as Fleet writes, is read unchecked.
+writes a manifest with the digests of its files. Before it replaces files of an older save it links
+them, and the manifests that name them, below ``replaced``; the rank that completes the new save
+removes these links. So whenever a rank is killed, one of the two saves is complete. A folder
+without a manifest, such as Fleet writes, is read unchecked.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class LayerFile(NamedTuple):
 
 _NAME = re.compile(r"manifest-(\d{3,})\.json")
 _PIECE = 1 << 20
-#: Below the folder: a folder for each save of which files are being replaced.
+#: Folder within the folder: it has a folder for each save whose files are being replaced.
 _REPLACED = "replaced"
-#: Of the manifests of earlier versions, which do not say how many there are.
+#: Number of writers in manifests of earlier versions, which do not have it.
 _UNKNOWN = 1 << 30
 
 
@@ -173,7 +173,7 @@ def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
             manifest.path.unlink(missing_ok=True)
     written = {one.writer.number for one in manifests if one.writer.save == writer.save}
     if written.issuperset(range(writer.writers)):
-        # Not what a rank may be keeping of this save by now, for its next.
+        # Not the links to this save, which a rank may make by now for its next save.
         for backup in {*(folder / _REPLACED).glob("*")} - {_backup_folder(folder, writer.save)}:
             shutil.rmtree(backup, ignore_errors=True)
         with suppress(OSError):
@@ -181,10 +181,10 @@ def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
 
 
 def save_in(folder: Path) -> LayerSave:
-    """Returns the files of the newest whole save in a folder, and files that no manifest names.
+    """Returns the files of the newest complete save in a folder, and those without a manifest.
 
     Raises:
-        CheckpointError: A manifest cannot be read, or no save is whole.
+        CheckpointError: A manifest cannot be read, or no save is complete.
     """
     paths = {path.name: path for path in folder.iterdir() if path.is_file()}
     here = _manifests(folder)

@@ -1,10 +1,10 @@
-"""Reads the pickles that ``paddle.save`` writes, and runs no function that a file names.
+"""Reads the pickles that ``paddle.save`` writes, without running the functions that a file names.
 
 A pickle is a program for a small stack machine, which may call any function of any module. Here
 Python's own machine runs only the operations that Paddle's files have, and calls only the functions
 of :data:`_CALLS`, which build arrays and plain containers. It allocates no more memory than the
-file has bytes. It is the machine written in Python: the one in C allocates memory for as many
-values as a file announces, and overflows the stack when it hashes a deeply nested key.
+file has bytes. Python's machine written in C is not used: it allocates memory for as many values as
+a file announces, and overflows the stack when it hashes a deeply nested key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from fleetpipe.errors import is_shape
 
-#: What a pickle builds: plain containers, numbers and texts, arrays, and what is not finished yet.
+#: A value in a pickle: plain containers, numbers, texts, arrays, and arrays not yet built.
 Pickled = Any
 
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
@@ -36,7 +36,7 @@ _OPERATIONS = (
     *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
 )
 _DEEPEST = 100
-_STUMBLES = (TypeError, LookupError, ArithmeticError, AttributeError, pickle.UnpicklingError)
+_MISUSES = (TypeError, LookupError, ArithmeticError, AttributeError, pickle.UnpicklingError)
 _PLAIN = (bool, int, float, str, bytes, np.generic)
 
 
@@ -80,7 +80,7 @@ def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False)
     machine = _Machine(_Bytes(file), records, placed)
     try:
         value = machine.load()
-    except _STUMBLES as error:
+    except _MISUSES as error:
         raise Refused(f"an operation on what it is not for: {error}") from error
     if file.read(1):
         raise Refused("more bytes after its end")
@@ -222,15 +222,12 @@ class _Machine(_Python):  # type: ignore[misc]
 
     def _put(self, items: list[Pickled]) -> None:
         keys = items[::2]
-        if len(items) % 2 or any(not _is_key(key) for key in keys):
+        allowed = (type(key) in (str, int) or isinstance(key, PickledObject) for key in keys)
+        if len(items) % 2 or not all(allowed):
             raise Refused("a dict whose keys are neither names nor numbers")
         if type(self.stack[-1]) is not dict:
             raise Refused("an item of something else than a dict")
         self.stack[-1].update(zip(keys, items[1::2]))
-
-
-def _is_key(key: Pickled) -> bool:
-    return type(key) in (str, int) or isinstance(key, PickledObject)
 
 
 _Machine.dispatch = _Operations(
@@ -275,10 +272,6 @@ def _scalar(dtype: Pickled, data: Pickled) -> Pickled:
     return array[()]
 
 
-def _empty_dict() -> dict[str, Pickled]:
-    return {}
-
-
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     if encoding != "latin1":
         raise Refused("a text in another encoding than latin1")
@@ -294,7 +287,7 @@ def _named_tensor(pair: Pickled) -> _Unbuilt:
 
 
 def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
-    """Stands for Paddle's ``eval("data", ..)``: returns ``data``, and refuses anything else."""
+    """Replaces Paddle's ``eval("data", ..)``: returns ``data``, and refuses anything else."""
     if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
     array: _Unbuilt = names["data"]
@@ -302,11 +295,12 @@ def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
 
 
 def _array_type(*_: object) -> Pickled:
-    """Stands for the class of arrays, which a pickle names as an argument and may not call."""
+    """Replaces the class of arrays, which a pickle has as an argument and may not call."""
     raise Refused("a call of the type of arrays")
 
 
-#: What Paddle's files call. numpy 2 has another name for its module, and protocol 2 for Python's.
+#: The functions that Paddle's files call, by name. numpy 2 has other modules, and protocol 2 has
+#: Python 2's name of builtins.
 _CALLS: Mapping[str, Callable[..., Pickled]] = {
     "numpy.ndarray": _array_type,
     "numpy.dtype": _dtype,
@@ -320,7 +314,7 @@ _CALLS: Mapping[str, Callable[..., Pickled]] = {
     "builtins.tuple": _named_tensor,
     "__builtin__.eval": _static_tensor,
     "builtins.eval": _static_tensor,
-    "collections.OrderedDict": _empty_dict,
+    "collections.OrderedDict": lambda: {},  # noqa: PIE807 - no class may be called
 }
 
 

@@ -1,6 +1,6 @@
-"""Files of saved parameters and optimizer states as Paddle has them: written whole, read safely.
+"""Files of parameters and optimizer states in Paddle's form: replaced at once, read safely.
 
-Paddle's ``.pdparams`` and ``.pdopt`` are pickles, from which ``pickled.py`` reads values alone. A
+Paddle's ``.pdparams`` and ``.pdopt`` are pickles, from which ``pickled.py`` reads only values. A
 file that cannot be read raises a ``CheckpointError`` that says what it seems to be.
 """
 
@@ -21,9 +21,9 @@ from fleetpipe.paddle_api import paddle
 
 Contents = TypeVar("Contents")
 
-#: The stub knows tensors only.
+#: Typed as Any, since the stub accepts tensors only.
 _write: Any = paddle.save
-#: What Paddle adds to a dict of tensors: their names, and how it divided the largest of them.
+#: Keys that Paddle adds to a dict of tensors: their names, and how it divided the largest ones.
 _NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
 _BEGINNINGS = (
     (b"\x89PNG", "a PNG image"),
@@ -37,7 +37,7 @@ _BEGINNINGS = (
 
 
 def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> None:
-    """Writes a file as ``paddle.save`` does, and replaces an older one only when it is whole.
+    """Writes a file as ``paddle.save`` does; an older one is replaced when the new one is complete.
 
     Args:
         path: The file.
@@ -95,7 +95,7 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Reads a file as :func:`arrays` does, but the values of an array only when they are used."""
+    """Reads a file as :func:`arrays` does, but reads the values of an array when they are used."""
     contents = _read_guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
     memory = np.memmap(path, np.uint8, "r")
     return {
@@ -144,7 +144,7 @@ def _read_guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Conte
         raise CheckpointError(
             f"{name} cannot be read", cause=str(error), fix="make it readable for this process"
         ) from error
-    # A damaged file makes the reader stumble in ways of which no list would be complete.
+    # A damaged file can cause any error in the reader.
     except Exception as error:
         raise CheckpointError(
             f"{name} is not what paddle.save writes; nothing of it was run or loaded",

@@ -1,10 +1,9 @@
 """Reads a rank's samples in order, and goes on after an interruption where the run stopped.
 
-Begin with ``sampler.py``: an epoch's order belongs to the job, replicas take turns in it, and the
-position in it is a number of samples of the whole job. ``loader.py`` delays that position until
-loaded batches are used; ``position.py`` has both, and the position in data that can only be read
-from the start. ``sample_streams.py`` has the random numbers of a sample. ``PackedText`` is that of
-an extra.
+Begin with ``sampler.py``: an epoch has one order for the whole job, which replicas share, and the
+position in it is a number of samples of all replicas. ``loader.py`` counts only batches that the
+training has taken; ``position.py`` has the positions that it saves. ``sample_streams.py`` has the
+random numbers of a sample. ``PackedText`` is from an extra.
 """
 
 from __future__ import annotations

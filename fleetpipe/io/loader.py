@@ -1,4 +1,4 @@
-"""``DataLoader``: Paddle's, which knows how many batches the training has taken."""
+"""``DataLoader``: Paddle's loader, which can save how many batches the training has taken."""
 
 from __future__ import annotations
 
@@ -73,7 +73,11 @@ class DataLoader(paddle.io.DataLoader):
             UsageError: The dataset has another type, or is an iterator to be read by workers.
         """
         require_whole("seed", seed, 0)
-        numbered = _has_numbers(dataset)
+        numbered = (
+            not isinstance(dataset, paddle.io.IterableDataset)
+            and hasattr(dataset, "__getitem__")
+            and isinstance(dataset, Sized)
+        )
         alone = numbered and batch_sampler is None and batch_size is None
         options.update(feed_list=feed_list, places=places, return_list=return_list)
         options.update(num_workers=num_workers)
@@ -95,7 +99,7 @@ class DataLoader(paddle.io.DataLoader):
             facts = {"batch_size": batch_size or 1, "workers": num_workers, "replicas": replicas}
             self._position = BatchesInTurn(dataset, facts)
         elif isinstance(batch_sampler, ResumableSampler):
-            # What Paddle draws and loads has keys; what the user sees of this loader has none.
+            # An inner loader has keys in the place of indices; the user's attributes have none.
             drawn = DrawnBatches(batch_sampler, seed)
             how.update(batch_sampler=drawn, collate_fn=KeyedCollate(collate_fn, alone))
             keyed: Any = KeyedDataset(dataset)
@@ -157,7 +161,7 @@ class DataLoader(paddle.io.DataLoader):
 
     @property
     def random_of_pass(self) -> Pass | None:
-        """Of data without numbers, the random states with which their pass began."""
+        """The random states at the begin of a pass over data without indices; else None."""
         return getattr(self._position, "random_of_pass", None)
 
     def _resumable(self) -> DrawnBatches | BatchesInTurn:
@@ -168,12 +172,6 @@ class DataLoader(paddle.io.DataLoader):
                 fix="use fleetpipe.io.DistributedBatchSampler, or leave batch_sampler out",
             )
         return self._position
-
-
-def _has_numbers(dataset: Any) -> bool:
-    if isinstance(dataset, paddle.io.IterableDataset):
-        return False
-    return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
 
 
 def _in_turn(dataset: Any, workers: int) -> paddle.io.IterableDataset[Any]:

@@ -3,8 +3,8 @@
 Workers and threads load ahead of the training. So the sampler's position after each batch waits in
 a queue until the training has taken the batch, and then becomes the loader's position. Data without
 indices can only be read from the start: to continue, the earlier batches are read again and
-dropped, with the random numbers that the pass began with. A position that was saved for other data
-is refused by name.
+dropped, with the random states at the begin of the pass. A position that was saved for other data
+is refused; the error names the difference.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def foreign(of: str, expected: str, got: str) -> CheckpointError:
 
 
 class Pass:
-    """One pass over data that have no numbers, which a resumed run begins again.
+    """One pass over data without indices, which a resumed run begins again.
 
-    Samplers shuffle, and workers get their seeds, by NumPy's and Python's generators.
+    NumPy's and Python's generators shuffle the data and seed workers.
 
     Attributes:
-        begun: Their states as the pass began, as values of JSON; None before any has.
+        begun: The generators' states at the begin of the pass, as JSON values; None before it.
     """
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class Pass:
 
     @contextmanager
     def again(self, taken: int, by_thread: bool) -> Iterator[None]:
-        """While it is open, a pass begins, and the batches that were taken are dropped.
+        """Sets random states for a context in which a pass begins and taken batches are dropped.
 
         Args:
-            taken: How many; with 0 it is a new pass.
-            by_thread: Whether a thread of this process loads the samples: its numbers follow those
-                of the dropped ones, and others the state that was restored.
+            taken: The number of these batches; 0 for a new pass.
+            by_thread: Whether a thread of this process loads the samples: then random numbers
+                continue after those of the dropped batches, else from the restored states.
         """
         restored = python_states()
         if taken and self.begun is not None:

@@ -1,9 +1,9 @@
-"""Random numbers for loading a sample that depend on seed, epoch and the sample only.
+"""Random numbers for loading a sample, which depend only on the seed, the epoch and the sample.
 
-So an augmentation draws the same numbers whichever worker loads the sample, in any run. In a worker
-the streams of ``random``, of NumPy and of Paddle are set before each sample, which takes about 30
-us. In the training process they belong to the training and stay unchanged; :func:`sample_generator`
-is repeatable in both.
+So an augmentation draws the same numbers in any run, whichever worker loads the sample. In a worker
+the streams of ``random``, NumPy and Paddle are seeded before each sample, which takes about 30 us.
+In the training process these streams are the training's and stay unchanged;
+:func:`sample_generator` is repeatable in both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import default_collate_fn, default_convert_fn
 
-#: Follows the key of a batch's first sample in the key of what joins the batch.
+#: Appended to the key of a batch's first sample, for the random numbers of joining the batch.
 _JOINING = 1
 
 _loading = threading.local()

@@ -1,9 +1,9 @@
-"""Deals samples out to ranks: one share for each replica, the same on all its ranks.
+"""Distributes samples: one part for each replica, the same on all its ranks.
 
 An epoch has one order, which depends on seed and epoch only. It is read in global batches, one for
 each step of the job, and a global batch is cut into one part for each replica. So the position of a
-run is one number, the samples that all replicas together have taken, and it means the same for any
-number of replicas::
+run is one number, that of the samples that all replicas together have taken, and does not depend on
+the number of replicas::
 
     order of epoch 3   | 7 2 | 9 4 | 0 5 | 8 1 | 3 6 |
     2 replicas of 2    |  0     1  |  0     1  |           consumed: 8
@@ -75,7 +75,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             rank: Number of the replica; by default this process's.
             shuffle: Whether to shuffle, in an order that depends on seed and epoch only.
             drop_last: Whether to drop the samples at the end of an epoch that do not fill a batch
-                on all replicas. Without it they are dealt out evenly, filled up with samples from
+                on all replicas. Without it they are distributed evenly, filled up with samples from
                 the epoch's begin.
             seed: Other numbers give other orders; 0 gives Paddle's.
 
@@ -186,18 +186,20 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
     def _batches(self, position: _Position) -> Iterator[list[int]]:
         order = self._order(position.epoch)
         together = self.batch_size * self.nranks
-        # Of Paddle's own loader nothing else tells that it reads this sampler.
+        # The caller's module is the only sign that Paddle's own loader reads this sampler.
         reader = sys._getframe(1).f_globals.get("__name__", "")
         self.read_ahead |= reader.startswith("paddle.io.")
         while position.consumed < len(order):
             begin, end = position.consumed, position.consumed + together
             last = len(order) - end < (together if self.drop_last else 1)
-            # Counted before it is handed out: who saves then has it in hand.
+            # Counted before it is yielded: the code that saves then has the batch.
             position.consumed = len(order) if last else end
             if end <= len(order):
                 yield self._share(order[begin:end])
             elif not self.drop_last:
-                yield self._share(_filled_up(order, begin, self.nranks))
+                # Filled up with the first samples to equal parts.
+                missing = -(len(order) - begin) % self.nranks
+                yield self._share([*order[begin:], *np.resize(order, missing)])
 
     def _order(self, epoch: int) -> _Order:
         samples = len(self.dataset)
@@ -212,14 +214,8 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         return [int(index) for index in together[self.local_rank * size :][:size]]
 
 
-def _filled_up(order: _Order, begin: int, replicas: int) -> list[int]:
-    """Returns the last samples of an order, filled up with its first to equal parts."""
-    missing = -(len(order) - begin) % replicas
-    return [*order[begin:], *np.resize(order, missing)]
-
-
 def place_of_replica() -> tuple[int, int]:
-    """Returns the number of replicas of the job, and the number of this process's.
+    """Returns how many replicas the job has, and the number of this process's replica.
 
     Raises:
         StateError: ``fleet.init`` was not called before, in a process that is one of several.
