@@ -15,10 +15,10 @@ from fleetpipe import contrib
 from fleetpipe.extras import late
 from fleetpipe.version import __version__ as __version__
 
-# Paddle warns of it at every import where there is no ccache; it matters to those who compile.
+# Paddle warns at every import if ccache is missing, which matters only for compiling.
 warnings.filterwarnings("ignore", "No ccache found")
 
-# In a checkout without symbolic links dygraph/ and static/ stand beside this folder alone.
+# In a checkout without symbolic links, dygraph/ and static/ are only beside this folder.
 if not os.path.isdir(os.path.join(__path__[0], "dygraph")):
     __path__.append(os.path.dirname(__path__[0]))
 

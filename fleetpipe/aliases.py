@@ -12,13 +12,13 @@ from typing import Any
 Tensor = Any
 #: A node of autograd's graph.
 GradNode = Any
-#: What the forward of a ``PyLayer`` leaves for its backward.
+#: The context by which the forward of a ``PyLayer`` passes values to its backward.
 Context = Any
 #: A ``paddle.nn.Layer``.
 Layer = Any
-#: A ``paddle.ParamAttr``, or what Paddle makes one of.
+#: A ``paddle.ParamAttr``, or a value that Paddle converts to one.
 Attribute = Any
-#: A ``paddle.optimizer.Optimizer``, or what stands for one.
+#: A ``paddle.optimizer.Optimizer``, or a wrapper of one.
 Optimizer = Any
 #: A gradient clip, as Paddle's optimizers take it.
 Clip = Any
@@ -32,7 +32,7 @@ Strategy = Any
 Topology = Any
 #: One of Paddle's communication groups.
 PaddleGroup = Any
-#: One of Paddle's key-value stores, or what stands for one.
+#: One of Paddle's key-value stores, or an object with its methods.
 PaddleStore = Any
 #: A static program, of either representation.
 Program = Any
@@ -41,9 +41,9 @@ Variable = Any
 #: An operation of a static program, of either representation, and the block that it is in.
 Op = Any
 Block = Any
-#: What a variable of a scope holds: a dense tensor, below those of ``paddle.Tensor``.
+#: The dense tensor of a variable in a scope, which is no ``paddle.Tensor``.
 ScopeTensor = Any
-#: Where a static program's variables have their values.
+#: A scope, which has the values of a static program's variables.
 Scope = Any
 #: A device.
 Place = Any

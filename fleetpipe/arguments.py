@@ -85,7 +85,7 @@ class Module(str):
 
 
 def module(text: str) -> Module:
-    """Reads the name of a module, which is found from the folder of work on."""
+    """Reads the name of a module that exists in the working directory or on Python's path."""
     top = text.partition(".")[0]
     if not top or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
         raise argparse.ArgumentTypeError(
@@ -112,7 +112,7 @@ def new_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"cannot use {path}: {error.strerror}; give a file that can be written"
         ) from None
-    # Written when a script may have changed the folder.
+    # Absolute, since a script may change the working directory before the file is written.
     return path.absolute()
 
 
@@ -120,7 +120,7 @@ def require_folder(name: str, folder: Path | str) -> None:
     """Makes a folder for later files, after a check that it can be written to.
 
     Args:
-        name: The option that names it, as the user types it.
+        name: The option, as the user types it.
         folder: The folder, which may exist.
 
     Raises:

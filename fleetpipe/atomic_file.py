@@ -1,7 +1,8 @@
 """Replaces files and folders at once: a reader sees the old or the new one, never a part.
 
-Each is written as a draft beside its place and renamed. :func:`replacing` and :func:`appearing`
-sync, so that files survive a crash of the host; the others survive the death of a process.
+Each is written as a draft in the same folder and then renamed. :func:`replacing` and
+:func:`appearing` sync, so that files survive a crash of the host; files of the other functions
+survive the death of a process.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder; when the body ends it becomes ``folder``, synced and whole.
+    """Yields an empty folder, which is synced and renamed to ``folder`` when the body ends.
 
     Args:
         folder: Must not exist, or be empty.
@@ -84,7 +85,7 @@ def draft_of(file: Path) -> Iterator[Path]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Writes a file whole; not synced.
+    """Replaces a file by a text at once; not synced.
 
     Raises:
         OSError: The file cannot be written; an older one stays.
@@ -94,7 +95,7 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def write_once(file: Path, text: str) -> None:
-    """Writes a file whole, unless it exists: of several writers the first one wins."""
+    """Writes a file at once, unless it exists: of several writers the first one wins."""
     draft = _draft_name(file)
     try:
         draft.write_text(text, encoding="utf-8")
@@ -106,7 +107,7 @@ def write_once(file: Path, text: str) -> None:
 
 def sync(file: Path) -> None:
     """Waits until the contents of a file are on the disk."""
-    with file.open("r+b") as opened:  # Windows syncs no file that is open for reading alone
+    with file.open("r+b") as opened:  # Windows cannot sync a file that is open only for reading
         os.fsync(opened.fileno())
 
 

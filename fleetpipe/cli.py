@@ -134,7 +134,7 @@ def commands(words: Sequence[str] = ()) -> tuple[Command, ...]:
     names = [command.name for command in COMMANDS]
     if words and words[0] in names:
         return COMMANDS
-    from importlib.metadata import entry_points  # takes as long as all else here
+    from importlib.metadata import entry_points  # takes as long as all other imports here
 
     modules = {point.name: point.value for point in entry_points(group="fleetpipe.commands")}
     return COMMANDS + tuple(
@@ -156,14 +156,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     streams.prepare()
     lost: OSError | None = None
-    words = _without_help_command(sys.argv[1:] if argv is None else list(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["help"]:  # fleetpipe help COMMAND
+        words = [*words[1:2], "--help"]
     try:
         parser = _parser(words)
         if not words:
             parser.print_help(sys.stderr)
             return 2
         arguments = parser.parse_args(words)
-        # Paddle is loaded with the command that needs it, and is to find itself quiet.
+        # The command may import Paddle, whose logs are to be quiet from the begin.
         with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
             run: Callable[[argparse.Namespace], int] = _import(arguments.run)
             code = run(arguments)
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fleetpipe: interrupted", file=sys.stderr)
         code = 130
     except OSError:
-        # Where stdout takes a line, it is one of another file, or of a connection.
+        # If stdout takes a line, the error is that of another file or connection.
         lost = streams.flush("\n")
         if lost is None:
             raise
@@ -187,11 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     print(f"fleetpipe: the output could not be written: {lost.strerror}", file=sys.stderr)
     return code or 2
-
-
-def _without_help_command(words: list[str]) -> list[str]:
-    """Turns ``fleetpipe help COMMAND`` into ``fleetpipe COMMAND --help``."""
-    return [*words[1:2], "--help"] if words[:1] == ["help"] else words
 
 
 class _PrintCompletion(argparse.Action):
@@ -252,7 +249,7 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str
             return
         if not word.startswith("--"):
             continue
-        # As argparse does, an option is known by its beginning.
+        # Like argparse, it accepts the beginning of an option.
         action = next(
             (action for option, action in actions.items() if option.startswith(name)), None
         )

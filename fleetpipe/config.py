@@ -20,7 +20,7 @@ from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
 DEFAULT_TIMEOUT = 600.0
 
-#: Checks where a job is served, which few are: what serves them is not loaded for the others.
+#: The module with the address of a board, which is loaded only for jobs that have one.
 _ADDRESS = "fleetpipe.contrib.view"
 
 
@@ -80,12 +80,12 @@ def _slices(name: str, value: Any) -> int | tuple[int, ...]:
     )
 
 
-#: The borders that are closed: what is not in the table of one is refused, unless it is allowed.
+#: The closed borders: a name that the table of a border lacks is refused, unless it is allowed.
 BORDERS = ("optimizer", "clip", "loss", "data", "state")
 
 
 def _allow(name: str, value: object) -> tuple[str, ...]:
-    """Checks what closed borders let pass: texts such as ``"optimizer:MySAM"``."""
+    """Checks the names that closed borders let pass: texts such as ``"optimizer:MySAM"``."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     for entry in entries:
         border, colon, thing = entry.partition(":") if isinstance(entry, str) else ("", "", "")
@@ -118,7 +118,7 @@ def _transport(name: str, value: object) -> str | None:
 
 
 def _serve(name: str, value: object) -> str | None:
-    """Returns the address at which the first rank serves: the strategy's, else a command's."""
+    """Returns the address at which rank 0 serves a board: the strategy's, else a command's."""
     value = os.environ.get("FLEETPIPE_SERVE") if value is None else value
     if value in (None, ""):
         return None
@@ -181,7 +181,7 @@ class PipelineConfig:
     #: Canonical name of the schedule.
     schedule: str = "1F1B"
 
-    #: What closed borders let pass, as ``BORDER:NAME``.
+    #: Names that closed borders let pass, as ``BORDER:NAME``.
     allow: tuple[str, ...] = _option(_allow, ())
     loss_reduction: str = _option(_choice("mean", "sum", "tokens"), "mean")
     #: In chunk units; bytes where ``costs`` has the bytes of each stage.
@@ -202,7 +202,7 @@ class PipelineConfig:
     transport: str | None = _option(_transport)
     fetch: str = _option(_choice("mean", "last", "all"), "mean")
     fetch_broadcast: bool = _option(_switch, False)
-    #: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
+    #: The costs of actions, for the schedule ``auto`` and for a memory cap in bytes.
     costs: Costs | None = field(default=None, metadata={"check": _costs, "default": None})
     #: A number, or lengths in proportion.
     slices: int | tuple[int, ...] | None = _option(_optional(_slices))
@@ -284,7 +284,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     **dict.fromkeys(("groups", "warmup_slack")),
 }
 
-#: Options of before, and what to do without them.
+#: Options of earlier versions, and what to do without each.
 _REMOVED = {"post_validation": "leave it out: ranks wait for the norm, and the bits are the same"}
 
 
@@ -315,7 +315,7 @@ def _schedule_for(
 ) -> Schedule:
     costs = config.costs
     if isinstance(config.slices, tuple) and (costs is None or costs.each_slice is None):
-        # A search is to know of the lengths. Costs for a schedule by name are those of a slice.
+        # A search needs the costs of these lengths; a schedule by name uses costs of a slice.
         costs = (costs or Costs()).parted(config.slices) if config.schedule == "auto" else costs
     try:
         return build_verified(

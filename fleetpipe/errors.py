@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-#: Axes of an array, as NumPy 1 allows them, and elements, whose bytes 63 bits count.
+#: Most axes of an array in NumPy 1, and most elements whose bytes 63 bits can count.
 _MOST_AXES, _MOST_ELEMENTS = 32, 1 << 58
 
 
@@ -30,7 +30,7 @@ class FleetPipeError(Exception):
         permanent: Whether every restart of the job fails with it again.
     """
 
-    #: That of the errors of a class that are not told otherwise.
+    #: The default of a class, unless the constructor is given another value.
     permanent: bool = False
 
     def __init__(
@@ -57,7 +57,7 @@ class FleetPipeError(Exception):
         super().__init__(self._text())
 
     def add_place(self, place: str) -> None:
-        """Puts a place that a caller knows in front of ``where``."""
+        """Adds the caller's location in front of ``where``."""
         where = self._labelled["where"]
         self._labelled["where"] = f"{place}: {where}" if where else place
         self.args = (self._text(),)
@@ -74,7 +74,7 @@ class ConfigError(FleetPipeError, ValueError):
 
 
 class UsageError(FleetPipeError, TypeError):
-    """An object of the wrong kind, or one that was asked for something that it does not do."""
+    """An object of the wrong kind, or a use of an object that it does not support."""
 
     permanent = True
 
@@ -116,14 +116,14 @@ class BoundaryError(FleetPipeError, ValueError):
 
 
 class TransportError(FleetPipeError, RuntimeError):
-    """A connection between ranks that cannot be made, or that carries what it should not."""
+    """A connection between ranks that cannot be made, or that received invalid bytes."""
 
 
 class PeerFailed(FleetPipeError, ConnectionError):
     """Another rank of the job died or left before its work was done.
 
     Attributes:
-        brief: One line for this rank's log where the other rank shows its own error; else None.
+        brief: One line for this rank's log, if the other rank logs its own error; else None.
     """
 
     brief: str | None = None
@@ -194,9 +194,10 @@ def is_whole_number(value: Any, least: int = 1) -> bool:
 
 
 def is_shape(sizes: Collection[Any]) -> bool:
-    """Whether sizes that a file claims can be a tensor's; others are not to be multiplied.
+    """Whether sizes that a file claims can be those of a tensor.
 
-    A few bytes of a file may claim a hundred thousand axes, or sizes of hundreds of digits.
+    A few bytes of a file may claim a hundred thousand axes, or sizes of hundreds of digits, whose
+    product must not be computed.
     """
     if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
         return False

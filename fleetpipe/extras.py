@@ -16,7 +16,7 @@ from typing import Any
 
 from fleetpipe.errors import PackageNotFound
 
-#: How each is installed, by the name under which it is imported.
+#: How each optional package is installed, by the name under which it is imported.
 INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
     "mlflow": "pip install mlflow",
@@ -48,7 +48,7 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
     """Returns the ``__getattr__`` of a package that loads its public names when they are used.
 
     Args:
-        names: The module of each name; a name that its module lacks stands for the module itself.
+        names: The module of each name; if the module lacks the name, the module itself is meant.
     """
 
     def get(name: str) -> object:
@@ -101,7 +101,7 @@ class Finder(MetaPathFinder):
         return self.find(fullname)
 
     def install(self) -> None:
-        """Puts the finder in front, unless one of the same function is there."""
+        """Puts the finder in front, unless a finder with the same function is installed."""
         if not any(isinstance(one, Finder) and one.find is self.find for one in sys.meta_path):
             sys.meta_path.insert(0, self)
 

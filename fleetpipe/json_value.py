@@ -1,11 +1,11 @@
-"""Reads JSON from any source: each value knows its location, and is checked when it is read.
+"""Reads JSON from any source: each value has its location, and is checked when it is read.
 
     value = parse(text, Source("this is no profile", ConfigError, "measure one"))
     names = [layer["name"].text() for layer in value["layers"].items()]
 
-An unexpected value raises the error of the source, which names the place, the expected and the
-actual value, and the file if :func:`read` read one. :func:`parse_small` parses what other processes
-send, after checking that it is small.
+An unexpected value raises the error of the source, which names the location, the expected and the
+actual value, and the file if :func:`read` read one. :func:`parse_small` parses texts that other
+processes send, after checking that they are small.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fleetpipe.errors import FleetPipeError, nearest
 
 Record = TypeVar("Record")
 
-#: Largest figure: sums and products of such stay finite.
+#: Largest figure: sums and products of figures stay finite.
 MOST = 1e100
 
-#: Whole numbers are below.
+#: Upper limit of whole numbers.
 _MOST_COUNT = 1 << 63
 
 
@@ -94,7 +94,7 @@ class JsonValue:
         return value
 
     def text(self) -> str:
-        """Returns a string, of what can be written again."""
+        """Returns a string that UTF-8 can encode."""
         if isinstance(self.content, str):
             with suppress(UnicodeEncodeError):
                 self.content.encode()
@@ -216,7 +216,7 @@ def parse(text: str | bytes, source: Source) -> JsonValue:
 
 
 _MOST_DIGITS = 19
-# One that does not end goes to the end of the text, so that no character is looked at twice.
+# A string without an end goes to the end of the text, so that no character is read twice.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 _NUMBER = re.compile(rb"[0-9.eE+-]+")
@@ -225,14 +225,14 @@ _NUMBER = re.compile(rb"[0-9.eE+-]+")
 def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:
     """Returns the value of a JSON text that another process has sent.
 
-    A parser recurses as deep as the text does, and takes a time that grows with the square of a
-    number's digits: both are looked at before.
+    Nesting and digits are checked first: a parser recurses as deep as the text, and its time grows
+    with the square of a number's digits.
 
     Args:
         text: JSON in ASCII, of a length that its reader has bounded.
-        deepest: Lists and objects that may lie within each other.
-        most: Lists and objects in all.
-        strings: Strings in all, those with backslashes at their ends counted half.
+        deepest: Most lists and objects within each other.
+        most: Most lists and objects in all.
+        strings: Most strings in all; a string that ends in a backslash counts half.
 
     Raises:
         ValueError: The text is no JSON, or larger than that.
@@ -306,7 +306,7 @@ def read_text(
         raise
 
 
-#: What reads a field, by its annotation.
+#: The method that reads a field, by its annotation.
 _READERS: dict[str, Callable[[JsonValue], Any]] = {
     "bool": JsonValue.flag,
     "int": JsonValue.count,

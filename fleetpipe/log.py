@@ -1,4 +1,4 @@
-"""Notices for the user that no command prints, as records of ``logging``.
+"""Logs notices for the user by ``logging``.
 
 Every module has the logger of its own name, so that ``logging.getLogger("fleetpipe")`` controls
 all. If nobody has configured logging, a notice is a line on standard error.
@@ -15,13 +15,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: The logger above all of them.
+#: The parent of all loggers.
 NAME = "fleetpipe"
-#: Of Paddle's loggers the one whose handler is made as that which Paddle gives to the root.
+#: A logger of Paddle's whose handler is like the one that Paddle gives to the root logger.
 FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
-#: After so many seconds a user wants to know what takes long.
+#: Seconds after which :func:`once_if_slow` logs.
 _PATIENCE = 3.0
-#: A cache may call its function twice where two threads come at once.
+#: Held around :func:`once` in threads: a cache may call its function in two threads at once.
 _turn = threading.Lock()
 
 
@@ -47,7 +47,7 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
 
 @contextmanager
 def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
-    """While it is open, :func:`once` logs ``text`` after a few seconds, unless it has closed."""
+    """Logs ``text`` by :func:`once` if the context is still open after a few seconds."""
     timer = threading.Timer(_PATIENCE, _once_in_turn, [log, text])
     timer.daemon = True
     timer.start()
@@ -63,7 +63,7 @@ def _once_in_turn(log: Callable[..., None], text: str) -> None:
 
 
 class LogObserver(logging.Handler):
-    """Gives records to the program itself: beside it notices are shown as without it."""
+    """Gives records to a function; notices are shown as they are without this handler."""
 
     def __init__(self, see: Callable[[logging.LogRecord], None], level: int) -> None:
         """Prepares to be added to a logger.
@@ -81,7 +81,7 @@ class LogObserver(logging.Handler):
 
 
 class _Unconfigured(logging.Handler):
-    """Writes records to the current ``sys.stderr`` if no handler of the user's takes them."""
+    """Writes records to the current ``sys.stderr``, unless the user has a handler for them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         handlers = [
@@ -122,21 +122,22 @@ def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
 def _is_paddles(handler: logging.Handler) -> bool:
     """Whether a handler is the one that ``import paddle`` gives to the root logger."""
     return type(handler) is logging.StreamHandler and any(
-        handler is not one and _look(handler) == _look(one)
+        handler is not one and _stream_and_format(handler) == _stream_and_format(one)
         for one in logging.getLogger(FLEETS_LOGGER).handlers
     )
 
 
-def _look(handler: logging.Handler) -> tuple[object, ...]:
+def _stream_and_format(handler: logging.Handler) -> tuple[object, ...]:
     formatter = handler.formatter
     return getattr(handler, "stream", None), formatter and formatter._fmt
 
 
+#: Handlers that :func:`_keep_out` has changed.
 _kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 def _keep_out(handler: logging.Handler) -> None:
-    """Makes a handler of Paddle's ignore fleetpipe's records, as long as it is Paddle's."""
+    """Makes a handler of Paddle's ignore fleetpipe's records, until the user changes it."""
     if handler not in _kept_out:
         _kept_out.add(handler)
         handler.addFilter(

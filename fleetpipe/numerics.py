@@ -13,8 +13,8 @@ from pathlib import Path
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "MKL_CBWR")
 _OF_GPUS = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
-#: With these flags of Paddle's a GPU adds up in one order in cuDNN's kernels and in the gradient of
-#: Embedding. Paddle refuses to search kernels by their time beside.
+#: Flags of Paddle's with which a GPU adds up in one order in cuDNN's kernels and in the gradient of
+#: Embedding. Paddle refuses to choose kernels by their time at once.
 _REPEATING = {
     "FLAGS_cudnn_deterministic": True,
     "FLAGS_cudnn_exhaustive_search": False,
@@ -45,7 +45,7 @@ def repeat_bits() -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for name, value in _REPEATING.items():
-        with suppress(ValueError):  # of a Paddle that does not have it
+        with suppress(ValueError):  # a version of Paddle without this flag
             paddle.set_flags({name: value})
 
 

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
         def state_dict(self) -> Any:
             """Returns the state of the optimizer, by parameter."""
 
-    #: Of :class:`fleetpipe.Model`'s methods.
+    #: The callbacks of :class:`fleetpipe.Model`'s methods.
     FitCallbacks = Callback | str | Sequence[Callback | str] | None
-    #: What yields batches, or is made into them.
+    #: A dataset or loader, from which batches are read.
     Data = Dataset[Any] | Iterable[Any] | None
     #: The arguments of a model's forward: one, several, or by name.
     Inputs = Tensor | InputSpec | tuple[Any, ...] | list[Any] | dict[str, Any]
@@ -51,5 +51,5 @@ else:
     Data = FitCallbacks = Inputs = Layer = LRScheduler = Optimizer = Program = Any
     RoleMakerBase = Tensor = Any
 
-#: Of ``[inputs, labels]`` or an iterator of ``(inputs, labels)``; None on a rank that needs none.
+#: ``[inputs, labels]`` or an iterator of ``(inputs, labels)``; None on a rank that needs no data.
 Batch = list[Any] | tuple[Any, ...] | Iterator[Any] | None

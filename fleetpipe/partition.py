@@ -1,23 +1,22 @@
-"""Where to cut a list of layers into stages; pure Python, no Paddle needed.
+"""Cuts a list of layers into stages; needs no Paddle. Start with :func:`segment`.
 
-Cuts are *boundaries*: ``parts + 1`` layer numbers, the first 0, the last the number of
+A cut is a list of *boundaries*: ``parts + 1`` layer numbers, the first 0, the last the number of
 layers; stage ``s`` holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``. Fleet cuts
-evenly, by class name, or by a given list. Beside these, dynamic programming finds the exact cut
-whose slowest stage is as fast as possible, for any cost of a stage: one that counts what the stage
-receives, and is infinite for a stage that does not fit into memory. Its answer is the same
-everywhere:
+evenly, by class name, or by a given list. :func:`fastest` also finds, by dynamic programming, the
+exact cut whose slowest stage is as fast as possible, for any cost of a stage: one that counts what
+the stage receives, and is infinite for a stage that does not fit into memory. Its result is the
+same everywhere:
 
 1. the costliest stage costs as little as possible;
 2. among such cuts, the sum of the squared costs of the stages is smallest: the stages that are not
    the costliest are even, too;
-3. among those, every cut stands as late as possible, the last cut first: layers that cost nothing
+3. among those, every boundary is as late as possible, the last one first: layers that cost nothing
    (activations, pooling, reshaping) stay with the layer before them.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import operator
 import re
@@ -197,7 +196,7 @@ def require_cover(boundaries: Sequence[int], count: int, method: str) -> None:
             got=got,
             fix="begin the list with 0",
         )
-    for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
+    for stage, (start, end) in enumerate(pairwise(boundaries)):
         if start >= end:
             fault = "would be empty" if start == end else "would end before it begins"
             raise PartitionError(
@@ -217,12 +216,13 @@ def require_cover(boundaries: Sequence[int], count: int, method: str) -> None:
         )
 
 
-#: By how much of the least cost a cut may be slower that sends less.
+#: The share of the least cost by which a cut that sends less may be slower.
 SLACK = 0.05
 
-#: ``cost(stage, start, end)`` of the layers ``start`` to ``end - 1`` as that stage.
+#: ``cost(stage, start, end)``: the cost of the layers ``start`` to ``end - 1`` as that stage.
 Cost = Callable[[int, int, int], float]
-#: ``floor(start, end)``: at most what they cost as any stage; more layers have no lower one.
+#: ``floor(start, end)``: a lower bound of the cost of these layers as any stage, which does not
+#: fall when layers are added.
 Floor = Callable[[int, int], float]
 
 
@@ -236,10 +236,6 @@ class Bottleneck(NamedTuple):
 
     boundaries: tuple[int, ...]
     cost: float
-
-
-def _no_floor(_start: int, _end: int) -> float:
-    return -math.inf
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
@@ -283,7 +279,7 @@ def fastest(
     count: int,
     parts: int,
     cost: Cost,
-    floor: Floor = _no_floor,
+    floor: Floor = lambda _start, _end: -math.inf,
     sent: Callable[[int], float] | None = None,
 ) -> Bottleneck:
     """Cuts so that the costliest stage costs as little as possible.
@@ -297,9 +293,9 @@ def fastest(
         parts: Number of stages.
         cost: Returns the cost of a stage; ``math.inf`` for one that is impossible.
         floor: Returns a lower bound of the cost of some layers. It changes no cut.
-        sent: Returns how much crosses the border before a layer. Measured costs vary, so that cuts
-            at most ``SLACK`` slower than the fastest count as equal: the one that sends least is
-            taken.
+        sent: Returns how much is sent if a stage begins with a layer. Since measured costs vary,
+            cuts at most ``SLACK`` slower than the fastest count as equal: of these, the cut that
+            sends least is taken.
 
     Returns:
         The cut and its cost.
@@ -363,7 +359,7 @@ def _cut(
         for end in ends if stage < parts - 1 else (last,):
             for start in range(end - 1, stage - 1, -1):
                 if floor(bounds[start], bounds[end]) >= best[end]:
-                    # Neither would this stage do better with more layers, whatever is before it.
+                    # Nor is this stage better with more layers, whatever precedes it.
                     break
                 if before[start] < best[end]:
                     joined = join(before[start], cost(stage, bounds[start], bounds[end]))
@@ -421,9 +417,9 @@ class Partition:
 
     Attributes:
         boundaries: First layer of each stage, then the number of layers.
-        method: How the cut was found, as the user said it.
+        method: How the cut was found, as in :func:`segment`.
         layers: All layers of the model, in order.
-        may_be_empty: Whether a stage may have no layer, as for a batch that has nothing for it.
+        may_be_empty: Whether a stage may have no layer, as for a batch that needs none of it.
 
     Raises:
         PartitionError: The boundaries lose a layer, hold one twice, or leave a stage empty.
@@ -450,7 +446,7 @@ class Partition:
         """The stages in the order of the model."""
         return tuple(
             StageRange(stage, start, end, self.layers[start:end])
-            for stage, (start, end) in enumerate(zip(self.boundaries, self.boundaries[1:]))
+            for stage, (start, end) in enumerate(pairwise(self.boundaries))
         )
 
     def stage_of(self, layer: int) -> int:

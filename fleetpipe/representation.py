@@ -29,7 +29,7 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
             for label, path in shown.items():
                 try:
                     parts.append(f"{label}={_in_short(attrgetter(path)(self))}")
-                except AttributeError:  # its constructor has not come so far
+                except AttributeError:  # the constructor has not set it yet
                     continue
             line = f"<{' '.join([type(self).__name__, ', '.join(parts)]).rstrip()}>"
             return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..>"

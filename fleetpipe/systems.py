@@ -29,13 +29,13 @@ from typing import Any
 
 from fleetpipe.errors import UsageError
 
-# Each system leaves what belongs to others unreachable.
+# On each system, code for the others is unreachable.
 # mypy: disable-error-code="unreachable"
 
 
-#: Has a send to a peer that is gone raise an error alone. Python ignores the signal, too.
+#: Makes a send to a peer that is gone raise an error without a signal, which Python ignores anyway.
 MSG_NOSIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
-#: The family of unix-domain sockets; that of no socket where there are none.
+#: The family of unix-domain sockets; -1, which no socket has, on systems without them.
 AF_UNIX: int = getattr(socket, "AF_UNIX", -1)
 #: Whether :func:`lock` locks anything.
 HAS_LOCKS = sys.platform != "win32"
@@ -46,8 +46,8 @@ STOP_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
 
-# Linux's way to list the addresses of all interfaces: a length and a place for the table, each
-# entry of which is a name and a socket's address of a family, a port and four bytes.
+# Linux's request for the addresses of all interfaces: a length and a pointer to the table, whose
+# entries are a name and a socket's address: family, port and four bytes.
 _SIOCGIFCONF = 0x8912
 _IFCONF = struct.Struct("iP")
 _IFREQ = struct.Struct("16s4x4s16x")
@@ -56,8 +56,8 @@ _MOST_INTERFACES = 512
 _PEERCRED = struct.Struct("iII")
 # macOS: bytes of a socket that its peer has not acknowledged.
 _SO_NWRITE = 0x1024
-# TCP_RTO_MAX_MS, which Linux has from 6.15 on: how long the kernel may wait before it sends again
-# what was not answered. By itself it doubles that, 15 times, for 925 s in all.
+# TCP_RTO_MAX_MS, in Linux from 6.15 on: the longest time before the kernel repeats data that was
+# not acknowledged. By default it doubles that time, 15 times, for 925 s in all.
 _TCP_RTO_MAX_MS = 44
 _AGAIN_MILLISECONDS = 1000
 _GIVE_UP_MILLISECONDS = 925_000
@@ -73,12 +73,12 @@ def require_ranks() -> None:
 
 
 def processors() -> int:
-    """Returns the number of processors that this process may use, as far as the system tells."""
+    """Returns the number of processors that this process may use, or that the host has."""
     return len(processor_numbers())
 
 
 def processor_numbers() -> list[int]:
-    """Returns the numbers of the processors that this process may use, as far as it is told."""
+    """Returns the numbers of the processors that this process may use, or that the host has."""
     if sys.platform == "linux":
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]
@@ -92,9 +92,9 @@ def load() -> float:
 
 
 def stolen_seconds() -> float:
-    """Returns what the hypervisor gave to others, a mean of this host's processors; 0 if unknown.
+    """Returns the seconds that the hypervisor gave to other machines, a mean over processors.
 
-    It counts from the start of the host, in hundredths of a second.
+    It counts from the start of the host, in hundredths of a second; 0 if unknown.
     """
     if sys.platform != "linux":
         return 0.0
@@ -153,7 +153,7 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 class ProcessorQueue:
-    """The time that the thread of its making was ready to run, and waited for a processor."""
+    """The time in which the thread that created it was ready to run and waited for a processor."""
 
     def __init__(self) -> None:
         """Opens the kernel's statistics of this thread and its group, if there are any."""
@@ -167,7 +167,7 @@ class ProcessorQueue:
     def _open(self, path: str) -> int | None:
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY)
-            # At the end of the process transports still wait for what they have sent to leave.
+            # Not at exit: transports still use it while their last messages leave.
             weakref.finalize(self, os.close, file).atexit = False
             return file
         return None
@@ -199,7 +199,7 @@ def _limited_group(groups: str, root: Path) -> Path | None:
 
     Args:
         groups: The process's groups, as Linux lists them.
-        root: The folder in which groups are mounted. A container's own is there, whatever its name.
+        root: The folder in which groups are mounted; a container's own group may be at its top.
     """
     for line in groups.splitlines():
         _, names, path = line.split(":", 2)
@@ -243,9 +243,9 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Opens a file as ``os.open`` does; one that it makes has the mode that the umask allows.
+    """Opens a file as ``os.open`` does, but no link, and without waiting for a pipe.
 
-    A pipe does not keep it waiting.
+    A file that it creates has the mode that the umask allows.
 
     Raises:
         OSError: It cannot be opened, or is a link.
@@ -272,12 +272,12 @@ def is_running(process: int) -> bool:
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # of another user
+            pass  # it belongs to another user
     return True
 
 
 def end_session(leader: int) -> None:
-    """Kills the processes that are left of the session that a process began."""
+    """Kills the remaining processes of the session that a process began."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
@@ -286,11 +286,11 @@ def end_session(leader: int) -> None:
 def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
     """Locks a file until this descriptor and its copies in forks are closed.
 
-    Whoever else opens the file and closes it, as a copy of its folder does, leaves the lock.
+    Another process that opens and closes the file, such as a copy of its folder, keeps the lock.
 
     Args:
         descriptor: The file, opened to be written or, for a shared lock, to be read.
-        shared: Whether other shared locks of the file are no obstacle.
+        shared: Whether the lock allows other shared locks of the file.
         wait: Whether to wait until it is free.
 
     Returns:
@@ -349,10 +349,10 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def unix_domain() -> str:
-    """Returns a key that is equal in two processes that a unix-domain socket can join; else "".
+    """Returns a key that is equal in two processes that a unix-domain socket can connect; or "".
 
-    It has the running kernel and its network namespace, within which abstract names, which leave no
-    file, are visible. It has the user too, since other users are refused.
+    It has the running kernel and the network namespace, in which abstract addresses are visible,
+    and the user, since other users are refused. It is "" if the system has no such names.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -374,13 +374,13 @@ def is_other_user(sock: socket.socket) -> bool:
 def send_again_soon(sock: socket.socket) -> None:
     """Makes a TCP socket repeat lost data each second, if the kernel allows to set that.
 
-    By default the kernel waits longer each time, up to as long again as a cable was out: a wait
-    could then exceed a limit although the outage itself did not.
+    By default the kernel waits longer each time, up to the length of the outage: a wait could then
+    exceed a limit although the outage itself did not.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # an older kernel
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MILLISECONDS)
-            # Or it would give up when it has sent 15 times, which is soon.
+            # By default it would give up after 15 repetitions, which now take 15 s.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MILLISECONDS)
 
 
@@ -413,10 +413,10 @@ def send_pieces(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> in
     return sock.sendmsg(pieces, (), MSG_NOSIGNAL)
 
 
-#: Numbers of ``mallopt`` in glibc's ``malloc.h``: free bytes at the end of the heap that are kept,
-#: and bytes from which a block is given to the process, and taken back, by itself.
+#: Parameters of ``mallopt`` in glibc's ``malloc.h``: the free bytes that stay at the end of the
+#: heap, and the size from which a block is allocated outside of the heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Weights are smaller, mostly; larger blocks would leave holes that no other one fits into.
+#: Most weights are smaller; larger blocks would leave holes in the heap that no other block fits.
 MMAP_THRESHOLD = 16 * 2**20
 TRIM_THRESHOLD = 512 * 2**20
 
