@@ -379,8 +379,7 @@ class Generation(NamedTuple):
 
 def write_generation(directory: Path, generation: Generation) -> None:
     """Writes the generation that begins into the folder of an attempt."""
-    with atomic_file.draft_of(directory / _FILE) as draft:
-        draft.write_text(json.dumps(generation), encoding="utf-8")
+    atomic_file.replace_text(directory / _FILE, json.dumps(generation))
 
 
 def note_signal(number: int, _frame: object) -> None:
@@ -420,8 +419,7 @@ def heals() -> bool:
 
 def note_place(directory: Path, rank: int, number: int, step: int) -> None:
     """Writes that a rank waits for a generation, with the number of steps that it has done."""
-    with atomic_file.draft_of(directory / f"place.{rank}") as draft:
-        draft.write_text(json.dumps([number, step]), encoding="ascii")
+    atomic_file.replace_text(directory / f"place.{rank}", json.dumps([number, step]))
 
 
 def waiting_places(directory: Path, number: int) -> dict[int, int]:

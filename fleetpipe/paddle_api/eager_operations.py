@@ -29,9 +29,6 @@ from fleetpipe.paddle_api import VERSION, paddle, replaced
 CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
-_add: Callable[..., Tensor] = _C_ops.add
-_expand: Callable[..., Tensor] = _C_ops.expand
-_reshape: Callable[..., Tensor] = _C_ops.reshape
 
 # Typed as a module: Paddle's stub lacks a name of it.
 _paddle: ModuleType = paddle
@@ -44,6 +41,11 @@ linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
 
 #: ``add_in_place(left, right)`` adds ``right`` to ``left``, which has its shape and dtype.
 add_in_place: Callable[[Tensor, Tensor], Tensor] = _C_ops.add_
+#: ``total(left, right)`` returns ``left + right``.
+total: Callable[[Tensor, Tensor], Tensor] = _C_ops.add
+#: ``expand(tensor, shape)`` broadcasts a tensor; ``reshape(tensor, shape)`` reshapes it.
+expand: Callable[[Tensor, Sequence[int]], Tensor] = _C_ops.expand
+reshape: Callable[[Tensor, Sequence[int]], Tensor] = _C_ops.reshape
 
 
 def product(
@@ -51,21 +53,6 @@ def product(
 ) -> Tensor:
     """Returns ``left @ right``, either of them transposed first if asked for."""
     return _matmul(left, right, left_transposed, right_transposed)
-
-
-def total(left: Tensor, right: Tensor) -> Tensor:
-    """Returns ``left + right``."""
-    return _add(left, right)
-
-
-def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Broadcasts a tensor to ``shape``."""
-    return _expand(tensor, shape)
-
-
-def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshapes a tensor to ``shape``."""
-    return _reshape(tensor, shape)
 
 
 @cache

@@ -18,6 +18,7 @@ from fleetpipe.profiling.cost_model import (
     LayerCost,
     Link,
     ProcessMemory,
+    StageCost,
     Stages,
     Transfer,
     check_figure,
@@ -240,31 +241,22 @@ class Profile:
         """Returns the figures of each stage of the measured cut, in the form of ``Costs``."""
         if not self.boundaries:
             return {}
+
+        def figures_of(stages: Sequence[StageCost], names: Sequence[str]) -> dict[str, Any]:
+            return {
+                **{name: [getattr(stage, name) for stage in stages] for name in names},
+                "comm": self.links[0].seconds(max(stage.output for stage in stages)),
+                "bytes": [stage.held for stage in stages],
+            }
+
+        times = ["forward", "backward"]
         stages = self.stages.cut(self.boundaries)
-        figures: dict[str, Any] = {
-            "forward": [stage.forward for stage in stages],
-            "backward": [stage.backward for stage in stages],
-            "input_grad": [stage.input_grad for stage in stages],
-            "weight_grad": [stage.weight_grad for stage in stages],
-            "comm": self.links[0].seconds(max(stage.output for stage in stages)),
-            "exchange": [stage.exchange for stage in stages],
-            "bytes": [stage.held for stage in stages],
-        }
-        if not any(figures["exchange"]):
-            del figures["exchange"]
-        if not self.splits:
-            del figures["input_grad"], figures["weight_grad"]
+        split = ["input_grad", "weight_grad"] if self.splits else []
+        waits = ["exchange"] if any(stage.exchange for stage in stages) else []
+        figures = figures_of(stages, [*times, *split, *waits])
         if self.slices:
-            parts = [one.cut(self.boundaries) for one in self.stages_of_slices]
-            figures["each_slice"] = [
-                {
-                    "forward": [stage.forward for stage in part],
-                    "backward": [stage.backward for stage in part],
-                    "comm": self.links[0].seconds(max(stage.output for stage in part)),
-                    "bytes": [stage.held for stage in part],
-                }
-                for part in parts
-            ]
+            slices = [one.cut(self.boundaries) for one in self.stages_of_slices]
+            figures["each_slice"] = [figures_of(stages, times) for stages in slices]
         return figures
 
     @property

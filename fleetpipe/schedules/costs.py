@@ -191,25 +191,17 @@ class Costs:
         """
         total = sum(shares)
 
-        def part(value: PerStage, share: float) -> PerStage:
+        def part(value: PerStage | None, share: float) -> PerStage | None:
             if isinstance(value, tuple):
                 return tuple(one * share / total for one in value)
-            return value * share / total
+            return None if value is None else value * share / total
 
-        slices = tuple(
-            replace(
-                self,
-                forward=part(self.forward, share),
-                input_grad=part(self.input_grad, share),
-                weight_grad=part(self.weight_grad, share),
-                exchange=part(self.exchange, share),
-                backward=None if self.backward is None else part(self.backward, share),
-                bytes=None if self.bytes is None else part(self.bytes, share),
-                each_slice=None,
-            )
-            for share in shares
-        )
-        return replace(self, each_slice=slices)
+        names = [name for name in _PER_STAGE if name != "comm"]
+        slices = []
+        for share in shares:
+            parts_of: dict[str, Any] = {name: part(getattr(self, name), share) for name in names}
+            slices.append(replace(self, **parts_of, each_slice=None))
+        return replace(self, each_slice=tuple(slices))
 
     def of(self, kind: str, stage: int) -> float:
         """Returns the time of one action of ``kind`` on ``stage``."""

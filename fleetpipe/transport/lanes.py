@@ -25,10 +25,9 @@ from fleetpipe.transport.message import (
     Tree,
     check_key,
     decode,
-    describe,
     encode,
 )
-from fleetpipe.transport.sockets import CLOSING_SECONDS, interruption
+from fleetpipe.transport.sockets import CLOSING_SECONDS, interruption, late_message
 
 #: Under this key go, in the order of sends, the headers: kind, source, target, channel and
 #: micro-batch, then an announcement where the structure has changed. They are texts, not tensors,
@@ -379,14 +378,7 @@ class Incoming:
         return structure.rebuild(self._tensors(arrival.places, structure.leaves))
 
     def _late(self, key: MessageKey, timeout: float) -> PipelineTimeout:
-        peer = self._lane.peer
-        return PipelineTimeout(
-            f"rank {self._rank} waited {timeout:g} s for a message of rank {peer}",
-            where=str(Route(key, peer, self._rank)),
-            expected=f"{describe(key)} to arrive",
-            cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
-            fix=f"see where rank {peer} is; raise the timeout if it only needs longer",
-        )
+        return late_message(Route(key, self._lane.peer, self._rank), timeout)
 
 
 class ThreadedIncoming(Incoming):

@@ -390,20 +390,35 @@ class SocketTransport:
                 raise connection.failure(route)
 
     def _late(self, peer: int, key: MessageKey, timeout: float, more: int = 0) -> PipelineTimeout:
-        inbox = self._connections[peer].inbox
+        got = f"from rank {peer}: {self._connections[peer].inbox.summary()}"
         instead = f", or one of {more} others that it could go on with" * (more > 0)
-        return PipelineTimeout(
-            f"rank {self.rank} waited {timeout:g} s for a message of rank {peer}",
-            where=str(Route(key, peer, self.rank)),
-            expected=f"{describe(key)} to arrive{instead}",
-            got=f"from rank {peer}: {inbox.summary()}",
-            cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
-            fix=f"see where rank {peer} is; raise the timeout if it only needs longer",
-        )
+        return late_message(Route(key, peer, self.rank), timeout, instead, got)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"w")
+
+
+def late_message(
+    route: Route, timeout: float, instead: str = "", got: str | None = None
+) -> PipelineTimeout:
+    """Returns the error of a wait for a message that has reached its limit.
+
+    Args:
+        route: The message.
+        timeout: The limit in seconds.
+        instead: Other messages that would have ended the wait.
+        got: What has arrived.
+    """
+    peer = route.source
+    return PipelineTimeout(
+        f"rank {route.target} waited {timeout:g} s for a message of rank {peer}",
+        where=str(route),
+        expected=f"{describe(route.key)} to arrive{instead}",
+        got=got,
+        cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
+        fix=f"see where rank {peer} is; raise the timeout if it only needs longer",
+    )
 
 
 def interruption(route: Route) -> PeerFailed:

@@ -57,8 +57,8 @@ SERVES_TO_THE_END = """
 import ctypes, sys
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)
-from fleetpipe.paddle_api import distributed
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.open_tcp_store("127.0.0.1", {port}, True, 5)))
+from fleetpipe.paddle_api.distributed import open_tcp_store
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(open_tcp_store("127.0.0.1", {port}, True, 5)))
 print("serving", flush=True)
 sys.stdin.readline()
 sys.exit(2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules.action import parse_item, parse_op
+from fleetpipe.schedules.action import Item, Op, parse_item, parse_op
 from fleetpipe.schedules.explain import window
 from fleetpipe.schedules.placement import Edge, Placement, checked_edges, parse_edge
 from fleetpipe.schedules.rows import Options, PlanRows, ScheduleRows
@@ -39,7 +39,10 @@ def read_schedule(text: str) -> ScheduleRows:
     Raises:
         ScheduleError: Names the line, the token and what was expected there.
     """
-    fields, rows = _read(_SCHEDULE, text, parse_item, "an action like F0.3 or (F0.3|B1.2)")
+    document: tuple[dict[str, Any], tuple[tuple[Item, ...], ...]] = _read(
+        _SCHEDULE, text, parse_item, "an action like F0.3 or (F0.3|B1.2)"
+    )
+    fields, rows = document
     return ScheduleRows(actions=rows, **fields)
 
 
@@ -51,9 +54,10 @@ def write_plan(plan: PlanRows) -> str:
 
 def read_plan(text: str) -> PlanRows:
     """Reads what :func:`write_plan` writes; raises like :func:`read_schedule`."""
-    fields, rows = _read(
+    document: tuple[dict[str, Any], tuple[tuple[Op, ...], ...]] = _read(
         _PLAN, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
     )
+    fields, rows = document
     edges = _read_edges(fields.pop("edges"), fields["placement"])
     return PlanRows(edges=edges, ops=rows, **fields)
 

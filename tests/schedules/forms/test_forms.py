@@ -199,7 +199,7 @@ def test_the_summary_gives_the_figures() -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "m"),
-    [("f_then_b", "FThenB", 4), ("one_f_one_b", "1F1B", 6), ("one_f_one_b", "Eager1F1B", 6)],
+    [("one_f_one_b", "FThenB", 4), ("one_f_one_b", "1F1B", 6), ("one_f_one_b", "Eager1F1B", 6)],
 )
 def test_the_grids_in_the_docstrings_are_true(module: str, name: str, m: int) -> None:
     text = inspect.getdoc(importlib.import_module(f"fleetpipe.schedules.families.{module}"))
