@@ -39,7 +39,7 @@ def _positive(name: str, value: object, group: str = "fleetpipe_configs") -> int
 
 
 def _option_error(name: str, rule: str, value: object, usual: object) -> ConfigError:
-    """Returns the error for a wrong value of an option, with one that it may have."""
+    """Returns the error for a wrong value of an option, which proposes the value ``usual``."""
     fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
     return ConfigError(rule, got=repr(value), fix=fix)
 

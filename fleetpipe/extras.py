@@ -89,7 +89,7 @@ def spec_of(second: str, name: str) -> ModuleSpec | None:
 
 
 class Finder(MetaPathFinder):
-    """Finds modules by a function of their names; it stands before Python's finders."""
+    """Finds modules by a function of their names, before Python's own finders."""
 
     def __init__(self, find: Callable[[str], ModuleSpec | None]) -> None:
         self.find = find
@@ -97,7 +97,7 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns what the function finds."""
+        """Returns the spec that the function returns."""
         return self.find(fullname)
 
     def install(self) -> None:

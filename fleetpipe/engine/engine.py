@@ -61,7 +61,7 @@ class Walker:
         self._watched = functools.partial(Observers(*observers).wrap, self)
         self._turns = turns
         self._failed: Action | None = None
-        #: What each action waits for.
+        #: The messages that each action waits for.
         self._messages: defaultdict[Action, list[Blocked]] = defaultdict(list)
         #: The global number of each micro-batch of the batch.
         self._global = list(map(GlobalMicroBatch, range(plan.units)))

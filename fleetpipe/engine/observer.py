@@ -41,10 +41,10 @@ class Played(Protocol):
 
 
 class Observer(Protocol):
-    """Watches what the engine does; an operation that it leaves alone costs nothing."""
+    """Watches the operations of the engine; an operation that it does not wrap costs nothing."""
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns what the engine calls instead of ``instruction``: the same, or a wrapper of it.
+        """Returns the callable to call instead of ``instruction``: itself, or a wrapper of it.
 
         Args:
             played: The rank that runs the instruction.

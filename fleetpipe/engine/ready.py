@@ -52,7 +52,7 @@ class ReadyWalker(Walker):
         super().__init__(plan, rank, *arguments)
         self.early = 0
         self._envelope_of, self._envelope = envelope, envelope()
-        #: What precedes the first action; each action with what follows it; what ends the batch.
+        #: Operations before the first action; each action with those after it; those at the end.
         units: list[list[int]] = [[]]
         for index, op in enumerate(self._ops):
             if isinstance(op, (Action, Reduce)):

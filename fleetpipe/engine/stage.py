@@ -9,7 +9,7 @@ from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import Value
 
-#: What crosses the edges into or out of a stage: its inputs or outputs, or their gradients.
+#: By edge into or out of a stage, its inputs or outputs, or their gradients.
 Values = Mapping[Edge, Value]
 
 

@@ -76,7 +76,7 @@ class Account(Protocol):
     synchronize: Callable[[], None]
 
     def tell_loss(self, loss: Any, waits: bool) -> None:
-        """Called with the loss of a step; ``waits`` if reading it waits for a card."""
+        """Called with the loss of a step; ``waits``: whether to read it is to wait for a GPU."""
 
     def begin_step(self) -> None:
         """Called when the first action of a step is about to run."""

@@ -339,7 +339,7 @@ class Job(MeshGroups):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it is open, this process takes its own values for those of the others."""
+        """While it is open, groups do not wait, and use this process's values for all members."""
         before = self.alone
         try:
             self._set_alone(True)

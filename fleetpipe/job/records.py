@@ -277,7 +277,7 @@ StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
 class WallTime:
-    """Adds up what the wall time of a process is spent on.
+    """Adds up the wall time of a process by the parts that it is spent on.
 
     Time between two steps counts as ``other`` unless it is spent within :meth:`spending`.
 

@@ -15,13 +15,13 @@ from fleetpipe import atomic_file
 
 #: A row of figures for each batch and evaluation.
 METRICS = "metrics.jsonl"
-#: What runs: layout, stages, schedule, configuration, versions.
+#: Facts about the run: layout, stages, schedule, configuration, versions.
 ABOUT = "run.json"
 #: When each attempt of the run began, and how it ended.
 ATTEMPTS = "lives.jsonl"
 #: A line for each time that a rank became slow.
 SLOW = "slow.jsonl"
-#: What ran in a few steps, in the folder itself or in one below it.
+#: A trace of a few steps, in the folder itself or in a folder within it.
 TRACE = "trace.json"
 
 

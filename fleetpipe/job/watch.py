@@ -168,7 +168,7 @@ class Watch:
         try:
             yield
         finally:
-            # Another object: it begins anew.
+            # A new object, so that its time starts again.
             self._limit = None if around is None else around._replace()
 
     def give_up(self, error: BaseException) -> None:
@@ -269,7 +269,7 @@ class Watch:
         self._fail(Failure.of(self.rank, late))
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Sends a message to every rank without waiting for one that does not read."""
+        """Sends a message to every rank, without waiting for ranks that do not read."""
         with self._lock:
             for peer in self._peers.values():
                 peer.tell(message)
@@ -436,5 +436,5 @@ def end_with(error: BaseException) -> NoReturn:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
         sys.stdout.flush()
-    finally:  # whoever reads may be gone
+    finally:  # the reader of the stream may be gone
         os._exit(EXIT_CODE)

@@ -25,16 +25,16 @@ from fleetpipe.mesh import degree_checks
 
 #: The axes that number the ranks, in Paddle's order: along the last one first.
 DENSE = ("dp", "pp", "sharding", "sep", "cp", "mp")
-#: Those that split the ranks of a stage again, for experts.
+#: The axes that split the ranks of a stage again, for experts.
 EXPERT = ("moe_sharding", "ep")
 AXES = (*DENSE, *EXPERT)
-#: Those of a replica of the model: the ranks along them take different samples.
+#: The axes of replicas of the model: the ranks along them take different samples.
 REPLICA = ("dp", "sharding")
-#: Those that cut data: the ranks along them have parts of the same sequences.
+#: The axes that cut data: the ranks along them have parts of the same sequences.
 SEQUENCE = ("sep", "cp")
-#: Those along which ranks hold the same parameters.
+#: The axes along which ranks hold the same parameters.
 COPIES = (*REPLICA, *SEQUENCE)
-#: Those along which ranks hold parts of the same layers.
+#: The axes along which ranks hold parts of the same layers.
 SHARDS = ("mp",)
 
 
@@ -321,7 +321,7 @@ def complete_order(order: Iterable[str]) -> list[str]:
     return names
 
 
-#: Before which axis one stands that an order leaves out.
+#: For each axis that an order leaves out, the axis before which it is inserted.
 _FOLLOWERS = {
     "mp": "",
     "cp": "mp",

@@ -61,7 +61,7 @@ def added_up(parts: Sequence[Any], rank: int) -> Any:
 
 
 def add(total: Any, part: Any) -> Any:
-    """Adds two tensors; those of 16 bits in float32, with the same bits: CPUs lack the kernel."""
+    """Adds two tensors; tensors of 16 bits in float32, for which CPUs have a kernel, bit-equal."""
     dtype = total.dtype
     if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):
         return total + part

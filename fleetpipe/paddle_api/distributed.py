@@ -207,9 +207,9 @@ def group_of_ring(ring_id: int) -> PaddleGroup:
 
 
 def meets_by_host() -> bool:
-    """Whether groups work through the hosts' memory: on CPUs, and on a shared card.
+    """Whether groups work through the hosts' memory: on CPUs, and on a shared GPU.
 
-    The launcher lets ranks that share a card use Gloo, since NCCL refuses them.
+    The launcher lets ranks that share a GPU use Gloo, since NCCL refuses them.
     """
     return device_kind() == "cpu" or os.environ.get("PADDLE_DISTRI_BACKEND") == "gloo"
 
@@ -364,7 +364,7 @@ def beginning(
             without a limit while it holds the interpreter's lock: no thread could end the wait.
         new_group: Called with Paddle's ``new_group`` and the arguments of a call of it.
     """
-    # Paddle's start over Gloo would leave the device for the CPU; over NCCL it chooses the card.
+    # Paddle's start over Gloo would set the device to the CPU; over NCCL it chooses the GPU.
     by_host, return_to_device = meets_by_host(), used_here()
     names: list[tuple[object, str, object]] = [
         (core, "create_or_get_global_tcp_store", open_store),

@@ -51,7 +51,7 @@ reshape: Callable[[Tensor, Sequence[int]], Tensor] = _C_ops.reshape
 def product(
     left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
 ) -> Tensor:
-    """Returns ``left @ right``, either of them transposed first if asked for."""
+    """Returns ``left @ right``, with either of them transposed first on request."""
     return _matmul(left, right, left_transposed, right_transposed)
 
 
@@ -252,7 +252,7 @@ def _flag(chosen: _Choice, flag: Any) -> property:
 
 
 def _with_own_node(function: Function) -> Function:
-    """Wraps a method so that its result has its own node in the graph, apart from its tensor's."""
+    """Wraps a method so that its result does not share its tensor's node in the graph."""
 
     def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:
         return function(paddle.assign(tensor), *args)

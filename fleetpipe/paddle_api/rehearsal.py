@@ -190,7 +190,7 @@ def _round(result: Any, operation: str, half: DType) -> Any:
 
 _log = log.logger(__name__)
 
-#: Methods in C that run operations, beside arithmetic.
+#: Further methods in C that run operations.
 _METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
 #: Operations that cast, or write in place without a computation: a CPU has them for every dtype.
 _STAY = {

@@ -36,7 +36,7 @@ class Link(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The time that a value between two ranks keeps both of them busy, besides that of its link.
+    """The time that a value between two ranks keeps both of them busy, besides the link's time.
 
     Attributes:
         sending: Seconds of the sending rank for a value of any size.

@@ -121,7 +121,9 @@ def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
 def shares_of_cap(
     placement: Placement, stages: Sequence[StageCost], cap: float, optimizer_copies: float
 ) -> Shares | None:
-    """Returns the activations of stages in shares of what a cap leaves; None if it leaves nothing.
+    """Returns the activations of stages in shares of a rank's room; None if a rank has no room.
+
+    The room is what a cap leaves for activations.
 
     Args:
         placement: The placement of stages on ranks.

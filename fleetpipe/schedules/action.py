@@ -116,7 +116,7 @@ Item = Action | Fused
 
 
 def parts(item: Item) -> tuple[Action, ...]:
-    """Returns the actions of an entry: those of a fused unit, or the one action itself."""
+    """Returns the actions of an entry: all actions of a fused unit, or the one action itself."""
     return (item,) if isinstance(item, Action) else item.actions
 
 

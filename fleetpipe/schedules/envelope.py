@@ -151,7 +151,7 @@ class Envelope:
 def _needs(
     schedule: ScheduleRows, rank: int, edges: Iterable[Edge] | None, shared: bool
 ) -> Iterator[set[int]]:
-    """Yields, for each entry of a row, the positions of those of the same rank that come first."""
+    """Yields, for each entry of a row, the positions of the entries that must run before it."""
     placement, slices = schedule.placement, schedule.slices
     dependencies = Dependencies(checked_edges(edges, placement), placement.stages)
     positions: dict[tuple[str, int, int], int] = {}

@@ -20,9 +20,9 @@ that one thread runs many of them at once and no stranger holds up another peer.
 distinguishes the connections that two ranks open at once. The number of the attempt ("life" above)
 distinguishes the processes of a job from those of an earlier start of it.
 
-Before that, each rank publishes a card in the job's store and reads the others'. A store's ``get``
-of a key that is not there yet may block for ever, so each card has a counter next to it that is
-polled until the deadline, and only a card that is there is read.
+Before that, each rank publishes a card, a JSON object of texts about itself, in the job's store and
+reads the other ranks' cards. A store's ``get`` of a missing key may block for ever, so each card
+has a counter that is polled until the deadline, and only existing cards are read.
 """
 
 from __future__ import annotations

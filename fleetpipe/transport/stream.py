@@ -92,7 +92,7 @@ class Connection:
         self._channels: dict[tuple[Any, ...], _Channel] = {}
 
     def send(self, key: message.MessageKey, value: Value, call: int = 0) -> tuple[int, bool]:
-        """Sends a value without waiting; ``call`` is that of its header.
+        """Sends a value without waiting; ``call`` is the number of the call in its header.
 
         Returns:
             The bytes of tensor data, and whether the structure had to be announced.
