@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from threading import get_ident
@@ -44,8 +44,8 @@ add_in_place: Callable[[Tensor, Tensor], Tensor] = _C_ops.add_
 #: ``total(left, right)`` returns ``left + right``.
 total: Callable[[Tensor, Tensor], Tensor] = _C_ops.add
 #: ``expand(tensor, shape)`` broadcasts a tensor; ``reshape(tensor, shape)`` reshapes it.
-expand: Callable[[Tensor, Sequence[int]], Tensor] = _C_ops.expand
-reshape: Callable[[Tensor, Sequence[int]], Tensor] = _C_ops.reshape
+expand: Callable[..., Tensor] = _C_ops.expand
+reshape: Callable[..., Tensor] = _C_ops.reshape
 
 
 def product(
