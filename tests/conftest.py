@@ -55,7 +55,6 @@ CLOCK = {
     "tests/processes/hosts/test_hosts.py",
     "tests/processes/examples/test_run.py",
     "tests/processes/hosts/test_start.py",
-    "tests/processes/hosts/test_two_hosts.py",
     "tests/contrib/ray/test_cluster.py",
     "tests/contrib/ray/test_launch.py",
     "tests/contrib/ray/test_trainer.py",

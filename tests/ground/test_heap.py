@@ -17,8 +17,8 @@ GLIBC = platform.libc_ver()[0] == "glibc"
 #: Frees and takes 24 MiB twenty times, as the gradients of a stage do, and counts its page faults.
 PROGRAM = """
 import resource
-from fleetpipe import heap
-heap.prepare()
+from fleetpipe.systems import keep_freed_memory
+keep_freed_memory()
 def take():
     return [bytearray(4 * 2**20) for _ in range(6)]
 take()

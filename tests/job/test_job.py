@@ -28,7 +28,7 @@ from fleetpipe.mesh.axes import Degrees
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from fleetpipe.transport import MemoryHub, MemoryTransport, MessageKey
 from tests.fixtures import Patch
-from tests.job.watching.test_watch import sockets_of, soon, vanish
+from tests.job.test_watch import sockets_of, soon, vanish
 
 
 class MemoryStore:

@@ -80,9 +80,9 @@ def test_fit_is_compared_with_short_batches_and_steps_of_several(
         """
 import paddle, fleetpipe
 from paddle import nn
-from tests import jobs
+from tests.pipelines import job
 
-with jobs.job(pp=2, micro_batches=4, rows=2):
+with job(pp=2, micro_batches=4, rows=2):
     rows = paddle.io.TensorDataset([paddle.randn([21, 6]), paddle.randint(0, 3, [21, 1])])
     model = fleetpipe.Model([nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)])
     adam = paddle.optimizer.Adam(0.01, parameters=model.parameters())

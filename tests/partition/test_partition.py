@@ -29,6 +29,9 @@ from fleetpipe.partition import (
 )
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.no_paddle
+
+
 # Trainable parameters of ResNet-50's children: conv1, bn1, relu, maxpool, layer1 to layer4,
 # avgpool, fc.
 RESNET50 = [9408, 128, 0, 0, 215808, 1219584, 7098368, 14964736, 0, 2049000]

@@ -17,6 +17,8 @@ from fleetpipe import cli
 from fleetpipe.contrib import doctor
 from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, doctor_command, looked_at
 
+pytestmark = pytest.mark.once
+
 
 def states(findings: list[Finding]) -> dict[str, str]:
     return {finding.subject: finding.state for finding in findings}

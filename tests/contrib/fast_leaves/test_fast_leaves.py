@@ -18,6 +18,8 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build
 from tests.dygraph.backward.test_split import grads_of, numbers, score
+from tests.dygraph.random_models import Case
+from tests.dygraph.train.test_random_models import outcomes
 from tests.fixtures import Patch
 from tests.pipelines import FEATURES, batch, bits, job, pipeline, sgd
 
@@ -284,10 +286,10 @@ def test_pipelines_use_them(
         return [LayerDesc(nn.Linear, *size) for size in sizes]
 
     states = []
-    for fast_leaves in (False, True):
+    for quick in (False, True):
         assert FEATURES not in {shape[-1] for shape in fast}
         paddle.seed(5)
-        with job(2, 4, schedule, fast_leaves=fast_leaves):
+        with job(2, 4, schedule, fast_leaves=quick):
             model = pipeline(
                 layers(),
                 num_virtual_pipeline_stages=chunks,
@@ -301,3 +303,22 @@ def test_pipelines_use_them(
             states.append((losses, bits(model.state_dict())))
     assert states[0] == states[1]
     assert FEATURES in {shape[-1] for shape in fast}
+
+
+@contextmanager
+def small_leaves_too(case: Case) -> Iterator[None]:
+    """Within it leaves are fast that are too small to gain time."""
+    fewest = leaves._FEWEST, leaves._FEWEST_COLUMNS
+    if not case.is_real:
+        leaves._FEWEST = leaves._FEWEST_COLUMNS = 1
+    try:
+        yield
+    finally:
+        leaves._FEWEST, leaves._FEWEST_COLUMNS = fewest
+
+
+@pytest.mark.once_for("2", "3")
+@pytest.mark.parametrize("number", range(4))
+def test_a_random_model_has_the_bits_of_plain_paddle(number: int) -> None:
+    with small_leaves_too(Case.of(number)):
+        assert outcomes(number)["equal"] > 1

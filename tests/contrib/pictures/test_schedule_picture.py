@@ -1,3 +1,5 @@
+"""Pictures of schedules and profiles."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,6 +15,8 @@ from fleetpipe.contrib.pictures.picture import Picture, draw, plot
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, build
 from fleetpipe.schedules.forms.trace import Event
+
+pytestmark = pytest.mark.no_paddle
 
 
 def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:

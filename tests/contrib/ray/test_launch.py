@@ -1,8 +1,9 @@
-"""A script that knows nothing of Ray, as the train loop of a trainer."""
+"""A script that knows nothing of Ray on its nodes, what its ranks are told, and Ray missing."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,13 +13,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
-
+import fleetpipe.contrib.ray
 from fleetpipe import cli
+from fleetpipe.cli import main
 from fleetpipe.contrib.ray import launch as ray_launch
-from fleetpipe.errors import FleetPipeError
+from fleetpipe.contrib.ray import paddle_trainer
+from fleetpipe.contrib.ray.paddle_trainer import RankPlace, rank_environments
+from fleetpipe.errors import FleetPipeError, PackageNotFound
 from tests.fixtures import Capture, Patch
 from tests.launching import ROOT, Finished
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
+
 
 _WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
 #: The worker, whose second start is not the first one again.
@@ -137,3 +143,76 @@ def test_a_script_fails_as_a_train_loop_does(
         with pytest.raises(raises[0], match=raises[1]):
             ray_launch.run_script(config)
     assert capsys.readouterr().out == "fleetpipe.fleet ['train.py', 'a']\n"
+
+
+def test_without_ray_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("", encoding="ascii")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fleetpipe.contrib.ray.launch", raising=False)
+    assert main(["launch", "--ray", "local", str(script)]) == 2
+    told = capsys.readouterr().err
+    assert "fleetpipe launch --ray needs Ray Train, which is not installed" in told
+    assert "pip install 'fleetpipe[ray]'" in told
+
+
+def test_without_ray_a_name_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in fleetpipe.contrib.ray._LATE.values():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PackageNotFound, match=r"PaddleTrainer: ray is needed(.|\n)*fleetpipe\[ray"):
+        _ = fleetpipe.contrib.ray.PaddleTrainer
+    assert "PaddleTrainer" in dir(fleetpipe.contrib.ray)
+
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
+
+
+def test_each_rank_is_told_where_all_of_them_are() -> None:
+    places = [
+        RankPlace("a", "10.0.0.1", ""),
+        RankPlace("b", "10.0.0.2", ""),
+        RankPlace("b", "10.0.0.2", ""),
+    ]
+    told = rank_environments(places, {"a": [20001, 20002], "b": [20003, 20004, 20005]})
+    assert [rank["PADDLE_CURRENT_ENDPOINT"] for rank in told] == [
+        *("10.0.0.1:20001", "10.0.0.2:20003", "10.0.0.2:20004")
+    ]
+    assert {rank["PADDLE_TRAINER_ENDPOINTS"] for rank in told} == {
+        "10.0.0.1:20001,10.0.0.2:20003,10.0.0.2:20004"
+    }
+    # Paddle's own store is not where the job's is.
+    assert {rank["PADDLE_MASTER"] for rank in told} == {"10.0.0.1:20002"}
+    assert [rank["PADDLE_LOCAL_RANK"] for rank in told] == ["0", "0", "1"]
+    assert [rank["PADDLE_LOCAL_SIZE"] for rank in told] == ["1", "2", "2"]
+    assert {rank["PADDLE_NNODES"] for rank in told} == {"2"}
+
+
+def test_only_ranks_without_a_gpu_meet_over_gloo() -> None:
+    on_cpu, on_gpu = rank_environments(
+        [RankPlace("a", "10.0.0.1", ""), RankPlace("a", "10.0.0.1", "3")],
+        {"a": [20001, 20002, 20003]},
+    )
+    assert on_cpu["PADDLE_DISTRI_BACKEND"] == "gloo"
+    assert on_gpu["FLAGS_selected_gpus"] == "3"
+    assert not on_cpu.keys() & {"FLAGS_selected_gpus"}
+    assert not on_gpu.keys() & {"PADDLE_DISTRI_BACKEND"}
+
+
+def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen()
+        taken = listening.getsockname()[1]
+        other = next(port for port in paddle_trainer.free_ports(2) if port != taken)
+        monkeypatch.setattr(
+            paddle_trainer, "_PORTS", range(min(taken, other), max(taken, other) + 1)
+        )
+        assert taken not in paddle_trainer.free_ports(1)
+        monkeypatch.setattr(paddle_trainer, "_PORTS", range(taken, taken + 1))
+        with pytest.raises(paddle_trainer.TransportError, match="too few free ports"):
+            paddle_trainer.free_ports(1)

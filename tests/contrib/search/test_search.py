@@ -27,6 +27,8 @@ from fleetpipe.schedules.registry import searched_costs
 from fleetpipe.schedules.rows import names_of
 from tests.schedules.sample_schedules import schedule_of
 
+pytestmark = pytest.mark.no_paddle
+
 
 def families_within(
     ranks: int, micro_batches: int, chunks: int, cap: float, costs: Costs

@@ -16,6 +16,9 @@ from tests import launching
 from tests.fixtures import Capture, Launch, Patch
 from tests.ground.test_without_paddle import without_paddle
 
+pytestmark = pytest.mark.no_paddle
+
+
 # The project needs it; so do the tests, whose extra names it.
 pytest.importorskip("jsonargparse")
 

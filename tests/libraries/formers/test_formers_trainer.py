@@ -1,4 +1,4 @@
-"""PaddleFormers' Trainer: trains, evaluates, saves, and goes on as if it had never stopped."""
+"""PaddleFormers' Trainer goes on as if it had never stopped; its vision models are pipelines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.launching import run
 from tests.libraries.formers.models import MODELS, version
+from tests.libraries.formers.vision_worker import MODELS as VISION_MODELS
 from tests.libraries.models import MICRO_BATCHES, ROWS
 
 WORKERS = Path(__file__).parent.parent
@@ -89,3 +90,14 @@ def test_adapters_are_trained_as_without_a_pipeline(tmp_path: Path, model: str) 
     assert len(straight["losses"]) == STEPS
     assert straight["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert resumed["losses"] == straight["losses"][SAVED:]
+
+
+WORKER = Path(__file__).with_name("vision_worker.py")
+
+
+@pytest.mark.skipif(version() != "1.2.0", reason="PaddleFormers 0.4.1 has none of them")
+@pytest.mark.parametrize("model", VISION_MODELS)
+def test_images_and_texts_train_to_the_plain_bits(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    run(WORKER, None, folder=tmp_path, args=[model, str(file)], timeout=250)
+    assert json.loads(file.read_text()) == {"different": [], "unopened": []}

@@ -1,4 +1,4 @@
-"""Jobs on two and four hosts: they compute what one host does, and survive or name what happens."""
+"""Jobs on several hosts: they compute what one does, survive or name what happens."""
 
 from __future__ import annotations
 
@@ -171,3 +171,47 @@ def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
     assert not any(report["sealed"] for report in found)
     assert [report["interface"] for report in found] == [pod.interface for pod in pods]
     assert found[0]["losses"] == found[1]["losses"]
+
+
+STARTER = WORKER.with_name("start_worker.py")
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[tuple[Host, ...]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with joined(tmp_path, 2) as several:
+        yield several
+
+
+@pytest.mark.parametrize("moment", ["connecting", "within a group", "within the first sum"])
+def test_a_cut_cable_ends_both_ranks_within_the_limit(
+    two_hosts: tuple[Host, ...], moment: str, tmp_path: Path
+) -> None:
+    limit = {"START_TIMEOUT": "4"}
+    arguments = (moment, "SIGSTOP", "1")
+    with started(two_hosts, STARTER, *arguments, folder=tmp_path, env=limit) as job:
+        job.wait_for("troubled.1")
+        cut(two_hosts[1])
+        since = time.monotonic()
+        job.signal(1, signal.SIGCONT)
+        ends = job.wait()
+    for rank, ended in ends.items():
+        assert ended.code > 0
+        assert ended.at - since < 4 + PROMPT
+        assert re.search(rf"PipelineTimeout: .*rank(\(s\))? {1 - rank}\b", ended.log), ended.log
+
+
+def test_two_hosts_whose_names_lead_to_themselves(
+    two_hosts: tuple[Host, ...], tmp_path: Path
+) -> None:
+    logs = launch(two_hosts, WORKER, tmp_path, {"FLEETPIPE_SECRET": "correct horse battery staple"})
+    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
+    for host, report, log in zip(two_hosts, reports, logs):
+        assert report["named"] == "127.0.1.1"
+        assert report["interface"] == host.interface
+        assert report["total"] == [2, 2, 2]
+        assert report["sealed"]
+        assert f"Gloo uses the interface {host.interface} ({host.address})" in log
+    assert reports[0]["losses"] == reports[1]["losses"]
+    assert len({*reports[0]["losses"]}) == 3

@@ -19,6 +19,9 @@ from fleetpipe.schedules.forms.terminal import summary
 from fleetpipe.schedules.forms.trace import Event, chrome_trace, events_of, write_trace
 from tests.schedules.sample_schedules import schedule_of
 
+pytestmark = pytest.mark.no_paddle
+
+
 HEADER = "# fleetpipe-schedule 1 name=A ranks=2 micro_batches=1 chunks=1 placement=loop"
 PLAN = HEADER.replace("schedule", "plan") + " edges=0>1"
 

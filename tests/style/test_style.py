@@ -1,22 +1,124 @@
-"""What a type checker knows of a user's script; the check of types sees the whole package."""
+"""How the code is written: its words say what they hold, and a type checker sees all of it."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
 import sysconfig
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fleetpipe.paddle_api import paddle_fleet
-from tests.check_types import check
+from tests.check_types import check, tree
 from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
+from tests.test_house import modules
 
-pytest.importorskip("mypy", reason="only the environment of make test has mypy")
+pytestmark = pytest.mark.once
+
+
+#: What no module, class, function, parameter, attribute or variable is called, underscores aside.
+NO_NAMES = frozenset(
+    {
+        *("asked", "door", "found", "given", "house", "kin", "known", "life", "others", "own"),
+        *("room", "saying", "theirs", "told"),
+    }
+)
+
+#: What no docstring, comment or message of the package says; each has a term of the field's.
+NO_PHRASES = ("lasting name",)
+
+#: Fields that have the name that a file of a checkpoint gives them.
+IN_FILES = {("fleetpipe.checkpoint.contents.parts", "others")}
+
+#: Class names that stand for two things, each with why.
+TWICE = {
+    "DataLoader": "Paddle has one for each graph mode, and these stand in their places",
+    "Engine": "ColossalAI's, beside ours",
+    "Model": "MindSpore's and paddle.Model's",
+    "ParallelMode": "ColossalAI's and MindSpore's",
+    "Timer": "ColossalAI's, beside ours",
+}
+
+#: Packages in which a function says with a verb or a noun what it does or returns.
+VERBS = (
+    *("schedules", "partition", "transport", "engine", "mesh", "job", "paddle_api", "profiling"),
+    *("io", "static", "capture", "contrib", "dygraph", "fit", "checkpoint", "parity", "launch"),
+    *("fleet", "fleet_files", "arguments", "atomic_file", "cli", "config", "extras", "log"),
+)
+
+#: Bare participles, and those functions of ``VERBS`` that keep one.
+PARTICIPLE = re.compile(r"_?([a-z]+ed|begun|found|held|kept|left|made|shown|taken|told|written)")
+PARTICIPLES = {
+    *("_called", "balanced", "mapped", "marked", "recosted", "reordered", "replaced", "weighted"),
+}
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields the names that a file gives, with their lines."""
+    yield 0, path.stem
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def test_names_say_what_they_hold() -> None:
+    assert not [
+        f"{path}:{line}: {word}"
+        for name, path in modules().items()
+        for line, word in names(path)
+        if word.strip("_").lower() in NO_NAMES and (name, word) not in IN_FILES
+    ]
+
+
+def test_texts_use_the_fields_terms() -> None:
+    assert not [
+        f"{path}: {phrase}"
+        for path in modules().values()
+        for text in [" ".join(path.read_text(encoding="utf-8").split())]
+        for phrase in NO_PHRASES
+        if re.search(rf"\b{phrase}s?\b", text)
+    ]
+
+
+def test_functions_are_not_named_by_a_participle() -> None:
+    assert not [
+        f"{path}:{node.lineno}: {node.name}"
+        for name, path in modules().items()
+        if f"{name}.".startswith(tuple(f"fleetpipe.{package}." for package in VERBS))
+        if name != "fleetpipe.mesh.parts"
+        for body in (
+            tree(path).body,
+            *(c.body for c in tree(path).body if isinstance(c, ast.ClassDef)),
+        )
+        for node in body
+        if isinstance(node, ast.FunctionDef) and PARTICIPLE.fullmatch(node.name)
+        if (body is tree(path).body or node.name.startswith("_")) and node.name not in PARTICIPLES
+    ]
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, path in modules().items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert {name: where for name, where in twice.items() if name not in TWICE} == {}
+    assert set(TWICE) <= set(twice)
+
 
 # By the cache of `make types` only the scripts are left to check.
 MYPY = [
@@ -107,6 +209,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def said(scripts: list[Path], environment: Path) -> list[str]:
     """What mypy says of these, and of the README's first script without and with mistakes."""
+    pytest.importorskip("mypy", reason="only the environment of make test has it")
     text = (ROOT / "README.md").read_text()
     (code,) = re.findall(r"```python\n(import paddle\n.*?)```", text, flags=re.DOTALL)
     first, misspelt = (scripts[0].with_name(f"{name}.py") for name in ("first", "misspelt"))
@@ -154,17 +257,15 @@ def test_without_paddle_the_names_of_fleetpipe_are_checked(
         assert any(mistake in line for line in lines), mistake
 
 
-pytest.importorskip("mypy")
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What mypy knows of the standard library, once for all."""
+    pytest.importorskip("mypy", reason="only the environment of make test has it")
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def tree(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
+def copied(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
     """A small correct package in the layout of this one."""
     monkeypatch.setenv("MYPY_CACHE_DIR", str(cache))
     for name in ("fleetpipe", "dygraph", "static"):
@@ -176,26 +277,26 @@ def tree(tmp_path: Path, cache: Path, monkeypatch: Patch) -> Path:
     return tmp_path
 
 
-def test_a_correct_package_passes(tree: Path, capfd: Capture) -> None:
-    assert check(tree) == 0
+def test_a_correct_package_passes(copied: Path, capfd: Capture) -> None:
+    assert check(copied) == 0
     assert "no issues found in 3 source files" in capfd.readouterr().out
 
 
-def test_an_error_in_a_linked_folder_is_found(tree: Path, capfd: Capture) -> None:
-    (tree / "dygraph" / "wrong.py").write_text("from fleetpipe import one\nx: str = one()\n")
-    assert check(tree) == 1
+def test_an_error_in_a_linked_folder_is_found(copied: Path, capfd: Capture) -> None:
+    (copied / "dygraph" / "wrong.py").write_text("from fleetpipe import one\nx: str = one()\n")
+    assert check(copied) == 1
     assert "fleetpipe/dygraph/wrong.py:2: error" in capfd.readouterr().out
 
 
-def test_a_file_that_mypy_leaves_out_is_an_error(tree: Path, capfd: Capture) -> None:
-    (tree / "setup.cfg").write_text("[mypy]\nexclude = hidden\n")
-    (tree / "fleetpipe" / "hidden.py").write_text("x: str = 1\n")
-    assert check(tree) == 1
+def test_a_file_that_mypy_leaves_out_is_an_error(copied: Path, capfd: Capture) -> None:
+    (copied / "setup.cfg").write_text("[mypy]\nexclude = hidden\n")
+    (copied / "fleetpipe" / "hidden.py").write_text("x: str = 1\n")
+    assert check(copied) == 1
     assert "checked 3 of 4 source files" in capfd.readouterr().out
 
 
-def test_a_folder_without_an_init_file_is_an_error(tree: Path, capfd: Capture) -> None:
-    (tree / "dygraph" / "sub").mkdir()
-    (tree / "dygraph" / "sub" / "module.py").write_text("")
-    assert check(tree) == 1
+def test_a_folder_without_an_init_file_is_an_error(copied: Path, capfd: Capture) -> None:
+    (copied / "dygraph" / "sub").mkdir()
+    (copied / "dygraph" / "sub" / "module.py").write_text("")
+    assert check(copied) == 1
     assert "is an __init__.py missing?" in capfd.readouterr().out

@@ -1,3 +1,5 @@
+"""The timeline of a schedule: when each action runs, and what waits and memory follow."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,6 +10,8 @@ from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Action, Costs, Edge, Fused, Placement, Recv, build, chain
 from fleetpipe.schedules.forms.trace import Event, events_of, figures_of
 from tests.schedules.sample_schedules import WHOLE, schedule_of
+
+pytestmark = pytest.mark.no_paddle
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from fleetpipe.job.watch import Watch
 from fleetpipe.transport.message import Seal, Seals
 from tests.fixtures import Capture, Patch
 
+pytestmark = pytest.mark.no_paddle
+
+
 Begin = Callable[[int], "list[Watch]"]
 
 

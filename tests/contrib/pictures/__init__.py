@@ -1,5 +1,0 @@
-"""Pictures of schedules and profiles."""
-
-import pytest
-
-pytestmark = pytest.mark.no_paddle

@@ -1,5 +1,0 @@
-"""Tests of how the code is written: its words and its types."""
-
-import pytest
-
-pytestmark = pytest.mark.once
