@@ -110,11 +110,15 @@ def _is_once(item: pytest.Function) -> bool:
 
 
 def rows_left_out(items: list[pytest.Item], most: int) -> set[pytest.Item]:
-    """Returns all but ``most`` rows of each table, which are taken evenly."""
-    tables: dict[str, list[pytest.Item]] = {}
+    """Returns all but ``most`` rows of each table, which are taken evenly.
+
+    Those that are ``once`` are a table of their own, which another version of Paddle leaves out.
+    """
+    tables: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("every_row") is None:
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            once = item.get_closest_marker("once") is not None
+            tables.setdefault((item.nodeid.partition("[")[0], once), []).append(item)
     left_out: set[pytest.Item] = set()
     for rows in tables.values():
         if len(rows) > most:
@@ -133,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if why := hidden_names.reason_to_skip(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=why))
     if rows := config.getoption("rows"):
-        left_out = rows_left_out([one for one in items if not one.get_closest_marker("once")], rows)
+        left_out = rows_left_out(items, rows)
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     items.sort(

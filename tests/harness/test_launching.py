@@ -263,7 +263,8 @@ def test_the_first_the_last_and_rows_between_stay() -> None:
     table = [Item(f"tests/a.py::test_one[{n}-x]") for n in range(9)]
     others = [Item("tests/a.py::test_two"), *(Item(f"tests/a.py::test_three[{n}]") for n in "ab")]
     every = [Item(f"tests/b.py::test_names[{n}]", "every_row") for n in range(5)]
-    items: list[Any] = [*table, *others, *every]
+    once = [Item(f"tests/a.py::test_one[{n}-y]", "once") for n in range(4)]
+    items: list[Any] = [*table, *others, *every, *once]
     left = rows_left_out(items, 3)
     assert [item for item in items if item not in left] == [
         table[0],
@@ -271,5 +272,8 @@ def test_the_first_the_last_and_rows_between_stay() -> None:
         table[8],
         *others,
         *every,
+        once[0],
+        once[2],
+        once[3],
     ]
-    assert len(rows_left_out(items, 1)) == 8 + 1
+    assert len(rows_left_out(items, 1)) == 8 + 1 + 3
