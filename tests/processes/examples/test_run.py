@@ -36,9 +36,9 @@ COMMAND = """
     """
 
 
-def test_a_script_for_stock_paddle_runs_unedited(launcher: Launch) -> None:
+def test_a_script_for_stock_paddle_runs_unedited(launcher: Launch, launch: Launch) -> None:
     script = str(SCRIPTS / "stock_alexnet.py")
-    alone = losses(launcher(LAUNCHED, None, args=["run", script, "4"]).logs[0])
+    alone = losses(launch(LAUNCHED, None, args=["run", script, "4"]).logs[0])
     assert len(set(alone)) == len(alone) == 4
     told = launcher(COMMAND, None, args=[script, "4"]).logs[0]
     # The launcher repeats what rank 0 prints.
@@ -46,9 +46,11 @@ def test_a_script_for_stock_paddle_runs_unedited(launcher: Launch) -> None:
     assert "ended with 0" in told
 
 
-def test_a_static_script_under_paddles_launcher_runs_unedited(launcher: Launch) -> None:
+def test_a_static_script_under_paddles_launcher_runs_unedited(
+    launcher: Launch, launch: Launch
+) -> None:
     words = ["run", str(SCRIPTS / "stock_static.py"), "4"]
-    alone = losses(launcher(LAUNCHED, None, args=words).logs[0])
+    alone = losses(launch(LAUNCHED, None, args=words).logs[0])
     assert len(set(alone)) == len(alone) == 4
     # A shell that names GPUs, which are not there, to Paddle's launcher.
     env = {"CUDA_VISIBLE_DEVICES": "0,1"} if device_kind() == "cpu" else {}
@@ -98,11 +100,10 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_the_first_script_runs_on_two_ranks_and_in_one_process(
-    launcher: Callable[..., Finished], script: Path
+    launcher: Launch, launch: Launch, script: Path
 ) -> None:
     told = set()
-    for nproc in (2, None):
-        job = launcher(script, nproc)
+    for job in (launcher(script, 2), launch(script, None)):
         for log in job.logs:
             steps = re.findall(r"^(\d) (\d\.\d+)$", log, flags=re.MULTILINE)
             assert [int(step) for step, _ in steps] == list(range(10))
