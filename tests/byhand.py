@@ -123,7 +123,7 @@ def started(
         env: Additions to the environment.
         port: Port of rank 0's endpoint; by default a free one.
         cwd: Working directory of the ranks; by default ``Ranks.home``.
-        soon: Whether ranks that come to the script's end leave by `tests.forking.leave`.
+        soon: Whether ranks leave by `tests.forking.leave`, at the script's end or by an error.
 
     Raises:
         JobLeftProcesses: At the end some process of the job is still there; it has been killed.
@@ -165,8 +165,8 @@ def run(
     """Does what :func:`tests.launching.run` does without the launcher, several times as fast.
 
     Paddle is imported when the script begins, and nobody ends a rank because another one failed.
-    Where the script comes to its end, what Python takes down behind the handlers of an exit is
-    left to the tests that use `started`, or the launcher.
+    What Python takes down behind the handlers of an exit is left to the tests that use `started`,
+    or the launcher.
     """
     start = time.monotonic()
     # As the launcher says it: where functions of Paddle that open a store of their own meet.

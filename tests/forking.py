@@ -50,7 +50,7 @@ class Forked:
         env: Additions to the mother's environment.
         cwd: The working directory.
         log: File that takes standard output and error.
-        soon: Whether a script that comes to its end leaves by `leave`.
+        soon: Whether a script that comes to its end, or raises an error, leaves by `leave`.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def _become(request: Any) -> None:
     paddle.seed(int.from_bytes(os.urandom(4), "little"))
 
 
-def leave() -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
     """Ends this process behind its threads and the handlers of an exit.
 
     What Python takes down after these costs half a second of a core.
@@ -229,12 +229,18 @@ def leave() -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":
     request = _serve()
     _become(request)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:
+        if not request["soon"]:
+            raise
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        leave(1)
     if request["soon"]:
         leave()
