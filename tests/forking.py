@@ -237,6 +237,10 @@ if __name__ == "__main__":
     _become(request)
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if not request["soon"] or not isinstance(end.code, int | None):
+            raise
+        leave(end.code or 0)
     except Exception:
         if not request["soon"]:
             raise
