@@ -25,7 +25,7 @@ from fleetpipe.paddle_api.device import device_kind, used_here
 from fleetpipe.paddle_api.eager_operations import set_data
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
-from fleetpipe.transport import bridge
+from fleetpipe.transport.wire import bridge
 
 #: The types of containers whose content is stored.
 CONTAINERS = (list, dict, set, deque)

@@ -27,7 +27,7 @@ from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.schedules import Action, Op, Send
 from fleetpipe.transport import MessageKey, Value
-from fleetpipe.transport.bridge import checksum
+from fleetpipe.transport.wire.bridge import checksum
 
 _FLAG = "FLAGS_pp_check_naninf"
 _WHAT = {"F": "the output", "B": "the gradient of the input"}

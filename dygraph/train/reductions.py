@@ -11,7 +11,7 @@ import numpy as np
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import layer_kinds, tensor_parallel
 from fleetpipe.dygraph.batch.losses import Losses, weighted
-from fleetpipe.dygraph.batch.rank_data import require_one_rate
+from fleetpipe.dygraph.batch.row_digests import require_one_rate
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.layer_kinds import broadcast_copies, is_spread
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer

@@ -19,7 +19,7 @@ from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.layer_state import buffers_kept
 from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
-from fleetpipe.dygraph.batch.rank_data import RankData
+from fleetpipe.dygraph.batch.row_digests import RankData
 from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, MicroBatchWeights, Units, units_of
 from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph

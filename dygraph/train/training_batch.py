@@ -21,7 +21,7 @@ from fleetpipe.dygraph.batch.micro_batches import (
     with_gradients,
     without_gradients,
 )
-from fleetpipe.dygraph.batch.rank_data import RowDigests, digests_of
+from fleetpipe.dygraph.batch.row_digests import RowDigests, digests_of
 from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places, state_of
+from fleetpipe.capture.explain import graph
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.captured_state import (
     CapturedState,
@@ -348,8 +349,7 @@ class CapturedPipeline(PipelineLayer):
         example.
         """
         form = self.forms.example(training=True)
-        text: str = extra("pictures.graphviz").graph(form.trace, form.starts)
-        return text
+        return graph(form.trace, form.starts)
 
     def companion(self, pipeline: PipelineParallel) -> BatchObserver | None:
         """Returns the observer that trains the plain model beside the first batches, if any."""

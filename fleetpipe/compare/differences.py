@@ -18,7 +18,7 @@ from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.tensor import to_host
-from fleetpipe.transport import bridge
+from fleetpipe.transport.wire import bridge
 
 #: The quantities that are compared, in the order in which a step computes them.
 QUANTITIES = (

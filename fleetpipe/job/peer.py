@@ -21,7 +21,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.attempt_files import KINDS, Failure
 from fleetpipe.job.records import MOST_ROWS, CollectiveCall, RankRecord, StepRow
 from fleetpipe.json_value import JsonValue, Source, parse_small
-from fleetpipe.transport.message import SEAL_BYTES, Seal, Seals
+from fleetpipe.transport.wire.structure import SEAL_BYTES, Seal, Seals
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 20

@@ -32,7 +32,7 @@ from fleetpipe.job.peer import Peer
 from fleetpipe.job.records import Heard, RankRecord, RunProgress
 from fleetpipe.transport import peer_connections
 from fleetpipe.transport.base import STOPPED_SECONDS
-from fleetpipe.transport.message import Seals
+from fleetpipe.transport.wire.structure import Seals
 
 _log = log.logger(__name__)
 

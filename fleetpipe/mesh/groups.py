@@ -17,7 +17,7 @@ from fleetpipe.mesh import turns
 from fleetpipe.mesh.sums import add, added_up, copies
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
-from fleetpipe.transport.message import MessageKey
+from fleetpipe.transport.wire.structure import MessageKey
 
 
 @dataclass

@@ -18,7 +18,7 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.groups import Group
-from fleetpipe.transport.message import SIZES
+from fleetpipe.transport.wire.structure import SIZES
 
 Name = TypeVar("Name", bound=Hashable)
 #: Returns a process's coordinate along an axis of the mesh, and the number of ranks there.

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.transport.base import Store, Transport, Value, View
-from fleetpipe.transport.message import MessageKey, describe
+from fleetpipe.transport.wire.structure import MessageKey, describe
 
 if TYPE_CHECKING:
     from fleetpipe.transport.memory import MemoryHub, MemoryTransport

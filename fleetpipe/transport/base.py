@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.representation import shows
-from fleetpipe.transport.message import MessageKey, check_peer
+from fleetpipe.transport.wire.structure import MessageKey, check_peer
 
 # A Tensor, None, bool, int, float, str, or a tuple, list or dict with str keys of these. An exact
 # recursive type would refuse a list[Tensor] where a list[Value] is asked for, so the rule is

@@ -39,7 +39,7 @@ from typing import NamedTuple
 from fleetpipe.errors import ConfigError, PipelineTimeout, TransportError
 from fleetpipe.json_value import parse_small
 from fleetpipe.transport.base import Limit, Store, await_keys
-from fleetpipe.transport.message import VERSION, Seal, Seals
+from fleetpipe.transport.wire.structure import VERSION, Seal, Seals
 
 TOKEN_BYTES = 32
 SHORTEST_SECRET = 16

@@ -13,8 +13,8 @@ from collections import deque
 from typing import Any
 
 from fleetpipe.errors import TransportError
-from fleetpipe.transport import bridge
-from fleetpipe.transport.message import (
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.structure import (
     CONTROL,
     GOODBYE,
     HEADER_BYTES,

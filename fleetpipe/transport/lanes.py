@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
-from fleetpipe.transport import bridge
 from fleetpipe.transport.base import Limit, Transport, Value
-from fleetpipe.transport.bridge import Tensor, Unfit, take_apart
-from fleetpipe.transport.message import (
+from fleetpipe.transport.sockets import CLOSING_SECONDS, interruption, late_message
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.bridge import Tensor, Unfit, take_apart
+from fleetpipe.transport.wire.structure import (
     NOTHING,
     MessageKey,
     Route,
@@ -27,7 +28,6 @@ from fleetpipe.transport.message import (
     decode,
     encode,
 )
-from fleetpipe.transport.sockets import CLOSING_SECONDS, interruption, late_message
 
 #: Under this key go, in the order of sends, the headers: kind, source, target, channel and
 #: micro-batch, then an announcement where the structure has changed. They are texts, not tensors,

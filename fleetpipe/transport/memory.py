@@ -6,10 +6,17 @@ from collections import deque
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout
 from fleetpipe.representation import shows
-from fleetpipe.transport import bridge
 from fleetpipe.transport.base import Value
-from fleetpipe.transport.bridge import Unfit, take_apart
-from fleetpipe.transport.message import MessageKey, Route, Structure, Tree, check_key, check_peer
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.bridge import Unfit, take_apart
+from fleetpipe.transport.wire.structure import (
+    MessageKey,
+    Route,
+    Structure,
+    Tree,
+    check_key,
+    check_peer,
+)
 
 
 @shows(endpoints="_endpoints")

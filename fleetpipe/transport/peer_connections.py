@@ -24,7 +24,7 @@ from fleetpipe.errors import TransportError
 from fleetpipe.transport import handshake, hosts
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.handshake import Rendezvous
-from fleetpipe.transport.message import Seals
+from fleetpipe.transport.wire.structure import Seals
 
 
 class Abandoned(Protocol):

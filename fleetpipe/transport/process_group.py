@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.lanes import Incoming, Lane, Outgoing, ThreadedIncoming, ThreadedOutgoing
-from fleetpipe.transport.message import MessageKey
+from fleetpipe.transport.wire.structure import MessageKey
 
 
 @shows("rank", "ranks")

@@ -20,9 +20,9 @@ from fleetpipe.representation import shows
 from fleetpipe.systems import ProcessorQueue
 from fleetpipe.transport import peer_connections
 from fleetpipe.transport.base import Limit, Store, Value
-from fleetpipe.transport.message import MessageKey, Route, Seals, check_peer, describe
 from fleetpipe.transport.peer_connections import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.stream import Connection
+from fleetpipe.transport.wire.structure import MessageKey, Route, Seals, check_peer, describe
 
 # Bytes that may wait for a peer, on either side, before send() waits itself.
 BACKLOG = 256 << 20

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 from fleetpipe import systems
 from fleetpipe.errors import PeerFailed, TransportError
-from fleetpipe.transport import bridge, message
 from fleetpipe.transport.base import Value
-from fleetpipe.transport.bridge import Tensor, Unfit, take_apart
 from fleetpipe.transport.inbox import Inbox
-from fleetpipe.transport.message import Seals, Structure, encode
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire import structure as message
+from fleetpipe.transport.wire.bridge import Tensor, Unfit, take_apart
+from fleetpipe.transport.wire.structure import Seals, Structure, encode
 
 LONGEST_REASON = 4096
 DRAINED_AT_END = 1 << 24

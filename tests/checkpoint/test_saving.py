@@ -27,7 +27,7 @@ from fleetpipe.checkpoint.files.writer import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.mesh.parts import LocalTensor
-from fleetpipe.transport import bridge
+from fleetpipe.transport.wire import bridge
 from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished
 from tests.pipelines import CLASSES, batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd

@@ -20,7 +20,8 @@ from fleetpipe import CheckpointManager
 from fleetpipe.engine.engine import Walker
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import Plan, Schedule, Send
-from fleetpipe.transport import bridge, memory, message
+from fleetpipe.transport import memory
+from fleetpipe.transport.wire import bridge, structure
 from tests.launching import ROOT
 from tests.pipelines import CLASSES, FEATURES, batch, job, mlp_and_sgd, pipeline, sgd
 
@@ -114,7 +115,7 @@ def test_nothing_is_compiled_or_announced_after_the_first_step(
             (Schedule, "lower"),
             (Schedule, "verify"),
             (Plan, "verify"),
-            (message.Structure, "__init__"),
+            (structure.Structure, "__init__"),
             (memory, "check_key"),
         ):
             monkeypatch.setattr(owner, name, refuse)

@@ -20,7 +20,7 @@ from fleetpipe.job import watch as module
 from fleetpipe.job.attempt_files import Failure
 from fleetpipe.job.records import MOST_ROWS, CollectiveCall, RankRecord
 from fleetpipe.job.watch import Watch
-from fleetpipe.transport.message import Seal, Seals
+from fleetpipe.transport.wire.structure import Seal, Seals
 from tests.fixtures import Capture, Patch
 
 pytestmark = pytest.mark.no_paddle

@@ -12,7 +12,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
-from fleetpipe.dygraph.batch import dygraph_stage, micro_batches, rank_data
+from fleetpipe.dygraph.batch import dygraph_stage, micro_batches, row_digests
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
@@ -103,7 +103,7 @@ def swapped(split: Any) -> Any:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_batch_that_is_cut_wrongly_is_found(form: Any, monkeypatch: Patch) -> None:
     assert after_a_step(form, None).passed
-    monkeypatch.setattr(rank_data, "split", swapped(rank_data.split))
+    monkeypatch.setattr(row_digests, "split", swapped(row_digests.split))
     report = after_a_step(form, None)
     assert differences(report)[:2] == [
         ("micro-batch", "inputs[0]", 0),
@@ -115,33 +115,33 @@ def test_a_batch_that_is_cut_wrongly_is_found(form: Any, monkeypatch: Patch) -> 
 @pytest.mark.parametrize("form", PAIRS.values(), ids=PAIRS)
 def test_containers_that_are_cut_wrongly_are_found(form: Any, monkeypatch: Patch) -> None:
     assert after_a_step(form, pair_layers()).passed
-    monkeypatch.setattr(rank_data, "split", swapped(rank_data.split))
+    monkeypatch.setattr(row_digests, "split", swapped(row_digests.split))
     quantity, name, _ = differences(after_a_step(form, pair_layers()))[0]
     assert (quantity, name[:10]) == ("micro-batch", "inputs[0][")
 
 
 def test_labels_that_belong_to_other_rows_are_found(monkeypatch: Patch) -> None:
-    split = rank_data.split
+    split = row_digests.split
 
     def wrong(data: Any, cut: Any) -> Any:
         inputs, labels = split(data, cut)
         return micro_batches.MicroBatches(inputs, labels[::-1])
 
-    monkeypatch.setattr(rank_data, "split", wrong)
+    monkeypatch.setattr(row_digests, "split", wrong)
     report = after_a_step(FORMS["tensors"], None)
     assert ("micro-batch", "labels[0]", 0) in differences(report)
     assert not report.passed
 
 
 def test_an_item_too_many_of_an_iterator_is_found(monkeypatch: Patch) -> None:
-    split = rank_data.split
+    split = row_digests.split
 
     def greedy(data: Any, cut: Any) -> Any:
         found = split(data, cut)
         next(data, None)
         return found
 
-    monkeypatch.setattr(rank_data, "split", greedy)
+    monkeypatch.setattr(row_digests, "split", greedy)
     report = after_a_step(FORMS["an iterator"], None)
     assert differences(report) == [("micro-batch", "the iterator, taken", 0)]
     assert not report.passed

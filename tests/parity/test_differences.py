@@ -21,7 +21,7 @@ from fleetpipe.compare.differences import (
 from fleetpipe.dygraph.backward.added_gradients import Crossing, Meeting, reordered
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.parity import parity_report
-from fleetpipe.transport import bridge
+from fleetpipe.transport.wire import bridge
 from tests.fixtures import Patch
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 

@@ -61,8 +61,8 @@ REASONS = {
     "fleetpipe/schedules/forms/text.py _read_header": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_edges": "it repeats an error that says what to do",
     "fleetpipe/schedules/registry.py verify_rows": "it repeats an error that says what to do",
-    "fleetpipe/transport/message.py _unpack": "the inbox raises another that says it",
-    "fleetpipe/transport/message.py check": "the inbox raises another that says it",
+    "fleetpipe/transport/wire/structure.py _unpack": "the inbox raises another that says it",
+    "fleetpipe/transport/wire/structure.py check": "the inbox raises another that says it",
     "static/run/static_stage.py _nothing_fed": "each batch sets its feed: nothing users can change",
 }
 

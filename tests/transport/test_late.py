@@ -14,9 +14,10 @@ import pytest
 from paddle.utils import dlpack
 
 from fleetpipe.paddle_api.device import dynamic_mode
-from fleetpipe.transport import MemoryHub, MemoryTransport, MessageKey, bridge, describe
-from fleetpipe.transport.bridge import _import_shares, take_apart
-from fleetpipe.transport.message import Structure
+from fleetpipe.transport import MemoryHub, MemoryTransport, MessageKey, describe
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.bridge import _import_shares, take_apart
+from fleetpipe.transport.wire.structure import Structure
 from tests.transport.helpers import forward, same, sample
 
 

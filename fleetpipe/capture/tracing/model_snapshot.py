@@ -18,7 +18,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import renew, set_data
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
-from fleetpipe.transport import bridge
+from fleetpipe.transport.wire import bridge
 
 #: The ids of the models whose attributes are restored after several runs, not after each.
 _waiting: set[int] = set()

@@ -31,8 +31,8 @@ from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport import message
-from fleetpipe.transport.bridge import ALLOWED, Unfit, take_apart
+from fleetpipe.transport.wire import structure as message
+from fleetpipe.transport.wire.bridge import ALLOWED, Unfit, take_apart
 
 _log = log.logger(__name__)
 

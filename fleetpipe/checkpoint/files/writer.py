@@ -36,8 +36,8 @@ from fleetpipe.checkpoint.files.tensors import FilePlan
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.mesh.parts import Described, LocalTensor, Region
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport import bridge
-from fleetpipe.transport.message import TensorLeaf
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.structure import TensorLeaf
 
 _ALIGNED = 64
 

@@ -37,7 +37,7 @@ from fleetpipe.paddle_api.optimizer import optimized_parameters, squared_norm
 from fleetpipe.paddle_api.random import DEFAULT, generator_states, stream_states
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.schedules import Op, Recv
-from fleetpipe.transport import bridge
+from fleetpipe.transport.wire import bridge
 
 #: The relative rounding of a norm of 16-bit gradients.
 _ROUNDING_OF_HALVES = 0.02

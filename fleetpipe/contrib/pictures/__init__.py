@@ -1,7 +1,7 @@
-"""Pictures of schedules, runs, profiles and captured models.
+"""Pictures of schedules, runs and profiles.
 
 A ``Panel`` of this file has the boxes of one timeline, by rank and time. ``picture.py`` draws
-panels with matplotlib, ``graphviz.py`` writes a captured model in Graphviz's language.
+panels with matplotlib.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.dygraph.batch.losses import require_nothing_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.rank_data import (
+from fleetpipe.dygraph.batch.row_digests import (
     RowComparison,
     RowDigests,
     digests_of,
@@ -129,7 +129,7 @@ def test_an_option_leaves_the_comparison_out(on_ranks: Callable[..., Any]) -> No
 def notices(same: bool) -> int:
     """Trains two replicas on the same rows or on others; how often this rank is told of it."""
     told: list[str] = []
-    log = logging.getLogger("fleetpipe.dygraph.batch.rank_data")
+    log = logging.getLogger("fleetpipe.dygraph.batch.row_digests")
     log.addFilter(lambda record: told.append(record.getMessage()) is None)
     pipelines.begin(pp=1, dp=2)
     model = pipeline()

@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 import fleetpipe
-from fleetpipe.transport.bridge import _import_shares
+from fleetpipe.transport.wire.bridge import _import_shares
 from tests.capture.models import trained
 from tests.capture.test_models import MODELS as CAPTURED
 from tests.dygraph import models

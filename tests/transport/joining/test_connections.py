@@ -19,7 +19,7 @@ from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, Transp
 from fleetpipe.transport import SocketTransport, base, connect, hosts, peer_connections
 from fleetpipe.transport.base import Limit, await_keys
 from fleetpipe.transport.handshake import connects
-from fleetpipe.transport.message import VERSION
+from fleetpipe.transport.wire.structure import VERSION
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
 
 pytestmark = pytest.mark.once

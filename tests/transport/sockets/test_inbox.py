@@ -19,10 +19,18 @@ from hypothesis import strategies as st
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.mesh.groups import DirectGroup
-from fleetpipe.transport import SocketTransport, bridge
+from fleetpipe.transport import SocketTransport
 from fleetpipe.transport.base import View
 from fleetpipe.transport.inbox import STAGE_BYTES
-from fleetpipe.transport.message import HEADER_BYTES, MESSAGE, Route, Structure, encode, pack_header
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.structure import (
+    HEADER_BYTES,
+    MESSAGE,
+    Route,
+    Structure,
+    encode,
+    pack_header,
+)
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
 ROUTE = Route(forward(3), 1, 0)

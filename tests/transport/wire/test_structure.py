@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from fleetpipe.errors import BoundaryError, TransportError
 from fleetpipe.json_value import parse_small
-from fleetpipe.transport import MessageKey, describe, message
-from fleetpipe.transport.message import (
+from fleetpipe.transport import MessageKey, describe
+from fleetpipe.transport.wire import structure as message
+from fleetpipe.transport.wire.structure import (
     DEEPEST,
     HEADER_BYTES,
     LARGEST_ANNOUNCEMENT,

@@ -18,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError, PeerFailed, TransportError
-from fleetpipe.transport import SocketTransport, bridge, connect
-from fleetpipe.transport.bridge import MOST_PARTS, Unfit, take_apart
+from fleetpipe.transport import SocketTransport, connect
 from fleetpipe.transport.handshake import accepts, connects, user_secret
-from fleetpipe.transport.message import (
+from fleetpipe.transport.peer_connections import join
+from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire.bridge import MOST_PARTS, Unfit, take_apart
+from fleetpipe.transport.wire.structure import (
     DEEPEST,
     MessageKey,
     Route,
@@ -30,7 +32,6 @@ from fleetpipe.transport.message import (
     Structure,
     TensorLeaf,
 )
-from fleetpipe.transport.peer_connections import join
 from tests.fixtures import Call, Patch
 from tests.transport.helpers import (
     DTYPES,

@@ -24,7 +24,7 @@ from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import SEQUENCE
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Placement
-from fleetpipe.transport.bridge import checksum
+from fleetpipe.transport.wire.bridge import checksum
 
 _log = log.logger(__name__)
 

@@ -20,7 +20,7 @@ from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_api.tensor import contiguous, empty_on_host, tensor_bytes, to_device, to_host
-from fleetpipe.transport.message import DEEPEST, MOST_PARTS, SIZES, Route, TensorLeaf, Tree
+from fleetpipe.transport.wire.structure import DEEPEST, MOST_PARTS, SIZES, Route, TensorLeaf, Tree
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
 NAMES: dict[Any, str] = {

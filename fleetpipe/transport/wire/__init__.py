@@ -1,0 +1,1 @@
+"""Messages between processes: ``structure.py`` describes one, ``bridge.py`` reads its tensors."""
