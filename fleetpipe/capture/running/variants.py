@@ -402,7 +402,8 @@ class Forms:
 
     def _key(self, signature: Signature, training: bool) -> _Key:
         modes = tuple([layer.training for layer in self._layers])
-        numbers = tuple([tensor.numpy().tobytes() for tensor in self.numbers])
+        # Most models have no such buffers, for which `map` makes no call.
+        numbers = tuple(map(_bytes_of, self._numbers.values()))
         return signature, training, modes, numbers, self.number
 
     def _capture(self, signature: Signature, training: bool) -> Form:
@@ -446,6 +447,12 @@ def _normalizes(node: Node) -> bool:
         and type(layer).__module__.startswith("paddle.nn.")
         and all(mode.training for mode in node.modes)
     )
+
+
+def _bytes_of(owned: Owned) -> bytes:
+    """Returns the bytes of a buffer's numbers."""
+    numbers: bytes = getattr(owned.layer, owned.name).numpy().tobytes()
+    return numbers
 
 
 def _require_recomputable(form: Form) -> None:
