@@ -262,7 +262,7 @@ class Keys:
         return resume
 
     def _seed_generators(self, seed: int) -> None:
-        """Seeds like ``paddle.seed``, which would search for devices each time."""
+        """Seeds the generators as ``paddle.seed`` does, but without its search for devices."""
         if self.python or self._outside is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)

@@ -234,9 +234,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Refuses an option that a parser lacks, and names the nearest; argparse would not.
+    """Raises an error for an unknown option, which names the nearest known one.
 
-    It ignores options after a script, which are the script's.
+    Options after the path of a script are the script's, and pass.
     """
     actions = {
         name: action for name, action in parser._option_string_actions.items() if name[1] == "-"

@@ -277,7 +277,7 @@ def is_running(process: int) -> bool:
 
 
 def end_session(leader: int) -> None:
-    """Kills the remaining processes of the session that a process began."""
+    """Kills the process group that ``leader`` began; does nothing on Windows."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)

@@ -105,7 +105,7 @@ _own_hooks: dict[int, int] = {}
 
 
 def count_own_hook(parameter: Tensor) -> None:
-    """Counts a hook on the gradient of ``parameter`` that fleetpipe has added and removed."""
+    """Counts a gradient hook that fleetpipe has added and removed, which Paddle still counts."""
     if id(parameter) not in _own_hooks:
         weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
     _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1

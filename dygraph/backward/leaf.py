@@ -106,7 +106,7 @@ class Leaf:
     """
 
     def __init__(self, layer: Layer, name: str) -> None:
-        """Creates a leaf; ``name`` is the layer's path in the whole model."""
+        """Describes a layer without sublayers; ``name`` is its path in the model."""
         self.layer = layer
         self.name = name
         self.natures: dict[Situation, Nature] = {}

@@ -217,7 +217,7 @@ class DygraphStage:
         value, output, received, sent = self._kept[stage, micro_batch]
         outputs: list[Tensor] = []
         incoming: list[Tensor] = []
-        # The last consumer of a value comes first: so autograd adds up without stages.
+        # Autograd adds gradients in this order, the last consumer first, in a model without stages.
         for edge in reversed(sent):
             outputs += sent[edge]
             incoming += output_grads[edge]

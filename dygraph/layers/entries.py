@@ -208,7 +208,7 @@ def pass_over(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
 
 
 def _arguments(entry: Entry) -> str:
-    """Returns the arguments that a description passes to the constructor, as text."""
+    """Returns as text the arguments that a ``LayerDesc`` passes to its layer's constructor."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return f"arguments {entry.inputs}, {entry.kwargs}"

@@ -358,7 +358,7 @@ class Runs:
 
 
 def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
-    """Runs a batch on a stage; with a loss, it adds to the gradients."""
+    """Runs the forward of a stage; if it has the loss, the backward too, which adds gradients."""
     stage.begin(batch, units=units)
     try:
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})

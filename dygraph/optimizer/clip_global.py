@@ -120,10 +120,10 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
 
     def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
-        """Does nothing: trainers replace this method of Fleet's, as PaddleFormers' to log the norm.
+        """Does nothing; trainers override this method of Fleet's, as PaddleFormers to log the norm.
 
         Args:
-            distributed: Zero. In Fleet this is the square of parameters that are cut into shards.
+            distributed: Zero. In Fleet this is the squared norm of shards' gradients.
             whole: The squared norm of all gradients of all ranks.
         """
 

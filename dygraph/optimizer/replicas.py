@@ -322,7 +322,7 @@ def _add_up(piece: Sequence[Tensor], group: Group, share: float, by_tree: bool) 
 
 
 def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
-    """Adds up a group's tensors by a tree: each member sums one piece, and gathers all pieces."""
+    """Adds up a group's tensors: each member sums a slice by a tree, then slices are gathered."""
     size, ranks = int(flat.size), group.ranks
     if size < ranks:
         return tree(group.all_gather(flat), add)

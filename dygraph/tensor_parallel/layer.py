@@ -69,7 +69,7 @@ class ParallelLayer(paddle.nn.Layer):
             )
 
     def share_of(self, size: int, name: str, across: int = 1) -> int:
-        """Divides ``size`` by the number of members; see :func:`share_of`.
+        """Returns this member's share of ``size``, and notes the axis for :meth:`count_blocks`.
 
         Args:
             size: The size of the axis to cut into equal parts.

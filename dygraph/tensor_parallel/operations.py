@@ -128,7 +128,7 @@ def _places(rows: int, count: int) -> list[Tensor]:
     return [paddle.arange(rows) * count + number for number in range(count)]
 
 
-class _Uses(paddle.autograd.PyLayer):
+class _CopyForEachBlock(paddle.autograd.PyLayer):
     """Passes a tensor on to several uses, whose gradients are added by a tree."""
 
     @staticmethod
@@ -164,7 +164,7 @@ def column_product(x: Tensor, weight: Tensor, count: int, transposed: bool = Fal
     """
     weights = _split_weight(weight, count, axis=0 if transposed else 1)
     if count > 1 and not x.stop_gradient and paddle.is_grad_enabled():
-        use: Callable[..., Sequence[Tensor]] = _Uses.apply
+        use: Callable[..., Sequence[Tensor]] = _CopyForEachBlock.apply
         operands = zip(use(x, count), weights)
     else:
         operands = zip([x] * count, weights)

@@ -77,7 +77,7 @@ def current_script() -> dict[str, str]:
 
 @functools.cache
 def _script_of(_main: ModuleType) -> dict[str, str]:
-    """Returns the script of this process, computed once for each main module."""
+    """Returns the name of the user's script and a digest of its arguments; empty without one."""
     file, *arguments = sys.argv or [""]
     path = Path(file).absolute()
     if path.suffix != ".py" or not path.is_file() or Path(sys.prefix) in path.parents:

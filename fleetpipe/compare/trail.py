@@ -165,7 +165,7 @@ def read(folder: Path) -> list[list[CallRecord]]:
 
 
 class TrailDifference(NamedTuple):
-    """One difference between two trails.
+    """One difference between the recorded trails of two runs.
 
     Attributes:
         what: The value and the event that differ; or the calls, if the runs call different methods.

@@ -215,7 +215,7 @@ class Runner:
 
     def _evaluate(self, rows: Rows) -> tuple[float, float, list[Nest]]:
         """Returns the results of :meth:`evaluate`, and the results of the metrics' ``compute``."""
-        # A replica without rows that count evaluates one that does not.
+        # A replica with padding alone evaluates one row of it, to take part in the collectives.
         kept = max(rows.real, 1)
         with self._forward_only(kept) as size:
             starts = range(0, kept, size)

@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_norms_by_h
 
 
 def install() -> None:
-    """Makes these changes; without a pipeline everything works as before."""
+    """Changes Paddle's ``Model`` so; without a pipeline it works as before."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
     check_norms_by_hand(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__

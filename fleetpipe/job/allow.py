@@ -24,7 +24,7 @@ class Allow:
     """
 
     def __init__(self, entries: tuple[str, ...] = ()) -> None:
-        """Stores the entries; none is used yet."""
+        """Stores what the user allows; what of it was needed is noted later."""
         self.entries = entries
         self.used: dict[str, str] = {}
 

@@ -89,7 +89,7 @@ def row_of(table: Table, value: object) -> str | None:
 
 
 def _only_logs(name: str, method: object, value: object, kind: type) -> bool:
-    """Whether a method without arguments calls the method that it replaces, and else only logs.
+    """Whether an override only calls ``super`` and logs, judged from its bytecode.
 
     Besides ``super``, its code uses only ``_NOTES``, the value's classes, and attributes of the
     value that are numbers, texts or lists of these, or that it sets and never reads. The code of

@@ -327,7 +327,7 @@ class WallTime:
                 self._waits_in_named += self._waited() - waited
 
     def begin_step(self) -> None:
-        """Begins a step."""
+        """Begins a step, and sets ``between``: the seconds since the last step ended, by cause."""
         self._begun = time.monotonic(), self._waited()
         if self._steps:
             passed, waits = (now - before for now, before in zip(self._begun, self._ended))

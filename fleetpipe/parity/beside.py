@@ -145,7 +145,7 @@ def _parts(value: Nest) -> list[Nest]:
 
 
 class Beside:
-    """Trains a reference with the batches of a pipeline."""
+    """Trains the reference, the model on one device, with the batches of a pipeline."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
         self._pipeline, self._reference = pipeline, reference

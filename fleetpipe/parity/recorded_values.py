@@ -57,7 +57,7 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     handles = []
     owners = {inner.rpartition(".")[0]: name.rpartition(".")[0] for inner, name in names.items()}
     for path, layer in model.named_sublayers(include_self=True):
-        # A shard of a vocabulary head returns three numbers of a row; in one process, its input.
+        # The outputs of a vocabulary head in shards and in one process cannot be compared.
         if path in owners and getattr(layer, "has_plain_output", True):
             kept = outputs.setdefault(owners[path], [])
             handles.append(layer.register_forward_post_hook(_keeper(kept)))

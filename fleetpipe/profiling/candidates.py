@@ -246,7 +246,9 @@ class PlanTask:
         return self.profile.link(shape.link_of(stage)).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
-        """Returns the costs of a schedule on a cut, with the recompute that makes it fit.
+        """Returns the time and peak memory of a schedule on a cut, and the recompute that it needs.
+
+        If some rank exceeds the memory cap even with recompute, a ``Lack`` says by how much.
 
         A schedule of slices recomputes nothing.
         """

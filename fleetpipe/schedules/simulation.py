@@ -320,7 +320,7 @@ class Timeline:
         return tuple(tuple(zip(row, starts, ends)) for row, starts, ends in rows)
 
     def exchange_in(self, item: Item) -> float:
-        """Returns the part of an entry in which its rank only waits for an exchange."""
+        """Returns the seconds of an entry in which its rank only waits for an exchange."""
         if not self.costs.exchange:
             return 0
         slices = self.schedule.slices

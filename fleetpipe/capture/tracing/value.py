@@ -140,7 +140,7 @@ class Node:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a call of a sublayer."""
+        """Whether this node is a call of a sublayer."""
         return isinstance(self.function, paddle.nn.Layer)
 
     @property

@@ -161,7 +161,7 @@ class NamedTensors(SavedPart):
             log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
 
     def _late_targets(self, saved: Saved) -> dict[TensorName, LocalTensor]:
-        """Returns targets for saved buffers that forwards create or resize."""
+        """Returns tensors for saved buffers that a first forward would create or resize."""
         targets: dict[TensorName, LocalTensor] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS

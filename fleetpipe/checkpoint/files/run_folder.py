@@ -125,7 +125,7 @@ class FolderOwner:
             self._lock.process = 0
 
     def _open(self, flags: int) -> int:
-        """Opens the writer's file; raises an error for a link, a folder or a socket."""
+        """Opens the file that names the writing process; refuses a link, a folder or a socket."""
         try:
             return systems.open_in_place(self._lock.file, flags)
         except OSError as error:

@@ -249,9 +249,9 @@ class TrainingJob:
     optimizer_copies: float = 3
 
     def costs(self, layout: JobLayout) -> tuple[LayerCost, ...]:
-        """Returns each layer's costs on a rank, with the gathers of its parameters in stage 3.
+        """Returns each layer's costs on a rank; those of equal layers are one object.
 
-        Equal layers share one object.
+        With sharding stage 3 they include the gathering of the layer's parameters.
         """
         layers = self.model.costs(layout, self.cluster)
         if layout.sharding_stage < 3 or layout.sharding == 1:

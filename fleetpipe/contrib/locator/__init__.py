@@ -146,7 +146,7 @@ def of_loss(
     rows: int,
     degrees: Mapping[str, int],
 ) -> str:
-    """Describes a loss that differs from the twin's.
+    """Describes why a job's loss differs from that of its reference run, the twin.
 
     Args:
         ratio: The sum of the ranks' losses over the sum of the twin's.

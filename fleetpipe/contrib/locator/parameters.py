@@ -293,7 +293,7 @@ class ParameterChecks:
         return None
 
     def optimizer_input(self) -> Location | None:
-        """Compares learning rates."""
+        """Returns where the learning rates of the job and of its twin differ; None if nowhere."""
         rate = self._twin.tensors.get(self._rate)
         held = {r.rank: r.tensors[self._rate] for r in self._job.ranks if self._rate in r.tensors}
         apart = {n: gap(other, rate) for n, other in held.items() if rate is not None}

@@ -80,7 +80,7 @@ class Feed:
                 parameter.grad.set_value(parameter.grad / batches)
 
     def rate(self, step: int, optimizer: Optimizer) -> None:
-        """Sets an optimizer's learning rate to the job's if a scheduler computes it."""
+        """Sets the optimizer's learning rate to the job's in a step, if a scheduler computes it."""
         place = Meaning(step, "optimizer input", "", part="learning rate")
         rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(place)
         if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):

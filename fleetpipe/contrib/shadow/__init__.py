@@ -224,7 +224,9 @@ class Shadow(BatchObserver):
         return wrong
 
     def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
-        """Steps both optimizers and compares the parameters. Collective if the steps are.
+        """Steps the pipeline's and the reference's optimizer, and compares the parameters after it.
+
+        Collective if a step of the optimizer is.
 
         Raises:
             CaptureError: The parameters differ; they have their values from before the step again.

@@ -239,7 +239,9 @@ class BoardFile:
         self._changed = 0.0
 
     def __call__(self) -> JobBoard:
-        """Returns the board as of now. The first call waits 0.6 s for a change of the file.
+        """Returns the board as of now.
+
+        The first call waits up to 0.6 s for a change of the file, which shows that the job lives.
 
         Raises:
             ConfigError: The file is missing, or is no board.

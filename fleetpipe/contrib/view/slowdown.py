@@ -50,7 +50,10 @@ class Cause(NamedTuple):
 
 
 def suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, Member]]:
-    """Returns the likeliest straggler of each kind with its operations, the worst first."""
+    """Returns the slowest stage, replica, rank, micro-batch and link, the worst first.
+
+    Beside each is a test of which operations belong to it.
+    """
     seconds = [
         (one, float(time))
         for step in steps

@@ -93,7 +93,7 @@ class TracedOperation(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its replica and stage."""
+        """The replica and the stage that ran the operation."""
         return self.replica, self.stage
 
 

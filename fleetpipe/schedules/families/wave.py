@@ -98,7 +98,7 @@ class _Waves:
         heappush(self.running, (now + time, rank, number))
 
     def _follow(self, number: int) -> None:
-        """Makes the actions that waited for an action ready to run."""
+        """Adds the action that waited for action ``number`` to those that are ready."""
         above = number % self.stages
         if number < self.forwards:
             if above < self.stages - 1:

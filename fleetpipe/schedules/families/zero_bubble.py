@@ -163,7 +163,8 @@ def v_half(placement: Placement, micro_batches: int) -> list[list[Action]]:
     If F, I and W differ, the bubble can grow with m.
     """
     ranks = placement.ranks
-    # A later backward keeps the blocks of consecutive micro-batches from falling together.
+    # A block is the start times of F on both chunks and of B on both. With the shift, blocks
+    # of consecutive micro-batches never use the same time.
     shift = 3 if ranks % 2 == 0 else 0
     back = 3 * ranks - 1 + shift
     blocks = [

@@ -99,7 +99,7 @@ def figures_of(events: Iterable[Event]) -> Figures:
 
 
 def with_early(events: Sequence[Event], rows: Sequence[Iterable[Item]]) -> list[Event]:
-    """Returns the events of one measured step that say which actions were taken early.
+    """Returns the events of one measured step, marked where an action ran before its turn.
 
     Args:
         events: The events.

@@ -252,7 +252,7 @@ def _curve(name: str, series: Series, kind: str, colour: int, percent: bool = Fa
 
 
 def with_mean(curve: Curve) -> Curve:
-    """Returns a curve with the window of its running mean, if it has many points."""
+    """Returns a curve of many points with the length of its running mean set; others as given."""
     points = min(len(curve.xs), MOST_POINTS)
     return curve._replace(window=max(5, points // _WINDOWS) if points >= _SMOOTH_FROM else 1)
 

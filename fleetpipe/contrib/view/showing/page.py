@@ -306,7 +306,7 @@ def comparison(runs: Mapping[str, RunRecord], now: float | None = None) -> str:
 
 
 def _last_figures(runs: Mapping[str, RunRecord], now: float) -> list[Column]:
-    """Returns table columns with a row for each run: how it ended, and its last figures."""
+    """Returns table columns with a row for each run: its state, and each metric's last value."""
     answers = [[*answers_of(run, now), *_more_answers(run)] for run in runs.values()]
     columns = [Column("run", list(runs), False)]
     for question in ("state", "done", "elapsed", "hash"):
