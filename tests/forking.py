@@ -244,6 +244,8 @@ if __name__ == "__main__":
     except Exception:
         if not request["soon"]:
             raise
+        # As Python does; what runs at an exit asks it which error ended the script.
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         leave(1)
     if request["soon"]:

@@ -12,7 +12,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.dygraph.batch import dygraph_stage, micro_batches
+from fleetpipe.dygraph.batch import micro_batches
 from fleetpipe.dygraph.train import pipeline_parallel, training_batch
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
@@ -416,7 +416,7 @@ def test_a_wrong_mean_of_the_evaluation_is_found(monkeypatch: Patch) -> None:
 
 
 def test_outputs_in_another_order_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(dygraph_stage, "sorted", lambda x: sorted(x)[::-1], raising=False)
+    monkeypatch.setattr(stage_interfaces, "sorted", lambda x: sorted(x)[::-1], raising=False)
     name = "eval_batch, micro-batch [0]"
     assert ("output", name, 1) in differences(evaluated(CALLS["outputs"]))
     assert ("output", "predict_batch", 1) in differences(evaluated(CALLS["prediction"]))

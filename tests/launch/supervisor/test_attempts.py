@@ -29,6 +29,8 @@ from fleetpipe.launch.supervisor.attempts import (
     with_interrupt,
 )
 
+pytestmark = pytest.mark.no_paddle
+
 DONE = Verdict(0)
 SAVED = Verdict(0, saved=8)
 

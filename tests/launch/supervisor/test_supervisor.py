@@ -21,6 +21,8 @@ from fleetpipe.launch.supervisor.supervisor import Local, Supervisor, catch_sign
 from tests.fixtures import Capture, Launch
 from tests.launch.supervisor.commands import launched
 
+pytestmark = pytest.mark.no_paddle
+
 #: What each rank does in each attempt stands in the script's arguments.
 SCRIPT = """
     import os, pathlib, signal, sys, time

@@ -22,6 +22,8 @@ from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
 from tests.processes.combinations import random_attention, random_mixtures
 from tests.processes.combinations.beside_plain import Case, every, wrong
 
+pytestmark = pytest.mark.once
+
 
 def cases(mixtures: Sequence[int], attention: Sequence[int]) -> list[Case]:
     """Those that this Paddle's topology has."""

@@ -14,6 +14,8 @@ from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.envelope import Envelope, without_fusion
 from fleetpipe.schedules.placement import Dependencies, checked_edges
 
+pytestmark = pytest.mark.no_paddle
+
 FAMILIES = [name for name in names() if name != "auto"]
 
 

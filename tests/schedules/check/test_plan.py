@@ -23,6 +23,8 @@ from fleetpipe.schedules import (
 )
 from tests.schedules.sample_schedules import follow, random_edges, random_schedule, schedule_of
 
+pytestmark = pytest.mark.no_paddle
+
 
 def plan_of(*rows: str, ranks: int = 2, micro_batches: int = 1, edges: str = "0>1") -> Plan:
     header = (

@@ -22,6 +22,8 @@ from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.placement import slice_before
 from tests.schedules.sample_schedules import random_edges, random_schedule, schedule_of
 
+pytestmark = pytest.mark.no_paddle
+
 TWO = Placement("loop", 2)
 H1 = ("F0.0 F0.1 I0.0 W0.0 I0.1 W0.1", "F1.0 I1.0 F1.1 I1.1 W1.0 W1.1")
 

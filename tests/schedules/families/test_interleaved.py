@@ -10,6 +10,8 @@ from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.families.one_f_one_b import balanced_groups, interleaved_one_f_one_b
 from tests.schedules.sample_schedules import OF_HANAYO, value
 
+pytestmark = pytest.mark.no_paddle
+
 
 def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: object) -> Timeline:
     """Returns the timeline of four ranks."""

@@ -12,6 +12,8 @@ from fleetpipe.schedules.action import SliceNumber
 from fleetpipe.schedules.families import table
 from tests.schedules.sample_schedules import assert_forms_agree
 
+pytestmark = pytest.mark.no_paddle
+
 HEADER = "# fleetpipe-schedule 1 name=A ranks=1 micro_batches=1 chunks=1 placement=loop slices=2"
 
 

@@ -19,6 +19,8 @@ from tests.schedules.sample_schedules import (
     value,
 )
 
+pytestmark = pytest.mark.no_paddle
+
 
 def play(
     name: str, p: int, m: int, costs: Costs | None = None, chunks: int | None = None

@@ -1,5 +1,0 @@
-"""Several axes of ranks at once, beside one device."""
-
-import pytest
-
-pytestmark = pytest.mark.once
