@@ -12,7 +12,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.dygraph.batch import micro_batches
+from fleetpipe.dygraph.batch import micro_batches, stage_interfaces
 from fleetpipe.dygraph.train import pipeline_parallel, training_batch
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
