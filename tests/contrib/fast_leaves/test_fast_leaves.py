@@ -51,7 +51,7 @@ def fast(monkeypatch: Patch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(leaves, "_linear", noted)
     monkeypatch.setattr(leaves, "_tried", {})
-    leaves._adds_alike.cache_clear()
+    leaves._has_same_sums.cache_clear()
     return shapes
 
 
