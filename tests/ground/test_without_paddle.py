@@ -88,6 +88,6 @@ def test_tests_that_import_no_paddle_do_not() -> None:
         for file in (path.parent.rglob("*.py") if path.name == "__init__.py" else [path])
     ]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
-    assert len(names) > 40
+    assert len(names) > 30
     done = without_paddle(f"import importlib\nfor name in {names}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
