@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -21,6 +22,9 @@ from tests.fixtures import Launch, Patch
 from tests.launching import ROOT, JobFailed, JobHung, JobLeftProcesses
 
 pytestmark = pytest.mark.once
+_needs_paddle = pytest.mark.skipif(
+    importlib.util.find_spec("paddle") is None, reason="ranks are forked behind an import of Paddle"
+)
 
 
 def is_running(pid: int) -> bool:
@@ -144,9 +148,7 @@ def test_the_parents_job_is_not_inherited(launcher: Launch, monkeypatch: Patch) 
     assert os.environ["PADDLE_TRAINER_ID"] == "5"
 
 
-pytest.importorskip("paddle")
-
-
+@_needs_paddle
 def test_a_child_begins_as_a_process_does(launch: Launch) -> None:
     source = """
         import os, sys, threading
@@ -157,6 +159,7 @@ def test_a_child_begins_as_a_process_does(launch: Launch) -> None:
         assert log.splitlines() == [f"{ROOT}  1", "True"]
 
 
+@_needs_paddle
 def test_a_fork_waits_for_a_thread_that_runs() -> None:
     # More than a second's work, without the interpreter's lock.
     work = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 3_000_000)
@@ -170,6 +173,7 @@ def test_a_fork_waits_for_a_thread_that_runs() -> None:
     thread.join()
 
 
+@_needs_paddle
 def test_a_child_has_nothing_of_another_ones(launch: Launch) -> None:
     source = """
         import builtins, os, tempfile
@@ -184,6 +188,7 @@ def test_a_child_has_nothing_of_another_ones(launch: Launch) -> None:
     assert all(len(set(numbers)) == 3 for numbers in zip(*drawn))
 
 
+@_needs_paddle
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [
@@ -204,6 +209,7 @@ def test_a_child_ends_as_a_process_does(launch: Launch, end: str, code: int, tol
             launch(source, None)
 
 
+@_needs_paddle
 def test_the_answer_to_an_interrupted_question_is_not_another_ones(
     launch: Launch, monkeypatch: Patch
 ) -> None:
@@ -232,6 +238,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@_needs_paddle
 @pytest.mark.processes
 def test_nothing_is_left_where_the_tests_are_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

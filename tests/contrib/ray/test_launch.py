@@ -1,4 +1,4 @@
-"""A script that knows nothing of Ray on its nodes, what its ranks are told, and Ray missing."""
+"""A script that knows nothing of Ray, on its nodes, and what its ranks are told."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 
-import fleetpipe.contrib.ray
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
+
 from fleetpipe import cli
-from fleetpipe.cli import main
 from fleetpipe.contrib.ray import launch as ray_launch
 from fleetpipe.contrib.ray import paddle_trainer
 from fleetpipe.contrib.ray.paddle_trainer import RankPlace, rank_environments
-from fleetpipe.errors import FleetPipeError, PackageNotFound
+from fleetpipe.errors import FleetPipeError
 from tests.fixtures import Capture, Patch
 from tests.launching import ROOT, Finished
-
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
-
 
 _WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
 #: The worker, whose second start is not the first one again.
@@ -143,33 +140,6 @@ def test_a_script_fails_as_a_train_loop_does(
         with pytest.raises(raises[0], match=raises[1]):
             ray_launch.run_script(config)
     assert capsys.readouterr().out == "fleetpipe.fleet ['train.py', 'a']\n"
-
-
-def test_without_ray_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("", encoding="ascii")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "fleetpipe.contrib.ray.launch", raising=False)
-    assert main(["launch", "--ray", "local", str(script)]) == 2
-    told = capsys.readouterr().err
-    assert "fleetpipe launch --ray needs Ray Train, which is not installed" in told
-    assert "pip install 'fleetpipe[ray]'" in told
-
-
-def test_without_ray_a_name_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in fleetpipe.contrib.ray._LATE.values():
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(PackageNotFound, match=r"PaddleTrainer: ray is needed(.|\n)*fleetpipe\[ray"):
-        _ = fleetpipe.contrib.ray.PaddleTrainer
-    assert "PaddleTrainer" in dir(fleetpipe.contrib.ray)
-
-
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
 
 def test_each_rank_is_told_where_all_of_them_are() -> None:
