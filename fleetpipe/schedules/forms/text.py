@@ -182,7 +182,7 @@ def _read_header(form: str, line: str) -> dict[str, Any]:
         "forward_only": "forward_only" in fields,
         "slices": _read_number("slices", fields.get("slices", "1")),
         "options": _read_options(fields.get("options", "{}")),
-        **({"edges": fields["edges"].removeprefix(IDLE)} if form == _PLAN else {}),
+        **({"edges": "" if fields["edges"] == IDLE else fields["edges"]} if form == _PLAN else {}),
     }
 
 
