@@ -25,10 +25,9 @@ from fleetpipe.dygraph.backward.linear_and_embedding import (
     sum_rows,
 )
 from fleetpipe.dygraph.backward.split import Forward, with_forwards
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import eager_operations, paddle
 from fleetpipe.paddle_api.amp import casts_automatically
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.eager_operations import expand, product, reshape, total
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, saves_freely
 
 #: The least size of an output, and of its rows, for which the product is faster than the sum.
@@ -82,8 +81,8 @@ def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     repeat: Callable[..., Tensor] = _Repeated.apply
-    output = product(x, weight)
-    return total(output, repeat(bias, output.shape))
+    output = eager_operations.product(x, weight)
+    return eager_operations.total(output, repeat(bias, output.shape))
 
 
 class _Repeated(paddle.autograd.PyLayer):
@@ -94,12 +93,13 @@ class _Repeated(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, vector: Tensor, shape: Sequence[int]) -> Tensor:
-        return expand(vector, shape)
+        return eager_operations.expand(vector, shape)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        rows = reshape(grad, [-1, grad.shape[-1]])
-        return reshape(product(_ones(rows.shape[0], rows.dtype), rows), [-1])
+        rows = eager_operations.reshape(grad, [-1, grad.shape[-1]])
+        ones = _ones(rows.shape[0], rows.dtype)
+        return eager_operations.reshape(eager_operations.product(ones, rows), [-1])
 
 
 @functools.lru_cache(maxsize=64)
@@ -225,7 +225,7 @@ class LookupTable:
         apply: Callable[..., Tensor] = _LookUp.apply
         # Paddle ignores hooks on the output of a PyLayer, but not on that of the reshape.
         output = apply(weight, x.detach().clone(), self)
-        return reshape(output, output.shape)
+        return eager_operations.reshape(output, output.shape)
 
     @contextmanager
     def adding(self, sums: Sums) -> Iterator[None]:
