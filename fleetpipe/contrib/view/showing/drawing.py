@@ -401,21 +401,24 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
 
 def _shapes(panel: Panel, end: float, merged: bool) -> list[Shape]:
     """Returns a shape for each box, with its action and duration, or for each colour if merged."""
+    if merged:
+        outlines: dict[tuple[str, str], list[str]] = {}
+        for bar in panel.bars:
+            outlines.setdefault((bar.kind, _opacity(bar)), []).append(_outline(bar, end))
+        return [Shape(kind, "".join(each), opacity) for (kind, opacity), each in outlines.items()]
     texts = (
         f"{name} on rank {event.rank}: {seconds(event.end - event.start)}"
         for event in panel.events
         for name in event.actions or [event.name]
     )
-    shapes: dict[object, Shape] = {}
-    for number, (bar, text) in enumerate(zip(panel.bars, texts)):
-        outline, opacity = _outline(bar, end), f"{1 - 0.8 * bar.shade:g}"
-        if merged:
-            key = bar.kind, opacity
-            before = shapes[key].outline if key in shapes else ""
-            shapes[key] = Shape(bar.kind, before + outline, opacity)
-        else:
-            shapes[number] = Shape(bar.kind, outline, opacity, text)
-    return list(shapes.values())
+    return [
+        Shape(bar.kind, _outline(bar, end), _opacity(bar), text)
+        for bar, text in zip(panel.bars, texts)
+    ]
+
+
+def _opacity(bar: Bar) -> str:
+    return f"{1 - 0.8 * bar.shade:g}"
 
 
 def _outline(bar: Bar, end: float) -> str:

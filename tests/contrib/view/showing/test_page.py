@@ -301,6 +301,17 @@ def test_boxes_keep_their_texts_beside_an_operation_that_is_no_action() -> None:
     assert [shape.text for shape in track.shapes] == [f"{name} on rank 0: 1.0 s" for name in names]
 
 
+def test_many_boxes_of_one_colour_are_one_shape() -> None:
+    events = [Event(0, f"F0.{n}", float(n), n + 1.0) for n in range(4)]
+    events += [Event(0, f"B0.{n}", n + 4.0, n + 5.0) for n in range(4)]
+    panel = Panel("step", events, Placement("loop", 1, 1), "s")
+    (apart,), (joined,) = (laid_out([panel], most).tracks for most in (8, 7))
+    assert len(apart.shapes) == 8
+    assert [shape.outline for shape in joined.shapes] == [
+        "".join(shape.outline for shape in apart.shapes if shape.kind == kind) for kind in "FB"
+    ]
+
+
 def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     done = without_paddle(
