@@ -74,6 +74,14 @@ def test_a_second_name_of_a_layer_is_known() -> None:
     assert steps[-1].layer is model.head
 
 
+def test_a_sublayer_may_have_the_name_of_a_method_or_a_dot_in_it() -> None:
+    model = nn.Layer()
+    model.add_sublayer("blocks", nn.LayerDict({"eval": nn.Linear(2, 2)}))
+    model.add_sublayer("a.b", nn.Linear(2, 2))
+    steps = read_sequence(model, ["blocks.eval", "a.b"]).steps
+    assert [step.layer for step in steps] == model.sublayers()[1:]
+
+
 def test_marks_say_how_many_layers_stand_before_them() -> None:
     found = read_sequence(Model(), ["head", "SPLIT_NODE", double, *ALL[1:3], "SPLIT_NODE", "tail"])
     assert found.splits == (1, 3)

@@ -122,14 +122,17 @@ def _children(model: Layer) -> list[str]:
 
 def _layer(model: Layer, path: str) -> Layer:
     """Returns the sublayer at a dotted path; raises ConfigError if it cannot be called."""
-    layer = model
-    for part in path.split("."):
-        layer = getattr(layer, part, None)
-        if not isinstance(layer, paddle.nn.Layer):
-            raise ConfigError(
-                f"exec_seq names {path!r}, and the model has no such sublayer",
-                fix=nearest(path, dict(model.named_sublayers())),
-            )
+    sublayers = dict(model.named_sublayers())
+    layer = sublayers.get(path)
+    if layer is None:  # a layer with two names is listed under one of them
+        layer = model
+        for part in path.split("."):
+            layer = getattr(layer, part, None)
+            if not isinstance(layer, paddle.nn.Layer):
+                raise ConfigError(
+                    f"exec_seq names {path!r}, and the model has no such sublayer",
+                    fix=nearest(path, sublayers),
+                )
     if isinstance(layer, _UNCALLABLE):
         raise ConfigError(
             f"exec_seq names {path!r}, which cannot be called",
