@@ -259,9 +259,10 @@ def digest_of(content: Any) -> str:
 
 def gaps_of(ours: Any, expected: Any) -> Any:
     """Returns the absolute difference of each number; infinite if only one is NaN or infinite."""
-    wide = np.complex128 if np.iscomplexobj(ours) else np.float64
+    if np.iscomplexobj(ours):
+        return np.hypot(gaps_of(ours.real, expected.real), gaps_of(ours.imag, expected.imag))
     with np.errstate(invalid="ignore"):
-        gaps = np.abs(ours.astype(wide) - expected.astype(wide))
+        gaps = np.abs(ours.astype(np.float64) - expected.astype(np.float64))
     equal = (ours == expected) | (np.isnan(ours) & np.isnan(expected))
     return np.where(equal, 0.0, np.where(np.isnan(gaps), np.inf, gaps))
 
@@ -273,7 +274,9 @@ def _is_same_kind(one: Tensor, other: Tensor) -> bool:
 
 def _bits(numbers: np.ndarray) -> bytes:
     """Returns the bytes of an array, in which all NaNs have the same bits."""
-    if numbers.dtype.kind in "fc":
+    if numbers.dtype.kind == "c":  # its two parts are NaN each for itself
+        numbers = np.ascontiguousarray(numbers).view(f"f{numbers.dtype.itemsize // 2}")
+    if numbers.dtype.kind == "f":
         numbers = np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
     return numbers.tobytes()
 

@@ -102,6 +102,17 @@ def test_any_nan_is_any_other_and_zeros_have_a_sign(dtype: str) -> None:
     assert found.absolute == 0
 
 
+def test_the_parts_of_a_complex_number_are_nan_each_for_itself() -> None:
+    one, other = (
+        paddle.to_tensor(np.array([complex(math.nan, part), 4], "complex64")) for part in (1, 2)
+    )
+    assert same_bits(one, one)
+    assert not same_bits(one, other)
+    found = compare("output", "", 0, one, other)
+    assert found is not None
+    assert (found.absolute, found.relative) == (1, 0.25)
+
+
 def test_numbers_are_counted_as_tensors_are() -> None:
     assert compare_numbers("learning rate", "", 0, 0.1, 0.1) == []
     assert compare_numbers("learning rate", "", 0, math.nan, math.nan) == []
