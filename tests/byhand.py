@@ -8,13 +8,16 @@ found, killed and missed.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tests import launching
 from tests.fixtures import Call
-from tests.forking import Forked, leave
+from tests.forking import Forked
 
 POLL_SECONDS = 0.005
 #: What happens at once has happened within so many seconds on a machine that others load, too;
@@ -110,7 +113,6 @@ def started(
     env: Mapping[str, str] | None = None,
     port: int | None = None,
     cwd: Path | None = None,
-    soon: bool = False,
 ) -> Iterator[Ranks]:
     """Starts a script on ``ranks`` ranks.
 
@@ -123,7 +125,6 @@ def started(
         env: Additions to the environment.
         port: Port of rank 0's endpoint; by default a free one.
         cwd: Working directory of the ranks; by default ``Ranks.home``.
-        soon: Whether ranks leave by `tests.forking.leave`, at the script's end or by an error.
 
     Raises:
         JobLeftProcesses: At the end some process of the job is still there; it has been killed.
@@ -138,9 +139,7 @@ def started(
             if only is None or rank in only:
                 log = home / f"rank{rank}.log"
                 own.update(env or {})
-                processes[rank] = Forked(
-                    file, args, mark=mark, env=own, cwd=cwd or home, log=log, soon=soon
-                )
+                processes[rank] = Forked(file, args, mark=mark, env=own, cwd=cwd or home, log=log)
         yield Ranks(processes, home)
         left = launching._wait_until_gone(mark)
     finally:
@@ -165,13 +164,11 @@ def run(
     """Does what :func:`tests.launching.run` does without the launcher, several times as fast.
 
     Paddle is imported when the script begins, and nobody ends a rank because another one failed.
-    What Python takes down behind the handlers of an exit is left to the tests that use `started`,
-    or the launcher.
     """
     start = time.monotonic()
     # As the launcher says it: where functions of Paddle that open a store of their own meet.
     env = {"PADDLE_MASTER": f"127.0.0.1:{_free_ports(1)[0]}", **(env or {})} if nproc else env
-    with started(script, nproc, *args, folder=folder, env=env, cwd=cwd, soon=True) as ranks:
+    with started(script, nproc, *args, folder=folder, env=env, cwd=cwd) as ranks:
         ended = ranks.wait(limit=timeout)
     failed = [end for end in ended.values() if end.code]
     job = launching.Finished(
@@ -204,11 +201,19 @@ def call(function: Call, ranks: int | None, *args: Any, folder: Path, **options:
 
 
 def answer(home: str) -> NoReturn:
-    """What a rank of `call` runs."""
+    """What a rank of `call` runs.
+
+    It ends behind its threads and the handlers of an exit. What Python takes down after these costs
+    half a second of a core for each rank, and is left to the tests that launch scripts.
+    """
     function, args = pickle.loads(Path(home, "call").read_bytes())
     result = pickle.dumps(function(*args))
     Path(home, os.environ.get("PADDLE_TRAINER_ID", "0")).write_bytes(result)
-    leave()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _environments(ranks: int | None, port: int | None) -> dict[int, dict[str, str]]:

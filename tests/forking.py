@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tests import launching
 
@@ -50,7 +50,6 @@ class Forked:
         env: Additions to the mother's environment.
         cwd: The working directory.
         log: File that takes standard output and error.
-        soon: Whether a script that comes to its end, or raises an error, leaves by `leave`.
     """
 
     def __init__(
@@ -62,15 +61,13 @@ class Forked:
         env: Mapping[str, str],
         cwd: Path,
         log: Path,
-        soon: bool = False,
     ) -> None:
         if _mother().poll() is not None:
             _mother.cache_clear()
         self.returncode: int | None = None
         self._mother = _mother()
         words = [str(script), *args]
-        places = {"cwd": str(cwd), "log": str(log)}
-        request = {"words": words, "mark": mark, "env": {**env}, "soon": soon, **places}
+        request = {"words": words, "mark": mark, "env": {**env}, "cwd": str(cwd), "log": str(log)}
         self.pid = _ask(self._mother, request)
 
     def poll(self) -> int | None:
@@ -220,33 +217,6 @@ def _become(request: Any) -> None:
     paddle.seed(int.from_bytes(os.urandom(4), "little"))
 
 
-def leave(code: int = 0) -> NoReturn:
-    """Ends this process behind its threads and the handlers of an exit.
-
-    What Python takes down after these costs half a second of a core.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    request = _serve()
-    _become(request)
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        if not request["soon"] or not isinstance(end.code, int | None):
-            raise
-        leave(end.code or 0)
-    except Exception:
-        if not request["soon"]:
-            raise
-        # As Python does; what runs at an exit asks it which error ended the script.
-        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        leave(1)
-    if request["soon"]:
-        leave()
+    _become(_serve())
+    runpy.run_path(sys.argv[0], run_name="__main__")

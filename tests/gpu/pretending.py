@@ -37,10 +37,7 @@ LEFT_OUT = {
         "dygraph/observe/test_profile.py::test_a_process_takes_more_than_its_tensors",
         "dygraph/observe/test_profile.py::test_ranks_that_share_processors",
     ),
-    "has Paddle's own code ask for a card": (
-        *("fit/test_model.py", "fit/test_arguments.py::test_an_unmodified_lenet"),
-        *("fit/test_arguments.py::test_a_first_batch", "fit/test_arguments.py::test_a_sequential"),
-    ),
+    "has Paddle's own code ask for a card": ("fit/test_model.py", "fit/test_plain_model.py"),
 }
 _PROPERTIES = SimpleNamespace(
     name="pretended", major=8, minor=0, total_memory=80 << 30, multi_processor_count=108

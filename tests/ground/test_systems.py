@@ -48,6 +48,14 @@ def test_a_system_that_is_not_here(system: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_what_systems_differ_in_is_there() -> None:
+    for start in {start for table in hidden_names.DIFFERENT.values() for start in table}:
+        file, _, test = start.partition("::")
+        assert (ROOT / file).exists(), start
+        named = f"\ndef {test.partition('[')[0]}"
+        assert not test or named in (ROOT / file).read_text(encoding="utf-8"), start
+
+
 def test_windows_starts_no_ranks(monkeypatch: Patch) -> None:
     systems.require_ranks()
     monkeypatch.setattr(sys, "platform", "win32")

@@ -42,7 +42,6 @@ DIFFERENT: dict[str, dict[str, str]] = {
         f"{_USAGE}processes_are_counted": "fleetpipe run is refused",
         "tests/cli/test_arguments.py::test_a_place_that_cannot": "fleetpipe run is refused",
         "tests/cli/test_arguments.py::test_a_file_to_write_is_tried": "there is no /dev/null",
-        "tests/cli/test_cli_usage.py::test_an_example_without": "fleetpipe run is refused",
         "tests/job/test_watch.py": "one process has no connections",
         "tests/job/test_job.py::test_the_end_of_a_job_tells": "one process has no connections",
         "tests/job/test_job.py::test_a_job_whose_failure": "one process has no connections",

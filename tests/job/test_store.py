@@ -149,7 +149,7 @@ class NoWatch:
         return []
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     """The members of each group that Paddle made."""
     groups: list[list[int]] = []
