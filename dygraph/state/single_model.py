@@ -6,6 +6,7 @@ Its layers are copies, which train as the originals do.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -71,9 +72,7 @@ class SingleModel(ModelWithParts):
         """While it is open, ``change(layer, value)`` replaces the input of each of ``layers``."""
         functions = list(self._functions)
         for index in layers:
-            self._functions[index] = lambda value, index=index: functions[index](
-                change(index, value)
-            )
+            self._functions[index] = _after(functools.partial(change, index), functions[index])
         try:
             yield
         finally:
@@ -119,3 +118,9 @@ def single_model(
     described.update(copy_layers(ready, ready.values()))
     with tensor_parallel.alone():
         return SingleModel(build([*described.values()], described, tuple(shared)), loss_fns)
+
+
+def _after(
+    change: Callable[[Nest], Nest], function: Callable[[Nest], Nest]
+) -> Callable[[Nest], Nest]:
+    return lambda value: function(change(value))

@@ -68,7 +68,8 @@ else:
         "replacements": ("OPERATIONS", "connect_shards", "install", "uninstall"),
         "wrapper": ("TensorParallel", "share_whole_state", "share_with_shards"),
         "linear_and_embedding": (
-            *("ColumnParallelLinear", "RowParallelLinear"),
+            "ColumnParallelLinear",
+            "RowParallelLinear",
             "VocabParallelEmbedding",
         ),
         "cross_entropy": ("ParallelCrossEntropy",),

@@ -136,7 +136,9 @@ OPERATIONS: Mapping[str, Operation] = {name: globals()[name] for name in GPU_OPE
 SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = {
     name: getattr(sequence, name)
     for name in (
-        *("scatter", "all_gather", "reduce_scatter"),
+        "scatter",
+        "all_gather",
+        "reduce_scatter",
         "register_sequence_parallel_allreduce_hooks",
     )
     if _ON_CPU

@@ -36,9 +36,7 @@ class TensorParallel(paddle.nn.Layer):
         self._strategy = strategy
         self._job = job
         self._members = job.model_parallel()
-        configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
-        needs_broadcasts = bool(getattr(configs, "need_broadcast_data", True))
-        self._broadcasts_data = self._members.ranks > 1 and needs_broadcasts
+        self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
         with job.guarded(lambda: "wrapping the model"):
             share_with_shards(layers.state_dict(), job)
             broadcast_copies(layers.state_dict(), job.copies(), job.expert_copies())
@@ -71,3 +69,8 @@ def share_whole_state(state: dict[str, Tensor], members: Group, axis: str = "mp"
     """
     same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
     broadcast_state(same, members)
+
+
+def _asks_for_broadcasts(strategy: Strategy) -> bool:
+    configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
+    return bool(getattr(configs, "need_broadcast_data", True))

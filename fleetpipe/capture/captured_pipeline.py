@@ -396,6 +396,11 @@ class CapturedPipeline(PipelineLayer):
     def _layer_files(self) -> LayerFiles:
         state = self.state
         return files_of_model(
-            *(state.slots(), self.users, state.local_tensors(), self._owned, self.placement),
-            *(self._job, self.holders),
+            state.slots(),
+            self.users,
+            state.local_tensors(),
+            self._owned,
+            self.placement,
+            self._job,
+            self.holders,
         )

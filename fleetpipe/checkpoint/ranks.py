@@ -132,7 +132,10 @@ class Ranks:
                 cause = error
             failure = None if cause is None else str(cause)
             answers = self._group.all_gather((failure, value))
-        self._raise_first([failure for failure, _ in answers], what, cause)
+        try:
+            self._raise_first([failure for failure, _ in answers], what, cause)
+        finally:
+            del cause  # its traceback has this frame, and so what `act` refers to
         return [value for _, value in answers]
 
     def give(self, parts: Iterable[memoryview]) -> None:

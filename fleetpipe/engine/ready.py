@@ -4,8 +4,7 @@
 can block the ranks. An action cannot be interrupted, so the message of the next action may come
 just after an early action has begun. A rank therefore first waits for the next action, for a share
 of the time that the early action would take. With a share of one half, a pipeline in which nothing
-is late is as fast as in the fixed order, within two per cent
-(``benchmarks/schedules/late_arrivals.py`` simulates all schedules). On a rank of one stage, early
+is late is as fast as in the fixed order, within two per cent. On a rank of one stage, early
 forwards gain the most with a smaller share.
 """
 

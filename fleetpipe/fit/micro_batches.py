@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -121,8 +121,14 @@ def value_of(columns: Columns) -> Nest:
 
 def join_cuts(cuts: Iterable[RowCut]) -> RowCut:
     """Returns one cut with the micro-batches of several batches."""
-    inputs, labels, rows = zip(*((*cut.data, cut.rows) for cut in cuts))
-    return RowCut([[*chain(*inputs)], [*chain(*labels)]], tuple(chain(*rows)))
+    inputs: list[Nest] = []
+    labels: list[Nest] = []
+    rows: list[int] = []
+    for cut in cuts:
+        inputs += cut.data[0]
+        labels += cut.data[1]
+        rows += cut.rows
+    return RowCut([inputs, labels], tuple(rows))
 
 
 def _parts(columns: Columns, sizes: Sequence[int]) -> list[Nest]:

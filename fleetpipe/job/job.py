@@ -261,9 +261,12 @@ class Job(MeshGroups):
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
         """Returns what makes a context that ends this process if it is stuck in Paddle's C++."""
         what = f"within a collective operation of ranks {ranks}"
-        return lambda: (
-            nullcontext() if self._watch is None else self._watch.limit(self.timeout, what, ranks)
-        )
+
+        def limit() -> AbstractContextManager[None]:
+            watch = self._watch
+            return nullcontext() if watch is None else watch.limit(self.timeout, what, ranks)
+
+        return limit
 
     def trains(self, parameters: Sequence[Any]) -> bool:
         """Whether a pipeline of this job reduces the gradients of any of these parameters."""

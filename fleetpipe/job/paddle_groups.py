@@ -178,7 +178,7 @@ def separate_stores(store: Store, timeout: float) -> None:
 
 
 def make_unconnected(timeout: float) -> None:
-    """Leaves Paddle's groups without connections until :func:`connect`, as long as a job lasts."""
+    """Leaves Paddle's groups without connections, until :func:`connect_members` of the job."""
     distributed.replace_gloo_stores(None)
     _complete_gloo(timeout)
 

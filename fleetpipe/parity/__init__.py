@@ -16,7 +16,7 @@ script unchanged. Both make a ``session``, which compares one step after another
    more before the next step, since something else may have changed them.
 
 ``eval_batch`` and ``predict_batch`` are compared likewise. ``compare.differences`` measures how far
-two values are apart; the session merges the differences of all ranks into one ``report``.
+two values are apart; the session merges the differences of all ranks into one ``parity_report``.
 """
 
 from __future__ import annotations
