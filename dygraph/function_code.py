@@ -26,6 +26,32 @@ from fleetpipe.paddle_api import paddle
 #: Packages whose code is not that of a user's model.
 LIBRARIES = (sys.stdlib_module_names | {"paddle", "numpy", "fleetpipe"}) - {"__main__"}
 
+_GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
+_MODULES: tuple[types.ModuleType, ...] = (random, np.random)
+
+#: Packages of libraries whose code is read all the same: it draws from these generators.
+_READ = ("paddle.vision.transforms",)
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+#: Types of objects that have code, or that lead to a generator.
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+
+#: The attributes in which an object of a type has the functions and objects that it calls.
+_WRAPPED: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    functools.cached_property: ("func",),
+}
+
+#: Results by ``id``, each with a weak reference that removes it: hooks are new in each forward, and
+#: objects may compare by value.
+_Results = dict[int, tuple[weakref.ref[Any], bool]]
+_of_values: _Results = {}
+_of_code: _Results = {}
+
 
 def is_of_library(thing: object) -> bool:
     """Whether an object's module, or the module of a name, belongs to one of ``LIBRARIES``."""
@@ -76,33 +102,6 @@ def held_by(function: FunctionType) -> list[object]:
     # An unbound cell has no contents.
     cells = [c.cell_contents for c in function.__closure__ or () if hasattr(c, "cell_contents")]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-_GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
-_MODULES: tuple[types.ModuleType, ...] = (random, np.random)
-
-#: Packages of libraries whose code is read all the same: it draws from these generators.
-_READ = ("paddle.vision.transforms",)
-
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-
-#: Types of objects that have code, or that lead to a generator.
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-
-#: The attributes in which an object of a type has the functions and objects that it calls.
-_WRAPPED: dict[type, tuple[str, ...]] = {
-    types.MethodType: ("__func__", "__self__"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget",),
-    functools.cached_property: ("func",),
-}
-
-#: Results by ``id``, each with a weak reference that removes it: hooks are new in each forward, and
-#: objects may compare by value.
-_Results = dict[int, tuple[weakref.ref[Any], bool]]
-_of_values: _Results = {}
-_of_code: _Results = {}
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:

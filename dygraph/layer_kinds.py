@@ -15,6 +15,9 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 
+#: The :class:`LayerKind` of layers, as ``module:name``, by the name of a sublayer.
+KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts:MIXTURES"}
+
 
 def is_spread(parameter: Tensor) -> bool:
     """Whether a parameter belongs to an expert, and other ranks of its stage hold other experts.
@@ -52,10 +55,6 @@ def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
     if group.rank:
         for name, tensor in state.items():
             tensor.set_value(first[name])
-
-
-#: The :class:`LayerKind` of layers, as ``module:name``, by the name of a sublayer.
-KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts:MIXTURES"}
 
 
 class LayerKind:

@@ -76,6 +76,8 @@ _QUIET_LAYERS = frozenset(
     )
 )
 
+_keys: Keys | None = None
+
 
 def key(*parts: int) -> int:
     """Returns a seed of 63 bits, a hash of whole numbers in their order.
@@ -269,9 +271,6 @@ class Keys:
         self._generators = self._generators or generators()
         for generator in self._generators:
             generator.manual_seed(seed)
-
-
-_keys: Keys | None = None
 
 
 def current() -> Keys | None:

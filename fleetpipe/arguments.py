@@ -14,6 +14,9 @@ from pathlib import Path
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import INSTALLED_BY, missing
 
+#: Most processes that are started on one machine.
+MOST_PROCESSES = 1024
+
 
 def spellings(name: str) -> list[str]:
     """Returns an option with ``-``, and with ``_`` as Paddle's launcher spells it."""
@@ -30,10 +33,6 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid number: {text!r}") from None
-
-
-#: Most processes that are started on one machine.
-MOST_PROCESSES = 1024
 
 
 def processes(text: str) -> int:

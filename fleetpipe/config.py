@@ -23,6 +23,12 @@ DEFAULT_TIMEOUT = 600.0
 #: The module with the address of a board, which is loaded only for jobs that have one.
 _ADDRESS = "fleetpipe.contrib.view"
 
+#: The closed borders: a name that the table of a border lacks is refused, unless it is allowed.
+BORDERS = ("optimizer", "clip", "loss", "data", "state")
+
+#: Options of earlier versions, and what to do without each.
+_REMOVED = {"post_validation": "leave it out: ranks wait for the norm, and the bits are the same"}
+
 
 def _option(check: Callable[[str, Any], Any], default: object = None) -> Any:
     """Returns the dataclass field of one of ``fleetpipe_configs``.
@@ -78,10 +84,6 @@ def _slices(name: str, value: Any) -> int | tuple[int, ...]:
         got=repr(value),
         fix="set strategy.fleetpipe_configs = {'slices': 4}, or {'slices': [300, 260, 240, 224]}",
     )
-
-
-#: The closed borders: a name that the table of a border lacks is refused, unless it is allowed.
-BORDERS = ("optimizer", "clip", "loss", "data", "state")
 
 
 def _allow(name: str, value: object) -> tuple[str, ...]:
@@ -283,9 +285,6 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     **{option.name: option.metadata["default"] for option in _OPTIONS},
     **dict.fromkeys(("groups", "warmup_slack")),
 }
-
-#: Options of earlier versions, and what to do without each.
-_REMOVED = {"post_validation": "leave it out: ranks wait for the norm, and the bits are the same"}
 
 
 def scale_strategy(strategy: Strategy) -> str:

@@ -32,6 +32,12 @@ MOST = 1e100
 #: Upper limit of whole numbers.
 _MOST_COUNT = 1 << 63
 
+_MOST_DIGITS = 19
+# A string without an end goes to the end of the text, so that no character is read twice.
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
+_NUMBER = re.compile(rb"[0-9.eE+-]+")
+
 
 class Source(NamedTuple):
     """The source of a value, for errors.
@@ -213,13 +219,6 @@ def parse(text: str | bytes, source: Source) -> JsonValue:
         return JsonValue(json.loads(text), source)
     except (ValueError, RecursionError) as error:
         raise source.refused(expected="JSON", got=str(error)) from error
-
-
-_MOST_DIGITS = 19
-# A string without an end goes to the end of the text, so that no character is read twice.
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-_BRACKET = re.compile(rb"[\[\]{}]")
-_NUMBER = re.compile(rb"[0-9.eE+-]+")
 
 
 def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:

@@ -24,6 +24,9 @@ _PATIENCE = 3.0
 #: Held around :func:`once` in threads: a cache may call its function in two threads at once.
 _turn = threading.Lock()
 
+#: Handlers that :func:`_keep_out` has changed.
+_kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
+
 
 def logger(name: str) -> logging.Logger:
     """Returns the logger of a module; its records have the ``rank`` of the job."""
@@ -130,10 +133,6 @@ def _is_paddles(handler: logging.Handler) -> bool:
 def _stream_and_format(handler: logging.Handler) -> tuple[object, ...]:
     formatter = handler.formatter
     return getattr(handler, "stream", None), formatter and formatter._fmt
-
-
-#: Handlers that :func:`_keep_out` has changed.
-_kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 def _keep_out(handler: logging.Handler) -> None:

@@ -41,6 +41,19 @@ __all__ = [
     "StageRange",
 ]
 
+#: The share of the least cost by which a cut that sends less may be slower.
+SLACK = 0.05
+
+#: ``cost(stage, start, end)``: the cost of the layers ``start`` to ``end - 1`` as that stage.
+Cost = Callable[[int, int, int], float]
+#: ``floor(start, end)``: a lower bound of the cost of these layers as any stage, which does not
+#: fall when layers are added.
+Floor = Callable[[int, int], float]
+
+NAMES_WIDTH = 44
+
+METHODS = ("uniform", "layer:Regex", "balanced")
+
 
 def uniform(count: int, parts: int) -> list[int]:
     """Cuts into stages of equal length; a remainder goes one layer each to the last stages.
@@ -216,16 +229,6 @@ def require_cover(boundaries: Sequence[int], count: int, method: str) -> None:
         )
 
 
-#: The share of the least cost by which a cut that sends less may be slower.
-SLACK = 0.05
-
-#: ``cost(stage, start, end)``: the cost of the layers ``start`` to ``end - 1`` as that stage.
-Cost = Callable[[int, int, int], float]
-#: ``floor(start, end)``: a lower bound of the cost of these layers as any stage, which does not
-#: fall when layers are added.
-Floor = Callable[[int, int], float]
-
-
 class Bottleneck(NamedTuple):
     """A cut, and how slow its slowest stage is.
 
@@ -372,9 +375,6 @@ def _cut(
     return tuple(bounds[index] for index in reversed(indices)), best[last]
 
 
-NAMES_WIDTH = 44
-
-
 class LayerInfo(NamedTuple):
     """The facts about one layer that a cut depends on.
 
@@ -503,9 +503,6 @@ def _shorten(layers: tuple[LayerInfo, ...]) -> str:
     counted = [(name, len(list(group))) for name, group in names]
     text = ", ".join(name if times == 1 else f"{name} x{times}" for name, times in counted)
     return text if len(text) <= NAMES_WIDTH else text[: NAMES_WIDTH - 4].rstrip(", ") + " ..."
-
-
-METHODS = ("uniform", "layer:Regex", "balanced")
 
 
 def segment(

@@ -63,6 +63,15 @@ _AGAIN_MILLISECONDS = 1000
 _GIVE_UP_MILLISECONDS = 925_000
 _BLOCK = bytes(1 << 20)
 
+#: Parameters of ``mallopt`` in glibc's ``malloc.h``: the free bytes that stay at the end of the
+#: heap, and the size from which a block is allocated outside of the heap.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: Most weights are smaller; larger blocks would leave holes in the heap that no other block fits.
+MMAP_THRESHOLD = 16 * 2**20
+TRIM_THRESHOLD = 512 * 2**20
+
+_OF_THE_HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+
 
 def require_ranks() -> None:
     """Refuses Windows, on which a job cannot have several ranks."""
@@ -411,16 +420,6 @@ def send_pieces(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> in
     if len(pieces) == 1:
         return sock.send(pieces[0], MSG_NOSIGNAL)
     return sock.sendmsg(pieces, (), MSG_NOSIGNAL)
-
-
-#: Parameters of ``mallopt`` in glibc's ``malloc.h``: the free bytes that stay at the end of the
-#: heap, and the size from which a block is allocated outside of the heap.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Most weights are smaller; larger blocks would leave holes in the heap that no other block fits.
-MMAP_THRESHOLD = 16 * 2**20
-TRIM_THRESHOLD = 512 * 2**20
-
-_OF_THE_HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def keep_freed_memory() -> bool:

@@ -21,6 +21,8 @@ from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation, depen
 PREFIX = "fleetpipe@"
 _pipelines = itertools.count()
 
+GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
+
 
 class Names:
     """The names of a pipeline's variables in a scope, unique in the process.
@@ -61,9 +63,6 @@ class Names:
     def waiting(self, stage: int, number: int) -> str:
         """Returns the variable in which I puts its value ``number`` for W."""
         return f"{self._prefix}{stage}.waiting.{number}"
-
-
-GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
 
 
 @dataclass(frozen=True)

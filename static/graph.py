@@ -28,14 +28,18 @@ _RANDOM = (
 #: Attributes of operations with a built-in dropout: recurrent operations, fused attention.
 DROPOUTS = ("dropout_prob", "dropout_rate", "attn_dropout_rate")
 
+#: The feed of a micro-batch: arrays by name.
+Item = Mapping[str, Any]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE + os.sep)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_IMPORTLIB = "<frozen "
+
 
 def draws(name: str) -> bool:
     """Whether an operation with this name draws random numbers."""
     return any(word in name for word in _RANDOM)
-
-
-#: The feed of a micro-batch: arrays by name.
-Item = Mapping[str, Any]
 
 
 class Declared(NamedTuple):
@@ -126,12 +130,6 @@ def dependencies(graph: Graph, numbers: Iterable[int], replicated: Collection[in
                 replicas_needed.add(number)
                 waiting.append(number)
     return sorted(replicas_needed)
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE + os.sep)
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_IMPORTLIB = "<frozen "
 
 
 def user_line(stack: Iterable[str]) -> str:

@@ -29,6 +29,12 @@ from fleetpipe.static.run.pipeline import StaticPipeline
 
 _STATE = "the state"
 
+_SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
+
+#: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
+_Names = Mapping[str, str] | str | None
+_BY_ORDER = "order"
+
 
 def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
     """Returns the parameters and statistics of this process's stages.
@@ -159,9 +165,6 @@ def tensor_in(scope: Scope, name: str) -> ScopeTensor:
     return tensor
 
 
-_SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
-
-
 def save(
     prefix: str | os.PathLike[str],
     program: Program = None,
@@ -285,11 +288,6 @@ def save_inference_model(
     with static.scope_guard(scope), replacing(target.parent) as draft:
         network = (list(feed_vars), list(fetch_vars), executor)
         stock(str(draft / target.name), *network, program=program)
-
-
-#: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
-_Names = Mapping[str, str] | str | None
-_BY_ORDER = "order"
 
 
 def offer(program: Program, pipeline: StaticPipeline) -> None:

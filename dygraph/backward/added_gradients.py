@@ -22,6 +22,15 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import add_in_place
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
 
+#: The number of hooks on a parameter's gradient that fleetpipe has added, by the parameter's id.
+_own_hooks: dict[int, int] = {}
+
+#: ``layers_of(stage)`` returns the layers of a stage by their numbers in the whole list.
+LayersOf = Callable[[int], Mapping[int, Layer]]
+
+#: The fields of a :class:`Meeting`.
+Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
+
 
 class Sums:
     """Adds up the gradients of parameters over one batch."""
@@ -100,10 +109,6 @@ def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
     total.backward()
 
 
-#: The number of hooks on a parameter's gradient that fleetpipe has added, by the parameter's id.
-_own_hooks: dict[int, int] = {}
-
-
 def count_own_hook(parameter: Tensor) -> None:
     """Counts a gradient hook that fleetpipe has added and removed, which Paddle still counts."""
     if id(parameter) not in _own_hooks:
@@ -118,10 +123,6 @@ def is_watched(parameter: Tensor) -> bool:
     """
     count_own_hook(parameter)
     return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1
-
-
-#: ``layers_of(stage)`` returns the layers of a stage by their numbers in the whole list.
-LayersOf = Callable[[int], Mapping[int, Layer]]
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,6 @@ def _reason(kinds: set[str], owner: Leaf | None) -> str:
     if kinds == {"W"}:
         return ""
     return owner.reason or "it is used outside of its layer's own forward"
-
-
-#: The fields of a :class:`Meeting`.
-Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Meeting(NamedTuple):

@@ -30,6 +30,18 @@ from fleetpipe.transport.wire import bridge
 #: The types of containers whose content is stored.
 CONTAINERS = (list, dict, set, deque)
 
+#: Buffers with more bytes share one copy, if their numbers are equal.
+LARGE = 2**14
+
+#: The attributes that every layer has.
+PADDLES_ATTRIBUTES = vars(paddle.nn.Layer()).keys()
+
+#: Copies of large buffers, by the id of a layer's dict and the name in it.
+Copies = MutableMapping[tuple[int, str], Tensor]
+
+#: The changes that apply now, in the order in which they began; each change adds itself.
+changes: list[Change] = []
+
 
 def content_of(container: Any) -> Any:
     """Returns a copy of a container's content, for :func:`refill`."""
@@ -98,16 +110,6 @@ def _names(code: Iterable[FunctionType]) -> frozenset[str]:
 
 def _is_of_user(function: object) -> bool:
     return isinstance(function, FunctionType) and not is_of_library(function)
-
-
-#: Buffers with more bytes share one copy, if their numbers are equal.
-LARGE = 2**14
-
-#: The attributes that every layer has.
-PADDLES_ATTRIBUTES = vars(paddle.nn.Layer()).keys()
-
-#: Copies of large buffers, by the id of a layer's dict and the name in it.
-Copies = MutableMapping[tuple[int, str], Tensor]
 
 
 class _Slot(NamedTuple):
@@ -245,10 +247,6 @@ class Change(Protocol):
 
     def end(self) -> None:
         """Restores the state of the process; :meth:`begin` may be called again."""
-
-
-#: The changes that apply now, in the order in which they began; each change adds itself.
-changes: list[Change] = []
 
 
 class OwnState:

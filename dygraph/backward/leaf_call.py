@@ -34,6 +34,9 @@ Hook = Callable[[Tensor], Any]
 #: Where the hooks of a tensor are stored, by the tensor's id, with a weak reference to the tensor.
 _routes: dict[int, tuple[weakref.ref[Tensor], _Output]] = {}
 
+#: Larger outputs are not kept until W, which takes the time of two more nodes; in bytes.
+_LARGE = 2**20
+
 
 class OutputHooks:
     """The hooks on the outputs of one call."""
@@ -275,10 +278,6 @@ def put_border(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) ->
     outputs = left if isinstance(left, (tuple, list)) else [left]
     call.hooks.watch(outputs)
     return outputs
-
-
-#: Larger outputs are not kept until W, which takes the time of two more nodes; in bytes.
-_LARGE = 2**20
 
 
 class CallGraph(NamedTuple):

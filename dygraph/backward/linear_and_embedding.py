@@ -33,6 +33,19 @@ _MOST_SHAPES = 8
 #: The size of a weight from which one trial is enough: small products may be equal by chance.
 _ENOUGH = 2**8
 
+#: The results of trials, by sizes, dtypes and casts, and then by the shape of the input.
+_tried: dict[Hashable, dict[tuple[int, ...], Way | None]] = {}
+
+#: The size of a table from which adding rows takes less time than adding whole gradients.
+FEWEST = 2**19
+
+_DTYPES = (paddle.float32, paddle.float64)
+
+# With types, which Paddle's own functions do not have.
+look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
+_scatter: Callable[..., Tensor] = paddle.scatter
+_distinct: Callable[..., tuple[Tensor, Tensor]] = paddle.unique
+
 
 class Way(NamedTuple):
     """Options with which products have the bits of autograd.
@@ -44,10 +57,6 @@ class Way(NamedTuple):
 
     dtype: DType
     ones: Tensor
-
-
-#: The results of trials, by sizes, dtypes and casts, and then by the shape of the input.
-_tried: dict[Hashable, dict[tuple[int, ...], Way | None]] = {}
 
 
 class Product(NamedTuple):
@@ -241,17 +250,6 @@ def _column_sums(grad: Tensor, way: Way) -> Tensor:
 
 def _matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else reshape(tensor, [-1, tensor.shape[-1]])
-
-
-#: The size of a table from which adding rows takes less time than adding whole gradients.
-FEWEST = 2**19
-
-_DTYPES = (paddle.float32, paddle.float64)
-
-# With types, which Paddle's own functions do not have.
-look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
-_scatter: Callable[..., Tensor] = paddle.scatter
-_distinct: Callable[..., tuple[Tensor, Tensor]] = paddle.unique
 
 
 def has_large_table(layer: Layer) -> bool:

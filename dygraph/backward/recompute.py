@@ -48,6 +48,8 @@ _COMPARED = 16
 #: On a GPU the first numbers of a tensor are compared, with a tolerance relative to the largest.
 _NUMBERS, _TOLERANCE = 4096, 0.1
 
+_failure: Exception | None = None
+
 
 class RecomputedPiece:
     """Consecutive layers of a stage that are recomputed together."""
@@ -360,7 +362,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_failure: Exception | None = None
 
 
 @contextmanager

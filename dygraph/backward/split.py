@@ -52,6 +52,8 @@ Forward = Callable[..., Nest]
 
 _MISSING = object()
 
+_NOTHING = nullcontext()
+
 
 class _Replacement:
     """Replaces the forwards of some layers, and restores them."""
@@ -96,9 +98,6 @@ def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
     finally:
         changes.remove(replacement)
         replacement.end()
-
-
-_NOTHING = nullcontext()
 
 
 class SplitBackward:

@@ -31,6 +31,23 @@ _FINEST = 1 << 20
 _functional: Any = paddle.nn.functional
 Options = Mapping[str, Any]
 
+#: The function of each layer.
+_LAYERS: Mapping[str, str] = {
+    "CrossEntropyLoss": "cross_entropy",
+    "NLLLoss": "nll_loss",
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "KLDivLoss": "kl_div",
+    "SoftMarginLoss": "soft_margin_loss",
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "PoissonNLLLoss": "poisson_nll_loss",
+    "HingeEmbeddingLoss": "hinge_embedding_loss",
+    "MultiLabelSoftMarginLoss": "multi_label_soft_margin_loss",
+    "MultiMarginLoss": "multi_margin_loss",
+}
+
 
 class Places(NamedTuple):
     """The number of places that a loss counts in some labels.
@@ -175,20 +192,4 @@ _COUNTS: Mapping[str, Count] = {
         _of_all,
     ),
     "multi_label_soft_margin_loss": lambda label, options: _of_all(label[..., 0], options),
-}
-#: The function of each layer.
-_LAYERS: Mapping[str, str] = {
-    "CrossEntropyLoss": "cross_entropy",
-    "NLLLoss": "nll_loss",
-    "MSELoss": "mse_loss",
-    "L1Loss": "l1_loss",
-    "SmoothL1Loss": "smooth_l1_loss",
-    "KLDivLoss": "kl_div",
-    "SoftMarginLoss": "soft_margin_loss",
-    "BCELoss": "binary_cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
-    "PoissonNLLLoss": "poisson_nll_loss",
-    "HingeEmbeddingLoss": "hinge_embedding_loss",
-    "MultiLabelSoftMarginLoss": "multi_label_soft_margin_loss",
-    "MultiMarginLoss": "multi_margin_loss",
 }

@@ -36,6 +36,13 @@ from fleetpipe.paddle_api.tensor import copy_of, run_backward
 from fleetpipe.schedules import Edge, Placement, Schedule
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
+_NO_BATCH = Batch(MicroBatches(None, None))
+_NOTHING = nullcontext()
+#: Yields no tensors, and no gradients, from which a backward starts besides the output.
+_NO_MORE: AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]] = nullcontext(((), ()))
+#: Returns ``tensor.grad``; a function in C, since it is called for each received tensor.
+_GRADIENT = operator.attrgetter("grad")
+
 
 class _Kept(NamedTuple):
     """The values that a stage keeps from a forward until its backward.
@@ -51,14 +58,6 @@ class _Kept(NamedTuple):
     output: Nest
     received: Mapping[Edge, list[Tensor]]
     sent: dict[Edge, list[Tensor]]
-
-
-_NO_BATCH = Batch(MicroBatches(None, None))
-_NOTHING = nullcontext()
-#: Yields no tensors, and no gradients, from which a backward starts besides the output.
-_NO_MORE: AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]] = nullcontext(((), ()))
-#: Returns ``tensor.grad``; a function in C, since it is called for each received tensor.
-_GRADIENT = operator.attrgetter("grad")
 
 
 class DygraphStage:

@@ -31,6 +31,15 @@ from fleetpipe.paddle_api.tensor import NoNumbersError
 #: ``criterion(output, label)`` gives a Tensor with one element.
 Criterion = Callable[[Nest, Nest], Tensor]
 
+#: Parts of Paddle's messages about a tensor without memory.
+_WITHOUT_MEMORY = ("holder_ should not be null", "> memory_size():0")
+
+#: The path of the loss function itself in messages.
+_LOSS = "loss_fn"
+
+#: A list or dict with more entries is data, or a vocabulary, and is not searched.
+_MOST = 1000
+
 
 def functions_in(loss_fn: Any) -> list[Any]:
     """Returns the loss functions of ``loss_fn`` as a list; None in it stands for no function."""
@@ -170,10 +179,6 @@ def weighted(loss: Tensor, weight: Fraction) -> Tensor:
     return loss
 
 
-#: Parts of Paddle's messages about a tensor without memory.
-_WITHOUT_MEMORY = ("holder_ should not be null", "> memory_size():0")
-
-
 def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     """Calls a loss function, and refuses a result that is not a Tensor with one element."""
     try:
@@ -226,13 +231,6 @@ def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
         fix="give labels of the shape and dtype that loss_fn(output, label) takes, or another "
         "loss_fn" + head * isinstance(output, tuple),
     )
-
-
-#: The path of the loss function itself in messages.
-_LOSS = "loss_fn"
-
-#: A list or dict with more entries is data, or a vocabulary, and is not searched.
-_MOST = 1000
 
 
 def may_read(function: Any) -> bool:

@@ -18,6 +18,9 @@ from fleetpipe.errors import BoundaryError, ConfigError, UsageError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 
+#: The script's tensors that need a gradient, each with its stand-in.
+Sources = list[tuple[Tensor, Tensor]]
+
 
 class MicroBatches(NamedTuple):
     """Inputs and labels as lists with an entry per micro-batch; None if this rank has none."""
@@ -284,10 +287,6 @@ class FakeMicroDataset:
 
     def __next__(self) -> tuple[Nest, Nest]:
         return next(self._items)
-
-
-#: The script's tensors that need a gradient, each with its stand-in.
-Sources = list[tuple[Tensor, Tensor]]
 
 
 def with_gradients(data: Nest) -> tuple[Nest, Sources]:

@@ -26,6 +26,30 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Edge, Placement, Schedule
 
+#: Constructors of borders, as ``module:name``, each with a function that tells whether a placement
+#: needs these borders.
+BORDERS: Mapping[str, Callable[[Placement], bool]] = {
+    "fleetpipe.contrib.vocabulary:HeadBorders": lambda placement: placement.has_head
+}
+
+#: ``weight_of(function, number)`` is the weight of a micro-batch, or of a unit, in a loss.
+WeightOf = Callable[[int, int], Fraction]
+
+#: Constructors of units, as ``module:name``, each with a function that takes a ``Runtime``, a
+#: schedule and options, and returns the arguments of the constructor; None if the schedule does not
+#: cut micro-batches into such units.
+UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
+    # A search may cut sequences as soon as it has other costs, or another batch.
+    "fleetpipe.contrib.slices:sequence_chunks": lambda of, schedule, config: (
+        (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
+        if schedule.slices > 1 or config.most_slices > 1
+        else None
+    )
+}
+
+#: The largest denominator of a weight by places; places may be sums of many class weights.
+_FINEST = 1 << 40
+
 
 class Borders(Protocol):
     """Translates between the values on edges and the values that layers take and return."""
@@ -63,13 +87,6 @@ class Chain:
         return dict.fromkeys(self._edges[stage], output)
 
 
-#: Constructors of borders, as ``module:name``, each with a function that tells whether a placement
-#: needs these borders.
-BORDERS: Mapping[str, Callable[[Placement], bool]] = {
-    "fleetpipe.contrib.vocabulary:HeadBorders": lambda placement: placement.has_head
-}
-
-
 def borders_of(placement: Placement) -> Borders:
     """Builds the borders between the stages of a placement: special ones, or a chain."""
     for make, wanted in BORDERS.items():
@@ -77,10 +94,6 @@ def borders_of(placement: Placement) -> Borders:
             borders: Borders = pkgutil.resolve_name(make)(placement)
             return borders
     return Chain(placement)
-
-
-#: ``weight_of(function, number)`` is the weight of a micro-batch, or of a unit, in a loss.
-WeightOf = Callable[[int, int], Fraction]
 
 
 class UnitStates:
@@ -165,19 +178,6 @@ class Units:
 WHOLE = Units()
 
 
-#: Constructors of units, as ``module:name``, each with a function that takes a ``Runtime``, a
-#: schedule and options, and returns the arguments of the constructor; None if the schedule does not
-#: cut micro-batches into such units.
-UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
-    # A search may cut sequences as soon as it has other costs, or another batch.
-    "fleetpipe.contrib.slices:sequence_chunks": lambda of, schedule, config: (
-        (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
-        if schedule.slices > 1 or config.most_slices > 1
-        else None
-    )
-}
-
-
 def units_of(runtime: Any, schedule: Schedule, config: PipelineConfig) -> Units:
     """Returns the units into which a pipeline cuts micro-batches for a schedule.
 
@@ -190,10 +190,6 @@ def units_of(runtime: Any, schedule: Schedule, config: PipelineConfig) -> Units:
             units: Units = pkgutil.resolve_name(make)(*arguments)
             return units
     return WHOLE
-
-
-#: The largest denominator of a weight by places; places may be sums of many class weights.
-_FINEST = 1 << 40
 
 
 class MicroBatchWeights:

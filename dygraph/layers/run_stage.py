@@ -32,6 +32,23 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.partition import Partition
 from fleetpipe.schedules.action import GlobalMicroBatch
 
+#: Paddle's message if a device has no kernel for any dtype.
+_NO_KERNEL = re.compile(r"The kernel `\w+` is not registered|of kernel `\w+`.*wrong Backend `\w+`")
+
+#: The errors of an operation that refuses a value; Gloo and the system raise others.
+_OF_VALUES = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    AssertionError,
+    NotImplementedError,
+)
+
+#: ``run(value, micro_batch)`` runs layers on the argument of the first one. The micro-batch is the
+#: global number in a run of a plan, and None in a direct call.
+Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
+
 
 def require_dynamic_graph(what: str) -> None:
     """Refuses ``what``, which needs dynamic graph, if static graph is on."""
@@ -70,20 +87,6 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     kind = rf"\b{type(value).__name__}\b"
     another_kind = isinstance(error, (TypeError, AttributeError)) and re.search(kind, text)
     return bool(another_kind) or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
-
-
-#: Paddle's message if a device has no kernel for any dtype.
-_NO_KERNEL = re.compile(r"The kernel `\w+` is not registered|of kernel `\w+`.*wrong Backend `\w+`")
-
-#: The errors of an operation that refuses a value; Gloo and the system raise others.
-_OF_VALUES = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    AssertionError,
-    NotImplementedError,
-)
 
 
 def refusal(
@@ -201,11 +204,6 @@ def _advice(error: Exception, index: int, value: Nest) -> str:
         if index
         else ("change layer 0, or the inputs, so that they fit")
     )
-
-
-#: ``run(value, micro_batch)`` runs layers on the argument of the first one. The micro-batch is the
-#: global number in a run of a plan, and None in a direct call.
-Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
 
 
 class _Step(NamedTuple):

@@ -29,6 +29,14 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.tensor import is_out_of_reach, is_parameter, out_of_reach
 
+#: Types of objects into which a user's code may put values.
+_PLACES = (dict, list, types.CellType, type)
+_CACHE = type(functools.lru_cache(len))
+_HOLDERS = (
+    *(*_PLACES, tuple, set, deque, types.MethodType, types.SimpleNamespace, argparse.Namespace),
+    *(functools.partial, _CACHE, paddle.nn.Layer),
+)
+
 
 def refuse_untied(
     parameters: Mapping[str, Tensor],
@@ -134,15 +142,6 @@ def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor
             "runs it",
             fix="add the layer to the list, or freeze its parameters",
         )
-
-
-#: Types of objects into which a user's code may put values.
-_PLACES = (dict, list, types.CellType, type)
-_CACHE = type(functools.lru_cache(len))
-_HOLDERS = (
-    *(*_PLACES, tuple, set, deque, types.MethodType, types.SimpleNamespace, argparse.Namespace),
-    *(functools.partial, _CACHE, paddle.nn.Layer),
-)
 
 
 class _OfAnotherStage:

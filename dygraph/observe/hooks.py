@@ -25,6 +25,13 @@ from fleetpipe.schedules.action import flatten
 
 _trial = ContextVar("trial", default=False)
 
+NumberedHook = Callable[[int], object]
+
+_log = log.logger(__name__)
+
+_TRANSFERS = {"S": "send", "R": "recv"}
+_WAYS = {"F": "forward", "B": "backward"}
+
 
 @contextmanager
 def trial() -> Iterator[None]:
@@ -39,9 +46,6 @@ def trial() -> Iterator[None]:
 def is_trial() -> bool:
     """Whether :func:`trial` is open."""
     return _trial.get()
-
-
-NumberedHook = Callable[[int], object]
 
 
 class NumberedHooks:
@@ -236,12 +240,6 @@ def _shaped_like(value: Nest, grads: Gradients) -> Tensor | Gradients:
     if grads is None:
         return None
     return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)
-
-
-_log = log.logger(__name__)
-
-_TRANSFERS = {"S": "send", "R": "recv"}
-_WAYS = {"F": "forward", "B": "backward"}
 
 
 class Timer:

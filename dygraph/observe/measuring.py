@@ -37,6 +37,22 @@ from fleetpipe.schedules.action import numbers
 from fleetpipe.schedules.forms.trace import Event
 from fleetpipe.transport.hosts import host_name
 
+#: The kind of an action, or "S" for a send, "R" for a receive; its global stage; and the number of
+#: the unit in its micro-batch.
+Doing = tuple[str, int, int]
+
+#: Batches that are run: the first ones warm up and are not counted.
+BATCHES, COLD = 7, 2
+
+#: The least number of samples of each layer; the fastest sample counts.
+LEAST_SAMPLES = 6
+
+#: The seconds per micro-batch of each kind of work, stage and unit.
+StageTimes = Mapping[Doing, float]
+
+#: The samples of a layer, by the number of the unit in its micro-batch and of the layer.
+Samples = Mapping[tuple[int, int], list[Sample]]
+
 
 class _Moment(NamedTuple):
     """The bytes of all live tensors, and of the process, at one moment."""
@@ -78,11 +94,6 @@ class MemoryMeter:
             return None
         growth = (self._most.process - base) / self._most.tensors
         return ProcessMemory(float(base), max(growth, 1.0))
-
-
-#: The kind of an action, or "S" for a send, "R" for a receive; its global stage; and the number of
-#: the unit in its micro-batch.
-Doing = tuple[str, int, int]
 
 
 class ActionMeter:
@@ -141,19 +152,6 @@ class ActionMeter:
     def seconds(self) -> dict[Doing, float]:
         """Returns the median seconds per batch, summed over its micro-batches."""
         return {doing: statistics.median(samples) for doing, samples in self._batches.items()}
-
-
-#: Batches that are run: the first ones warm up and are not counted.
-BATCHES, COLD = 7, 2
-
-#: The least number of samples of each layer; the fastest sample counts.
-LEAST_SAMPLES = 6
-
-#: The seconds per micro-batch of each kind of work, stage and unit.
-StageTimes = Mapping[Doing, float]
-
-#: The samples of a layer, by the number of the unit in its micro-batch and of the layer.
-Samples = Mapping[tuple[int, int], list[Sample]]
 
 
 def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 1) -> Schedule:

@@ -32,6 +32,12 @@ from fleetpipe.transport.wire.bridge import checksum
 _FLAG = "FLAGS_pp_check_naninf"
 _WHAT = {"F": "the output", "B": "the gradient of the input"}
 
+_NUMBERS = (bool, int, float, str)
+#: The attributes of layers that are not compared: a schedule replaces ``forward`` in each action.
+_LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
+#: Replaces the earlier value of an attribute that did not exist before a backward.
+_ABSENT = object()
+
 
 class FiniteSends:
     """An observer of the engine that checks every number before it is sent."""
@@ -80,13 +86,6 @@ def _finite(tensor: Tensor) -> bool:
         # Paddle lacks some CPU kernels for half precision.
         tensor = tensor.astype("float32")
     return bool(to_host(paddle.isfinite(tensor).all()))
-
-
-_NUMBERS = (bool, int, float, str)
-#: The attributes of layers that are not compared: a schedule replaces ``forward`` in each action.
-_LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
-#: Replaces the earlier value of an attribute that did not exist before a backward.
-_ABSENT = object()
 
 
 class BackwardState(BatchObserver):

@@ -33,6 +33,11 @@ _HALVES = ("float16", "bfloat16")
 #: The order of a copy of a tied weight, which another rank counts.
 COPY = -1
 
+Packed = tuple[str, Tensor]
+
+#: Parameters, each with its gradient.
+Pairs = list[tuple[Tensor, Tensor]]
+
 
 class _Square(NamedTuple):
     """The squared norm of one gradient.
@@ -246,9 +251,6 @@ def _norm(squares: Sequence[_Square]) -> Tensor:
     return paddle.sqrt(paddle.stack(sums).sum())
 
 
-Packed = tuple[str, Tensor]
-
-
 def _gather(squares: Sequence[_Square], members: Group) -> list[_Square]:
     """Returns the squares of all members, one member after another. Collective."""
     parts = members.all_gather(_pack(squares))
@@ -294,10 +296,6 @@ def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[
         else shards[0]
         for shards in zip(*parts)
     ]
-
-
-#: Parameters, each with its gradient.
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 class SlicedNormClip(paddle.nn.ClipGradByNorm):

@@ -56,6 +56,11 @@ GroupKey = tuple[str, int, float | None]
 #: The entry with the key of a group of which this rank has no parameters.
 _KEY = "key"
 
+_log = log.logger(__name__)
+
+#: The result of Paddle's ``minimize``: operators, and pairs of parameter and gradient.
+Stepped = tuple[Sequence[object], Pairs]
+
 
 def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
     """Returns the keys of an optimizer's groups; None if its parameters are a plain list."""
@@ -103,9 +108,6 @@ def text_of(value: object) -> str:
     except NotImplementedError:
         text = ""
     return type(value).__name__ if not text or " at 0x" in text else text
-
-
-_log = log.logger(__name__)
 
 
 def agreeing(scaler: Scaler) -> Scaler:
@@ -201,10 +203,6 @@ class FleetsType(_Hidden):  # type: ignore[misc]
     _dp_enable = False
     _sep_enable = False
     _sharding_enable = False
-
-
-#: The result of Paddle's ``minimize``: operators, and pairs of parameter and gradient.
-Stepped = tuple[Sequence[object], Pairs]
 
 
 @shows("wrapped", learning_rate="_rate")

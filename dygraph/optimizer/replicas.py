@@ -28,6 +28,9 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 
 Result = TypeVar("Result")
 
+#: Gradients are summed in pieces of about this size: few calls, and no second copy of all of them.
+_PIECE_BYTES = 128 * 1024 * 1024
+
 
 class Shards:
     """The owner of each parameter of an optimizer, among the ranks that share its state.
@@ -158,10 +161,6 @@ def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
         load[owner] += sizes[unit]
         owner_of.update((id(parameter), owner) for parameter in units[unit])
     return owner_of
-
-
-#: Gradients are summed in pieces of about this size: few calls, and no second copy of all of them.
-_PIECE_BYTES = 128 * 1024 * 1024
 
 
 def reduce_all(

@@ -35,6 +35,11 @@ from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.partition import Partition
 
+#: The distance of the positions of two layers: larger than the number of a layer's parameters.
+_POSITIONS_OF_A_LAYER = 2**32
+#: The dict that holds a buffer, and the buffer's name in the dict.
+Place = tuple[dict[str, Tensor], str]
+
 
 class ModelWithParts(paddle.nn.Layer):
     """A model that may hold a weight in parts, as of a vocabulary head, and loads whole weights."""
@@ -193,12 +198,6 @@ def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state in which each tensor has only the first of its names."""
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
-
-
-#: The distance of the positions of two layers: larger than the number of a layer's parameters.
-_POSITIONS_OF_A_LAYER = 2**32
-#: The dict that holds a buffer, and the buffer's name in the dict.
-Place = tuple[dict[str, Tensor], str]
 
 
 class ModelState:

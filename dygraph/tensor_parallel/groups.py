@@ -35,6 +35,9 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 #: every tensor to every member costs more.
 _RING_BYTES = 256 * 1024
 
+_connected: dict[int, Members] = {}
+_alone = False
+
 
 class Members(Protocol):
     """The methods of a group that tensor-parallel layers use, as of :class:`fleetpipe.mesh.Group`.
@@ -116,10 +119,6 @@ def gather(tensor: Tensor, members: Members) -> list[Tensor]:
     # A copy: the message may be on its way after the return, and autograd adds to gradients in
     # place.
     return members.all_gather(tensor.detach().clone())
-
-
-_connected: dict[int, Members] = {}
-_alone = False
 
 
 def connect(paddle_group: PaddleGroup, group: Members) -> None:

@@ -21,6 +21,9 @@ from fleetpipe.paddle_api import eager_operations, paddle
 #: The number of entries that kernels compute at once; the bits of a remainder may differ.
 _AT_ONCE = 8
 
+Noted = TypeVar("Noted", bound=Callable[..., Any])
+_raised: list[FleetPipeError] = []
+
 
 class Blocks(NamedTuple):
     """How a parameter on this rank is cut into blocks: its attribute ``blocks``.
@@ -220,10 +223,6 @@ def sum_over_blocks(
     if part is None:
         return measure(value)
     return tree([measure(block) for block in split_blocks(value, part.number, part.axis)], add)
-
-
-Noted = TypeVar("Noted", bound=Callable[..., Any])
-_raised: list[FleetPipeError] = []
 
 
 @contextmanager

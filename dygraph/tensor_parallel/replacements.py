@@ -25,6 +25,27 @@ from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS, OPERATION_MODULES
 
 Operation = Callable[..., Tensor]
 
+_ON_CPU = device_kind() == "cpu"
+
+#: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
+OPERATIONS: Mapping[str, Operation] = {name: globals()[name] for name in GPU_OPERATIONS if _ON_CPU}
+
+#: The replacements of operations that Paddle's sequence parallelism calls; empty on a GPU.
+SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    name: getattr(sequence, name)
+    for name in (
+        "scatter",
+        "all_gather",
+        "reduce_scatter",
+        "register_sequence_parallel_allreduce_hooks",
+    )
+    if _ON_CPU
+}
+
+_COLUMN, _ROW = (
+    getattr(SEQUENCE_PARALLEL, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
+)
+
 
 def _as_paddles(function: Operation) -> Operation:
     """Returns a function with Paddle's signature that calls Paddle's own in static graph."""
@@ -127,24 +148,6 @@ def _c_softmax_with_cross_entropy(
     return ParallelCrossEntropy(group, ignore_index=ignore_index)(logits, label)
 
 
-_ON_CPU = device_kind() == "cpu"
-
-#: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
-OPERATIONS: Mapping[str, Operation] = {name: globals()[name] for name in GPU_OPERATIONS if _ON_CPU}
-
-#: The replacements of operations that Paddle's sequence parallelism calls; empty on a GPU.
-SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    name: getattr(sequence, name)
-    for name in (
-        "scatter",
-        "all_gather",
-        "reduce_scatter",
-        "register_sequence_parallel_allreduce_hooks",
-    )
-    if _ON_CPU
-}
-
-
 def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
     """Returns a constructor that also sets the axes along which a layer's parameters are cut.
 
@@ -162,9 +165,6 @@ def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., N
     return construct
 
 
-_COLUMN, _ROW = (
-    getattr(SEQUENCE_PARALLEL, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
-)
 _places: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
     *((module, OPERATIONS) for module in OPERATION_MODULES),
     (SEQUENCE_PARALLEL, SEQUENCE_OPERATIONS),

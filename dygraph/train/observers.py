@@ -22,6 +22,12 @@ from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
+#: Functions that make an observer of each pipeline that is wrapped.
+of_all: list[Callable[[Any], Observer]] = []
+
+#: The number of engines to store: one for full batches, one for a smaller last batch, some spare.
+_MOST_ENGINES = 8
+
 
 class ObserverRow(NamedTuple):
     """An observer that a pipeline may have.
@@ -103,10 +109,6 @@ def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
     return observers
 
 
-#: Functions that make an observer of each pipeline that is wrapped.
-of_all: list[Callable[[Any], Observer]] = []
-
-
 @contextmanager
 def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
     """While it is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
@@ -115,10 +117,6 @@ def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
         yield
     finally:
         of_all.remove(make)
-
-
-#: The number of engines to store: one for full batches, one for a smaller last batch, some spare.
-_MOST_ENGINES = 8
 
 
 class Engines:

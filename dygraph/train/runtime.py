@@ -41,6 +41,11 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Plan, Schedule
 from fleetpipe.schedules.envelope import Envelope, without_fusion
 
+_log = log.logger(__name__)
+
+#: ``run(collectives)`` runs the actions of a batch; ``collectives`` are those of its plan, by name.
+Run = Callable[[Mapping[str, Callable[[], None]]], None]
+
 
 class BatchKeys:
     """Draws the seeds of each batch of a model."""
@@ -78,9 +83,6 @@ class BatchKeys:
     def keyed(self, keys: Keys | None) -> AbstractContextManager[None]:
         """While this context is open, layers draw under ``keys``. Collective over mp."""
         return random_keys.under_keys(keys, self._job.model_parallel())
-
-
-_log = log.logger(__name__)
 
 
 def as_hint(
@@ -191,10 +193,6 @@ def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, excha
             cause=reason,
             fix=f"{fix}; or leave order out",
         )
-
-
-#: ``run(collectives)`` runs the actions of a batch; ``collectives`` are those of its plan, by name.
-Run = Callable[[Mapping[str, Callable[[], None]]], None]
 
 
 class Runtime:

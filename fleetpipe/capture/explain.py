@@ -17,6 +17,9 @@ from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import LayerCost
 from fleetpipe.representation import shows, table
 
+#: Okabe and Ito's colours, lighter, so that black text is legible on them.
+_COLOURS = ("#8fc7e8", "#f5c56b", "#86d1b3", "#e6b3cf", "#f2a27f", "#f4ec9a", "#9fb6d9", "#cfcfcf")
+
 
 @shows("places", "parameters", nodes="trace.nodes")
 @dataclass(frozen=True)
@@ -106,10 +109,6 @@ def explain(
         training.unopened,
         measure_nodes(capturing, training, named).layers[1:-1] if measure else None,
     )
-
-
-#: Okabe and Ito's colours, lighter, so that black text is legible on them.
-_COLOURS = ("#8fc7e8", "#f5c56b", "#86d1b3", "#e6b3cf", "#f2a27f", "#f4ec9a", "#9fb6d9", "#cfcfcf")
 
 
 def graph(trace: Capture, starts: Sequence[int] = ()) -> str:

@@ -23,6 +23,8 @@ from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.paddle_api import paddle
 
+_WHAT = "calls something else when it runs again on other numbers"
+
 
 class Variation(NamedTuple):
     """A change of an example's numbers.
@@ -98,9 +100,6 @@ def _move_rows(rows: Any, variation: Variation) -> Any:
     if variation.shift is None:
         return np.broadcast_to(rows[:1], rows.shape).copy()
     return np.roll(rows, variation.shift, 0)
-
-
-_WHAT = "calls something else when it runs again on other numbers"
 
 
 class _Difference(NamedTuple):

@@ -28,6 +28,11 @@ _USUAL_AXES = ("dp", "mp", "pp", "sharding")
 FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface", "pretrained")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
+_ALONE = ("list", "ls", "show", "verify")
+
+#: The most names that are shown of tensors that only one step has.
+_MOST_SHOWN = 5
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe checkpoint`` to its parser."""
@@ -231,7 +236,6 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "merge": _merge,
     "convert": _convert,
 }
-_ALONE = ("list", "ls", "show", "verify")
 
 
 def _converting() -> Any:
@@ -282,10 +286,6 @@ def merge(reader: StepReader, target: Path) -> None:
             memory = memoryview(bytearray(stored.tensor.nbytes))
             read(TensorName(MODEL, name), None, memory)
             tensors.write(file, stored, None, memory)
-
-
-#: The most names that are shown of tensors that only one step has.
-_MOST_SHOWN = 5
 
 
 def differences(one: StepReader, other: StepReader) -> list[str]:

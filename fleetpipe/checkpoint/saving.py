@@ -45,6 +45,9 @@ _log = log.logger(__name__)
 #: A value of JSON.
 Json = Any
 
+#: By folder, since several managers of this process may save there, one after the other.
+_unsettled: dict[Path, _Unsettled] = {}
+
 
 class Saving:
     """The handle of a save.
@@ -107,10 +110,6 @@ class _Unsettled(NamedTuple):
     writing: Writing
     #: Stored here so that no other job may write into the folder meanwhile.
     owner: FolderOwner | None
-
-
-#: By folder, since several managers of this process may save there, one after the other.
-_unsettled: dict[Path, _Unsettled] = {}
 
 
 def _end_with_process() -> None:

@@ -48,6 +48,14 @@ _SAMPLES = 8
 #: steps of an optimizer make rounding larger.
 _GROWN = 1e-3
 
+_SCHEDULE = "schedule"
+#: The axes whose degrees multiply to the number of ranks.
+_AXES = {"dp", "pp", "sharding", "sep", "cp", "mp"}
+
+_BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
+#: The method of ``Model`` whose batches are recorded too, each as an event.
+_FIT = "fit"
+
 
 class Summary(NamedTuple):
     """The description of a tensor or of a plain value in a trail.
@@ -286,11 +294,6 @@ def _apart(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
     )
 
 
-_SCHEDULE = "schedule"
-#: The axes whose degrees multiply to the number of ranks.
-_AXES = {"dp", "pp", "sharding", "sep", "cp", "mp"}
-
-
 class Changes(NamedTuple):
     """The degrees and the schedule that replace the script's: ``pp=1,dp=2``, ``schedule=ZBH1``.
 
@@ -355,11 +358,6 @@ def strategies_changed(change: Callable[[Any], Any]) -> AbstractContextManager[N
         return begin(**passed)
 
     return replaced((fleet, "init", init))
-
-
-_BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
-#: The method of ``Model`` whose batches are recorded too, each as an event.
-_FIT = "fit"
 
 
 def run(options: argparse.Namespace) -> int:

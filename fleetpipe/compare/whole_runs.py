@@ -55,6 +55,18 @@ _OF_TEXT = 1e-4
 #: The summaries of a file's contents, by the path of the file.
 Contents = Mapping[str, Mapping[str, Summary]]
 
+#: A file with more bytes is linked into a way's folder, not copied: scripts mostly read such files.
+_COPIED_BYTES = 1 << 20
+#: A way is ended when it takes longer than both this multiple of the first way's time, and this
+#: many seconds.
+_SLOWER, _SECONDS = 20, 600
+#: The line of an error under its traceback, or of a refused command.
+_ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
+#: Seconds between SIGTERM and SIGKILL.
+_ENDING = 30
+#: The most files of a working directory that is copied.
+_MOST_FILES = 20_000
+
 
 def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
     """Summarizes the files that a run has made or changed, by relative path.
@@ -121,19 +133,6 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
 def texts_apart(one: Summary, other: Summary) -> bool:
     """Whether the numbers of two lines differ by more than the rounding of written numbers."""
     return one.distance(other) > _OF_TEXT
-
-
-#: A file with more bytes is linked into a way's folder, not copied: scripts mostly read such files.
-_COPIED_BYTES = 1 << 20
-#: A way is ended when it takes longer than both this multiple of the first way's time, and this
-#: many seconds.
-_SLOWER, _SECONDS = 20, 600
-#: The line of an error under its traceback, or of a refused command.
-_ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
-#: Seconds between SIGTERM and SIGKILL.
-_ENDING = 30
-#: The most files of a working directory that is copied.
-_MOST_FILES = 20_000
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from fleetpipe.paddle_api import paddle
 
 Columns = Sequence[Tensor]
 
+#: The type of a ``paddle.metric.Metric``, or of any object with its methods.
+Metric = Layer
+
 
 class Rows(NamedTuple):
     """One item of a loader: the columns of some rows of this replica.
@@ -148,10 +151,6 @@ def as_list(value: Nest) -> list[Nest]:
 def as_tensor(value: Nest) -> Tensor:
     """Returns a Tensor unchanged, and an array or a number as a Tensor."""
     return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
-
-
-#: The type of a ``paddle.metric.Metric``, or of any object with its methods.
-Metric = Layer
 
 
 class Criterion(paddle.nn.Layer):

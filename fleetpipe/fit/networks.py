@@ -38,6 +38,12 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import has_hooks
 from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
+PARAMETERS, STATE = ".pdparams", ".pdopt"
+_SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"
+_COPIED = re.compile(r"(_deepcopy_\d+)+$")
+
+_WHAT = "gathering the model"
+
 
 def pipeline_of(
     network: Layer, inputs: Sequence[Nest], job: Job, split_spec: SplitSpec = AUTO, chunks: int = 1
@@ -120,11 +126,6 @@ def _count_names(model: Layer) -> dict[str, str]:
     for name, tensor in model.state_dict().items():
         names.setdefault(whole_name(name, tensor), tensor.name)
     return names
-
-
-PARAMETERS, STATE = ".pdparams", ".pdopt"
-_SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"
-_COPIED = re.compile(r"(_deepcopy_\d+)+$")
 
 
 class Paths(NamedTuple):
@@ -338,9 +339,6 @@ def _by_full_name(
         state = f"{names[counted]}/{kind.rpartition('_')[0]}_0"
         values[parts.TensorName(parts.OPTIMIZER, state)] = array
     return values
-
-
-_WHAT = "gathering the model"
 
 
 def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:

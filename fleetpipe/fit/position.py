@@ -30,6 +30,15 @@ from fleetpipe.mesh.axes import SEQUENCE, SHARDS
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import batches_of, closing
 
+#: The key of the dtype in the description of an array.
+_ARRAY = "dtype"
+
+#: The attributes that are the state of Paddle's callbacks, which have no state dicts.
+_KEPT: dict[type, tuple[str, ...]] = {
+    paddle.callbacks.EarlyStopping: ("wait_epoch", "best_value", "stopped_epoch"),
+    paddle.callbacks.ReduceLROnPlateau: ("cooldown_counter", "wait", "best", "epoch"),
+}
+
 
 @dataclass(frozen=True)
 class BatchSource:
@@ -248,10 +257,6 @@ class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.
         return self._count
 
 
-#: The key of the dtype in the description of an array.
-_ARRAY = "dtype"
-
-
 class Position:
     """The position of ``fit`` in its data, which checkpoints save; the same on every rank.
 
@@ -400,13 +405,6 @@ def _value(plain: Any) -> Any:
         # [()] makes a number of an array without axes, and leaves other arrays.
         return np.asarray(plain["values"], plain[_ARRAY])[()]
     return plain
-
-
-#: The attributes that are the state of Paddle's callbacks, which have no state dicts.
-_KEPT: dict[type, tuple[str, ...]] = {
-    paddle.callbacks.EarlyStopping: ("wait_epoch", "best_value", "stopped_epoch"),
-    paddle.callbacks.ReduceLROnPlateau: ("cooldown_counter", "wait", "best", "epoch"),
-}
 
 
 def callback_state(callback: Any) -> dict[str, Any]:

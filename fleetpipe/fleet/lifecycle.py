@@ -46,6 +46,20 @@ _numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
 _static_arguments: tuple[Any, bool, int | str] | None = None
 
+#: The error of stock Paddle's ``PipelineLayer`` without a GPU; it names no cause.
+_STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
+_STOCK_HINT = """\
+the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
+  what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
+
+#: The begin of the error of stock Paddle's ``fleet.init`` in one process.
+_STOCK_ALONE = "nranks: 1, mp_num:"
+_STOCK_ALONE_HINT = """\
+the fleet.init of this script is stock Paddle's, which plays no pipeline in one process
+  what to do: from fleetpipe import fleet, for fleet.init and all else; where a library calls it, \
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
+
 
 def init(
     role_maker: RoleMakerBase | None = None,
@@ -378,21 +392,6 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
         level = "WARNING" if log_level == "INFO" else log_level
         paddle_fleet.init(role_maker, is_collective, None, level)
         paddle_fleet.utils.log_util.set_log_level(log_level)
-
-
-#: The error of stock Paddle's ``PipelineLayer`` without a GPU; it names no cause.
-_STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
-_STOCK_HINT = """\
-the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
-  what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
-start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
-
-#: The begin of the error of stock Paddle's ``fleet.init`` in one process.
-_STOCK_ALONE = "nranks: 1, mp_num:"
-_STOCK_ALONE_HINT = """\
-the fleet.init of this script is stock Paddle's, which plays no pipeline in one process
-  what to do: from fleetpipe import fleet, for fleet.init and all else; where a library calls it, \
-start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
 
 
 def end_with_process() -> None:

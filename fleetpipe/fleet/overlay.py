@@ -34,6 +34,14 @@ _DYGRAPH = "fleetpipe.dygraph:"
 _TENSOR_PARALLEL = "fleetpipe.dygraph.tensor_parallel:"
 _DESCRIPTIONS = "fleetpipe.paddle_api.meta_parallel:"
 
+_resolve = functools.cache(pkgutil.resolve_name)
+
+#: Paddle's operations for experts that have no CPU kernel.
+_OPERATIONS = (
+    *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
+    *("random_routing", "global_scatter", "global_gather"),
+)
+
 
 def _of(place: str, *names: str) -> dict[str, str]:
     return {name: place + name for name in names}
@@ -185,15 +193,6 @@ def install() -> None:
         path = name[len(PADDLES) + 1 :]
         if name.startswith(PADDLES + ".") and not _is_file(path):
             sys.modules.setdefault(f"{OURS}.{path}", module)
-
-
-_resolve = functools.cache(pkgutil.resolve_name)
-
-#: Paddle's operations for experts that have no CPU kernel.
-_OPERATIONS = (
-    *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
-    *("random_routing", "global_scatter", "global_gather"),
-)
 
 
 def _load_at_call(name: str) -> Callable[..., Any]:

@@ -15,6 +15,8 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.static import swap_switch_device, switch_device
 
+_guard: _FirstGuard | None = None
+
 
 def static_graph() -> Any:
     """Loads and returns ``fleetpipe.static``."""
@@ -34,9 +36,6 @@ class _FirstGuard:
         self.awaited = False
         static_graph().install()
         return switch_device(device)
-
-
-_guard: _FirstGuard | None = None
 
 
 def await_guard() -> None:

@@ -29,6 +29,20 @@ _LAYER_NAME = re.compile(
     r"-tensor_(?P<shard>\d{2,})-model_states\.pdparams"
 )
 
+_NAME = re.compile(r"manifest-(\d{3,})\.json")
+_PIECE = 1 << 20
+#: Folder within the folder: it has a folder for each save whose files are being replaced.
+_REPLACED = "replaced"
+#: Number of writers in manifests of earlier versions, which do not have it.
+_UNKNOWN = 1 << 30
+
+_FIX = (
+    "load another save; or, if the files were put there on purpose, remove manifest-*.json from "
+    "the folder"
+)
+
+_SOURCE = Source("this is not the manifest of a rank's layers", CheckpointError, _FIX)
+
 
 class LayerFile(NamedTuple):
     """The file of a layer.
@@ -62,14 +76,6 @@ class LayerFile(NamedTuple):
             return None
         chunk = None if match["chunk"] is None else int(match["chunk"])
         return cls(int(match["number"]), chunk, int(match["shard"]))
-
-
-_NAME = re.compile(r"manifest-(\d{3,})\.json")
-_PIECE = 1 << 20
-#: Folder within the folder: it has a folder for each save whose files are being replaced.
-_REPLACED = "replaced"
-#: Number of writers in manifests of earlier versions, which do not have it.
-_UNKNOWN = 1 << 30
 
 
 class Writer(NamedTuple):
@@ -234,14 +240,6 @@ def _mixed_error(folder: Path, how: str) -> CheckpointError:
         cause="files were put there or removed by hand, or ranks saved to disks of their own",
         fix=_FIX,
     )
-
-
-_FIX = (
-    "load another save; or, if the files were put there on purpose, remove manifest-*.json from "
-    "the folder"
-)
-
-_SOURCE = Source("this is not the manifest of a rank's layers", CheckpointError, _FIX)
 
 
 def _manifests(folder: Path) -> list[_Manifest]:

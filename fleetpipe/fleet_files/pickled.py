@@ -39,6 +39,8 @@ _DEEPEST = 100
 _MISUSES = (TypeError, LookupError, ArithmeticError, AttributeError, pickle.UnpicklingError)
 _PLAIN = (bool, int, float, str, bytes, np.generic)
 
+_Python: Any = pickle._Unpickler
+
 
 class Refused(ValueError):
     """A pickle holds something that ``paddle.save`` does not write; the message names it."""
@@ -162,9 +164,6 @@ class _Operations(dict[int, Callable[[Any], None]]):
     def __missing__(self, code: int) -> Callable[[Any], None]:
         names = {ord(operation.code): operation.name for operation in pickletools.opcodes}
         raise Refused(f"the pickle operation {names.get(code, code)}")
-
-
-_Python: Any = pickle._Unpickler
 
 
 class _Machine(_Python):  # type: ignore[misc]

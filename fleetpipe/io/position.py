@@ -20,6 +20,10 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import closing
 from fleetpipe.paddle_api.random import python_states, set_python_states
 
+_OF = "DataLoader over data without numbers"
+
+_FIELDS = {"seed": int, "sampler": dict}
+
 
 def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
     """Returns the fields of a saved position after checking their types; numbers are at least 0.
@@ -86,9 +90,6 @@ class Pass:
         yield
         if taken and not by_thread:
             set_python_states(restored)
-
-
-_OF = "DataLoader over data without numbers"
 
 
 class Iterated(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2.6.2 takes no argument
@@ -168,9 +169,6 @@ class BatchesInTurn:
             for batch in batches:
                 self._taken += 1
                 yield batch
-
-
-_FIELDS = {"seed": int, "sampler": dict}
 
 
 @runtime_checkable

@@ -50,6 +50,34 @@ KINDS: dict[str, type[FleetPipeError]] = {
 }
 _LONGEST_LINE = 200
 
+#: Names the folder of this attempt on this host.
+FOLDER = "FLEETPIPE_LIFE"
+#: Has the number of the attempt.
+NUMBER = "FLEETPIPE_INCARNATION"
+#: Exit code of a process that was asked to stop and has saved before: EX_TEMPFAIL.
+PREEMPTED = 75
+#: Exit code of a process that Ctrl-C has ended, saved or not, as in a shell.
+INTERRUPTED = 130
+#: Has the number of ranks of the job before any was given up.
+WHOLE_SIZE = "FLEETPIPE_WHOLE_SIZE"
+
+#: The content of a step counter's file: a number of steps.
+_COUNT = struct.Struct("<q")
+#: Bytes that the files of an attempt may need, at a page of memory or more each.
+_ATTEMPT_BYTES = 1 << 20
+#: Name of the counter of steps that the pipeline has completed.
+DONE = "done"
+
+own_rank = log.own_rank
+
+#: Requests healing; its value is how many processes may be replaced in an attempt.
+HEAL = "FLEETPIPE_HEAL"
+#: Has the generation in which this process replaced another one.
+BEGAN = "FLEETPIPE_GENERATION"
+#: The signals to stop that came before this process's script handled them.
+early_signals: list[int] = []
+_FILE, _ENDED = "generation", "ended_by_supervisor"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -120,27 +148,6 @@ def _in_one_line(error: BaseException) -> str:
     if len(text) > _LONGEST_LINE:
         text = text[:_LONGEST_LINE] + ".."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-#: Names the folder of this attempt on this host.
-FOLDER = "FLEETPIPE_LIFE"
-#: Has the number of the attempt.
-NUMBER = "FLEETPIPE_INCARNATION"
-#: Exit code of a process that was asked to stop and has saved before: EX_TEMPFAIL.
-PREEMPTED = 75
-#: Exit code of a process that Ctrl-C has ended, saved or not, as in a shell.
-INTERRUPTED = 130
-#: Has the number of ranks of the job before any was given up.
-WHOLE_SIZE = "FLEETPIPE_WHOLE_SIZE"
-
-#: The content of a step counter's file: a number of steps.
-_COUNT = struct.Struct("<q")
-#: Bytes that the files of an attempt may need, at a page of memory or more each.
-_ATTEMPT_BYTES = 1 << 20
-#: Name of the counter of steps that the pipeline has completed.
-DONE = "done"
-
-own_rank = log.own_rank
 
 
 class ReportedFailure(NamedTuple):
@@ -352,15 +359,6 @@ def _rows(file: Path) -> list[tuple[int, int]]:
         return []
     rows = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return [(int(first), int(second)) for first, second in rows]
-
-
-#: Requests healing; its value is how many processes may be replaced in an attempt.
-HEAL = "FLEETPIPE_HEAL"
-#: Has the generation in which this process replaced another one.
-BEGAN = "FLEETPIPE_GENERATION"
-#: The signals to stop that came before this process's script handled them.
-early_signals: list[int] = []
-_FILE, _ENDED = "generation", "ended_by_supervisor"
 
 
 class Generation(NamedTuple):

@@ -23,6 +23,13 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.distributed import ranks_of
 from fleetpipe.transport.sockets import connect
 
+#: Methods that also exist with the suffix ``_on_calc_stream``.
+_WITHOUT_STREAM = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "scatter_tensor"),
+    *("send", "recv", "all_to_all", "all_to_all_tensor", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor"),
+)
+
 
 class Exchange:
     """A collective operation under way; Paddle calls it a task."""
@@ -109,14 +116,6 @@ class Exchanges:
         return Exchange(
             gathering, lambda got: _fill([out], [paddle.concat(got).reshape(out.shape)])
         )
-
-
-#: Methods that also exist with the suffix ``_on_calc_stream``.
-_WITHOUT_STREAM = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "scatter", "scatter_tensor"),
-    *("send", "recv", "all_to_all", "all_to_all_tensor", "all_to_all_single"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor"),
-)
 
 
 def methods() -> dict[str, Callable[..., Any]]:

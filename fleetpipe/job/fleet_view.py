@@ -31,6 +31,13 @@ _NAMES = {
     "mp": "model",
 }
 
+_MODES: Mapping[str, Callable[..., Any]] = {
+    "sum": np.sum,
+    "min": np.min,
+    "max": np.max,
+    "mean": np.mean,
+}
+
 
 @contextlib.contextmanager
 def of_mesh(mesh: Mesh) -> Iterator[None]:
@@ -99,14 +106,6 @@ def _groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     }
     # As Paddle has them: by rank.
     return {name: [sorted(ranks) for ranks in mesh.groups(along)] for name, along in axes.items()}
-
-
-_MODES: Mapping[str, Callable[..., Any]] = {
-    "sum": np.sum,
-    "min": np.min,
-    "max": np.max,
-    "mean": np.mean,
-}
 
 
 class Workers:

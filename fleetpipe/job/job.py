@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from fleetpipe.transport.lanes import Lane
     from fleetpipe.transport.peer_connections import Joined
 
+_log = log.logger(__name__)
+
+#: Describes a process that replaces a rank, before its first batch.
+ALONE = "this process replaces a rank that died, and meets the others at its first batch"
+
+_job: Job | None = None
+
 
 class Recovery(Protocol):
     """Lets a job go on after the death of another rank, whose process is replaced.
@@ -90,12 +97,6 @@ class Recovery(Protocol):
         Raises:
             FleetPipeError: ``error``, if the rank cannot be replaced.
         """
-
-
-_log = log.logger(__name__)
-
-#: Describes a process that replaces a rank, before its first batch.
-ALONE = "this process replaces a rank that died, and meets the others at its first batch"
 
 
 class Job(MeshGroups):
@@ -494,9 +495,6 @@ class Job(MeshGroups):
             text = f"replica {self.replica}, {text}"
         awaited = self._awaited_rank()
         return text if awaited is None else f"{text}, waiting for rank {awaited}"
-
-
-_job: Job | None = None
 
 
 def current_job() -> Job | None:

@@ -43,6 +43,23 @@ _NUMBER = struct.Struct("<q")
 _CHECK_SECONDS = 0.2
 _LARGEST_VALUE = 1 << 26
 
+_POLL_SECONDS = 0.02
+#: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
+_LAST_SECONDS = 3.0
+#: Seconds in which a program that listens at rank 0's endpoint answers, if it is a store.
+_ANSWER_SECONDS = 2.0
+
+own_rank = log.own_rank
+
+_stores: list[JobStore] = []
+
+#: The server ends with its object.
+_servers: list[Any] = []
+
+_PLACE = "the comparison of what each rank runs"
+#: Differences that a message shows; the first ones tell enough.
+_MOST_SHOWN = 4
+
 
 def _string(data: bytes) -> bytes:
     return _NUMBER.pack(len(data)) + data
@@ -146,15 +163,6 @@ class JobStore:
         )
 
 
-_POLL_SECONDS = 0.02
-#: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
-_LAST_SECONDS = 3.0
-#: Seconds in which a program that listens at rank 0's endpoint answers, if it is a store.
-_ANSWER_SECONDS = 2.0
-
-own_rank = log.own_rank
-
-
 def world_size() -> int:
     """Returns the number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
@@ -180,9 +188,6 @@ def come_together(number: int, timeout: float) -> JobStore:
     store.check = lambda: None
     meet(store, f"fleetpipe/{number}/here", timeout)
     return store
-
-
-_stores: list[JobStore] = []
 
 
 def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
@@ -237,10 +242,6 @@ def _address() -> tuple[str, int]:
             "FLEETPIPE_ADDRESS on each host",
         )
     return host, int(port)
-
-
-#: The server ends with its object.
-_servers: list[Any] = []
 
 
 def meet(
@@ -437,11 +438,6 @@ def _not_here(who: str, timeout: float, got: str | None = None, place: str = "")
         else "not started, ended before, or still loading",
         fix="see their logs; raise fleetpipe_configs['timeout'] if they are only slow",
     )
-
-
-_PLACE = "the comparison of what each rank runs"
-#: Differences that a message shows; the first ones tell enough.
-_MOST_SHOWN = 4
 
 
 def facts(*options: Any) -> dict[str, str]:

@@ -68,6 +68,18 @@ _kept: dict[tuple[int, ...], list[Any]] = {}
 #: Whether some rank may hang in an operation of a group, or may not have created it.
 _in_doubt = False
 
+#: Where the files of Paddle's and Gloo's C++ are, which their errors name.
+_SOURCES = "/paddle/"
+#: Paddle's message about a library of NVIDIA's that it cannot open at its first use, and why.
+_LIBRARY = re.compile(r"dynamic library \((\S+)\).*\(error code is [^:]*: (.*)\)")
+
+_log = log.logger(__name__)
+
+#: Below the ports that the system gives to outgoing connections: none of those is in the way.
+_PORTS = range(20000, 32000)
+
+_POLL_SECONDS = 0.001
+
 
 @contextmanager
 def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
@@ -127,12 +139,6 @@ def trust(ended_well: bool) -> None:
     _in_doubt = not ended_well
 
 
-#: Where the files of Paddle's and Gloo's C++ are, which their errors name.
-_SOURCES = "/paddle/"
-#: Paddle's message about a library of NVIDIA's that it cannot open at its first use, and why.
-_LIBRARY = re.compile(r"dynamic library \((\S+)\).*\(error code is [^:]*: (.*)\)")
-
-
 @contextmanager
 def translating_errors() -> Iterator[None]:
     """Turns failures of Gloo and of Paddle's store into errors that say what happened."""
@@ -156,12 +162,6 @@ def translating_errors() -> Iterator[None]:
             fix="read the logs of the other ranks; with one GPU, run one process, or set "
             "PADDLE_DISTRI_BACKEND=gloo",
         ) from error
-
-
-_log = log.logger(__name__)
-
-#: Below the ports that the system gives to outgoing connections: none of those is in the way.
-_PORTS = range(20000, 32000)
 
 
 def separate_stores(store: Store, timeout: float) -> None:
@@ -282,9 +282,6 @@ def _free_port(host: str) -> int:
         f"no port between {_PORTS.start} and {_PORTS.stop} is free on {host}",
         fix="end left-over programs that hold these ports, and launch again",
     )
-
-
-_POLL_SECONDS = 0.001
 
 
 class Direction(NamedTuple):

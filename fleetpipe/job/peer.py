@@ -30,6 +30,12 @@ _DEEPEST, _MOST_PARTS = 5, 6 + 3 * MOST_ROWS
 _MOST_STRINGS = 40
 _SOURCE = Source("this is no message of a rank", ConfigError, "give all ranks the same fleetpipe")
 
+_log = log.logger(__name__)
+
+#: A rank without a message for so many seconds counts as silent, and is sent no records, which
+#: would fill its socket.
+SILENT_SECONDS = 2.0
+
 
 class Status(NamedTuple):
     """A message with the record of a rank, or the error in its place, and its last call."""
@@ -89,13 +95,6 @@ def _message_of(content: Any) -> Status | Failure | Goodbye:
     if kind != "failure" or failure.what not in KINDS:
         raise value.refused("a failure of a known kind")
     return failure
-
-
-_log = log.logger(__name__)
-
-#: A rank without a message for so many seconds counts as silent, and is sent no records, which
-#: would fill its socket.
-SILENT_SECONDS = 2.0
 
 
 class Peer:

@@ -29,6 +29,27 @@ _MOST_CALLS = 512
 #: Packages whose frames are not the script's.
 _NOT_THE_SCRIPTS = {"fleetpipe", "paddle", "contextlib", "decorator", "functools"}
 
+#: Most rows of a record: where steps are very short, it has the last ones only.
+MOST_ROWS = 16
+_MOST_RANKS = 1 << 20
+#: The parts of the time between two steps.
+BETWEEN = ("data", "callbacks", "evaluation", "saves", "other")
+#: The parts of wall time: in a step a rank computes, or waits for other ranks.
+PARTS = ("compute", "waiting", *BETWEEN)
+
+SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the same fleetpipe")
+
+#: The last steps, from which a record's mean times are taken.
+_STEPS = 10
+#: A run of more steps counts as one without an end.
+_MOST_STEPS = 1 << 40
+#: Seconds between two reads of a number that is in a GPU's memory.
+_CARD_SECONDS = 1.0
+
+#: Times of a step as in :class:`StepRow`: ``cpu``, ``wall``, ``data`` with ``save``, ``limited``,
+#: the number of messages waited for by rank, ``probe``.
+StepTimes = tuple[float, float, float, float, dict[int, int], float]
+
 
 class CollectiveCall(NamedTuple):
     """A collective call.
@@ -102,17 +123,6 @@ def line_of_the_script() -> str:
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-
-
-#: Most rows of a record: where steps are very short, it has the last ones only.
-MOST_ROWS = 16
-_MOST_RANKS = 1 << 20
-#: The parts of the time between two steps.
-BETWEEN = ("data", "callbacks", "evaluation", "saves", "other")
-#: The parts of wall time: in a step a rank computes, or waits for other ranks.
-PARTS = ("compute", "waiting", *BETWEEN)
-
-SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the same fleetpipe")
 
 
 class StepRow(NamedTuple):
@@ -262,18 +272,6 @@ class Heard(NamedTuple):
     record: RankRecord
     silence: float = 0.0
     left: bool = False
-
-
-#: The last steps, from which a record's mean times are taken.
-_STEPS = 10
-#: A run of more steps counts as one without an end.
-_MOST_STEPS = 1 << 40
-#: Seconds between two reads of a number that is in a GPU's memory.
-_CARD_SECONDS = 1.0
-
-#: Times of a step as in :class:`StepRow`: ``cpu``, ``wall``, ``data`` with ``save``, ``limited``,
-#: the number of messages waited for by rank, ``probe``.
-StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
 class WallTime:

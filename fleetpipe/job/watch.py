@@ -48,6 +48,8 @@ LAST_WORDS_SECONDS = 0.5
 EXIT_CODE = 70
 _STDERR = 2
 
+_exit: SystemExit | None = None
+
 
 class _Limit(NamedTuple):
     """An operation of the main thread that no exception can interrupt, and its time limit."""
@@ -397,9 +399,6 @@ class Watch:
             faulthandler.dump_traceback(_STDERR, all_threads=True)
         sys.stderr.flush()
         sys.stdout.flush()
-
-
-_exit: SystemExit | None = None
 
 
 def note_exits() -> None:

@@ -46,6 +46,11 @@ STOP_SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
 }
 
+_numbers = itertools.count()
+#: The numbers of messages repeat after so many steps: the transport stores each header that it has
+#: seen, and two numbers tell this step's messages from the last one's.
+_CYCLE = 2
+
 
 @shows("step", folder="_manager._home")
 class Run:
@@ -315,12 +320,6 @@ def _tell(text: str, any_rank: bool = False) -> None:
         number = attempt_files.number()
         of_job = f"attempt {number} of the job " if number else ""
         _log.info(f"{of_job}{text}")
-
-
-_numbers = itertools.count()
-#: The numbers of messages repeat after so many steps: the transport stores each header that it has
-#: seen, and two numbers tell this step's messages from the last one's.
-_CYCLE = 2
 
 
 class Stopping:

@@ -40,6 +40,11 @@ _MEMORY = Path("/dev/shm")
 _PREFIX = "fleetpipe-launch-"
 _LOCK = "lock"
 
+#: The variable for how ranks start: ``spawn``, or by default ``fork`` where that is possible.
+START = "FLEETPIPE_START"
+LAUNCHED = Path(__file__).with_name("rank_main.py")
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+
 
 @contextmanager
 def command_folder(large: bool = False) -> Iterator[Path]:
@@ -104,12 +109,6 @@ def _await_end(folder: Path, first: Callable[[], None]) -> None:
             first()
             shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), systems.SIGKILL)
-
-
-#: The variable for how ranks start: ``spawn``, or by default ``fork`` where that is possible.
-START = "FLEETPIPE_START"
-LAUNCHED = Path(__file__).with_name("rank_main.py")
-_LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:

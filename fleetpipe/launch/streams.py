@@ -17,6 +17,13 @@ from typing import Any
 
 from fleetpipe.log import FLEETS_LOGGER, NAME
 
+#: The levels, with their numbers in Paddle's C++ parts.
+LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
+DEFAULT_LEVEL = "WARNING"
+
+#: The begin of a warning that is hidden in Paddle's launcher, as in :mod:`fleetpipe` itself.
+_CCACHE = "No ccache found"
+
 
 def prepare() -> None:
     """Opens closed standard streams, and makes streams without a reader accept output.
@@ -91,14 +98,6 @@ def _lasting(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-
-
-#: The levels, with their numbers in Paddle's C++ parts.
-LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
-DEFAULT_LEVEL = "WARNING"
-
-#: The begin of a warning that is hidden in Paddle's launcher, as in :mod:`fleetpipe` itself.
-_CCACHE = "No ccache found"
 
 
 def environment(level: str) -> dict[str, str]:

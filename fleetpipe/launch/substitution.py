@@ -26,6 +26,8 @@ from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import resharding_within
 
+_installed = ExitStack()
+
 
 @contextmanager
 def in_place_of_paddles() -> Iterator[None]:
@@ -109,9 +111,6 @@ def without_gpu() -> Iterator[None]:
     copying = functools.partial(replaced, *moves)
     with resharding_within(copying), replaced((paddle.device, "synchronize", synchronize)):
         yield
-
-
-_installed = ExitStack()
 
 
 def install() -> None:

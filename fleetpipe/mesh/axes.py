@@ -37,6 +37,24 @@ COPIES = (*REPLICA, *SEQUENCE)
 #: The axes along which ranks hold parts of the same layers.
 SHARDS = ("mp",)
 
+#: For each axis that an order leaves out, the axis before which it is inserted.
+_FOLLOWERS = {
+    "mp": "",
+    "cp": "mp",
+    "sep": "cp",
+    "sharding": "sep",
+    "pp": "sharding",
+    "dp": "pp",
+    "moe_sharding": "sharding",
+    "ep": "mp",
+}
+
+STREAMS = "dropout draws the same numbers on ranks along {}, which have different values there"
+NORM = (
+    "the norm is not that of all gradients: parts of other ranks are left out, or what ranks share "
+    "is counted more than once"
+)
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -319,26 +337,6 @@ def complete_order(order: Iterable[str]) -> list[str]:
         if axis not in names:
             names.insert(names.index(follower) if follower in names else len(names), axis)
     return names
-
-
-#: For each axis that an order leaves out, the axis before which it is inserted.
-_FOLLOWERS = {
-    "mp": "",
-    "cp": "mp",
-    "sep": "cp",
-    "sharding": "sep",
-    "pp": "sharding",
-    "dp": "pp",
-    "moe_sharding": "sharding",
-    "ep": "mp",
-}
-
-
-STREAMS = "dropout draws the same numbers on ranks along {}, which have different values there"
-NORM = (
-    "the norm is not that of all gradients: parts of other ranks are left out, or what ranks share "
-    "is counted more than once"
-)
 
 
 def axis_between(

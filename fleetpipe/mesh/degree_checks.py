@@ -8,6 +8,17 @@ from typing import Any
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
 
+#: split_param is Fleet's version 2 of the sharded optimizer.
+_OTHER_SHARDING = ("split_param", "tensor_fusion", "comm_overlap")
+
+#: The axes along which sums have no tree, with what is added up there.
+_WITHOUT_TREE = {
+    "sep": "parts of attention",
+    "cp": "parts of attention",
+    "ep": "what experts get from many ranks",
+    "moe_sharding": "what experts get from many ranks",
+}
+
 
 def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
     """Divides sharding by cp if Fleet counts cp within it; returns whether it does.
@@ -173,10 +184,6 @@ def sharding_stage(strategy: Any) -> int:
     return int(stage)
 
 
-#: split_param is Fleet's version 2 of the sharded optimizer.
-_OTHER_SHARDING = ("split_param", "tensor_fusion", "comm_overlap")
-
-
 def _refuse_sharding(got: str) -> None:
     raise ConfigError(
         "sharding_degree above 1 runs stages 1 and 2: a rank owns the state, and in stage 2 the "
@@ -191,15 +198,6 @@ def _refuse_sharding(got: str) -> None:
 def text_of(degrees: Mapping[str, int]) -> str:
     """Writes degrees with their names in ``hybrid_configs``, for messages."""
     return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
-
-
-#: The axes along which sums have no tree, with what is added up there.
-_WITHOUT_TREE = {
-    "sep": "parts of attention",
-    "cp": "parts of attention",
-    "ep": "what experts get from many ranks",
-    "moe_sharding": "what experts get from many ranks",
-}
 
 
 def require_tree(degrees: Mapping[str, int], dynamic: bool, device: str) -> None:

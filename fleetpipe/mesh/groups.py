@@ -19,6 +19,8 @@ from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.structure import MessageKey
 
+_counting: list[Traffic] = []
+
 
 @dataclass
 class Traffic:
@@ -61,9 +63,6 @@ class Traffic:
         self.queries += tensor_bytes(query)
         self.keys += 2 * tensor_bytes(key)
         self.heads.append(query.shape[2])
-
-
-_counting: list[Traffic] = []
 
 
 @contextmanager

@@ -34,6 +34,29 @@ _paddle_collective: Any = _collective
 _paddle_parallel: Any = _parallel
 _paddle_topology: Any = _topology
 
+#: More groups than a process creates.
+_MOST_GROUPS = 1 << 16
+#: By Paddle's number of each Gloo group, this rank's index in it and its size.
+_gloo_groups: dict[int, tuple[int, int]] = {}
+#: A group's store must live as long as the group.
+_kept_stores: list[PaddleStore] = []
+
+#: Fleet's topology where there are experts; 2.6.2 has none.
+_EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.HybridCommunicateGroup)
+
+#: Paddle's attributes for a rank's coordinates.
+_PLACES = {
+    "dp": "_data_parallel_id",
+    "mp": "_model_parallel_id",
+    "sharding": "_sharding_parallel_id",
+    "sep": "_sep_parallel_id",
+    "cp": "_cp_parallel_id",
+    "cp_sharding": "_cp_sharding_parallel_id",
+    "ep": "_expert_parallel_id",
+    "moe_sharding": "_moe_sharding_parallel_id",
+    "pp": "stage_id",
+}
+
 
 def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
     """Opens a TCPStore: serves it, or connects to a served one."""
@@ -70,14 +93,6 @@ def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
     for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):
         with socket.create_connection((host, port), timeout) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-
-
-#: More groups than a process creates.
-_MOST_GROUPS = 1 << 16
-#: By Paddle's number of each Gloo group, this rank's index in it and its size.
-_gloo_groups: dict[int, tuple[int, int]] = {}
-#: A group's store must live as long as the group.
-_kept_stores: list[PaddleStore] = []
 
 
 def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None) -> None:
@@ -279,10 +294,6 @@ class LocalTopology(_topology.HybridCommunicateGroup):
     get_context_parallel_group = get_sep_parallel_group = get_expert_parallel_group
 
 
-#: Fleet's topology where there are experts; 2.6.2 has none.
-_EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.HybridCommunicateGroup)
-
-
 class MeshTopology(_EPTopology):  # type: ignore[misc]
     """Fleet's topology for axes or degrees that Paddle's constructors refuse.
 
@@ -332,20 +343,6 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         split = self._cp_degree > 1 and mode in (None, kinds.DATA_PARALLEL)
         # paddle.distributed's own class lacks the newest of these names.
         return _paddle_topology.ParallelMode.SEGMENT_PARALLEL if split else mode
-
-
-#: Paddle's attributes for a rank's coordinates.
-_PLACES = {
-    "dp": "_data_parallel_id",
-    "mp": "_model_parallel_id",
-    "sharding": "_sharding_parallel_id",
-    "sep": "_sep_parallel_id",
-    "cp": "_cp_parallel_id",
-    "cp_sharding": "_cp_sharding_parallel_id",
-    "ep": "_expert_parallel_id",
-    "moe_sharding": "_moe_sharding_parallel_id",
-    "pp": "stage_id",
-}
 
 
 def lend_to_role_maker(workers: object) -> None:

@@ -47,26 +47,6 @@ total: Callable[[Tensor, Tensor], Tensor] = _C_ops.add
 expand: Callable[..., Tensor] = _C_ops.expand
 reshape: Callable[..., Tensor] = _C_ops.reshape
 
-
-def product(
-    left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
-) -> Tensor:
-    """Returns ``left @ right``, with either of them transposed first on request."""
-    return _matmul(left, right, left_transposed, right_transposed)
-
-
-@cache
-def mean_leaves_out_below_zero() -> bool:
-    """Whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
-
-    2.6.2 divides by the number of the other positions, 3.3.x by that of all.
-    """
-    labels = paddle.to_tensor([0, -100])
-    loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)
-    # Log 2, or half of it.
-    return float(loss) > 0.5
-
-
 #: A function of Paddle's, a method in C, or a layer.
 Function = Callable[..., Any]
 
@@ -104,6 +84,25 @@ _MEMORY = (
 _READS = ("numpy", "_getitem_from_offset", "data_ptr", "_copy_gradient_from")
 #: Functions that compute gradients.
 _BACKWARDS = ("run_backward", "run_partial_grad")
+
+
+def product(
+    left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
+) -> Tensor:
+    """Returns ``left @ right``, with either of them transposed first on request."""
+    return _matmul(left, right, left_transposed, right_transposed)
+
+
+@cache
+def mean_leaves_out_below_zero() -> bool:
+    """Whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
+
+    2.6.2 divides by the number of the other positions, 3.3.x by that of all.
+    """
+    labels = paddle.to_tensor([0, -100])
+    loss = paddle.nn.functional.cross_entropy(paddle.zeros([2, 2]), labels, ignore_index=-100)
+    # Log 2, or half of it.
+    return float(loss) > 0.5
 
 
 def is_silent(function: Function) -> bool:

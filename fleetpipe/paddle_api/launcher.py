@@ -29,6 +29,16 @@ from fleetpipe.systems import STOP_SIGNALS
 #: Seconds between two checks of the processes.
 _LOOK_SECONDS = 0.1
 
+_Device: Any = _device.Device
+_Pod: Any = _pod.Pod
+_Container: Any = _container.Container
+_Collective: Any = _controller.Controller
+_processes: Any = _process_context
+
+_deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
+_start, _tail = _Container.start, _Container.tail
+_stock_replicas = _Collective.pod_replicas
+
 
 class RankProcess(NamedTuple):
     """A process that Paddle's launcher has started.
@@ -46,13 +56,6 @@ class RankProcess(NamedTuple):
     words: Sequence[str]
     environment: Mapping[str, str]
     log: str | None
-
-
-_Device: Any = _device.Device
-_Pod: Any = _pod.Pod
-_Container: Any = _container.Container
-_Collective: Any = _controller.Controller
-_processes: Any = _process_context
 
 
 def launch(
@@ -125,11 +128,6 @@ def launch(
     _Device.parse_device = _present_device
     _Collective.pod_replicas = functools.partialmethod(_ranks_of_host, share=share)
     _launch()
-
-
-_deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
-_start, _tail = _Container.start, _Container.tail
-_stock_replicas = _Collective.pod_replicas
 
 
 class _Cpu(_Device):  # type: ignore[misc]

@@ -31,6 +31,14 @@ _paddle_moe = (_moe_layer, _moe_utils)
 #: A layer that has not set its mode is in evaluation: ``fleetpipe.dygraph.model.owned_stages``.
 paddle.nn.Layer.training = False
 
+#: Attributes of a layer: its parameters, its buffers and its sublayers, each a dict by name.
+TABLES = ("_parameters", "_buffers", "_sub_layers")
+#: Attribute of a layer: its name with the number that Paddle counts.
+FULL_NAME = "_full_name"
+
+#: The wrappers that are a ``RecomputingDataParallel``.
+_DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 def counted_names() -> Callable[[], None]:
     """Returns a function that resets Paddle's counters of names to their present values."""
@@ -82,12 +90,6 @@ def option_of(layer: Layer, name: str, default: object) -> object:
 def is_static(layer: Layer) -> bool:
     """Whether ``paddle.jit.to_static`` turns a layer's forward into a static graph."""
     return isinstance(layer.forward, StaticFunction)
-
-
-#: Attributes of a layer: its parameters, its buffers and its sublayers, each a dict by name.
-TABLES = ("_parameters", "_buffers", "_sub_layers")
-#: Attribute of a layer: its name with the number that Paddle counts.
-FULL_NAME = "_full_name"
 
 
 def parameters_in(layer: Layer) -> dict[str, Tensor | None]:
@@ -150,10 +152,6 @@ def replace_in_moe(**functions: Any) -> None:
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])
-
-
-#: The wrappers that are a ``RecomputingDataParallel``.
-_DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class RecomputingDataParallel(paddle.DataParallel):

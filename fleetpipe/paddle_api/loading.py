@@ -32,6 +32,14 @@ _OF_LIMIT = 0.9
 _Threaded: Any = _any_iterators._DataLoaderIterSingleProcess
 _Worked: Any = _any_iterators._DataLoaderIterMultiProcess
 
+#: Whether garbage collection was on, for each fork that is under way.
+_collects: list[bool] = []
+
+#: Windows, where a loader has no workers, lacks it.
+_set_stock_handlers: Any = getattr(_any_iterators.core, "_set_process_signal_handler", None)
+#: Memory shared with workers: whether this process ends, and so may end them by SIGTERM.
+_leaving = mmap.mmap(-1, 1)
+
 
 def load_data_in_threads() -> None:
     """Lets a ``DataLoader`` with workers start in a thread other than the main one.
@@ -197,8 +205,6 @@ def _in_child() -> None:
     _in_parent()
 
 
-#: Whether garbage collection was on, for each fork that is under way.
-_collects: list[bool] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
@@ -218,10 +224,6 @@ def _set_worker_handlers() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _leaving[0] else None)
 
 
-#: Windows, where a loader has no workers, lacks it.
-_set_stock_handlers: Any = getattr(_any_iterators.core, "_set_process_signal_handler", None)
-#: Memory shared with workers: whether this process ends, and so may end them by SIGTERM.
-_leaving = mmap.mmap(-1, 1)
 atexit.register(_leaving.write, b"1")
 
 __all__ = [

@@ -44,6 +44,8 @@ SEQUENCE_PARALLEL: ModuleType = _sequence_parallel
 #: Takes the values of a location by name.
 Hook = Callable[..., object]
 
+_zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
+
 
 def attribute(attr: Attribute) -> Attribute:
     """Returns ``weight_attr`` as a ``ParamAttr`` with the initializer that Paddle would use."""
@@ -175,7 +177,6 @@ class _WeightGradStore:
     cache: tuple[()] = ()
 
 
-_zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
 #: The queue of the weight gradients that ``SplitBWLinear`` delays.
 WeightGradStore: Any = getattr(_zero_bubble, "WeightGradStore", _WeightGradStore)
 LocalSharedLayerDesc: Any = getattr(

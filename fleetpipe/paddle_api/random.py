@@ -36,6 +36,8 @@ DEFAULT = "default generator"
 #: The numbers before the engine in a printed state: device, seed and offset.
 _NUMBERS = 3
 
+_seedings = 0
+
 
 def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None]) -> None:
     """Replaces the random streams of tensor parallelism, ``rng_state(name)`` of Paddle's tracker.
@@ -55,9 +57,6 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
         return stream if replacement is None else replacement
 
     tracker.rng_state = rng_state
-
-
-_seedings = 0
 
 
 def seedings() -> int:

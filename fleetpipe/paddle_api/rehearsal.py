@@ -52,6 +52,43 @@ _PROMOTING = frozenset(
 #: Operations that write into an argument and whose names do not end in ``_``.
 _WRITING = ("_setitem_dygraph", "check_finite_and_unscale")
 
+#: By the names of parameters, the master weights of the optimizer that steps now.
+_masters: Mapping[str, Tensor] = {}
+
+_log = log.logger(__name__)
+
+#: Further methods in C that run operations.
+_METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
+#: Operations that cast, or write in place without a computation: a CPU has them for every dtype.
+_STAY = {
+    *("cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_", "squeeze_"),
+    *("unsqueeze_", "flatten_", "transpose_", "view_shape", "view_dtype"),
+    *("share_data", "share_data_"),
+}
+#: The operation of each arithmetic method; ``__rmul__`` has that of ``__mul__``.
+_ARITHMETIC = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "divide",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+}
+
+_running: _Rehearsal | None = None
+
+_framework: ModuleType = framework
+_core: ModuleType = core
+
+HALVES: dict[str, DType] = {"float16": paddle.float16, "bfloat16": paddle.bfloat16}
+#: The dtypes that automatic casts change; float64 stays.
+CASTABLE: tuple[DType, ...] = (*HALVES.values(), paddle.float32)
+#: Operations of which automatic casts see and change the first tensor alone.
+NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})
+
 
 def writes(operation: str) -> bool:
     """Whether an operation writes into one of its arguments."""
@@ -106,10 +143,6 @@ def write(
     if first is results[0] and all(first is not value for value in wide):
         first = _round(first, operation, half)
     return (first, *rest) if isinstance(result, tuple) else None if result is None else first
-
-
-#: By the names of parameters, the master weights of the optimizer that steps now.
-_masters: Mapping[str, Tensor] = {}
 
 
 def with_master_weights(apply: Function) -> Function:
@@ -186,30 +219,6 @@ def _round(result: Any, operation: str, half: DType) -> Any:
     count = 1 if "norm" in operation else len(result)
     rounded = [_round(one, operation, half) for one in result[:count]]
     return type(result)([*rounded, *result[count:]])
-
-
-_log = log.logger(__name__)
-
-#: Further methods in C that run operations.
-_METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
-#: Operations that cast, or write in place without a computation: a CPU has them for every dtype.
-_STAY = {
-    *("cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_", "squeeze_"),
-    *("unsqueeze_", "flatten_", "transpose_", "view_shape", "view_dtype"),
-    *("share_data", "share_data_"),
-}
-#: The operation of each arithmetic method; ``__rmul__`` has that of ``__mul__``.
-_ARITHMETIC = {
-    "add": "add",
-    "sub": "subtract",
-    "mul": "multiply",
-    "div": "divide",
-    "truediv": "divide",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "pow",
-    "matmul": "matmul",
-}
 
 
 class _Rehearsal:
@@ -290,9 +299,6 @@ class _Rehearsal:
         return rehearsed_operation
 
 
-_running: _Rehearsal | None = None
-
-
 def require_rounding(dtype: str) -> None:
     """Refuses a Paddle whose casts on a CPU truncate instead of rounding, as 2.6.2's do."""
     half = HALVES[dtype]
@@ -354,16 +360,6 @@ def _operation_of(method: str) -> str:
     """Returns the name of the operation behind a C method."""
     bare = method.strip("_")
     return _ARITHMETIC.get(bare) or _ARITHMETIC.get(bare.removeprefix("r"), method)
-
-
-_framework: ModuleType = framework
-_core: ModuleType = core
-
-HALVES: dict[str, DType] = {"float16": paddle.float16, "bfloat16": paddle.bfloat16}
-#: The dtypes that automatic casts change; float64 stays.
-CASTABLE: tuple[DType, ...] = (*HALVES.values(), paddle.float32)
-#: Operations of which automatic casts see and change the first tensor alone.
-NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})
 
 
 def automatic_dtype(operation: str, tensors: Sequence[Tensor]) -> DType | None:

@@ -41,6 +41,21 @@ CAN_RUN_REDUCE_HOOKS = hasattr(paddle.Tensor, "_apply_backward_hook")
 put_grad_hook: Callable[[Tensor, Callable[[Tensor], object]], int] = _Tensor._register_grad_hook
 remove_grad_hook: Callable[[Tensor, int], bool] = _Tensor._remove_grad_hook
 
+#: The methods of a tensor that need its values: those of Paddle's table, operators and some others,
+#: except those that need only shape and dtype.
+_OF_NUMBERS = {
+    *paddle.tensor.tensor_method_func,
+    *(name for name in set(dir(_Tensor)) - set(dir(object)) if name.startswith("__")),
+    *("astype", "clone", "copy_", "cpu", "detach", "fill_", "item", "numpy", "set_value"),
+    *("tolist", "value", "zero_"),
+} - {*("__len__", "is_complex", "is_floating_point", "is_integer", "is_tensor", "numel", "rank")}
+
+#: The code of ``ctx.save_for_backward``, and of ``ctx.saved_tensor``, of a ``PyLayer``.
+_PYLAYER_CODES = [
+    getattr(paddle.autograd.PyLayerContext, name).__code__
+    for name in ("save_for_backward", "saved_tensor")
+]
+
 
 def tensor_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's elements."""
@@ -273,14 +288,6 @@ def _requiring_numbers(name: str) -> Callable[..., Any]:
     return method
 
 
-#: The methods of a tensor that need its values: those of Paddle's table, operators and some others,
-#: except those that need only shape and dtype.
-_OF_NUMBERS = {
-    *paddle.tensor.tensor_method_func,
-    *(name for name in set(dir(_Tensor)) - set(dir(object)) if name.startswith("__")),
-    *("astype", "clone", "copy_", "cpu", "detach", "fill_", "item", "numpy", "set_value"),
-    *("tolist", "value", "zero_"),
-} - {*("__len__", "is_complex", "is_floating_point", "is_integer", "is_tensor", "numel", "rank")}
 for _name in _OF_NUMBERS:
     if inspect.isroutine(getattr(_Tensor, _name, None)):
         setattr(ElsewhereParameter, _name, _requiring_numbers(_name))
@@ -349,13 +356,6 @@ class SavedBy:
             return self._grad(*args)
         finally:
             self._hooks.__enter__()
-
-
-#: The code of ``ctx.save_for_backward``, and of ``ctx.saved_tensor``, of a ``PyLayer``.
-_PYLAYER_CODES = [
-    getattr(paddle.autograd.PyLayerContext, name).__code__
-    for name in ("save_for_backward", "saved_tensor")
-]
 
 
 def is_for_pylayer() -> bool:

@@ -32,6 +32,9 @@ from fleetpipe.representation import shows
 #: The largest relative difference that passes on a device that does not repeat its bits.
 _LARGEST = 0.1
 
+#: The tensors that a step of a reference computes, by place.
+Computed = dict[str, list[Tensor]]
+
 
 @shows("passed", "bit_exact", "steps", "evaluations", "tolerance")
 @dataclass
@@ -179,10 +182,6 @@ def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[D
         return QUANTITIES.index(difference.quantity), place
 
     return sorted(differences, key=key)
-
-
-#: The tensors that a step of a reference computes, by place.
-Computed = dict[str, list[Tensor]]
 
 
 def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:

@@ -50,6 +50,12 @@ _SIMPLE = (bool, int, float, str, type(None))
 #: The path of a layer in the whole model, and the name of an attribute.
 Key = tuple[str, str]
 
+LossOf = Callable[[Nest, Nest], Tensor]
+LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
+
+#: By parameter, the squared norms of its gradients in the pipeline and in the reference.
+Squares = dict[str, tuple[float, float]]
+
 
 class AttributeCopies:
     """Copies plain attributes that a script changes on the pipeline's layers to a reference.
@@ -150,10 +156,6 @@ def _copy(value: Any) -> Any:
     if type(value) is dict:
         return {key: _copy(part) for key, part in value.items()}
     return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
-
-
-LossOf = Callable[[Nest, Nest], Tensor]
-LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
 
 
 @shows("model", "optimizer")
@@ -419,10 +421,6 @@ class Rates:
         )
         name = type(self._scheduler).__name__
         return differences + compare_numbers("last_epoch", name, step, epoch, copied_epoch)
-
-
-#: By parameter, the squared norms of its gradients in the pipeline and in the reference.
-Squares = dict[str, tuple[float, float]]
 
 
 class ComparingOptimizer(PipelineOptimizer):

@@ -25,6 +25,12 @@ _UNITS = {
     **{name: 1024**power for power, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
 }
 
+#: The costs of stages, by stage.
+Costed = Mapping[int, StageCost] | Sequence[StageCost]
+
+#: For each stage the layers that are recomputed.
+Recompute = tuple[tuple[int, ...], ...]
+
 
 def read_bytes(value: object) -> float:
     """Reads a number of bytes from a number or from a text such as ``"2GiB"`` or ``"500MB"``.
@@ -63,10 +69,6 @@ def show_seconds(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-#: The costs of stages, by stage.
-Costed = Mapping[int, StageCost] | Sequence[StageCost]
 
 
 class Peak(NamedTuple):
@@ -219,10 +221,6 @@ def _moments(schedule: Schedule, rank: int) -> _Moments:
         counts[2 * width + index] += (kind == "I") - (kind == "W")
     table = np.array(list(seen), dtype=np.int64)
     return _Moments(table[:, :-1], table[:, -1])
-
-
-#: For each stage the layers that are recomputed.
-Recompute = tuple[tuple[int, ...], ...]
 
 
 def choose(

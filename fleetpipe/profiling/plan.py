@@ -35,6 +35,17 @@ _BUSY = 0.9
 #: From this share of the cap on that a rank uses, its memory is a bottleneck.
 _FULL = 0.95
 
+#: The version of the form of a file, which is written into it.
+VERSION = 1
+
+_SOURCE = Source(
+    "this is no plan of fleetpipe's",
+    ConfigError,
+    "write one with plan.write(path), or with fleetpipe plan -o FILE",
+)
+
+Value = TypeVar("Value")
+
 
 class Predicted(NamedTuple):
     """The predicted costs of a plan, from the profile on which it is based.
@@ -160,18 +171,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             ranges.append(range(number, number + 1))
     return ", ".join(map(shown_range, ranges))
-
-
-#: The version of the form of a file, which is written into it.
-VERSION = 1
-
-_SOURCE = Source(
-    "this is no plan of fleetpipe's",
-    ConfigError,
-    "write one with plan.write(path), or with fleetpipe plan -o FILE",
-)
-
-Value = TypeVar("Value")
 
 
 @shows("schedule", "memory_cap", "bound", boundaries="partition.boundaries")

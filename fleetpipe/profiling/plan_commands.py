@@ -22,6 +22,9 @@ from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.representation import table
 
+#: The largest tasks that are searched here: some seconds of work.
+MOST_FORWARDS, MOST_CUTS = 10_000, 2_000
+
 
 class Estimate(NamedTuple):
     """The costs of one schedule on some ranks, without recompute.
@@ -99,10 +102,6 @@ def estimates_table(estimates_shown: Sequence[Estimate], alone: float) -> str:
             )
         )
     return table(rows, left=(2,))
-
-
-#: The largest tasks that are searched here: some seconds of work.
-MOST_FORWARDS, MOST_CUTS = 10_000, 2_000
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,9 @@ _STEPS = (1, -1, 2, -2, 4, -4)
 
 Outcome = Candidate | Lack
 
+#: The parts of a plan that a search may choose.
+SEARCH = ("partition", "placement", "schedule", "recompute")
+
 
 class _Score(NamedTuple):
     """The rank of a plan, smaller is better: first whether it fits, then how fast it is."""
@@ -140,10 +143,6 @@ class _Search:
                         continue
                     if all(one < after for one, after in itertools.pairwise(moved)):
                         yield (0, *(cuts[number] for number in moved), *boundaries[last:])
-
-
-#: The parts of a plan that a search may choose.
-SEARCH = ("partition", "placement", "schedule", "recompute")
 
 
 def plan(

@@ -29,6 +29,18 @@ from fleetpipe.schedules.placement import Edge, crossing_edges
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
 from fleetpipe.schedules.simulation import amounts_in_flight, replay
 
+#: For each stage, its edges from or to another rank, with that rank.
+_Crossing = list[list[tuple[Edge, int]]]
+
+#: Source rank, target rank, "F" or "B".
+Channel = tuple[int, int, str]
+_Positions = dict[Channel, list[int]]
+
+_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+#: Longer than any plan, so that reductions come after all computations and steps after those.
+_LAST = 10**15
+
 
 def verify(
     schedule: ScheduleRows,
@@ -66,10 +78,6 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
                 got=f"{in_flight[position]:.10g} there, {peak:.10g} at the peak of the rank",
                 fix=f"a cap of {peak:.10g}, or a schedule that holds less",
             )
-
-
-#: For each stage, its edges from or to another rank, with that rank.
-_Crossing = list[list[tuple[Edge, int]]]
 
 
 def verify_plan(plan: PlanRows) -> None:
@@ -233,11 +241,6 @@ class _RankChecker:
         )
 
 
-#: Source rank, target rank, "F" or "B".
-Channel = tuple[int, int, str]
-_Positions = dict[Channel, list[int]]
-
-
 def check_channels(plan: PlanRows) -> None:
     """Raises the ScheduleError of a plan in which the two ends of a channel disagree."""
     sends: _Positions = defaultdict(list)
@@ -290,12 +293,6 @@ def _raise_alone(
         expected=f"{partner} on rank {peer}",
         fix="add it, or derive the plan with schedule.lower(), which writes both ends",
     )
-
-
-_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
-
-#: Longer than any plan, so that reductions come after all computations and steps after those.
-_LAST = 10**15
 
 
 def linear_order(plan: PlanRows) -> tuple[int, ...]:

@@ -14,6 +14,11 @@ from typing import NamedTuple
 from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.representation import shows
 
+#: Ends the name of a placement with a vocabulary head: ``loop+head``.
+HEAD = "+head"
+
+_EDGE = re.compile(r"(0|[1-9][0-9]{0,17})>(0|[1-9][0-9]{0,17})(?::([A-Za-z_][A-Za-z0-9_-]*))?")
+
 
 def _there_and_back(position: int, ranks: int) -> int:
     return min(position, 2 * ranks - 1 - position)
@@ -49,9 +54,6 @@ SHAPES = {
     "vee": PlacementShape(_there_and_back, 2, repeats=False),
     "wave": PlacementShape(_there_and_back, 2, repeats=True),
 }
-
-#: Ends the name of a placement with a vocabulary head: ``loop+head``.
-HEAD = "+head"
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,6 @@ class Placement:
     def _round(self) -> int:
         """The number of stages of a round."""
         return SHAPES[self.shape].chunks * self.ranks
-
-
-_EDGE = re.compile(r"(0|[1-9][0-9]{0,17})>(0|[1-9][0-9]{0,17})(?::([A-Za-z_][A-Za-z0-9_-]*))?")
 
 
 class Edge(NamedTuple):

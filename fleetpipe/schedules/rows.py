@@ -19,6 +19,9 @@ from fleetpipe.errors import ConfigError, ScheduleError, require_whole
 from fleetpipe.schedules.action import Action, Fused, Item, Op, flatten
 from fleetpipe.schedules.placement import Edge, Placement
 
+#: Pairs of a name and a value, sorted by name.
+Options = tuple[tuple[str, Any], ...]
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -34,10 +37,6 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-#: Pairs of a name and a value, sorted by name.
-Options = tuple[tuple[str, Any], ...]
 
 
 @cache

@@ -38,6 +38,14 @@ from fleetpipe.schedules.placement import (
 )
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, collector_paused
 
+#: When an action of one kind and stage ended, by micro-batch; None before that.
+_Ends = list[float | None]
+
+#: The append method of a row, and the op of each micro-batch to append.
+_Following = tuple[Callable[[Op], None], Sequence[Op]]
+
+_Written = TypeVar("_Written", Send, Recv, Free)
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -110,10 +118,6 @@ def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) 
     if any(len(ends) < len(row) for ends, row in zip(ranks.ends, schedule.actions)):
         raise_stalled(schedule, dependencies, list(map(len, ranks.ends)))
     return Replay(tuple(map(tuple, ranks.starts)), tuple(map(tuple, ranks.ends)), tuple(ranks.busy))
-
-
-#: When an action of one kind and stage ended, by micro-batch; None before that.
-_Ends = list[float | None]
 
 
 class _Column(NamedTuple):
@@ -362,12 +366,6 @@ def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = F
     return max(
         amount.during for amount in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
     )
-
-
-#: The append method of a row, and the op of each micro-batch to append.
-_Following = tuple[Callable[[Op], None], Sequence[Op]]
-
-_Written = TypeVar("_Written", Send, Recv, Free)
 
 
 def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRows:

@@ -23,6 +23,13 @@ Value = Any
 #: The transports that the tensors of a launched job may take.
 SOCKETS, PROCESS_GROUP = "sockets", "process_group"
 
+#: A wait looks at its limit at least this often, in seconds.
+LOOK_SECONDS = 0.5
+#: A wait that did not look for so long was stopped; a request to a store may take 2 s of it.
+STOPPED_SECONDS = 5.0
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.02
+
 
 class Store(Protocol):
     """The part of Paddle's ``TCPStore`` through which ranks find each other."""
@@ -198,14 +205,6 @@ class View:
         if not 0 <= peer < self.ranks:
             check_peer(self.rank, self.ranks, peer, key)
         return self.members[peer]
-
-
-#: A wait looks at its limit at least this often, in seconds.
-LOOK_SECONDS = 0.5
-#: A wait that did not look for so long was stopped; a request to a store may take 2 s of it.
-STOPPED_SECONDS = 5.0
-_FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.02
 
 
 class Limit:

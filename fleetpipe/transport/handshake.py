@@ -49,6 +49,8 @@ _MAGIC = b"FLEETPIP"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
+_LARGEST_CARD = 1 << 16
+
 
 class Greeting(NamedTuple):
     """The identity of the other end of a connection, which it has proved.
@@ -178,9 +180,6 @@ def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
 
 def _seal(secret: bytes, side: bytes, said: bytes) -> Seal:
     return Seal(hmac.digest(secret, side + b" seals " + said, "sha256"))
-
-
-_LARGEST_CARD = 1 << 16
 
 
 class Rendezvous:

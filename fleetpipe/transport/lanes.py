@@ -36,6 +36,8 @@ HEADER = MessageKey("C", 0, 0, "process group header", 0)
 #: The answer of a receiver whose transfers block: it is about to enter them.
 READY = MessageKey("C", 0, 0, "process group ready", 0)
 
+_POLL_SECONDS = 0.0005
+
 
 class Task(Protocol):
     """The handle that Paddle returns for a transfer."""
@@ -71,9 +73,6 @@ class Lane(NamedTuple):
         """Ends a wait at the stream, from any thread."""
         if self.interrupt is not None:
             self.interrupt()
-
-
-_POLL_SECONDS = 0.0005
 
 
 class Parcel(NamedTuple):

@@ -26,6 +26,22 @@ from fleetpipe.transport.base import Store
 from fleetpipe.transport.handshake import Rendezvous
 from fleetpipe.transport.wire.structure import Seals
 
+#: The objects of this process that have open connections.
+holding: weakref.WeakSet[Abandoned] = weakref.WeakSet()
+
+#: The transports to close when the process ends, unless its job was ended before.
+closed_at_exit: weakref.WeakSet[Closed] = weakref.WeakSet()
+
+_log = log.logger(__name__)
+
+DEFAULT_TIMEOUT = 600.0
+# Seconds in which an accepted connection must prove to be a peer's; a peer that is dropped tries
+# again.
+STRANGER_SECONDS = 5.0
+# Accepted connections that may be unproved at a time; if there are more, the oldest is dropped.
+MOST_STRANGERS = 64
+_RETRY_SECONDS = 0.1
+
 
 class Abandoned(Protocol):
     """An object that holds connections."""
@@ -39,13 +55,6 @@ class Closed(Protocol):
 
     def close(self, reason: str = "") -> None:
         """Ends the connections; with a reason, the peers learn of a failure."""
-
-
-#: The objects of this process that have open connections.
-holding: weakref.WeakSet[Abandoned] = weakref.WeakSet()
-
-#: The transports to close when the process ends, unless its job was ended before.
-closed_at_exit: weakref.WeakSet[Closed] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
@@ -64,17 +73,6 @@ def _close_all() -> None:
 systems.call_in_forked_child(_abandon_all)
 # This module is loaded before the one that ends a job at exit, so that the job is ended first.
 atexit.register(_close_all)
-
-
-_log = log.logger(__name__)
-
-DEFAULT_TIMEOUT = 600.0
-# Seconds in which an accepted connection must prove to be a peer's; a peer that is dropped tries
-# again.
-STRANGER_SECONDS = 5.0
-# Accepted connections that may be unproved at a time; if there are more, the oldest is dropped.
-MOST_STRANGERS = 64
-_RETRY_SECONDS = 0.1
 
 
 class Joined(NamedTuple):

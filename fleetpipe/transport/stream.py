@@ -31,6 +31,13 @@ from fleetpipe.transport.wire.structure import Seals, Structure, encode
 LONGEST_REASON = 4096
 DRAINED_AT_END = 1 << 24
 
+Buffer = bytes | memoryview
+
+# To join the pieces of a small message takes less time than to have the kernel gather them.
+_JOINED = 1 << 12
+# Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
+_MOST_PIECES = 1024
+
 
 class _Channel:
     """The structure last announced for (kind, source, target, name) on this connection."""
@@ -198,14 +205,6 @@ class Connection:
         if self._sock.family == systems.AF_UNIX or self.outbox.error or self.inbox.ended:
             return False
         return systems.unacknowledged_bytes(self._sock) > 0
-
-
-Buffer = bytes | memoryview
-
-# To join the pieces of a small message takes less time than to have the kernel gather them.
-_JOINED = 1 << 12
-# Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
-_MOST_PIECES = 1024
 
 
 class _Entry(NamedTuple):

@@ -52,6 +52,11 @@ _REFUSED = (
 #: Methods of an optimizer that would train the whole program on each rank by itself.
 _PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
 
+#: A sample: a tuple with numbers or an array for each feed.
+Sample = Sequence[Any]
+Samples = Callable[[], Iterable[Any]]
+_loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKeyDictionary()
+
 
 @shows("wrapped", schedule="_config.schedule")
 class StaticOptimizer:
@@ -313,12 +318,6 @@ def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str
             )
         numbers.add(number)
     return replace(split, checkpoints=frozenset(numbers))
-
-
-#: A sample: a tuple with numbers or an array for each feed.
-Sample = Sequence[Any]
-Samples = Callable[[], Iterable[Any]]
-_loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKeyDictionary()
 
 
 @shows(feeds="_names")

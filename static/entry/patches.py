@@ -52,6 +52,8 @@ from fleetpipe.static.saved_state import assign, fitting, tensor_in
 #: The entry of a state by Paddle 2.6.2's ``paddle.save``: a dict from its names to the program's.
 _OTHER_NAMES = "StructuredToParameterName@@"
 
+_restore: list[Callable[[], None]] = []
+
 
 def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yields a module or class of Paddle, the name of a function in it, and its replacement."""
@@ -297,9 +299,6 @@ def _refusing_average(original: Callable[..., None], name: str) -> Callable[...,
         original(*arguments, **named)
 
     return begin
-
-
-_restore: list[Callable[[], None]] = []
 
 
 def install() -> None:

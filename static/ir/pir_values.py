@@ -22,6 +22,17 @@ NORMS = ("pd_op.batch_norm", "pd_op.sync_batch_norm")
 #: Operations whose results are entries of a list of tensors.
 _VIEWS = ("builtin.split", "builtin.slice")
 
+#: Operations whose gradients have the same bits if only some of them are computed. Not among them:
+#: layer_norm ignores its weight, batch_norm computes something else, prelu crashes.
+DIVISIBLE = frozenset(
+    f"pd_op.{name}_grad"
+    for name in (
+        *("matmul", "add", "subtract", "multiply"),
+        *("conv2d", "depthwise_conv2d", "conv3d", "conv2d_transpose", "bilinear"),
+    )
+)
+_ACCUMULATE = "pd_op.add_"
+
 
 def placeholder(name: str, like: Variable) -> Variable:
     """Adds a variable of the scope, with the shape of ``like``, at the start of the program."""
@@ -219,18 +230,6 @@ def place_repeated(piece: Program, repeated: Collection[int]) -> None:
             copy = pir_operations.assign(op.operand_source(operand))
             copy.get_defining_op().move_before(op)
             op.operand(operand).set_source(copy)
-
-
-#: Operations whose gradients have the same bits if only some of them are computed. Not among them:
-#: layer_norm ignores its weight, batch_norm computes something else, prelu crashes.
-DIVISIBLE = frozenset(
-    f"pd_op.{name}_grad"
-    for name in (
-        *("matmul", "add", "subtract", "multiply"),
-        *("conv2d", "depthwise_conv2d", "conv3d", "conv2d_transpose", "bilinear"),
-    )
-)
-_ACCUMULATE = "pd_op.add_"
 
 
 class Halves(NamedTuple):

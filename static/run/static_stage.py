@@ -23,6 +23,11 @@ from fleetpipe.static.cut import Pieces, Split, StageProgram
 #: The distance of the seeds of two stages; odd and large, so that nearby seeds do not coincide.
 _STRIDE = 0x9E3779B1
 
+#: ``feed(name, micro_batch, tensor)`` copies the feed of a micro-batch into a dense tensor.
+Feed = Callable[[str, int, ScopeTensor], None]
+#: The variables of the values on each edge; None where a value has no gradient.
+EdgeNames = Mapping[Edge, Sequence[str | None]]
+
 
 class Streams:
     """The random streams of this process's stages.
@@ -71,12 +76,6 @@ class Streams:
         finally:
             self._states[stage] = self._generator.get_state()
             self._generator.set_state(program_state)
-
-
-#: ``feed(name, micro_batch, tensor)`` copies the feed of a micro-batch into a dense tensor.
-Feed = Callable[[str, int, ScopeTensor], None]
-#: The variables of the values on each edge; None where a value has no gradient.
-EdgeNames = Mapping[Edge, Sequence[str | None]]
 
 
 class StagePart(NamedTuple):

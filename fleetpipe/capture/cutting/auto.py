@@ -38,6 +38,15 @@ from fleetpipe.paddle_api.layer import FULL_NAME
 from fleetpipe.paddle_api.tensor import has_memory, tensor_bytes
 from fleetpipe.profiling import PipelinePlan, Profile, fastest_cut
 
+#: The least and the most runs of a node; the fastest run counts.
+LEAST_RUNS, MOST_RUNS = 5, 20
+
+#: The most nodes that are measured of several equal ones; the median of their times counts.
+MOST_ALIKE = 5
+
+#: Seconds of processor time after which nodes run at most ``LEAST_RUNS`` times.
+SECONDS = 1.0
+
 
 class Span(NamedTuple):
     """The first and the last node of a run that use a parameter or buffer."""
@@ -110,16 +119,6 @@ def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[st
                 users.setdefault(stage, f"{node.name} in stage {stage}, {node.place}")
     first, second, *_ = (users[stage] for stage in sorted(users))
     return first, second
-
-
-#: The least and the most runs of a node; the fastest run counts.
-LEAST_RUNS, MOST_RUNS = 5, 20
-
-#: The most nodes that are measured of several equal ones; the median of their times counts.
-MOST_ALIKE = 5
-
-#: Seconds of processor time after which nodes run at most ``LEAST_RUNS`` times.
-SECONDS = 1.0
 
 
 def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:

@@ -25,6 +25,9 @@ __all__ = [
     "borders_of",
 ]
 
+#: The ``split_spec`` that chooses the cut by the costs of the nodes.
+AUTO = "auto"
+
 
 class SplitPoint(Enum):
     """The side of a sublayer on which a stage begins.
@@ -197,9 +200,6 @@ def _route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
 
 #: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for marks in the model.
 SplitSpec = str | Sequence[str] | Mapping[str, SplitPoint] | Mapping[str, int] | None
-
-#: The ``split_spec`` that chooses the cut by the costs of the nodes.
-AUTO = "auto"
 
 
 def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None) -> list[Border]:

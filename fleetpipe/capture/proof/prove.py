@@ -60,6 +60,19 @@ _INTO_A_SUBLAYER = (
     "keep what it counts in a buffer, written by set_value or paddle.assign"
 )
 
+#: The most micro-batches of a step, if a batch has more: enough for every phase of a schedule.
+MOST = 8
+
+#: A forward on other inputs may run this multiple of the example's operations, and this many more;
+#: with more it is taken for an endless loop.
+_TIMES, _MORE = 10, 1000
+
+#: The number of micro-batches of a step, if there is no strategy.
+_MICRO_BATCHES = 3
+
+#: The schedules that train, if there is no strategy.
+_SCHEDULES = ("1F1B", "ZBH1")
+
 
 def refutation(
     capturing: Capturing,
@@ -193,20 +206,6 @@ def _first(
         ):
             return node
     return None
-
-
-#: The most micro-batches of a step, if a batch has more: enough for every phase of a schedule.
-MOST = 8
-
-#: A forward on other inputs may run this multiple of the example's operations, and this many more;
-#: with more it is taken for an endless loop.
-_TIMES, _MORE = 10, 1000
-
-#: The number of micro-batches of a step, if there is no strategy.
-_MICRO_BATCHES = 3
-
-#: The schedules that train, if there is no strategy.
-_SCHEDULES = ("1F1B", "ZBH1")
 
 
 class Proof(NamedTuple):

@@ -67,6 +67,9 @@ Calls = Counter[str]
 #: One item for each open :func:`running_from`, in which calls of hooks are not counted.
 _pauses: list[None] = []
 
+#: The parameters and buffers of a model by name.
+State = Mapping[str, Tensor]
+
 
 class TrainedStep(NamedTuple):
     """One step of a training.
@@ -337,10 +340,6 @@ def _count_call(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, *
     """Calls a hook, and counts the call unless it belongs to a capture or a repeated run."""
     calls[path] += not (is_noting() or _pauses or rerunning())
     return hook(*args, **named)
-
-
-#: The parameters and buffers of a model by name.
-State = Mapping[str, Tensor]
 
 
 @contextmanager

@@ -40,6 +40,9 @@ from fleetpipe.paddle_api.layer import (
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter, is_state_of_cudnn, release_memory
 from fleetpipe.schedules import Placement
 
+#: Tensors for each parameter: value, gradient, two moments, and the value that is compared.
+_COPIES = 5
+
 
 def without_memory(model: Layer) -> dict[str, Tensor]:
     """Returns the parameters of a model that have no memory, by name; buffers are left out."""
@@ -82,10 +85,6 @@ def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
             if name in parameters and is_parameter(tensor) and not has_memory(tensor):
                 paddle.seed(FIRST_SEED + number)
                 tensor.initialize()
-
-
-#: Tensors for each parameter: value, gradient, two moments, and the value that is compared.
-_COPIES = 5
 
 
 def return_memory() -> None:

@@ -28,6 +28,8 @@ from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.schedules import Edge, Placement
 from fleetpipe.schedules.action import GlobalMicroBatch
 
+_FIRST = GlobalMicroBatch(0)
+
 
 class CapturedStages:
     """Runs the stages, and returns the values on their edges: ``Borders`` of dygraph's stage."""
@@ -125,9 +127,6 @@ def loss_input(model: Layer, output: Nest) -> Nest:
     """Returns the input of a plain model's loss: its output, deferred if it has a head."""
     heads: list[Any] = [one for one in model.sublayers() if hasattr(one, "defer_logits")]
     return heads[0].defer_logits(output) if heads else output
-
-
-_FIRST = GlobalMicroBatch(0)
 
 
 class Keyed(Walk):

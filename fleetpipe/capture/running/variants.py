@@ -56,6 +56,18 @@ _WITHIN = ("func", "args", "keywords", "__func__", "__self__", "fget")
 #: A container with more items, or an array with more bytes, is compared by identity.
 _LARGEST = 2**16
 
+_log = log.logger(__name__)
+
+#: A signature, whether the model trains, the mode of each of its layers, the numbers of buffers
+#: that a forward reads, and the number of the current fingerprint.
+_Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...], int]
+
+#: The most fingerprints that are kept: a script may switch between several.
+_MOST = 4
+
+#: The most captured runs that are kept.
+_MOST_FORMS = 256
+
 
 class Same:
     """A reference to an object, equal only to references to the same object."""
@@ -182,19 +194,6 @@ def _parts_of(value: Any) -> Iterator[object]:
     else:
         yield from (getattr(value, name, None) for name in getattr(value, "__slots__", ()))
         yield getattr(value, "__dict__", None)
-
-
-_log = log.logger(__name__)
-
-#: A signature, whether the model trains, the mode of each of its layers, the numbers of buffers
-#: that a forward reads, and the number of the current fingerprint.
-_Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...], int]
-
-#: The most fingerprints that are kept: a script may switch between several.
-_MOST = 4
-
-#: The most captured runs that are kept.
-_MOST_FORMS = 256
 
 
 class Form(NamedTuple):

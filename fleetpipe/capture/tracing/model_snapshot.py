@@ -23,6 +23,9 @@ from fleetpipe.transport.wire import bridge
 #: The ids of the models whose attributes are restored after several runs, not after each.
 _waiting: set[int] = set()
 
+#: Restores one object.
+_Restore = Callable[[], None]
+
 
 class _Kept(NamedTuple):
     """A parameter or buffer, and a tensor with its memory; None without memory."""
@@ -110,10 +113,6 @@ def _restore(kept: _Kept) -> bool:
     same = has_memory(tensor) and bridge.same_bits(tensor, memory)
     set_data(tensor, memory)
     return not same
-
-
-#: Restores one object.
-_Restore = Callable[[], None]
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from fleetpipe.paddle_api.tensor import has_memory, shares_memory
 
 IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
 
+_NONE: frozenset[str] = frozenset()
+
 
 class Obstacle(NamedTuple):
     """Something in a forward that cannot be captured.
@@ -165,9 +167,6 @@ def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]
             fix="make layers and parameters in __init__; or call the model with such inputs once, "
             "before fleetpipe.pipeline",
         )
-
-
-_NONE: frozenset[str] = frozenset()
 
 
 class RunState:

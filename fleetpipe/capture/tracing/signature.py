@@ -36,6 +36,47 @@ PLAIN = (type(None), bool, int, float, str)
 #: Keys of a dict of inputs, or indices in a tuple of them.
 Keys = Collection[object]
 
+#: Operations that depend only on the size of a tensor.
+_OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}
+
+#: Operations that return uninitialized memory.
+_UNSET = {"empty", "empty_like"}
+
+#: Operations whose number of output rows depends on numbers, with the index of the first argument
+#: whose numbers count.
+_SELECTING = {
+    **dict.fromkeys(("nonzero", "where_index", "unique", "unique_consecutive", "bincount"), 0),
+    **dict.fromkeys(("nms", "multiclass_nms3", "matrix_nms", "generate_proposals"), 0),
+    "masked_select": 1,
+    "segment_pool": 1,
+    **dict.fromkeys(("ctc_align", "sequence_mask"), 0),
+}
+
+#: Operations with whole numbers that may be sizes, with the index of the first such argument.
+_RESIZING = {
+    **dict.fromkeys(("reshape", "reshape2", "view_shape", "expand", "expand_v2", "tile"), 1),
+    **dict.fromkeys(("crop", "pad", "pad3d", "slice", "strided_slice", "split", "topk"), 1),
+    **dict.fromkeys(("one_hot", "pool2d", "conv2d_transpose", "full_with_tensor"), 1),
+    **dict.fromkeys(("nearest_interp", "bilinear_interp", "bicubic_interp", "linear_interp"), 1),
+    **dict.fromkeys(("trilinear_interp", "repeat_interleave"), 1),
+    "repeat_interleave_with_tensor_index": 1,
+    **dict.fromkeys(("full", "arange", "range_v2", "eye"), 0),
+    **dict.fromkeys(("linspace", "logspace", "uniform", "gaussian", "randint", "randperm"), 0),
+    **dict.fromkeys(("truncated_gaussian_random", *_UNSET), 0),
+}
+
+#: Operations whose outputs may have sizes that depend on numbers.
+_TELLING = {*_SELECTING, *_RESIZING, "getitem_dygraph"}
+
+_WHOLE = (paddle.int32, paddle.int64)
+
+_OPERATORS: Mapping[str, Function] = {
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
+    "bool": bool,
+}
+
+_READS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
+
 
 def signature_of(value: Nest, numbers: Keys | None = ()) -> Signature:
     """Returns the signature of a model's inputs.
@@ -216,41 +257,6 @@ def example_of(inputs: Nest, rows: int) -> Nest:
     return inputs
 
 
-#: Operations that depend only on the size of a tensor.
-_OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}
-
-#: Operations that return uninitialized memory.
-_UNSET = {"empty", "empty_like"}
-
-#: Operations whose number of output rows depends on numbers, with the index of the first argument
-#: whose numbers count.
-_SELECTING = {
-    **dict.fromkeys(("nonzero", "where_index", "unique", "unique_consecutive", "bincount"), 0),
-    **dict.fromkeys(("nms", "multiclass_nms3", "matrix_nms", "generate_proposals"), 0),
-    "masked_select": 1,
-    "segment_pool": 1,
-    **dict.fromkeys(("ctc_align", "sequence_mask"), 0),
-}
-
-#: Operations with whole numbers that may be sizes, with the index of the first such argument.
-_RESIZING = {
-    **dict.fromkeys(("reshape", "reshape2", "view_shape", "expand", "expand_v2", "tile"), 1),
-    **dict.fromkeys(("crop", "pad", "pad3d", "slice", "strided_slice", "split", "topk"), 1),
-    **dict.fromkeys(("one_hot", "pool2d", "conv2d_transpose", "full_with_tensor"), 1),
-    **dict.fromkeys(("nearest_interp", "bilinear_interp", "bicubic_interp", "linear_interp"), 1),
-    **dict.fromkeys(("trilinear_interp", "repeat_interleave"), 1),
-    "repeat_interleave_with_tensor_index": 1,
-    **dict.fromkeys(("full", "arange", "range_v2", "eye"), 0),
-    **dict.fromkeys(("linspace", "logspace", "uniform", "gaussian", "randint", "randperm"), 0),
-    **dict.fromkeys(("truncated_gaussian_random", *_UNSET), 0),
-}
-
-#: Operations whose outputs may have sizes that depend on numbers.
-_TELLING = {*_SELECTING, *_RESIZING, "getitem_dygraph"}
-
-_WHOLE = (paddle.int32, paddle.int64)
-
-
 class Size:
     """A size of a dimension that depends on numbers: an int whose use counts as a read."""
 
@@ -308,13 +314,8 @@ def _read(function: Function) -> Function:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Size, f"__{_name}__", _on_sizes(getattr(operator, _name)))
     setattr(Size, f"__r{_name}__", _on_sizes(getattr(operator, _name), swapped=True))
-_OPERATORS: Mapping[str, Function] = {
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
-    "bool": bool,
-}
 for _name, _function in _OPERATORS.items():
     setattr(Size, f"__{_name}__", _on_sizes(_function))
-_READS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
 for _function in _READS:
     setattr(Size, f"__{_function.__name__}__", _read(_function))
 

@@ -26,6 +26,19 @@ from fleetpipe.aliases import Layer
 #: The functions that :func:`pipe_split` calls.
 _listening: list[Callable[[], None]] = []
 
+#: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
+_NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
+#: Functions of Paddle that read numbers only to check that indices or lengths are within bounds.
+_CHECKING = {"take_along_axis", "masked_scatter"}
+#: Paddle's own models count as a user's code.
+_MODELS = "paddle.vision.models."
+
+#: Modules whose lines count as those of their callers.
+_DRAWING = ("random", "numpy", "secrets")
+
+#: The type of a function for ``sys.settrace``.
+_Follow = Callable[[FrameType, str, Any], Any]
+
 
 def pipe_split() -> None:
     """Starts a stage at this line of a forward that ``fleetpipe.pipeline`` captures.
@@ -52,14 +65,6 @@ def noting(note: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _listening.remove(note)
-
-
-#: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
-_NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
-#: Functions of Paddle that read numbers only to check that indices or lengths are within bounds.
-_CHECKING = {"take_along_axis", "masked_scatter"}
-#: Paddle's own models count as a user's code.
-_MODELS = "paddle.vision.models."
 
 
 def is_users(frame: FrameType) -> bool:
@@ -124,13 +129,6 @@ def forward_place(model: Layer) -> str | None:
     """Returns file and line of a model's forward; None if it has no source."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
-#: Modules whose lines count as those of their callers.
-_DRAWING = ("random", "numpy", "secrets")
-
-#: The type of a function for ``sys.settrace``.
-_Follow = Callable[[FrameType, str, Any], Any]
 
 
 class Generators:

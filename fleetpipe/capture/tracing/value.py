@@ -36,6 +36,14 @@ from fleetpipe.paddle_api.layer import buffers_in, has_hooks, sublayers_in
 #: The number of a value in a capture.
 ValueId = int
 
+_SIZES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "uint8": 1}
+
+#: Paddle's own layers that are opened, since they only call other layers.
+_OPENED = (
+    *("Sequential", "Transformer", "TransformerEncoder", "TransformerDecoder"),
+    *("LayerList", "LayerDict"),
+)
+
 
 class Ref(NamedTuple):
     """A placeholder for a value in arguments."""
@@ -85,7 +93,6 @@ class Like(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-_SIZES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "uint8": 1}
 _SIZES.update(int8=1, complex64=8, complex128=16)
 
 
@@ -310,13 +317,6 @@ def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], 
         ordered += [nodes[number], *moved.get(number, ())]
     begins += [len(ordered)] * (len(nodes) + 1 - len(begins))
     return ordered, [begins[mark] for mark in marks]
-
-
-#: Paddle's own layers that are opened, since they only call other layers.
-_OPENED = (
-    *("Sequential", "Transformer", "TransformerEncoder", "TransformerDecoder"),
-    *("LayerList", "LayerDict"),
-)
 
 
 class Unopened:

@@ -41,6 +41,9 @@ _ARRAY = "numpy array"
 #: For each name in ``state=``, the prefix of its tensors' names, and a tree with tensors as leaves.
 Trees = Mapping[str, Any]
 
+_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data", "state")
+RANDOM = "random"
+
 
 class ScriptState(SavedPart):
     """One rank's objects and values of ``state=``."""
@@ -197,10 +200,6 @@ def _original(value: Any) -> Any:
             return value[_ARRAY].numpy()
         return {key: _original(part) for key, part in value.items()}
     return type(value)(map(_original, value)) if isinstance(value, (list, tuple)) else value
-
-
-_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data", "state")
-RANDOM = "random"
 
 
 @dataclass(frozen=True)

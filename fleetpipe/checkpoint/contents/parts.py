@@ -23,6 +23,13 @@ MODEL, BUFFERS, LATE_BUFFERS, LOSS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS, STATE =
     "state",
 )
 
+#: The random streams of the stages of a static program in one process: the number of stages of the
+#: whole program; whether the default generator of this process is the stream of the first stage
+#: that draws random numbers; the state of the generator of each later stage in this process.
+StageStreams = tuple[int, bool, Mapping[int, Any]]
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
 
 class TensorName(NamedTuple):
     """The fully qualified name of a tensor: its group of files, and its name there."""
@@ -111,12 +118,6 @@ def _require_fit(name: TensorName, local: LocalTensor, saved: Described) -> None
         )
 
 
-#: The random streams of the stages of a static program in one process: the number of stages of the
-#: whole program; whether the default generator of this process is the stream of the first stage
-#: that draws random numbers; the state of the generator of each later stage in this process.
-StageStreams = tuple[int, bool, Mapping[int, Any]]
-
-
 class ProgramSource(Protocol):
     """The description of a static program for a checkpoint.
 
@@ -182,9 +183,6 @@ class SavedOptimizer(Protocol):
     @property
     def wrapped(self) -> Optimizer:
         """Paddle's optimizer inside it."""
-
-
-_Shapes = Mapping[str, tuple[int, ...]]
 
 
 def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:

@@ -32,6 +32,18 @@ from fleetpipe.mesh.parts import Described, Region
 #: The number of hex digits of a hash in a table.
 SHORT = 12
 
+MANIFEST = "manifest.json"
+#: The version is that of the format, not of the package. A reader refuses newer versions.
+FORMAT, VERSION = "fleetpipe-checkpoint", 1
+_CHECKSUM = "crc32"
+_SOURCE = Source(
+    f"{MANIFEST} is not the manifest of a checkpoint",
+    CheckpointError,
+    "restore another step; what has no manifest was never finished",
+)
+#: A value of JSON.
+Json = Any
+
 
 def tensor_digest(tensor: Described, parts: Iterable[Any]) -> str:
     """Returns the digest of a tensor.
@@ -60,19 +72,6 @@ def hash_of(digests: Mapping[str, str]) -> str:
     # A name from a damaged file may have half of a surrogate pair.
     text = "".join(f"{line}\n" for line in lines(digests))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-MANIFEST = "manifest.json"
-#: The version is that of the format, not of the package. A reader refuses newer versions.
-FORMAT, VERSION = "fleetpipe-checkpoint", 1
-_CHECKSUM = "crc32"
-_SOURCE = Source(
-    f"{MANIFEST} is not the manifest of a checkpoint",
-    CheckpointError,
-    "restore another step; what has no manifest was never finished",
-)
-#: A value of JSON.
-Json = Any
 
 
 class Whole(NamedTuple):

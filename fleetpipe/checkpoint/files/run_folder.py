@@ -36,6 +36,16 @@ _BEGIN = b'{"host": '
 #: The errors of opening a link, a folder or a socket.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
+_owners: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
+
+_log = log.logger(__name__)
+
+LATEST, BEST = "latest", "best"
+_MODES = ("min", "max")
+_STEP = re.compile(r"step-(\d{8,})(\.old)?")
+_DRAFT, _ASIDE = ".draft-", ".aside"
+_SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
+
 
 @dataclass
 class _Lock:
@@ -177,9 +187,6 @@ class FolderOwner:
         )
 
 
-_owners: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
-
-
 def _leave_all_to_parent() -> None:
     for owner in [*_owners.values()]:
         owner.leave_to_parent()
@@ -233,15 +240,6 @@ def _try_lock(descriptor: int, text: bytes) -> bool:
         about = _parse(text)
         here = about.get("host") == socket.gethostname()
         return not (here and systems.is_running(int(about["process"])))
-
-
-_log = log.logger(__name__)
-
-LATEST, BEST = "latest", "best"
-_MODES = ("min", "max")
-_STEP = re.compile(r"step-(\d{8,})(\.old)?")
-_DRAFT, _ASIDE = ".draft-", ".aside"
-_SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
 
 
 def folder_of(run_directory: Path, step: int) -> Path:

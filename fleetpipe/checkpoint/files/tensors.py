@@ -44,6 +44,11 @@ _LARGEST_HEADER = 100_000_000
 #: Bytes that are read at a time for a checksum or a digest.
 _BLOCK = 1 << 20
 
+#: Bytes of tensors after which the next file begins.
+FILE_BYTES = 4 << 30
+
+_NUMBER = re.compile(r"(\d+)")
+
 
 class ByteRun(NamedTuple):
     """A run of bytes: its offset in the full tensor, its offset in the part, and its length."""
@@ -257,12 +262,6 @@ def blocks(file: FileIO, stored: Stored, cut: Region | None = None) -> Iterator[
             block = buffer[: min(_BLOCK, run.nbytes - start)]
             _read_at(file, begin + run.whole + start, block)
             yield block
-
-
-#: Bytes of tensors after which the next file begins.
-FILE_BYTES = 4 << 30
-
-_NUMBER = re.compile(r"(\d+)")
 
 
 class Share(NamedTuple):

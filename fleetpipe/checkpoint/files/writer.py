@@ -41,6 +41,15 @@ from fleetpipe.transport.wire.structure import TensorLeaf
 
 _ALIGNED = 64
 
+_log = log.logger(__name__)
+
+_CLAIM = "claimed"
+#: The priority of the writer's thread: about a tenth of a processor that another thread uses too.
+_NICE = 10
+_MOST_THREADS = 8
+#: Returns the bytes of this rank's part of a tensor.
+BytesOf = Callable[[TensorName], memoryview]
+
 
 def bytes_of_tensor(local: LocalTensor) -> memoryview:
     """Returns the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
@@ -114,16 +123,6 @@ def _allocate(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
         end = -(-end // _ALIGNED) * _ALIGNED
     whole = np.frombuffer(systems.anonymous_memory(max(end, 1)), np.uint8)
     return {name: whole[ends[name] - size : ends[name]] for name, size in sizes.items()}
-
-
-_log = log.logger(__name__)
-
-_CLAIM = "claimed"
-#: The priority of the writer's thread: about a tenth of a processor that another thread uses too.
-_NICE = 10
-_MOST_THREADS = 8
-#: Returns the bytes of this rank's part of a tensor.
-BytesOf = Callable[[TensorName], memoryview]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,15 @@ from fleetpipe.schedules.simulation import replay
 
 __all__ = ["Cluster", "StepEstimate", "TrainingJob", "JobLayout", "Memory", "Transformer"]
 
+#: A batch of more actions is extrapolated, not simulated.
+_MOST_PLAYED = 20_000
+
+#: By stage the forwards that a rank holds: those before their B or I, and those before their W.
+HeldStages = tuple[dict[int, int], dict[int, int]]
+
+#: The matrices of a layer, which are gathered one by one.
+_MATRICES = 4
+
 
 @lru_cache(maxsize=1024)
 def stages_of(layers: tuple[LayerCost, ...], stages: int) -> tuple[StageCost, ...] | None:
@@ -64,14 +73,6 @@ def _even(layers: tuple[LayerCost, ...], stages: int) -> tuple[int, ...]:
     size, more = divmod(blocks - sum(ends), inner) if inner else (0, 0)
     counts = [ends[0] + 1, *(size + (index < more) for index in range(inner)), ends[1] + 1]
     return (0, *accumulate(counts))
-
-
-#: A batch of more actions is extrapolated, not simulated.
-_MOST_PLAYED = 20_000
-
-
-#: By stage the forwards that a rank holds: those before their B or I, and those before their W.
-HeldStages = tuple[dict[int, int], dict[int, int]]
 
 
 @lru_cache(maxsize=256)
@@ -171,10 +172,6 @@ def _most_of(schedule: Schedule, rank: int) -> HeldStages:
         whole[stage] -= kind in "BI"
         waiting[stage] += (kind == "I") - (kind == "W")
     return best
-
-
-#: The matrices of a layer, which are gathered one by one.
-_MATRICES = 4
 
 
 class Memory(NamedTuple):

@@ -33,6 +33,8 @@ _SOURCE = Source(
     " docs/estimate.md shows",
 )
 
+_OF_LAYERS = ("tensor", "context", "expert", "micro_batch", "recompute", "sequence_parallel")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -321,6 +323,3 @@ class JobLayout(NamedTuple):
             "sharding": self.sharding,
         }
         return " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1"
-
-
-_OF_LAYERS = ("tensor", "context", "expert", "micro_batch", "recompute", "sequence_parallel")

@@ -46,6 +46,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "sharding-stage": (1,),
 }
 
+#: The factors for a practically unlimited resource, and for 10 % more of it.
+_ENDLESS, _MORE = 1e9, 1.1
+
 
 class FastestLayouts(NamedTuple):
     """The result of a search.
@@ -174,10 +177,6 @@ def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
 def _powers(most: int) -> tuple[int, ...]:
     """Returns the powers of two up to a number."""
     return tuple(1 << power for power in range(most.bit_length()))
-
-
-#: The factors for a practically unlimited resource, and for 10 % more of it.
-_ENDLESS, _MORE = 1e9, 1.1
 
 
 class ResourceLimit(NamedTuple):

@@ -23,6 +23,21 @@ from fleetpipe.transport import hosts
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 
+#: The folder of shared memory, through which the workers of Paddle's data loaders pass tensors.
+_SHARED = Path("/dev/shm")
+_SHARED_BYTES = 256 << 20
+#: Descriptors of a rank beside those of its connections: files, Paddle's groups and stores.
+_DESCRIPTORS = 200
+#: A limit on descriptors that is enough for fewer ranks is noted.
+_MOST_RANKS = 100
+#: The ports at which jobs listen; outgoing connections should take others.
+_PORTS = range(20000, 32000)
+_WRITTEN_BYTES = 32 << 20
+_DISK_BYTES = 1 << 30
+#: Seconds by which two clocks may differ.
+CLOCK_SECONDS = 2.0
+_MIB = 1 << 20
+
 
 class Finding(NamedTuple):
     """The result of one check.
@@ -57,22 +72,6 @@ def looked_at(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
 def wrong(findings: Iterable[Finding]) -> list[Finding]:
     """Returns the findings with which a job would fail."""
     return [finding for finding in findings if finding.state == WRONG]
-
-
-#: The folder of shared memory, through which the workers of Paddle's data loaders pass tensors.
-_SHARED = Path("/dev/shm")
-_SHARED_BYTES = 256 << 20
-#: Descriptors of a rank beside those of its connections: files, Paddle's groups and stores.
-_DESCRIPTORS = 200
-#: A limit on descriptors that is enough for fewer ranks is noted.
-_MOST_RANKS = 100
-#: The ports at which jobs listen; outgoing connections should take others.
-_PORTS = range(20000, 32000)
-_WRITTEN_BYTES = 32 << 20
-_DISK_BYTES = 1 << 30
-#: Seconds by which two clocks may differ.
-CLOCK_SECONDS = 2.0
-_MIB = 1 << 20
 
 
 def findings_of_host(ranks: int, folder: Path) -> list[Finding]:

@@ -25,6 +25,33 @@ from fleetpipe.launch.script import LAUNCHED, command_folder
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.version import __version__
 
+#: The versions of Paddle that the tests run on.
+_SUPPORTED = ("3.3.", "2.6.2")
+
+_OTHER_WHEEL = (
+    "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index "
+    "has newer ones; docs/gpu.md says where"
+)
+_LIBRARIES = (
+    "install CUDA and cuDNN of the versions that the wheel is built for, in a folder of "
+    "LD_LIBRARY_PATH: PyPI's wheel brings none of their libraries; docs/gpu.md has them"
+)
+#: The architectures of wheels that do not tell them, by version of Paddle and of CUDA.
+_ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
+
+_WORKER = Path(__file__).with_name("worker.py")
+#: Seconds in which the ranks must finish.
+LIMIT_SECONDS = 90.0
+#: Seconds in which the ranks must end after a signal.
+_END_SECONDS = 5.0
+_LOG_LINES = 5
+_FIXES = {
+    SOCKETS: "see what is said above of ports and descriptors, and the ranks' error",
+    PROCESS_GROUP: "train with FLEETPIPE_TRANSPORT=sockets, which is the default on CPUs; where "
+    "each rank has a GPU, try Paddle's own paddle.distributed.send between two ranks",
+    "parity": "send this output with a bug report: bits of a pipeline must not differ",
+}
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe doctor`` to its parser."""
@@ -84,10 +111,6 @@ def _lines(findings: list[Finding]) -> Iterator[str]:
     yield f"fleetpipe {__version__}: " + (f"{count} wrong" if count else "nothing is wrong")
 
 
-#: The versions of Paddle that the tests run on.
-_SUPPORTED = ("3.3.", "2.6.2")
-
-
 def paddle_findings() -> list[Finding]:
     """Checks Paddle and its device; the first finding is wrong if there is no Paddle."""
     try:
@@ -141,32 +164,6 @@ def _card(paddle: Any, device: str) -> Finding:
         reason = str(error).strip().splitlines()[0]
         return Finding("device", WRONG, f"{text}, and cannot compute: {reason}", _LIBRARIES)
     return Finding("device", OK, text)
-
-
-_OTHER_WHEEL = (
-    "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index "
-    "has newer ones; docs/gpu.md says where"
-)
-_LIBRARIES = (
-    "install CUDA and cuDNN of the versions that the wheel is built for, in a folder of "
-    "LD_LIBRARY_PATH: PyPI's wheel brings none of their libraries; docs/gpu.md has them"
-)
-#: The architectures of wheels that do not tell them, by version of Paddle and of CUDA.
-_ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
-
-
-_WORKER = Path(__file__).with_name("worker.py")
-#: Seconds in which the ranks must finish.
-LIMIT_SECONDS = 90.0
-#: Seconds in which the ranks must end after a signal.
-_END_SECONDS = 5.0
-_LOG_LINES = 5
-_FIXES = {
-    SOCKETS: "see what is said above of ports and descriptors, and the ranks' error",
-    PROCESS_GROUP: "train with FLEETPIPE_TRANSPORT=sockets, which is the default on CPUs; where "
-    "each rank has a GPU, try Paddle's own paddle.distributed.send between two ranks",
-    "parity": "send this output with a bug report: bits of a pipeline must not differ",
-}
 
 
 def findings_of_ranks(ranks: int) -> list[Finding]:

@@ -36,6 +36,9 @@ _VALUE, _LOSS = "value", "auxiliary loss"
 Take = Callable[[Layer], Tensor | None]
 Function = Callable[..., Nest]
 
+#: The name under which Paddle's layer and the libraries' keep their experts.
+LIST = "experts"
+
 
 def loss_of_gate(layer: Layer) -> Tensor | None:
     """Takes the loss away from a gate of Paddle's; returns None for any other layer."""
@@ -288,10 +291,6 @@ def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
             got=f"weights {weights.dtype}",
             fix="pass the values of paddle.topk as weights, and its indices as choices",
         )
-
-
-#: The name under which Paddle's layer and the libraries' keep their experts.
-LIST = "experts"
 
 
 def is_expert(name: str) -> bool:

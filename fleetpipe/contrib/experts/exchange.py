@@ -29,6 +29,9 @@ from fleetpipe.paddle_api.distributed import group_of_ring
 from fleetpipe.paddle_api.layer import MoEGather, MoEScatter
 from fleetpipe.paddle_api.tensor import to_host
 
+#: By member the number of tokens for each expert of one member.
+Counts = Sequence[Sequence[int]]
+
 
 def number_count(numbers: Tensor, upper_range: int) -> Tensor:
     """Returns the number of choices of each expert, int64 [upper_range].
@@ -164,10 +167,6 @@ def _require_choices(choices: Tensor, experts: int) -> None:
             cause="the gate has scores for more experts than the layer has",
             fix="give the gate as many outputs as there are experts on all members together",
         )
-
-
-#: By member the number of tokens for each expert of one member.
-Counts = Sequence[Sequence[int]]
 
 
 def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:

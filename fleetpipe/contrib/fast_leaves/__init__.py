@@ -49,6 +49,11 @@ _MOST_COLUMNS = 1024
 plain_linear_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
 plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
+#: The dtypes with a faster way, and NumPy's names of them.
+DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
+
+plain_embedding_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
+
 
 def may_gain(layer: Layer) -> bool:
     """Whether the product may be faster in this Linear, for some row count."""
@@ -147,10 +152,6 @@ def _has_same_sums(rows: int, columns: int, dtype: DType) -> bool:
     )
 
 
-#: The dtypes with a faster way, and NumPy's names of them.
-DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
-
-
 def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
     """Yields twenty matrices: usual numbers, all kinds of unusual ones, and views of others.
 
@@ -200,9 +201,6 @@ def same_results(
             output = function(*leaves)
             results.append([output, *paddle.grad(output, leaves, grad)])
     return all(map(same_bits, *results))
-
-
-plain_embedding_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
 
 
 class LookupTable:

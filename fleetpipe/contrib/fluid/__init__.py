@@ -28,6 +28,51 @@ from fleetpipe.static import DataLoader
 _Format = Literal["NCHW", "NHWC"]
 _functional = paddle.nn.functional
 
+FLUID = "paddle.fluid"
+
+#: The modules of Paddle in which a name of ``paddle.fluid`` is looked up, in this order.
+_HOMES = (
+    "paddle",
+    "paddle.static",
+    "paddle.static.nn",
+    "paddle.nn",
+    "paddle.nn.functional",
+    "paddle.nn.initializer",
+    "paddle.optimizer",
+    "paddle.optimizer.lr",
+    "paddle.regularizer",
+    "paddle.metric",
+    "paddle.io",
+    "paddle.utils",
+    "paddle.base",
+)
+#: Names that have changed, and parts that were dropped from names.
+_RENAMED = {
+    "elementwise_sub": "subtract",
+    "elementwise_mul": "multiply",
+    "elementwise_div": "divide",
+    "fill_constant": "full",
+    "guard": "disable_static",
+    "Xavier": "XavierUniform",
+    "MSRA": "KaimingUniform",
+    "save_dygraph": "save",
+    "load_dygraph": "load",
+    "Pool2D": "MaxPool2D",
+    "InstanceNorm": "InstanceNorm2D",
+    "PRelu": "PReLU",
+    "l2_normalize": "normalize",
+    "uniform_random": "uniform",
+    "gaussian_random": "normal",
+    "hard_sigmoid": "hardsigmoid",
+    "hard_swish": "hardswish",
+    "image_resize": "interpolate",
+    "sums": "add_n",
+    "GradientClipByGlobalNorm": "ClipGradByGlobalNorm",
+    "GradientClipByNorm": "ClipGradByNorm",
+    "GradientClipByValue": "ClipGradByValue",
+}
+_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regularizer)$")
+
 
 def conv2d(
     input: Variable,
@@ -140,9 +185,6 @@ def _activate(value: Variable, act: str | None) -> Variable:
     return getattr(_functional, act)(value) if act else value
 
 
-FLUID = "paddle.fluid"
-
-
 class Older(NamedTuple):
     """A name of older Paddle.
 
@@ -191,49 +233,6 @@ NAMES = (
     Older("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype"),
     Older("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory"),
 )
-
-#: The modules of Paddle in which a name of ``paddle.fluid`` is looked up, in this order.
-_HOMES = (
-    "paddle",
-    "paddle.static",
-    "paddle.static.nn",
-    "paddle.nn",
-    "paddle.nn.functional",
-    "paddle.nn.initializer",
-    "paddle.optimizer",
-    "paddle.optimizer.lr",
-    "paddle.regularizer",
-    "paddle.metric",
-    "paddle.io",
-    "paddle.utils",
-    "paddle.base",
-)
-#: Names that have changed, and parts that were dropped from names.
-_RENAMED = {
-    "elementwise_sub": "subtract",
-    "elementwise_mul": "multiply",
-    "elementwise_div": "divide",
-    "fill_constant": "full",
-    "guard": "disable_static",
-    "Xavier": "XavierUniform",
-    "MSRA": "KaimingUniform",
-    "save_dygraph": "save",
-    "load_dygraph": "load",
-    "Pool2D": "MaxPool2D",
-    "InstanceNorm": "InstanceNorm2D",
-    "PRelu": "PReLU",
-    "l2_normalize": "normalize",
-    "uniform_random": "uniform",
-    "gaussian_random": "normal",
-    "hard_sigmoid": "hardsigmoid",
-    "hard_swish": "hardswish",
-    "image_resize": "interpolate",
-    "sums": "add_n",
-    "GradientClipByGlobalNorm": "ClipGradByGlobalNorm",
-    "GradientClipByNorm": "ClipGradByNorm",
-    "GradientClipByValue": "ClipGradByValue",
-}
-_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regularizer)$")
 
 
 class FluidName(FleetPipeError, AttributeError):

@@ -60,6 +60,11 @@ __all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_param
 
 SCHEDULER = "lr_scheduler"
 
+FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
+_TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+
+_log = logger(__name__)
+
 
 def read_step(path: Path, step: int | None = None) -> Checkpoint:
     """Reads a step of a run.
@@ -132,10 +137,6 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     except BaseException:
         run_folder.remove_left(run_directory if made else draft)
         raise
-
-
-FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
-_TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
 
 
 class Format(NamedTuple):
@@ -340,9 +341,6 @@ def write_parameters(folder: Path, target: Path) -> None:
     """
     model = read_step(folder).of(MODEL)
     fleet_files.save(target, {name: paddle_tensor(tensor) for name, tensor in model.items()})
-
-
-_log = logger(__name__)
 
 
 def load_checkpoint(

@@ -53,6 +53,19 @@ _NUMBERED = "numbered_"
 _NUMBER = re.compile(r"(?<![\w.$])(?=\d+\.|\$LAYER_ID\.)")
 _MISFITS = (AssertionError, ValueError, LookupError, SyntaxError, RuntimeError)
 
+#: PaddleFormers' folder of each group.
+FOLDERS = {
+    MODEL: "model_state",
+    OPTIMIZER: "optimizer_state",
+    MASTER_WEIGHTS: "master_weight",
+}
+_METADATA, _SHARD = ".metadata", ".distcp"
+_MASTER = "w_0"
+#: The most bytes of tensors in a file, which are in memory at once.
+SHARD_BYTES = 128 << 20
+#: Paddle's function, whose stub knows tensors only.
+_save: Any = paddle.save
+
 
 class Copied(NamedTuple):
     """A part of a tensor that becomes a part of a new tensor.
@@ -167,20 +180,6 @@ def _copy_of(
     orders = tuple(ast.literal_eval(step) for step in steps or () if step.startswith("["))
     casts = tuple(step for step in steps or () if not step.startswith("["))
     return Copied(source.removeprefix(_NUMBERED), tuple(taken), tuple(put), orders, casts)
-
-
-#: PaddleFormers' folder of each group.
-FOLDERS = {
-    MODEL: "model_state",
-    OPTIMIZER: "optimizer_state",
-    MASTER_WEIGHTS: "master_weight",
-}
-_METADATA, _SHARD = ".metadata", ".distcp"
-_MASTER = "w_0"
-#: The most bytes of tensors in a file, which are in memory at once.
-SHARD_BYTES = 128 << 20
-#: Paddle's function, whose stub knows tensors only.
-_save: Any = paddle.save
 
 
 class _Part(NamedTuple):

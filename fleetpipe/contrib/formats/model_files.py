@@ -41,6 +41,15 @@ from fleetpipe.json_value import JsonValue, Source, read
 STATE_FILE = "model_state.pdparams"
 _LAYER_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
+GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+_INDEX = ".safetensors.index.json"
+_TRAINER = "trainer_state.json"
+_SOURCE = Source(
+    "this is no index of safetensors files",
+    CheckpointError,
+    "copy it again from where it was saved",
+)
+
 
 def has_layer_files(folder: Path) -> bool:
     """Whether a folder has Fleet's layer files."""
@@ -144,16 +153,6 @@ def write_state_file(state: Checkpoint, folder: Path) -> None:
     for file in state.files:
         if file.suffix == ".json":
             shutil.copy2(file, folder)
-
-
-GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
-_INDEX = ".safetensors.index.json"
-_TRAINER = "trainer_state.json"
-_SOURCE = Source(
-    "this is no index of safetensors files",
-    CheckpointError,
-    "copy it again from where it was saved",
-)
 
 
 def is_there(folder: Path) -> bool:

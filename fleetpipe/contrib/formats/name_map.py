@@ -35,6 +35,11 @@ _SOURCE = Source(
     "this is no map of names", ConfigError, "docs/checkpoints.md says what is in such a file"
 )
 
+#: The dtypes that can be cast, with the dtype of their bits: NumPy has no bfloat16.
+_CAST = {"float32": "u4", "float16": "u2", "bfloat16": "u2"}
+#: The bits of the bfloat16 that Paddle makes of a NaN.
+_NO_NUMBER = 0x7FFF
+
 
 @dataclass(frozen=True)
 class NameMap:
@@ -254,12 +259,6 @@ def _values(part: Copied, source: LazyTensor) -> np.ndarray:
     for target in part.casts:
         array, dtype = _cast(array, dtype, target), target
     return array
-
-
-#: The dtypes that can be cast, with the dtype of their bits: NumPy has no bfloat16.
-_CAST = {"float32": "u4", "float16": "u2", "bfloat16": "u2"}
-#: The bits of the bfloat16 that Paddle makes of a NaN.
-_NO_NUMBER = 0x7FFF
 
 
 def _cast(values: np.ndarray, source: str, target: str) -> np.ndarray:

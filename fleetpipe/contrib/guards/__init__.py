@@ -42,6 +42,9 @@ from fleetpipe.transport.wire import bridge
 #: The relative rounding of a norm of 16-bit gradients.
 _ROUNDING_OF_HALVES = 0.02
 
+#: Separates the messages of these groups from those of other groups with the same ranks.
+PURPOSE = "guards"
+
 
 class Guards(BatchObserver):
     """Verifies invariants in the first batch of a model, and in every few batches after it."""
@@ -272,10 +275,6 @@ def _of_unequal(axis: str, step: int) -> str:
 
 def _text_of(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-#: Separates the messages of these groups from those of other groups with the same ranks.
-PURPOSE = "guards"
 
 
 class Holders(NamedTuple):

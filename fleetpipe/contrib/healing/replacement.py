@@ -32,6 +32,11 @@ from fleetpipe.transport.base import PROCESS_GROUP
 #: Seconds within which a rank that connects Paddle's groups notices a death, if at all.
 _STUCK_SECONDS = 5.0
 
+_log = log.logger(__name__)
+_LOOK_SECONDS = 0.01
+#: The environment with which this process began; empty in one that replaces no rank.
+ENVIRONMENT: dict[str, str] = {}
+
 
 class Changed(PeerFailed):
     """A rank has died while the others connected."""
@@ -106,12 +111,6 @@ def killed_if_stuck(watch: Watch) -> Iterator[None]:
         yield
     finally:
         done.set()
-
-
-_log = log.logger(__name__)
-_LOOK_SECONDS = 0.01
-#: The environment with which this process began; empty in one that replaces no rank.
-ENVIRONMENT: dict[str, str] = {}
 
 
 def begin_alone(

@@ -32,6 +32,11 @@ Record = list[int | None]
 #: The records of all ranks: by rank, by step.
 Records = Mapping[int, Mapping[int, Record]]
 
+_log = log.logger(__name__)
+_LOOK_SECONDS = 0.01
+#: Seconds within which the launcher notices that a process has ended.
+_CHANGE_SECONDS = 2.0
+
 
 def record_of(batch: Any, before: Any, generators: Any) -> Record:
     """Returns the record of a ``TrainingBatch`` that has not run.
@@ -127,12 +132,6 @@ class Taken:
     def begin_anew(self) -> None:
         """Makes the next item the first one that was taken."""
         self._next = 0
-
-
-_log = log.logger(__name__)
-_LOOK_SECONDS = 0.01
-#: Seconds within which the launcher notices that a process has ended.
-_CHANGE_SECONDS = 2.0
 
 
 class Running(Protocol):

@@ -40,6 +40,17 @@ from fleetpipe.contrib.kept_state import KeptLayout, Segment, complete_layouts
 from fleetpipe.mesh.parts import Described, LocalTensor, Region
 from fleetpipe.paddle_api.device import dynamic_mode
 
+_log = log.logger(__name__)
+
+#: The environment variable with the folder in memory, which the supervisor sets.
+FOLDER = "FLEETPIPE_KEPT_STATE"
+
+#: The description of a segment: the layout of the job, and the blocks.
+Index = dict[str, Any]
+
+#: How many times as long as the first text a later one may be: generators' states vary in length.
+_TEXT_TIMES = 2
+
 
 class Block(NamedTuple):
     """A block of a segment, as its index describes it: a tensor, or the part that a rank holds.
@@ -135,18 +146,6 @@ class KeptStep:
                 part = np.frombuffer(memory, np.uint8)
                 values[cut.slices] = part.reshape(*cut.part(whole.shape), whole.itemsize)
         return values
-
-
-_log = log.logger(__name__)
-
-#: The environment variable with the folder in memory, which the supervisor sets.
-FOLDER = "FLEETPIPE_KEPT_STATE"
-
-#: The description of a segment: the layout of the job, and the blocks.
-Index = dict[str, Any]
-
-#: How many times as long as the first text a later one may be: generators' states vary in length.
-_TEXT_TIMES = 2
 
 
 class KeptState:

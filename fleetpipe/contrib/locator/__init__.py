@@ -21,54 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-
-class Location(NamedTuple):
-    """A place, and how far the job and its twin differ there.
-
-    Attributes:
-        layer: The path of a layer or parameter in the whole model; "" for the whole step.
-        phase: The phase of the step, as in ``record.Meaning``.
-        axis: The axis of the mesh along which ranks are wrong; "" if unknown.
-        ranks: The ranks of the job whose values are wrong.
-        step: The training step, from 0.
-        micro_batch: The micro-batch within the replica, from 0; None for a value of the whole step.
-        difference: The largest difference over the largest expected number; infinite if the ranks
-            or the twin lack the tensor, or a number is not finite.
-        tolerance: The difference that rounding causes there.
-        cause: The likely cause, in a sentence.
-    """
-
-    layer: str
-    phase: str
-    axis: str
-    ranks: Sequence[int]
-    step: int
-    micro_batch: int | None
-    difference: float
-    tolerance: float
-    cause: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name, as JSON values; an infinite difference is None."""
-        fields = {**self._asdict(), "ranks": list(self.ranks)}
-        return {k: None if v == float("inf") else v for k, v in fields.items()}
-
-    def __str__(self) -> str:
-        where = self.layer or "the whole step"
-        along = f", along {self.axis}" if self.axis else ""
-        ranks = ", ".join(map(str, self.ranks))
-        which = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        far = f"{self.difference:.3g} relative; up to {self.tolerance:.2g} is rounding"
-        if self.difference == float("inf"):
-            far = "it cannot be measured"
-        return (
-            f"locate: first difference: {self.phase} of {where}{along}\n"
-            f"  where: rank {ranks}, step {self.step}{which}\n"
-            f"  how far: {far}\n"
-            f"  likely cause: {self.cause}"
-        )
-
-
 OTHER_SAMPLES = (
     "replica {} reads samples that the twin does not read in this step: its sampler is wrong, or "
     "the script needs to know that it runs on one device (--twin)"
@@ -136,6 +88,53 @@ PARTIAL = {
     "sep": "a missing sum over sep: each rank's output is its part of the sum",
     "cp": "a missing sum over cp: each rank's output is its part of the sum",
 }
+
+
+class Location(NamedTuple):
+    """A place, and how far the job and its twin differ there.
+
+    Attributes:
+        layer: The path of a layer or parameter in the whole model; "" for the whole step.
+        phase: The phase of the step, as in ``record.Meaning``.
+        axis: The axis of the mesh along which ranks are wrong; "" if unknown.
+        ranks: The ranks of the job whose values are wrong.
+        step: The training step, from 0.
+        micro_batch: The micro-batch within the replica, from 0; None for a value of the whole step.
+        difference: The largest difference over the largest expected number; infinite if the ranks
+            or the twin lack the tensor, or a number is not finite.
+        tolerance: The difference that rounding causes there.
+        cause: The likely cause, in a sentence.
+    """
+
+    layer: str
+    phase: str
+    axis: str
+    ranks: Sequence[int]
+    step: int
+    micro_batch: int | None
+    difference: float
+    tolerance: float
+    cause: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields by name, as JSON values; an infinite difference is None."""
+        fields = {**self._asdict(), "ranks": list(self.ranks)}
+        return {k: None if v == float("inf") else v for k, v in fields.items()}
+
+    def __str__(self) -> str:
+        where = self.layer or "the whole step"
+        along = f", along {self.axis}" if self.axis else ""
+        ranks = ", ".join(map(str, self.ranks))
+        which = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        far = f"{self.difference:.3g} relative; up to {self.tolerance:.2g} is rounding"
+        if self.difference == float("inf"):
+            far = "it cannot be measured"
+        return (
+            f"locate: first difference: {self.phase} of {where}{along}\n"
+            f"  where: rank {ranks}, step {self.step}{which}\n"
+            f"  how far: {far}\n"
+            f"  likely cause: {self.cause}"
+        )
 
 
 def of_loss(

@@ -25,6 +25,9 @@ from fleetpipe.mesh.axes import axis_between
 #: The phase, name, part and call of a tensor of the twin.
 Key = tuple[str, str, str, int]
 
+#: Axes whose ranks have shards of one tensor, or summands of it.
+_PARTED = ("mp", "ep", "sep", "cp")
+
 
 class Tolerances:
     """The differences that rounding may cause at each place, as measured."""
@@ -130,10 +133,6 @@ class StepBesideTwin:
 def key_of(place: Meaning) -> Key:
     """Returns a place without its step and micro-batch."""
     return place.phase, place.name, place.part, place.call
-
-
-#: Axes whose ranks have shards of one tensor, or summands of it.
-_PARTED = ("mp", "ep", "sep", "cp")
 
 
 class Outcome(NamedTuple):

@@ -24,6 +24,14 @@ Row = tuple[int, int]
 #: By replica and micro-batch, the bytes of each row.
 Samples = dict[int, dict[int, list[bytes]]]
 
+#: The axes that may split a dimension, alone or together; the first one splits first.
+_SPLITTING = (
+    *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
+    *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
+)
+#: The numbers of parts of fused matrices: q, k and v; gate and up; four gates. Each part is split.
+FUSED = (1, 3, 2, 4)
+
 
 class SampleRows(NamedTuple):
     """The twin's rows that one micro-batch of a replica has.
@@ -165,15 +173,6 @@ def gather(
         else:
             candidates.append(np.concatenate(pieces, axis=axis))
     return [*candidates, by_micro_batch[first]]
-
-
-#: The axes that may split a dimension, alone or together; the first one splits first.
-_SPLITTING = (
-    *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
-    *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
-)
-#: The numbers of parts of fused matrices: q, k and v; gate and up; four gates. Each part is split.
-FUSED = (1, 3, 2, 4)
 
 
 class DimensionCut(NamedTuple):

@@ -38,6 +38,9 @@ from fleetpipe.mesh.axes import STREAMS
 #: By micro-batch the loss that backward begins from.
 Losses = dict[int, float]
 
+#: The folders in a record: of the job, its twin, and the twin changed in the last place.
+JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
+
 
 def first_difference(job: Record, twin: Record, perturbed: Record | None = None) -> Location | None:
     """Returns the first place where a job differs from its twin by more than rounding.
@@ -253,10 +256,6 @@ def _cut_by_the_script(replica: int, step: int) -> UsageError:
         "that on one device it reads those of one replica; or the sampler is wrong",
         fix="say how it runs on one device, with --twin NAME=VALUE or --twin-arguments",
     )
-
-
-#: The folders in a record: of the job, its twin, and the twin changed in the last place.
-JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -22,6 +22,12 @@ DROPPED = "dropped"
 #: The ``part`` of the number of times that a twin read further samples before it stepped.
 READ_ON = "read on"
 
+_SOURCE = Source(
+    "this file is no record of a run, or is damaged",
+    UsageError,
+    "record the run again with fleetpipe locate --record",
+)
+
 
 class Meaning(NamedTuple):
     """The meaning of a tensor.
@@ -167,13 +173,6 @@ def _meanings(value: JsonValue) -> list[Meaning]:
         return -1 if one.content == -1 else one.count()
 
     return [one.row(Meaning, micro_batch=number) for one in value.items()]
-
-
-_SOURCE = Source(
-    "this file is no record of a run, or is damaged",
-    UsageError,
-    "record the run again with fleetpipe locate --record",
-)
 
 
 def _open(file: Path) -> tuple[JsonValue, dict[str, np.ndarray]]:

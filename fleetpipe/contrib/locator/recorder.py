@@ -22,6 +22,10 @@ from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import wrapped_layer
 
+#: The running statistics of a batch normalisation, which Paddle makes parameters.
+_STATISTICS = ("_mean", "_variance")
+_FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)
+
 
 class Finished(SystemExit):
     """The wanted number of steps is recorded, so that the script can stop."""
@@ -231,8 +235,3 @@ class Recorder:
         self.micro_batch = -1
         if self.step >= self._steps:
             raise Finished(0)
-
-
-#: The running statistics of a batch normalisation, which Paddle makes parameters.
-_STATISTICS = ("_mean", "_variance")
-_FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)

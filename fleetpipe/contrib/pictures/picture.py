@@ -51,6 +51,14 @@ _HATCH_COLOUR = "#1a1a1a"
 _HATCHED = 4.0  # the least width of a box with a hatch, in points
 _HELD_ROWS = 3.0  # the height of the curves of held amounts, in rows
 
+#: Units of time, and how many there are in a second; and units of memory, of 1024 each.
+_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+#: With more layers the axis has numbers alone.
+_MOST_NAMES = 48
+_MOST_INCHES = 24.0
+
 
 class Picture(str):
     """A picture as SVG text, which a notebook shows."""
@@ -251,11 +259,6 @@ def _draw_axis(area: Axes, unit: str, length: float) -> None:
     area.set_xlabel(f"time ({unit})" if unit else "time", fontsize="small")
 
 
-#: Units of time, and how many there are in a second; and units of memory, of 1024 each.
-_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-_SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
-
-
 def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
     """Draws boxes and numbers; ``scale`` is points in one unit of time."""
     from matplotlib.collections import PolyCollection
@@ -394,11 +397,6 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> Non
         fontsize="small",
         frameon=False,
     )
-
-
-#: With more layers the axis has numbers alone.
-_MOST_NAMES = 48
-_MOST_INCHES = 24.0
 
 
 def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:

@@ -41,6 +41,8 @@ from fleetpipe.transport import MemoryHub, Transport
 #: Paddle's schedules of one stage on each rank, by their names here.
 _SINGLE = {"ScheduleFThenB": "FThenB", "Schedule1F1B": "1F1B"}
 
+_pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
+
 
 class _Stage(DygraphStage):
     """Stages whose weights may be Paddle's distributed tensors, each on one rank."""
@@ -192,9 +194,6 @@ def _require_one(schedules: list[str]) -> None:
                 got=f"rank {rank} has {schedule.splitlines()[0]}",
                 fix="make the same schedule, with n_microbatches and loss_fn, on every rank",
             )
-
-
-_pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
 
 
 def _run(schedule: Any, data: MicroBatchData, losses: list[Tensor] | None) -> None:

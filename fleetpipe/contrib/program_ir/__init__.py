@@ -18,6 +18,9 @@ from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import static
 from fleetpipe.static.graph import DROPOUTS, Item, draws, user_line
 
+_READ = "read"
+_ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
+
 
 def draws_of(op: Op) -> bool:
     """Whether an operation draws random numbers, by itself or in a fused dropout."""
@@ -91,10 +94,6 @@ def reads_of(program: Program, op: Op) -> list[str]:
     for one in inside(program, op):
         taken += one.input_arg_names
     return list(dict.fromkeys(name for name in taken if name != "@EMPTY@"))
-
-
-_READ = "read"
-_ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
 
 
 def belongs_to_loader(op: Op) -> bool:

@@ -42,6 +42,9 @@ _PORTS = range(20000, 32000)
 _PR_SET_PDEATHSIG = 1
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
+#: How often Ray's controller looks at the workers, in seconds.
+_POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+
 
 @dataclasses.dataclass
 class PaddleConfig(BackendConfig):
@@ -211,10 +214,6 @@ def _as_rank() -> Iterator[None]:
         running = sys.modules.get("fleetpipe.job.job")
         if running is not None:
             running.end(error)
-
-
-#: How often Ray's controller looks at the workers, in seconds.
-_POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 
 
 class PaddleTrainer(DataParallelTrainer):

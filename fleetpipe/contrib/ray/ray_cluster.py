@@ -33,6 +33,16 @@ from fleetpipe.version import __version__
 #: Seconds in which a node must start a process and return its result.
 _CHECK_SECONDS = 60.0
 
+#: Seconds in which a cluster must answer, and in which leaving one must end.
+_ANSWER_SECONDS, _LEAVE_SECONDS = 5.0, 60.0
+#: Makes Ray give up soon; by default it tries twenty times for 40 s to reach a cluster.
+_AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
+#: The packages that a worker imports, each with the version that it must have, or "" for any.
+NEEDED = {"fleetpipe": __version__, "paddle": ""}
+_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+#: Ray's watcher of preempted nodes, which a cluster of one node does not need.
+_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+
 
 class RayNode(NamedTuple):
     """A node of the cluster.
@@ -90,17 +100,6 @@ def _answer(node: RayNode, answer: Any) -> Any:
             got=reason(error),
             fix="use the same Python and the same packages as the driver on every node",
         ) from error
-
-
-#: Seconds in which a cluster must answer, and in which leaving one must end.
-_ANSWER_SECONDS, _LEAVE_SECONDS = 5.0, 60.0
-#: Makes Ray give up soon; by default it tries twenty times for 40 s to reach a cluster.
-_AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
-#: The packages that a worker imports, each with the version that it must have, or "" for any.
-NEEDED = {"fleetpipe": __version__, "paddle": ""}
-_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-#: Ray's watcher of preempted nodes, which a cluster of one node does not need.
-_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
 
 @contextlib.contextmanager

@@ -26,6 +26,12 @@ from fleetpipe.schedules.simulation import Timeline
 #: The kinds of actions in the order of their columns; each has a column for every stage.
 COLUMNS = "FIW"
 
+#: By rank the number of forwards before its first I.
+WarmUp = tuple[int, ...]
+
+#: How much longer than until its first I a rank warms up, in times of a forward.
+_SLACKS = tuple(quarters / 4 for quarters in range(9))
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -172,13 +178,6 @@ class Problem:
             for row in rows
         )
         return ScheduleRows(name, self.placement, self.micro_batches, actions)
-
-
-#: By rank the number of forwards before its first I.
-WarmUp = tuple[int, ...]
-
-#: How much longer than until its first I a rank warms up, in times of a forward.
-_SLACKS = tuple(quarters / 4 for quarters in range(9))
 
 
 def warm_up_order(problem: Problem, warm_up: WarmUp) -> list[list[int]]:

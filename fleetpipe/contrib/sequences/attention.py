@@ -19,6 +19,9 @@ from fleetpipe.paddle_api import paddle
 
 _HALVES = (paddle.float16, paddle.bfloat16)
 
+#: Axes of ``[rows, positions, heads, size]``.
+_PLACES, _HEADS = 1, 2
+
 
 def attention(
     query: Tensor,
@@ -94,10 +97,6 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor
             got=f"{getattr(documents, 'shape', documents)}",
             fix="documents = own_part(documents_of(position_ids))",
         )
-
-
-#: Axes of ``[rows, positions, heads, size]``.
-_PLACES, _HEADS = 1, 2
 
 
 class _Exchange(paddle.autograd.PyLayer):

@@ -41,6 +41,28 @@ from fleetpipe.schedules import Schedule
 
 __all__ = ["earlier", "keep"]
 
+_running: list[_Slice | _Backward] = []
+
+#: How sequences are cut: into so many slices of nearly equal lengths, or into slices whose lengths
+#: have these proportions.
+Slicing = int | tuple[int, ...]
+
+#: The first position of a slice, and the one after its last.
+Bounds = list[tuple[int, int]]
+
+#: The layers of Paddle, and of its tensor parallelism, that compute each position by itself.
+_PLACE_BY_PLACE = (
+    *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
+    *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
+)
+#: The functions of these names, in whichever module of Paddle's they are defined.
+_FUNCTIONS = {
+    getattr(paddle.nn.functional, name)
+    for name in ("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "swish", "tanh", "sigmoid")
+}
+_PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_parallel.")
+
 
 class _Slice:
     """One slice of a micro-batch in one stage, with the values that its layers keep."""
@@ -55,9 +77,6 @@ class _Slice:
 
 class _Backward(NamedTuple):
     """A slice whose backward runs, in which layers cannot keep values."""
-
-
-_running: list[_Slice | _Backward] = []
 
 
 def earlier(layer: Layer) -> list[Nest]:
@@ -179,14 +198,6 @@ class SliceStates(UnitStates):
         self._kept[key].pop()
         if not self._kept[key]:
             del self._kept[key]
-
-
-#: How sequences are cut: into so many slices of nearly equal lengths, or into slices whose lengths
-#: have these proportions.
-Slicing = int | tuple[int, ...]
-
-#: The first position of a slice, and the one after its last.
-Bounds = list[tuple[int, int]]
 
 
 def slices_in(slicing: Slicing) -> int:
@@ -395,20 +406,6 @@ def sequence_chunks(
     if schedule.slices == 1:
         return WHOLE
     return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)
-
-
-#: The layers of Paddle, and of its tensor parallelism, that compute each position by itself.
-_PLACE_BY_PLACE = (
-    *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
-    *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
-    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
-)
-#: The functions of these names, in whichever module of Paddle's they are defined.
-_FUNCTIONS = {
-    getattr(paddle.nn.functional, name)
-    for name in ("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "swish", "tanh", "sigmoid")
-}
-_PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_parallel.")
 
 
 def require_sliceable(entries: Sequence[Any]) -> None:

@@ -39,6 +39,23 @@ __all__ = ["PackedText"]
 _NO_MODULES = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 _HAS_TEXT = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
+#: The documents that are tokenized together.
+_TOGETHER = 256
+_FORMAT = 2
+#: The most characters of a word in training a tokenizer, whose time grows with their square.
+_LONGEST_WORD = 256
+#: The name of the token that ends a document, in a tokenizer that is trained here.
+END = "<|endoftext|>"
+
+#: A ``tokenizers.Tokenizer``; the tokens of all documents, each followed by the end token; the
+#: position after each document; and the end token.
+TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
+
+#: The label of a position that the loss leaves out, as in ``nn.CrossEntropyLoss``.
+IGNORED = -100
+#: The document number of positions after the last token.
+_PADDING = -1
+
 
 class Documents(NamedTuple):
     """A source of documents.
@@ -140,19 +157,6 @@ def _standard_library() -> Iterator[str]:
             texts = [ast.get_docstring(node) for node in nodes if isinstance(node, _HAS_TEXT)]
             if any(texts):
                 yield "\n\n".join(text for text in texts if text)
-
-
-#: The documents that are tokenized together.
-_TOGETHER = 256
-_FORMAT = 2
-#: The most characters of a word in training a tokenizer, whose time grows with their square.
-_LONGEST_WORD = 256
-#: The name of the token that ends a document, in a tokenizer that is trained here.
-END = "<|endoftext|>"
-
-#: A ``tokenizers.Tokenizer``; the tokens of all documents, each followed by the end token; the
-#: position after each document; and the end token.
-TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
 
 
 def token_files(
@@ -273,12 +277,6 @@ def _open(folder: Path) -> TokenFiles:
             fix="remove that folder: the text is packed again",
         ) from error
     return Tokenizer.from_buffer(text), tokens, ends, contents["end"]
-
-
-#: The label of a position that the loss leaves out, as in ``nn.CrossEntropyLoss``.
-IGNORED = -100
-#: The document number of positions after the last token.
-_PADDING = -1
 
 
 @shows("length", "end")

@@ -43,15 +43,6 @@ PERIOD = 0.2
 
 _SOURCE = Source("this is no board of a job", ConfigError, "watch a job of the same fleetpipe")
 
-
-@dataclass(frozen=True, order=True)
-class LastCheckpoint:
-    """The last checkpoint: its step, and the seconds since it was saved."""
-
-    step: int
-    age: float
-
-
 #: The keys of ``status``, and those of a slow rank in it; no version changes them.
 _STATUS = (
     *("state", "step", "steps", "step_time", "samples_per_second", "eta_seconds", "shares"),
@@ -59,6 +50,17 @@ _STATUS = (
 )
 _OF_SLOW = ("rank", "what", "factor", "since")
 _NO_HISTORY = History()
+
+#: The latest time that is believed, in seconds since 1970.
+_LAST_MOMENT = 1e11
+
+
+@dataclass(frozen=True, order=True)
+class LastCheckpoint:
+    """The last checkpoint: its step, and the seconds since it was saved."""
+
+    step: int
+    age: float
 
 
 @dataclass(frozen=True)
@@ -332,10 +334,6 @@ def _state(heard: Heard) -> RankRecord:
         state = "waiting"
     age = None if record.step_age is None else record.step_age + heard.silence
     return replace(record, rows=(), state=state, step_age=age)
-
-
-#: The latest time that is believed, in seconds since 1970.
-_LAST_MOMENT = 1e11
 
 
 class Series(NamedTuple):

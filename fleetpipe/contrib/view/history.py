@@ -20,6 +20,17 @@ from fleetpipe.json_value import JsonValue, Source, read
 #: The exit code of a process that Ctrl-C has ended.
 INTERRUPTED = 130
 
+#: The history of a job, beside its board.
+FILE = "watch-history.json"
+#: Rows that are kept; of more, each two become one.
+MOST = 600
+#: Events that are kept, the newest ones.
+MOST_EVENTS = 100
+#: The prefix of the names of figures that an evaluation has measured.
+EVALUATED = "eval_"
+
+_SOURCE = Source("this is no history of a job", ConfigError, "remove it: the job writes another")
+
 
 @dataclass
 class AttemptRecord:
@@ -93,18 +104,6 @@ def _number(value: Any) -> float:
 
 def _is_usable(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e15
-
-
-#: The history of a job, beside its board.
-FILE = "watch-history.json"
-#: Rows that are kept; of more, each two become one.
-MOST = 600
-#: Events that are kept, the newest ones.
-MOST_EVENTS = 100
-#: The prefix of the names of figures that an evaluation has measured.
-EVALUATED = "eval_"
-
-_SOURCE = Source("this is no history of a job", ConfigError, "remove it: the job writes another")
 
 
 class HistoryRow(NamedTuple):

@@ -32,6 +32,12 @@ Place = TypeVar("Place")
 #: Whether an operation belongs to a set that is made ideal.
 Member = Callable[[TracedOperation], bool]
 
+#: The share of ranks that M_W takes for the slowest.
+SLOWEST = 0.03
+
+#: The schedules that are tried, of one model part on each rank.
+NAMES = ("FThenB", "1F1B", "ZBH1", "ZBH2")
+
 
 class Cause(NamedTuple):
     """A straggler.
@@ -143,10 +149,6 @@ def _worst(
         return (one.kind in TRANSFERS) == transfers and key(one) == worst
 
     return [(Cause(kind, name.format(*words), factor), member)]
-
-
-#: The share of ranks that M_W takes for the slowest.
-SLOWEST = 0.03
 
 
 class Slowdown(NamedTuple):
@@ -261,10 +263,6 @@ def _times(
         best = np.array([ideal[one.kind] for one in step.operations])
         rows.append(step.time(np.where(chosen, best[:, None], step.transfer_times[:, None])))
     return np.array(rows)
-
-
-#: The schedules that are tried, of one model part on each rank.
-NAMES = ("FThenB", "1F1B", "ZBH1", "ZBH2")
 
 
 class Alternative(NamedTuple):

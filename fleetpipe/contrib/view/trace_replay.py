@@ -37,6 +37,11 @@ from fleetpipe.json_value import JsonValue, Source
 #: ``[operations, cases]``: the seconds of each operation in each of several cases.
 Durations = np.ndarray
 
+#: The rows of time in which a rank had no processor.
+QUEUEING, LIMITED, STOLEN = "queueing for a core", "stopped by a limit", "stolen by the host"
+WAITING, OUTSIDE = "waiting for messages", "outside of operations"
+_SOURCE = Source("this is no trace of fleetpipe's", ConfigError, "trace the run again")
+
 
 class ReplayedStep:
     """The operations of one step, and the operations that each waits for.
@@ -239,12 +244,6 @@ def _wait_for_collectives(operations: Sequence[TracedOperation], needs: list[lis
         elif one.kind.split("|")[0] == "F":
             # A gather after the optimizer is for the forwards of the next step.
             needs[index] += gathered[one.replica, one.part]
-
-
-#: The rows of time in which a rank had no processor.
-QUEUEING, LIMITED, STOLEN = "queueing for a core", "stopped by a limit", "stolen by the host"
-WAITING, OUTSIDE = "waiting for messages", "outside of operations"
-_SOURCE = Source("this is no trace of fleetpipe's", ConfigError, "trace the run again")
 
 
 class Machine(NamedTuple):

@@ -58,6 +58,10 @@ _MOST = 1e18
 #: The most seconds that the engine takes between two operations of a rank.
 _ENGINE_SECONDS = 1e-3
 
+#: The most ranks of a pipeline with fewer stages than ranks: each is a row to draw.
+_MOST_IDLE = 1000
+_TRACKS = ("predicted", "measured")
+
 
 class TracedOperation(NamedTuple):
     """One operation of a rank.
@@ -278,11 +282,6 @@ def _operation(row: Mapping[str, Any], where: str) -> TracedOperation:
     return TracedOperation(
         step, replica, stage, chunk, name, micro_batch, number("start"), duration
     )
-
-
-#: The most ranks of a pipeline with fewer stages than ranks: each is a row to draw.
-_MOST_IDLE = 1000
-_TRACKS = ("predicted", "measured")
 
 
 @dataclass(frozen=True)

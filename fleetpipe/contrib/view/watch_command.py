@@ -30,6 +30,26 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+#: Seconds from one look to the next.
+_PERIOD = 0.5
+#: The style of rich for each kind of answer and each state of a rank.
+_STYLES = {
+    "good": "green",
+    "open": "yellow",
+    "bad": "bold red",
+    "running": "green",
+    "waiting": "yellow",
+    "stopped": "bold red",
+}
+_BARS = "▁▂▃▄▅▆▇█"
+#: The most blocks of a curve.
+_BLOCKS = 50
+
+#: Returns the board of a job as of now.
+Source = Callable[[], JobBoard]
+#: The most seconds that a served job may take to answer, and the most bytes of its board.
+_PATIENCE, _LARGEST = 2.0, 1 << 24
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe watch`` to its parser."""
@@ -75,22 +95,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(source)
     return 0
-
-
-#: Seconds from one look to the next.
-_PERIOD = 0.5
-#: The style of rich for each kind of answer and each state of a rank.
-_STYLES = {
-    "good": "green",
-    "open": "yellow",
-    "bad": "bold red",
-    "running": "green",
-    "waiting": "yellow",
-    "stopped": "bold red",
-}
-_BARS = "▁▂▃▄▅▆▇█"
-#: The most blocks of a curve.
-_BLOCKS = 50
 
 
 def show(source: Source) -> None:
@@ -166,12 +170,6 @@ def _spark(values: Sequence[float]) -> str:
         _BARS[int(7 * (value - low) / (span or 1.0))] if math.isfinite(value) else " "
         for value in shown
     )
-
-
-#: Returns the board of a job as of now.
-Source = Callable[[], JobBoard]
-#: The most seconds that a served job may take to answer, and the most bytes of its board.
-_PATIENCE, _LARGEST = 2.0, 1 << 24
 
 
 def source_of(text: str) -> Source:

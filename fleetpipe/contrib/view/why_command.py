@@ -52,6 +52,22 @@ from fleetpipe.job.records import BETWEEN
 from fleetpipe.schedules.forms.trace import Event, caveat, device_of
 from fleetpipe.version import __version__
 
+#: If more than this share of the steps' time went elsewhere, that comes before the stragglers.
+_MOST_UNEXPLAINED = 0.15
+#: What happens between two steps, in words.
+_BETWEEN = {
+    "data": "in loading data",
+    "callbacks": "in callbacks",
+    "evaluation": "in evaluation",
+    "saves": "in saves",
+    "other": "in the script itself, such as in its own loading of data",
+}
+
+#: The most columns of the heat map; of more steps several share one.
+_MOST_COLUMNS = 60
+#: The cell of a rank whose computations take so many times the mean has the full colour.
+_HOTTEST = 2.0
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe why`` to its parser."""
@@ -148,18 +164,6 @@ def _lines(
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
 
 
-#: If more than this share of the steps' time went elsewhere, that comes before the stragglers.
-_MOST_UNEXPLAINED = 0.15
-#: What happens between two steps, in words.
-_BETWEEN = {
-    "data": "in loading data",
-    "callbacks": "in callbacks",
-    "evaluation": "in evaluation",
-    "saves": "in saves",
-    "other": "in the script itself, such as in its own loading of data",
-}
-
-
 def _sentence(slowdown: Slowdown, account: Mapping[str, float], shares: Mapping[str, float]) -> str:
     """Says in words where the time went, and which straggler costs most."""
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
@@ -202,12 +206,6 @@ def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
         f"Slow: {what}, {worst.factor:.2f} times its peers; "
         f"steps would be {gain:.1%} shorter if it took the mean time."
     )
-
-
-#: The most columns of the heat map; of more steps several share one.
-_MOST_COLUMNS = 60
-#: The cell of a rank whose computations take so many times the mean has the full colour.
-_HOTTEST = 2.0
 
 
 class HeatRow(NamedTuple):

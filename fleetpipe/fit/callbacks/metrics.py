@@ -37,6 +37,14 @@ from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.paddle_api.optimizer import base_optimizer
 from fleetpipe.schedules import Action, Op
 
+#: The metrics that are lists, with a number for each rank of the pipeline or for each process.
+PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
+
+#: The variables of the environment that ``run.json`` has: they change the bits of a product.
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
+#: A key of this process, by which the lines of its trainings are known as one attempt.
+_PROCESS = uuid.uuid4().hex
+
 
 class TraceSteps(rank_policy.Callback):
     """Records every action and transfer of some batches in the first replica.
@@ -93,10 +101,6 @@ class TraceSteps(rank_policy.Callback):
             summary = self._trace.write()
             if summary is not None:
                 rank_policy.say(summary)
-
-
-#: The metrics that are lists, with a number for each rank of the pipeline or for each process.
-PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
 
 
 class Busy:
@@ -400,12 +404,6 @@ def _plain(name: str, value: Any) -> float | list[float]:
     if isinstance(value, list):
         return list(map(float, value)) if name in PER_RANK else float(value[0])
     return float(value)
-
-
-#: The variables of the environment that ``run.json`` has: they change the bits of a product.
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
-#: A key of this process, by which the lines of its trainings are known as one attempt.
-_PROCESS = uuid.uuid4().hex
 
 
 def write_about(

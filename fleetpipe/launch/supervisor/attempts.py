@@ -27,6 +27,22 @@ _CARDS = "CUDA_VISIBLE_DEVICES"
 #: A file that exists if the host has a driver of cards.
 _CARDS_DRIVER = "/dev/nvidiactl"
 
+#: The most lines of a traceback that are shown.
+_MOST_LINES = 12
+_FREE_SPACE = "free space on the disk that the error above names, which is full"
+#: By the text of an error of the disk, which is not the fault of a step, what to do about it.
+_OF_THE_DISK = {
+    os.strerror(errno.ENOSPC): _FREE_SPACE,
+    os.strerror(errno.EDQUOT): _FREE_SPACE,
+    **dict.fromkeys(
+        (os.strerror(errno.EFBIG), "SIGXFSZ"),
+        "raise the limit on the size of a file, which ulimit -f shows, where the job is started",
+    ),
+}
+
+#: The exit code of a job in which one step failed twice in a row: EX_DATAERR.
+POISONED = 65
+
 
 class Width(NamedTuple):
     """The places that have a rank in an attempt.
@@ -93,20 +109,6 @@ class Width(NamedTuple):
         seen = [names[place] for place in self.places if place < len(names) and names[place]]
         cards = {_CARDS: ",".join(seen)} if seen else {}
         return {attempt_files.WHOLE_SIZE: str(self.whole), **cards}
-
-
-#: The most lines of a traceback that are shown.
-_MOST_LINES = 12
-_FREE_SPACE = "free space on the disk that the error above names, which is full"
-#: By the text of an error of the disk, which is not the fault of a step, what to do about it.
-_OF_THE_DISK = {
-    os.strerror(errno.ENOSPC): _FREE_SPACE,
-    os.strerror(errno.EDQUOT): _FREE_SPACE,
-    **dict.fromkeys(
-        (os.strerror(errno.EFBIG), "SIGXFSZ"),
-        "raise the limit on the size of a file, which ulimit -f shows, where the job is started",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -245,10 +247,6 @@ def _in_words(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
-
-
-#: The exit code of a job in which one step failed twice in a row: EX_DATAERR.
-POISONED = 65
 
 
 class Attempt(NamedTuple):

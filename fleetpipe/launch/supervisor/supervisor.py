@@ -54,6 +54,11 @@ from fleetpipe.systems import STOP_SIGNALS
 #: The signals of Ctrl-C: they stop a job like the others, and a second one ends it at once.
 BREAK_SIGNALS = (signal.SIGINT,)
 
+#: Seconds between two searches for ranks that have started after the job was asked to stop.
+_LOOK_SECONDS = 0.2
+#: The most seconds of one wait: select() accepts no number that a user may give.
+_LONGEST_WAIT = 3600.0
+
 
 class Signals:
     """Reads, from a socket, the signals that have arrived."""
@@ -258,12 +263,6 @@ def run(options: argparse.Namespace) -> int:
         ends.callback(pods.close)
         board = ends.enter_context(extra("view.serving").serving(options.serve))
         return Supervisor(options, Local(options, folder, pods, board), signals).run()
-
-
-#: Seconds between two searches for ranks that have started after the job was asked to stop.
-_LOOK_SECONDS = 0.2
-#: The most seconds of one wait: select() accepts no number that a user may give.
-_LONGEST_WAIT = 3600.0
 
 
 class Supervisor:

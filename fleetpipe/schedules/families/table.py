@@ -34,6 +34,12 @@ AHEAD = 2
 _TIMES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _PART, _LOSS = 0.2, 0.01
 
+#: Returns the rows of all ranks, given a placement, m, and its own options by keyword.
+Rows = Callable[..., Sequence[Sequence[Item]]]
+
+#: The schedule that runs slices of sequences.
+SLICED = "Seq1F1B"
+
 
 def with_head(
     body: Sequence[Sequence[Item]], placement: Placement, micro_batches: int
@@ -100,14 +106,6 @@ class _Merge:
         self.clock[rank] = start + sum(times)
         for kind, stage, micro_batch in actions:
             self.ends["B" if kind == "I" else kind, stage, micro_batch] = self.clock[rank]
-
-
-#: Returns the rows of all ranks, given a placement, m, and its own options by keyword.
-Rows = Callable[..., Sequence[Sequence[Item]]]
-
-
-#: The schedule that runs slices of sequences.
-SLICED = "Seq1F1B"
 
 
 class Family(NamedTuple):

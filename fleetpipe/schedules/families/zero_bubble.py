@@ -52,6 +52,12 @@ from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.families.one_f_one_b import balanced_groups, in_groups
 from fleetpipe.schedules.placement import Placement
 
+#: Time from a micro-batch to the next in the repeated block: F, I and W of two chunks.
+_PERIOD = 6
+
+#: The times in the block of a rank's F of the first and second chunk, I of the second and first.
+_Block = tuple[int, int, int, int]
+
 
 def zb_h1(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of ZB-H1 (arXiv:2401.10241); with several chunks, of interleaved ZB-1P.
@@ -142,13 +148,6 @@ def _pattern(rank: int, ranks: int, micro_batches: int) -> list[str]:
     pattern += ["I0", "I1"] * rank
     pattern += ["I0", "W0"] * after
     return pattern + ["W1"] * rank + ["W0"] * rank
-
-
-#: Time from a micro-batch to the next in the repeated block: F, I and W of two chunks.
-_PERIOD = 6
-
-#: The times in the block of a rank's F of the first and second chunk, I of the second and first.
-_Block = tuple[int, int, int, int]
 
 
 def v_half(placement: Placement, micro_batches: int) -> list[list[Action]]:

@@ -17,6 +17,21 @@ from fleetpipe.schedules.action import Action, Fused, Item, Op, Recv, Send, flat
 from fleetpipe.schedules.placement import Edge, Placement, checked_edges
 from fleetpipe.schedules.simulation import Timeline
 
+#: The time in a trace of one unit of the costs, which have no unit of time: a millisecond.
+MICROSECONDS_PER_UNIT = 1000.0
+
+#: Microseconds in the second, the unit of measured events.
+MICROSECONDS_PER_SECOND = 1e6
+
+_CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+#: Threads of a rank: 1 computes, the others carry transfers, several where they overlap.
+_COMPUTE = 1
+
+_MOST_STEPS = 1 << 63
+
+_Json = dict[str, object]
+
 
 class Event(NamedTuple):
     """An operation of a rank and its times, as plain values that can be sent and saved.
@@ -125,22 +140,6 @@ def median_step(steps: Sequence[Sequence[Event]]) -> int:
     """Returns the index of the step with the median bubble rate, which no single delay distorts."""
     rates = [figures_of(step).bubble_rate for step in steps]
     return rates.index(median_low(rates))
-
-
-#: The time in a trace of one unit of the costs, which have no unit of time: a millisecond.
-MICROSECONDS_PER_UNIT = 1000.0
-
-#: Microseconds in the second, the unit of measured events.
-MICROSECONDS_PER_SECOND = 1e6
-
-_CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
-#: Threads of a rank: 1 computes, the others carry transfers, several where they overlap.
-_COMPUTE = 1
-
-_MOST_STEPS = 1 << 63
-
-_Json = dict[str, object]
 
 
 def write_trace(

@@ -48,6 +48,13 @@ _CARRIERS.update(uint16="int16", uint32="int32", uint64="int64")
 _EMPTY = memoryview(bytearray())
 _Result = TypeVar("_Result")
 
+ALLOWED = (
+    "a dense Tensor of any dtype, None, bool, int, float, str, or a tuple, list or dict with "
+    "str keys of these"
+)
+
+_Path = tuple[object, ...]
+
 
 def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """Runs ``function`` in dynamic graph mode even if static mode is on.
@@ -288,14 +295,6 @@ def _memory(tensor: Tensor, nbytes: int) -> memoryview:
 @functools.lru_cache(maxsize=1024)
 def _block(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
     return ctypes.c_ubyte * nbytes
-
-
-ALLOWED = (
-    "a dense Tensor of any dtype, None, bool, int, float, str, or a tuple, list or dict with "
-    "str keys of these"
-)
-
-_Path = tuple[object, ...]
 
 
 class Unfit(Exception):

@@ -43,6 +43,53 @@ HEADER_BYTES = _WHOLE.size + _LAST.size
 # and a forward, where neither code nor data are in the caches; to look it up takes 1 us.
 _KNOWN_HEADERS = 4096
 
+SEAL_BYTES = 16
+
+_COUNT = struct.Struct("<Q")
+
+Buffer = bytes | bytearray | memoryview
+
+Tree = tuple[Any, ...]
+
+DEEPEST = 64
+MOST_PARTS = 1 << 16
+# Of a tensor, in any version of Paddle's.
+MOST_DIMENSIONS = 9
+_LARGEST_SIZE = 2**63 - 1
+# A part is a list; a tensor has one of its sizes besides, and an entry of a dict is one.
+_MOST_LISTS = 2 + 3 * MOST_PARTS
+_MOST_STRINGS = 2 * _MOST_LISTS
+_DEEPEST_LIST = 2 + 2 * (DEEPEST + 1)
+_MEMORY_BYTES = systems.memory_bytes()
+_LONGEST_FLOAT = 32
+# Bytes of one element of each dtype that Paddle has in one version or another.
+SIZES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "str": str,
+}
+
 
 class MessageKey(NamedTuple):
     """Names a message between two ranks; several messages with one key are first-in first-out.
@@ -204,13 +251,6 @@ def _unpack(data: bytes) -> Header:
     return header
 
 
-SEAL_BYTES = 16
-
-_COUNT = struct.Struct("<Q")
-
-Buffer = bytes | bytearray | memoryview
-
-
 class Seal:
     """The seals of one direction of a connection."""
 
@@ -245,48 +285,6 @@ class Seals(NamedTuple):
 
     outgoing: Seal
     incoming: Seal
-
-
-Tree = tuple[Any, ...]
-
-DEEPEST = 64
-MOST_PARTS = 1 << 16
-# Of a tensor, in any version of Paddle's.
-MOST_DIMENSIONS = 9
-_LARGEST_SIZE = 2**63 - 1
-# A part is a list; a tensor has one of its sizes besides, and an entry of a dict is one.
-_MOST_LISTS = 2 + 3 * MOST_PARTS
-_MOST_STRINGS = 2 * _MOST_LISTS
-_DEEPEST_LIST = 2 + 2 * (DEEPEST + 1)
-_MEMORY_BYTES = systems.memory_bytes()
-_LONGEST_FLOAT = 32
-# Bytes of one element of each dtype that Paddle has in one version or another.
-SIZES = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
-
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "bool": bool,
-    "int": lambda text: int(text, 16),
-    "float": float,
-    "str": str,
-}
 
 
 class TensorLeaf:

@@ -14,6 +14,11 @@ from fleetpipe.io import DataLoader, sample_generator
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_clock
 
+#: The name of the file on its own site and in Paddle.
+FILE = "cifar-10-python.tar.gz"
+_MEAN = np.array([0.4914, 0.4822, 0.4465], "float32")
+_SCALE = np.array([0.2023, 0.1994, 0.2010], "float32")
+
 
 class Timer:
     """Measures times in seconds, one after another."""
@@ -139,12 +144,6 @@ def get_dataloader(
     """
     options.update(batch_size=batch_size, num_workers=num_workers, seed=seed)
     return DataLoader(dataset, shuffle=shuffle, drop_last=drop_last, **options)
-
-
-#: The name of the file on its own site and in Paddle.
-FILE = "cifar-10-python.tar.gz"
-_MEAN = np.array([0.4914, 0.4822, 0.4465], "float32")
-_SCALE = np.array([0.2023, 0.1994, 0.2010], "float32")
 
 
 def build_cifar(

@@ -18,6 +18,17 @@ from fleetpipe.errors import ConfigError, StateError, UsageError, nearest, requi
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 
+#: MindSpore's modes of execution.
+GRAPH_MODE, PYNATIVE_MODE = 0, 1
+#: Options of ``set_context`` without effect: Paddle chooses the device, and how it runs.
+_WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_device_memory")
+
+#: Fleetpipe's names of MindSpore's schedules; other names are fleetpipe's own.
+SCHEDULERS = {"1f1b": "1F1B", "gpipe": "FThenB", "zero_bubble_v": "ZBV"}
+
+#: Whether ``init()`` was called, but has not begun the job yet.
+_initialized = False
+
 
 class ParallelMode(str, enum.Enum):
     """How a job is made parallel; stages need ``SEMI_AUTO_PARALLEL``."""
@@ -27,15 +38,6 @@ class ParallelMode(str, enum.Enum):
     HYBRID_PARALLEL = "hybrid_parallel"
     SEMI_AUTO_PARALLEL = "semi_auto_parallel"
     AUTO_PARALLEL = "auto_parallel"
-
-
-#: MindSpore's modes of execution.
-GRAPH_MODE, PYNATIVE_MODE = 0, 1
-#: Options of ``set_context`` without effect: Paddle chooses the device, and how it runs.
-_WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_device_memory")
-
-#: Fleetpipe's names of MindSpore's schedules; other names are fleetpipe's own.
-SCHEDULERS = {"1f1b": "1F1B", "gpipe": "FThenB", "zero_bubble_v": "ZBV"}
 
 
 def require_number(
@@ -144,8 +146,6 @@ class Options:
 
 OPTIONS = [field.name for field in fields(Options)]
 _options = Options()
-#: Whether ``init()`` was called, but has not begun the job yet.
-_initialized = False
 
 
 def set_auto_parallel_context(**options: Any) -> None:

@@ -25,6 +25,39 @@ from fleetpipe.schedules.forms.trace import Event, figures_of
 _STEPS = (1, 2, 2.5, 5, 10)
 _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 
+LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
+THROUGHPUT = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
+#: The drawn figures that are no metrics of the model, with their units.
+_MACHINE = {**THROUGHPUT, BUBBLE: "%", "step time": "s", "busy share": "%, mean of ranks"}
+_NO_METRICS = (LOSS, RATE, NORM, *_MACHINE, "peak_held")
+_TITLES = {
+    RATE: "learning rate",
+    BUBBLE: "bubble",
+    NORM: "gradient norm",
+    **dict.fromkeys(THROUGHPUT, "throughput"),
+}
+#: For each list with a figure of every rank: title, name of a curve, unit, and factor.
+_BY_RANK = {
+    "busy_share_by_rank": ("busy share", "rank", "%", 100.0),
+    "peak_memory_by_process": ("peak memory", "process", "GB", 1e-9),
+}
+#: The most points of a curve; of more, the least and the most of each stretch are drawn.
+MOST_POINTS = 600
+#: The number of colours; of more ranks the least, the median and the most are drawn.
+MOST_COLOURS = 8
+#: A curve of so many points has a running mean, over its points divided by ``_WINDOWS``.
+_SMOOTH_FROM, _WINDOWS = 60, 40
+
+_WIDTH = 1000
+#: The least and the most width of a drawing, in pixels of CSS; a wide one is scrolled.
+_PIXELS = (560, 1600)
+_PIXELS_OF_A_BOX = 14.0
+_PIXELS_OF_A_DIGIT = 7.0
+#: In a timeline of more boxes those of one colour are one shape, without texts.
+_MOST_BOXES = 2500
+_TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
+
 
 def short(value: float) -> str:
     """Formats a figure with four significant digits: 1,234  0.1235  1.235e-07."""
@@ -105,30 +138,6 @@ def labels(values: Sequence[float]) -> list[str]:
     # 0.25 has a digit more than its size says.
     digits += any(abs(round(value, digits) - value) > abs(step) / 100 for value in values)
     return [f"{value:,.{min(digits, 6)}f}" for value in values]
-
-
-LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
-THROUGHPUT = {"samples_per_second": "samples/s", "tokens_per_second": "tokens/s"}
-#: The drawn figures that are no metrics of the model, with their units.
-_MACHINE = {**THROUGHPUT, BUBBLE: "%", "step time": "s", "busy share": "%, mean of ranks"}
-_NO_METRICS = (LOSS, RATE, NORM, *_MACHINE, "peak_held")
-_TITLES = {
-    RATE: "learning rate",
-    BUBBLE: "bubble",
-    NORM: "gradient norm",
-    **dict.fromkeys(THROUGHPUT, "throughput"),
-}
-#: For each list with a figure of every rank: title, name of a curve, unit, and factor.
-_BY_RANK = {
-    "busy_share_by_rank": ("busy share", "rank", "%", 100.0),
-    "peak_memory_by_process": ("peak memory", "process", "GB", 1e-9),
-}
-#: The most points of a curve; of more, the least and the most of each stretch are drawn.
-MOST_POINTS = 600
-#: The number of colours; of more ranks the least, the median and the most are drawn.
-MOST_COLOURS = 8
-#: A curve of so many points has a running mean, over its points divided by ``_WINDOWS``.
-_SMOOTH_FROM, _WINDOWS = 60, 40
 
 
 class Curve(NamedTuple):
@@ -280,17 +289,6 @@ def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
 
 def _stops(run: RunRecord) -> list[int]:
     return [attempt.step for attempt in run.board.attempts[1:]]
-
-
-_WIDTH = 1000
-#: The least and the most width of a drawing, in pixels of CSS; a wide one is scrolled.
-_PIXELS = (560, 1600)
-_PIXELS_OF_A_BOX = 14.0
-_PIXELS_OF_A_DIGIT = 7.0
-#: In a timeline of more boxes those of one colour are one shape, without texts.
-_MOST_BOXES = 2500
-_TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-_KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
 
 
 @dataclass(frozen=True)

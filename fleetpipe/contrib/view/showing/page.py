@@ -26,6 +26,9 @@ _MOST_LETTERS = 60
 #: The most levels of nested settings; deeper ones are written as Python does.
 _MOST_LEVELS = 8
 
+#: The sections of ``run.json`` whose settings are shown and compared.
+_SECTIONS = ("config", "training", "layout", "environment", "versions")
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -185,10 +188,6 @@ def _stages(value: object) -> list[dict[str, Any]]:
 
 def _count(value: object) -> int:
     return value if isinstance(value, int) else 0
-
-
-#: The sections of ``run.json`` whose settings are shown and compared.
-_SECTIONS = ("config", "training", "layout", "environment", "versions")
 
 
 @cache

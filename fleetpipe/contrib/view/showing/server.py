@@ -45,6 +45,29 @@ _HEADERS = (
     "Referrer-Policy: no-referrer\r\nConnection: close\r\n"
 )
 
+_STATES = ("starting", "running", "waiting", "stopped", "ended")
+#: For each metric of the job: attribute of the board, name, unit and description.
+_OF_JOB = (
+    ("steps", "run_steps", "", "Steps of the whole run."),
+    ("step_time", "step_time_seconds", "seconds", "Time of a step."),
+    ("samples_per_second", "samples_per_second", "", "Of all replicas."),
+    ("eta_seconds", "eta_seconds", "seconds", "Time to the end."),
+    ("gradient_norm", "gradient_norm", "", "Of the last step, before clipping."),
+)
+#: For each metric of a rank: attribute of its record, name, unit and description.
+_OF_RANK = (
+    ("busy", "busy_ratio", "ratio", "Share of a step in which it computes."),
+    ("memory", "memory_bytes", "bytes", "What it has."),
+    ("memory_limit", "memory_limit_bytes", "bytes", "What it may have."),
+    ("held", "held_forwards", "", "Most forwards that it held in a step."),
+    ("held_cap", "held_cap_forwards", "", "Most that it may hold."),
+    ("step_age", "last_step_age_seconds", "seconds", "Time since its last step."),
+    ("incoming", "incoming_messages", "", "Messages that it has not taken."),
+    ("outgoing", "outgoing_bytes", "bytes", "What it has not sent."),
+)
+#: The values of the labels of a figure, and the figure; None if it is unknown.
+_Sample = tuple[tuple[str, ...], "float | None"]
+
 
 class Server:
     """Serves a board from a thread until it is closed.
@@ -175,30 +198,6 @@ class Server:
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
-
-
-_STATES = ("starting", "running", "waiting", "stopped", "ended")
-#: For each metric of the job: attribute of the board, name, unit and description.
-_OF_JOB = (
-    ("steps", "run_steps", "", "Steps of the whole run."),
-    ("step_time", "step_time_seconds", "seconds", "Time of a step."),
-    ("samples_per_second", "samples_per_second", "", "Of all replicas."),
-    ("eta_seconds", "eta_seconds", "seconds", "Time to the end."),
-    ("gradient_norm", "gradient_norm", "", "Of the last step, before clipping."),
-)
-#: For each metric of a rank: attribute of its record, name, unit and description.
-_OF_RANK = (
-    ("busy", "busy_ratio", "ratio", "Share of a step in which it computes."),
-    ("memory", "memory_bytes", "bytes", "What it has."),
-    ("memory_limit", "memory_limit_bytes", "bytes", "What it may have."),
-    ("held", "held_forwards", "", "Most forwards that it held in a step."),
-    ("held_cap", "held_cap_forwards", "", "Most that it may hold."),
-    ("step_age", "last_step_age_seconds", "seconds", "Time since its last step."),
-    ("incoming", "incoming_messages", "", "Messages that it has not taken."),
-    ("outgoing", "outgoing_bytes", "bytes", "What it has not sent."),
-)
-#: The values of the labels of a figure, and the figure; None if it is unknown.
-_Sample = tuple[tuple[str, ...], "float | None"]
 
 
 def require_package() -> None:

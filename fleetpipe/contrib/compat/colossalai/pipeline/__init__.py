@@ -22,6 +22,8 @@ SPLIT_NODE = "SPLIT_NODE"
 _OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
 _UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
 
+_descriptions: Any = paddle_fleet.meta_parallel
+
 
 class LayerCall(NamedTuple):
     """How a layer is called.
@@ -178,9 +180,6 @@ def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
 
 def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-_descriptions: Any = paddle_fleet.meta_parallel
 
 
 class Called(paddle.nn.Layer):
