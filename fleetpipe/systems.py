@@ -70,7 +70,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MMAP_THRESHOLD = 16 * 2**20
 TRIM_THRESHOLD = 512 * 2**20
 
-_OF_THE_HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+_HEAP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def require_ranks() -> None:
@@ -435,7 +435,7 @@ def keep_freed_memory() -> bool:
     chosen = "glibc.malloc.trim_threshold" in tunables or "glibc.malloc.mmap_thr" in tunables
     if os.environ.get("FLEETPIPE_HEAP", "1") == "0" or chosen:
         return False
-    if any(name in os.environ for name in _OF_THE_HEAP):
+    if any(name in os.environ for name in _HEAP_VARIABLES):
         return False
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "gnu_get_libc_version"):

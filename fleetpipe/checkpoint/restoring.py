@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents import training_state
-from fleetpipe.checkpoint.contents.objects import Objects, of_place
+from fleetpipe.checkpoint.contents.objects import Objects, state_of_place
 from fleetpipe.checkpoint.contents.parts import (
     MODEL,
     STATE,
@@ -138,7 +138,7 @@ class _Attempt:
             self._parts.append(optimizer)
         if self._objects.state is not None:
             states = self.state.get(STATE)
-            of_rank = None if states is None else of_place(states, ranks.place)
+            of_rank = None if states is None else state_of_place(states, ranks.place)
             self._parts.append(self._objects.script_part(ranks.place, of_rank))
         saved = self.reader.manifest.saved
         if model is not None:

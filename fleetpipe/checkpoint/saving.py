@@ -128,7 +128,7 @@ def _end_with_process() -> None:
                     "step that was saved before",
                 )
             )
-    first = lost.pop(0) if lost and watch.error() is None else None
+    first = lost.pop(0) if lost and watch.error_at_exit() is None else None
     for one in lost:
         _log.error("%s", one)
     if first is not None:
@@ -136,7 +136,7 @@ def _end_with_process() -> None:
         try:
             end(first)
         finally:  # Python itself would end with status 0
-            watch.end_with(first)
+            watch.end_with_error(first)
 
 
 class Saver:

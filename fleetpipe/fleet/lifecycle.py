@@ -396,7 +396,7 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
 
 def end_with_process() -> None:
     """Ends the job when the process ends, and sends an uncaught error to the other ranks."""
-    error = watch.error()
+    error = watch.error_at_exit()
     if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
         _log.error(_STOCK_HINT)
     if isinstance(error, AssertionError) and str(error).startswith(_STOCK_ALONE):
@@ -405,7 +405,7 @@ def end_with_process() -> None:
         job.end(error)
     except FleetPipeError as failure:
         # Raised here, Python would print it and exit with 0.
-        watch.end_with(failure)
+        watch.end_with_error(failure)
 
 
 def end_job_at_exit() -> None:

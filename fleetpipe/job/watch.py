@@ -4,8 +4,8 @@ A thread of each rank has a connection to every other rank. It carries records o
 doing (five times a second), failures, and goodbyes; a connection that ends without a goodbye means
 that the rank died. A failure ends every wait of this rank at once; if the rank computes or hangs in
 something else, the thread ends the process a moment later. Each rank passes a failure on before it
-leaves, so that all ranks name the rank that failed first. At exit, :func:`error` returns the error
-that ends this process, for the other ranks.
+leaves, so that all ranks name the rank that failed first. At exit, :func:`error_at_exit` returns
+the error that ends this process, for the other ranks.
 """
 
 from __future__ import annotations
@@ -423,13 +423,13 @@ def note_exits() -> None:
     sys.exit = exit_with  # type: ignore[assignment]
 
 
-def error() -> BaseException | None:
+def error_at_exit() -> BaseException | None:
     """Returns the error that ends this process: an uncaught one, or a failing sys.exit."""
     uncaught: BaseException | None = getattr(sys, "last_value", None)
     return uncaught if uncaught is not None else _exit
 
 
-def end_with(error: BaseException) -> NoReturn:
+def end_with_error(error: BaseException) -> NoReturn:
     """Ends the process at once, with ``error`` in its log, if no exception could."""
     try:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

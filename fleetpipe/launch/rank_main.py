@@ -17,7 +17,7 @@ from fleetpipe.launch.script import end_with_command  # noqa: E402
 
 end_with_command()
 code = main(sys.argv[1:])
-error = watch.error()
+error = watch.error_at_exit()
 # Recorded, since the launcher may end this process while it cleans up, and see only the signal.
 attempt_files.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else code)
 if code and error is not None:

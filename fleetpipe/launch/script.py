@@ -34,7 +34,7 @@ from fleetpipe.job import attempt_files
 from fleetpipe.launch import streams
 
 #: The variable with the folder of the command that started this process.
-FOLDER = "FLEETPIPE_COMMAND_FOLDER"
+_COMMAND_FOLDER = "FLEETPIPE_COMMAND_FOLDER"
 #: A file system in memory, if the system has one.
 _MEMORY = Path("/dev/shm")
 _PREFIX = "fleetpipe-launch-"
@@ -64,19 +64,19 @@ def command_folder(large: bool = False) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
     folder = place / hidden.name[1:]
-    outer = os.environ.get(FOLDER)
+    outer = os.environ.get(_COMMAND_FOLDER)
     try:
         with (hidden / _LOCK).open("w") as lock:
             if not systems.lock(lock.fileno()):
                 lock.close()  # Windows renames no folder with an open file
             # Other commands see it only now that it is locked.
             hidden.rename(folder)
-            os.environ[FOLDER] = str(folder)
+            os.environ[_COMMAND_FOLDER] = str(folder)
             yield folder
     finally:
-        os.environ.pop(FOLDER, None)
+        os.environ.pop(_COMMAND_FOLDER, None)
         if outer is not None:
-            os.environ[FOLDER] = outer
+            os.environ[_COMMAND_FOLDER] = outer
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -88,8 +88,8 @@ def end_with_command(first: Callable[[], None] = lambda: None) -> None:
     Args:
         first: Called before this process ends, and before the folder is removed; not in a rank.
     """
-    if FOLDER in os.environ:
-        folder = Path(os.environ[FOLDER])
+    if _COMMAND_FOLDER in os.environ:
+        folder = Path(os.environ[_COMMAND_FOLDER])
         # With a name, so that the first thread of the script is still called Thread-1.
         await_end = threading.Thread(
             target=_await_end, args=[folder, first], name="end with command", daemon=True

@@ -14,7 +14,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.checkpoint.contents.attributes import Attributes
-from fleetpipe.checkpoint.contents.objects import Objects, of_place
+from fleetpipe.checkpoint.contents.objects import Objects, state_of_place
 from fleetpipe.checkpoint.ranks import Part, Place
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
@@ -91,10 +91,10 @@ def test_a_rank_takes_what_its_place_had_or_else_one_with_its_part_of_the_model(
     places = [place(replica, 3) for replica in range(3)]
     trees = [{"ema": ["", replica]} for replica in range(3)]
     saved = {"places": [one.to_json() for one in places], "of_rank": [0, 1, 2], "states": trees}
-    assert [of_place(saved, one) for one in places] == trees
-    assert of_place(saved, place(1, 2)) == trees[0]
+    assert [state_of_place(saved, one) for one in places] == trees
+    assert state_of_place(saved, place(1, 2)) == trees[0]
     with pytest.raises(CheckpointError, match="another on each of the ranks"):
-        of_place(saved, place(1, 3, stages=2))
+        state_of_place(saved, place(1, 3, stages=2))
 
 
 def test_all_ranks_check_the_same_files_whatever_some_add_alone() -> None:

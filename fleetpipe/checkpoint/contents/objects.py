@@ -123,7 +123,7 @@ def _number_tensors(name: str, tensors: Sequence[Any]) -> Iterator[tuple[TensorN
         yield TensorName(STATE, f"{name}/{number}"), LocalTensor(tensor, differs=True)
 
 
-def require(state: Any) -> None:
+def require_state(state: Any) -> None:
     """Raises an error unless ``state`` is a dict of values and objects that can be restored."""
     if state is None:
         return
@@ -142,7 +142,7 @@ def _setter(one: Any) -> Any:
     return getattr(one, "set_state_dict", getattr(one, "load_state_dict", None))
 
 
-def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
+def state_of_place(saved: Mapping[str, Any], place: Place) -> Trees:
     """Returns the saved trees of ``state=`` that the rank at ``place`` restores.
 
     Raises:
@@ -233,7 +233,7 @@ class Objects:
     attributes: Attributes | None = None
 
     def __post_init__(self) -> None:
-        require(self.state)
+        require_state(self.state)
         if not isinstance(self.data, (SavedData, type(None))):
             raise ConfigError(
                 "data= says where the run is in its data",

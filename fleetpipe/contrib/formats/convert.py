@@ -58,7 +58,7 @@ from fleetpipe.version import __version__
 __all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_parameters"]
 
 
-SCHEDULER = "lr_scheduler"
+_SCHEDULER = "lr_scheduler"
 
 FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
 _TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
@@ -80,7 +80,7 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(
         {name: LazyTensor(contents[name].tensor, _reading(reader, name)) for name in names},
         reader.manifest.step,
-        reader.text(training_state.FILE).get(SCHEDULER),
+        reader.text(training_state.FILE).get(_SCHEDULER),
         plain_order=reader.manifest.plain_order,
     )
 
@@ -115,7 +115,7 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     ranks = Ranks(SoleGroup())
     states = {"extra": {}, "random": training_state.random_states()}
     if state.scheduler is not None:
-        states[SCHEDULER] = state.scheduler
+        states[_SCHEDULER] = state.scheduler
     merged = training_state.merge_states([states], [ranks.place])
     plan = state.plan_of_files()
     text = training_state.to_text({"step": step, **merged})
@@ -179,13 +179,13 @@ FORMATS = {
     "unified": Format(
         "optimizer.safetensors.index.json",
         model_files.is_unified,
-        model_files.read_folder,
+        model_files.read_unified,
         model_files.write_unified,
     ),
     "huggingface": Format(
         "model.safetensors or model.safetensors.index.json",
-        model_files.is_there,
-        model_files.read_model,
+        model_files.is_huggingface,
+        model_files.read_huggingface,
         model_files.write_huggingface,
         (MODEL,),
     ),
@@ -428,7 +428,7 @@ class _StepOfAnother:
 
     def text(self, _name: str) -> dict[str, Any]:
         """Returns the contents that are no tensors."""
-        rate = {} if self._state.scheduler is None else {SCHEDULER: self._state.scheduler}
+        rate = {} if self._state.scheduler is None else {_SCHEDULER: self._state.scheduler}
         return {"extra": {}, **rate}
 
     def check_texts(self) -> None:

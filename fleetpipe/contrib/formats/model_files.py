@@ -41,7 +41,7 @@ from fleetpipe.json_value import JsonValue, Source, read
 STATE_FILE = "model_state.pdparams"
 _LAYER_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
-GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+_GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
 _INDEX = ".safetensors.index.json"
 _TRAINER = "trainer_state.json"
 _SOURCE = Source(
@@ -155,23 +155,27 @@ def write_state_file(state: Checkpoint, folder: Path) -> None:
             shutil.copy2(file, folder)
 
 
-def is_there(folder: Path) -> bool:
+def is_huggingface(folder: Path) -> bool:
     """Whether a folder has a model in safetensors."""
     return any([*folder.glob(f"{MODEL}{_INDEX}"), *folder.glob(f"{MODEL}*.safetensors")])
 
 
 def is_unified(folder: Path) -> bool:
     """Whether a folder has a model and an optimizer in safetensors."""
-    return is_there(folder) and any(folder.glob(f"{OPTIMIZER}*.safetensors*"))
+    return is_huggingface(folder) and any(folder.glob(f"{OPTIMIZER}*.safetensors*"))
 
 
-def read_folder(folder: Path) -> Checkpoint:
+def read_unified(folder: Path) -> Checkpoint:
     """Reads the indices and headers of the safetensors files: model, optimizer, master weights.
 
     Raises:
         CheckpointError: A file is damaged, or files contradict each other; the message names it.
     """
-    contents = {TensorName(g, name): one for g in GROUPS for name, one in _group(folder, g).items()}
+    contents = {
+        TensorName(group, name): tensor
+        for group in _GROUPS
+        for name, tensor in _group(folder, group).items()
+    }
     for name, tensor in contents.items():
         parameter = contents.get(TensorName(MODEL, name.name.rpartition("/")[0]), tensor)
         if "moment" in name.name and parameter.described.shape != tensor.described.shape:
@@ -201,11 +205,11 @@ def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
     return tuple(model) if in_order else ()
 
 
-def read_model(folder: Path) -> Checkpoint:
+def read_huggingface(folder: Path) -> Checkpoint:
     """Reads the indices and headers of the model alone.
 
     Raises:
-        CheckpointError: An error of :func:`read_folder`.
+        CheckpointError: An error of :func:`read_unified`.
     """
     contents = {TensorName(MODEL, name): one for name, one in _group(folder, MODEL).items()}
     rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
@@ -267,19 +271,19 @@ def _layout(path: Path, index: Path) -> tensors.Layout:
 
 def write_unified(state: Checkpoint, folder: Path) -> None:
     """Writes a unified checkpoint for PaddleNLP and PaddleFormers."""
-    _write(state, folder, "np")
+    _write_safetensors(state, folder, "np")
     write_rest(state, folder)
 
 
 def write_huggingface(state: Checkpoint, folder: Path) -> None:
     """Writes a model for libraries on PyTorch; names and shapes are those of the checkpoint."""
-    _write(state, folder, "pt")
+    _write_safetensors(state, folder, "pt")
     for file in state.files:
         if file.suffix == ".json" and file.name != _TRAINER:
             shutil.copy2(file, folder)
 
 
-def _write(state: Checkpoint, folder: Path, made_by: str) -> None:
+def _write_safetensors(state: Checkpoint, folder: Path, made_by: str) -> None:
     """Writes safetensors files and their indices; ``made_by`` is "np" or "pt"."""
     plan = state.plan_of_files()
     for group, files in plan.groups.items():
