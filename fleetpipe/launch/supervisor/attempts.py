@@ -197,8 +197,8 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
     raised = failure.what == "raised"
     raising = {report.failure.rank for report in attempt_files.failures(home)}
-    state_of_place = failure.what == "died" or (raised and step is None and raising == {rank})
-    place = rank if state_of_place else None
+    of_place = failure.what == "died" or (raised and step is None and raising == {rank})
+    place = rank if of_place else None
     if failure.what == "timed out" and len(died) == 1:
         (place,) = died  # a rank that hangs is killed in the end
     return Verdict(
