@@ -1,7 +1,7 @@
 """Adds delayed gradients to those of parameters, and finds out in which order gradients are added.
 
 :class:`Sums` adds gradients: through autograd the first one in a batch and those with hooks, others
-in place. A :class:`DeferralReport` tells which gradients a split backward delays until W, and why.
+in place. :class:`GradientArrivals` records which gradients a split backward delays until W.
 A :class:`Crossing` shows where a stage may add gradients in another order than one graph of the
 whole model.
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Context, GradNode, Layer, Tensor
-from fleetpipe.dygraph.backward.leaf import Leaf, nodes_of, operands
+from fleetpipe.dygraph.backward.leaf import nodes_of, operands
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import add_in_place
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
@@ -125,46 +124,12 @@ def is_watched(parameter: Tensor) -> bool:
     return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1
 
 
-@dataclass(frozen=True)
-class DeferralReport:
-    """A report of what a split backward delayed until W; ``str()`` is a table.
-
-    Attributes:
-        schedule: The name of the schedule.
-        reasons: For each trainable parameter of the stages, by fully qualified name, why its
-            gradient or a part of it was computed in I in the first batch; "" if it was computed in
-            W. Empty before the first batch, and if the schedule splits no backward.
-    """
-
-    schedule: str
-    reasons: Mapping[str, str]
-
-    @property
-    def deferred(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradients are computed and added in W."""
-        return tuple(name for name, reason in self.reasons.items() if not reason)
-
-    @property
-    def immediate(self) -> dict[str, str]:
-        """Names of the parameters with gradients that are computed in I, each with the reason."""
-        return {name: reason for name, reason in self.reasons.items() if reason}
-
-    def __str__(self) -> str:
-        if not self.reasons:
-            return f"{self.schedule}: no backward was split yet"
-        lines = [
-            f"{self.schedule}: the gradients of {len(self.deferred)} of {len(self.reasons)} "
-            "parameters are computed in W"
-        ]
-        lines += [f"  {name}: computed in I: {reason}" for name, reason in self.immediate.items()]
-        return "\n".join(lines)
-
-
 class GradientArrivals:
     """Records by hooks, in the first batch, in which kind of action parameters get gradients."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, set[str]] = {}
+        #: The kinds of action, I and W, in which each trainable parameter got gradients, by name.
+        self.kinds: dict[str, set[str]] = {}
         self._parameters: dict[str, Tensor] = {}
         self._handles: list[tuple[Tensor, Any]] = []
         self._stages: set[int] = set()
@@ -199,48 +164,22 @@ class GradientArrivals:
         finally:
             self._kind = ""
 
-    def reasons(self, leaves: Mapping[int, Iterable[Leaf]]) -> dict[str, str]:
-        """Returns :attr:`DeferralReport.reasons`, in the order of the model."""
-        owners = {
-            id(p): leaf for stage in leaves.values() for leaf in stage for p in leaf.parameters
-        }
-        return {
-            name: _reason(self._kinds[name], owners.get(id(self._parameters[name])))
-            for name in sorted(self._kinds, key=lambda name: int(name.partition(".")[0]))
-        }
-
     def halves(self) -> set[int]:
         """Returns the ids of the parameters that got part of their gradient in I and part in W."""
-        return {id(self._parameters[name]) for name, kinds in self._kinds.items() if len(kinds) > 1}
+        return {id(self._parameters[name]) for name, kinds in self.kinds.items() if len(kinds) > 1}
 
     def _watch(self, name: str, parameter: Tensor) -> None:
         """Records in which kinds of action, I or W, a parameter gets a gradient."""
         if parameter.stop_gradient:
             return
         self._parameters[name] = parameter
-        kinds = self._kinds.setdefault(name, set())
+        kinds = self.kinds.setdefault(name, set())
 
         def note(_grad: Tensor) -> None:
             if self._kind:
                 kinds.add(self._kind)
 
         self._handles.append((parameter, parameter.register_hook(note)))
-
-
-def _reason(kinds: set[str], owner: Leaf | None) -> str:
-    """Returns why a parameter's gradient is computed in I; "" if it is computed in W.
-
-    Args:
-        kinds: The kinds of action, I and W, in which it got a gradient.
-        owner: The leaf layer of the parameter; None without one.
-    """
-    if not kinds:
-        return "no gradient reached it"
-    if owner is None:
-        return "its layer has sublayers with parameters of their own"
-    if kinds == {"W"}:
-        return ""
-    return owner.reason or "it is used outside of its layer's own forward"
 
 
 class Meeting(NamedTuple):

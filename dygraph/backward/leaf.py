@@ -73,7 +73,7 @@ Situation = tuple[int, tuple[bool, ...]]
 
 
 class CannotWait(Exception):
-    """The weight gradients of a call cannot wait, for the reason in the message."""
+    """The weight gradients of a call of a leaf layer cannot wait for W."""
 
 
 class Nature(NamedTuple):
@@ -99,20 +99,18 @@ class Leaf:
         layer: The layer.
         name: Its path in the whole model.
         natures: The properties of its calls, by their :func:`situation`.
-        uncut: Why the gradients of some calls could not wait, if no inspection was needed to tell.
         divisible: Whether the gradients of inputs and parameters could be computed separately in
             all calls so far.
         static: Whether its forward is a part of a static graph, in which it must not be replaced.
     """
 
-    def __init__(self, layer: Layer, name: str) -> None:
-        """Describes a layer without sublayers; ``name`` is its path in the model."""
+    def __init__(self, layer: Layer, name: str, static: bool) -> None:
+        """Stores the arguments, which the class describes."""
         self.layer = layer
         self.name = name
+        self.static = static
         self.natures: dict[Situation, Nature] = {}
-        self.uncut = ""
         self.divisible = True
-        self.static = False
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -129,16 +127,6 @@ class Leaf:
         """Stores the properties of the calls of a :func:`situation`."""
         self.natures[key] = nature
         self.divisible &= nature.divisible
-
-    @property
-    def reason(self) -> str:
-        """Why the weight gradients of some call cannot wait; "" if all can."""
-        if self.uncut or self.waits:
-            return self.uncut
-        forward = self.layer.forward
-        if is_of_a_library(forward) and _class_in(forward.__qualname__) not in WAITING:
-            return "Paddle gives it together with the input's gradient"
-        return "its layer's forward is the model's own, and may do something else in each call"
 
 
 def situation(taken: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situation:
@@ -160,14 +148,10 @@ def can_wait(layer: Layer) -> bool:
     return plain and _is_waiting(kind, kind.forward)
 
 
-def _class_in(name: str) -> str:
-    return name.removesuffix(".forward")
-
-
 @functools.lru_cache(maxsize=256)
 def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
     """Whether a library's ``forward`` is that of a layer in ``WAITING`` and still unchanged."""
-    if _class_in(forward.__qualname__) not in WAITING:
+    if forward.__qualname__.removesuffix(".forward") not in WAITING:
         return False
     kinds = kind.__mro__
     number = next(i for i, one in enumerate(kinds) if vars(one).get("forward") is forward)
@@ -196,10 +180,7 @@ def leaves_of(index: int, layer: Layer) -> Iterator[Leaf]:
     for path, part in layer.named_sublayers(prefix=str(index), include_self=True):
         parameters = part.parameters(include_sublayers=False)
         if parameters and all(not sub.parameters() for sub in part.sublayers()):
-            leaf = Leaf(part, path)
-            if id(part) in static:
-                leaf.static, leaf.uncut = True, "its layer is within paddle.jit.to_static"
-            yield leaf
+            yield Leaf(part, path, id(part) in static)
         if is_static(part):
             static.update(map(id, part.sublayers()))
 
@@ -300,5 +281,5 @@ def tensors_in(value: Nest) -> list[Tensor]:
         if isinstance(leaf, paddle.Tensor):
             tensors.setdefault(id(leaf), leaf)
         elif not isinstance(leaf, _PLAIN):
-            raise CannotWait(f"its layer was called with an object of class {type(leaf).__name__}")
+            raise CannotWait
     return list(tensors.values())

@@ -14,12 +14,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.added_gradients import (
-    DeferralReport,
-    GradientArrivals,
-    LayersOf,
-    Sums,
-)
+from fleetpipe.dygraph.backward.added_gradients import GradientArrivals, LayersOf, Sums
 from fleetpipe.dygraph.backward.layer_state import changes
 from fleetpipe.dygraph.backward.leaf import (
     CannotWait,
@@ -118,7 +113,6 @@ class SplitBackward:
             for action in flatten(row)
             if action.kind == "I"
         }
-        self._name = schedule.name
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
         self._fast_leaves = fast_leaves
@@ -127,7 +121,8 @@ class SplitBackward:
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._refusals = Refusals()
         self._sums = Sums()
-        self._arrivals: GradientArrivals | None = None
+        #: The kinds of action in which parameters got gradients; None before the first I.
+        self.arrivals: GradientArrivals | None = None
         #: Whether the caller removes gradients from the parameters after each action.
         self.by_name = False
 
@@ -135,7 +130,7 @@ class SplitBackward:
         """Forgets the stages' layers, because some were replaced between two batches."""
         self._leaves.clear()
         self._fast.clear()
-        self._arrivals = None
+        self.arrivals = None
 
     def splits(self, stage: int, micro_batch: MicroBatch) -> bool:
         """Whether the backward of a stage and micro-batch is split into I and W."""
@@ -145,11 +140,11 @@ class SplitBackward:
         """Ends a batch: removes the hooks of the first batch, and drops unfinished tapes."""
         if self._sums.begun:
             self._sums.end()
-        if self._arrivals is not None:
-            self._arrivals.stop()
+        if self.arrivals is not None:
+            self.arrivals.stop()
             if self._tapes:
                 # The batch is unfinished, so the hooks saw a part of it: the next batch has hooks.
-                self._arrivals = None
+                self.arrivals = None
         self._tapes.clear()
         self._refusals.in_backward = False
 
@@ -248,18 +243,13 @@ class SplitBackward:
         refusal, self._refusals.error = self._refusals.error, None
         return refusal
 
-    def report(self) -> DeferralReport:
-        """Returns a report on which parameters' gradients waited for W."""
-        reasons = {} if self._arrivals is None else self._arrivals.reasons(self._leaves)
-        return DeferralReport(self._name, reasons)
-
     def reordered(self) -> list[str]:
         """Returns the leaf layers whose gradients may be added in another order than in B.
 
         The inputs and outputs of such a layer are connected by several paths, or its parameters are
         also used outside of it.
         """
-        both = set() if self._arrivals is None else self._arrivals.halves()
+        both = set() if self.arrivals is None else self.arrivals.halves()
         return [
             leaf.name
             for leaves in self._leaves.values()
@@ -281,9 +271,9 @@ class SplitBackward:
 
     def _noting(self, stage: int, kind: str) -> AbstractContextManager[None]:
         """While it is open, records which gradients an action of the first batch adds."""
-        if self._arrivals is None:
-            self._arrivals = GradientArrivals()
-        return self._arrivals.during(stage, kind, self._layers_of)
+        if self.arrivals is None:
+            self.arrivals = GradientArrivals()
+        return self.arrivals.during(stage, kind, self._layers_of)
 
 
 def run_leaf(
@@ -307,8 +297,7 @@ def run_leaf(
         return forward(*args, **named)
     try:
         taken = _tensors_taken(leaf, parameters, args, named)
-    except CannotWait as cause:
-        leaf.uncut = str(cause)
+    except CannotWait:
         tape.uncut.add(leaf)
         return forward(*args, **named)
     key = situation(taken, parameters)
@@ -341,13 +330,10 @@ def _tensors_taken(
     """
     if recompute.in_piece():
         # A call on the tape would keep inputs and outputs, which recompute must free.
-        raise CannotWait("its layer is recomputed")
-    if not saves_freely():
-        raise CannotWait(
-            "its layer is called within saved_tensors_hooks, as recompute(use_reentrant=False) has"
-        )
-    if not has_parameters_alone(leaf.layer, parameters):
-        raise CannotWait("its layer uses a tensor that is computed of it, as weight_norm does")
+        raise CannotWait
+    # recompute(use_reentrant=False) runs its layers within saved_tensors_hooks.
+    if not saves_freely() or not has_parameters_alone(leaf.layer, parameters):
+        raise CannotWait
     if len(args) == 1 and not named and isinstance(args[0], paddle.Tensor):
         return [args[0]]
     return tensors_in((args, named))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from fleetpipe.aliases import Nest, PaddleGroup, Strategy, Tensor, Topology
-from fleetpipe.dygraph.backward.added_gradients import Crossing, DeferralReport
+from fleetpipe.dygraph.backward.added_gradients import Crossing
 from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import Units
@@ -176,11 +176,6 @@ class PipelineFace(MetaParallelBase):
         lambda of: of.reductions.gradient_of
     )
     """Returns a parameter's gradient from the last batch, or None. Collective over sharding."""
-    deferral_report: Callable[[], DeferralReport] = _of_runtime(lambda of: of.stage.split.report)
-    """Returns a report on which parameters' gradients wait for W, and why others do not.
-
-    It covers the stages of this process, after the first batch of a schedule that splits backward.
-    """
     reordered_leaves: Callable[[], list[str]] = _of_runtime(lambda of: of.stage.split.reordered)
     """Returns the layers whose split backward may add gradients in another order than a full one.
 

@@ -9,7 +9,6 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from fleetpipe.dygraph.backward.added_gradients import DeferralReport
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.schedules import Schedule, build
@@ -243,6 +242,12 @@ def shaken(layer: Any) -> Any:
     return layer
 
 
+def gradients_in_w(split: SplitBackward) -> list[str]:
+    """Names of the parameters whose gradients were computed in W alone, in the first batch."""
+    kinds_by_name = split.arrivals.kinds if split.arrivals else {}
+    return [name for name, kinds in kinds_by_name.items() if kinds == {"W"}]
+
+
 class Steps:
     """Runs forward, I and W of one layer as a stage does."""
 
@@ -262,8 +267,8 @@ class Steps:
         self.split.weight_grads(0, micro_batch)
         self.split.release(0, micro_batch)
 
-    def report(self) -> DeferralReport:
-        return self.split.report()
+    def gradients_in_w(self) -> list[str]:
+        return gradients_in_w(self.split)
 
 
 def score(output: Any) -> Any:
