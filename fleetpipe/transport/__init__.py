@@ -1,4 +1,4 @@
-"""Edges between ranks: one interface over memory, sockets and Paddle's process groups.
+"""Sends values between ranks: one interface over memory, sockets and Paddle's process groups.
 
 Names that need Paddle are loaded when first used, so that the interface is importable without.
 """
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from fleetpipe.transport.process_group import ProcessGroupTransport
     from fleetpipe.transport.sockets import SocketTransport, connect
 
-_HOMES = {
+#: For each name that is loaded when first used, its module in this package.
+_LATE_MODULES = {
     "MemoryHub": "memory",
     "MemoryTransport": "memory",
     "ProcessGroupTransport": "process_group",
@@ -26,9 +27,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """Loads a name of ``_LATE_MODULES`` when it is first used."""
+    if name not in _LATE_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LATE_MODULES[name]}"), name)
 
 
 __all__ = [

@@ -1,8 +1,7 @@
 """The interfaces that the engine and the transports share, and the limits of their waits.
 
-A limit does not count time in which the process was stopped. After that (by a debugger, or a batch
-system that suspends a whole job) its clock says that everybody else is overdue. That proves
-nothing: the others may not have run either.
+A limit starts again after the process was stopped, by a debugger or by a batch system that suspends
+a whole job. By its clock all other ranks are overdue then, but they may have been stopped too.
 """
 
 from __future__ import annotations
@@ -17,22 +16,23 @@ from fleetpipe.transport.wire.structure import MessageKey, check_peer
 
 # A Tensor, None, bool, int, float, str, or a tuple, list or dict with str keys of these. An exact
 # recursive type would refuse a list[Tensor] where a list[Value] is asked for, so the rule is
-# checked at run time, where the message can name the place inside the value.
+# checked at run time, where the message can name the part of the value.
 Value = Any
 
-#: The transports that the tensors of a launched job may take.
+#: The options for how a launched job sends the tensors of its pipeline.
 SOCKETS, PROCESS_GROUP = "sockets", "process_group"
 
 #: A wait looks at its limit at least this often, in seconds.
 LOOK_SECONDS = 0.5
 #: A wait that did not look for so long was stopped; a request to a store may take 2 s of it.
 STOPPED_SECONDS = 5.0
+#: Seconds between two polls of a store: at first, and at most; each pause doubles the one before.
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
 
 
 class Store(Protocol):
-    """The part of Paddle's ``TCPStore`` through which ranks find each other."""
+    """A job's key-value store, by which ranks find each other: a part of Paddle's ``TCPStore``."""
 
     def set(self, key: str, value: str) -> object:
         """Stores ``value`` under ``key``."""
@@ -41,7 +41,7 @@ class Store(Protocol):
         """Returns the value of ``key``; may block for ever if the key is missing."""
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter that begins at 0 and returns its new value; never blocks."""
+        """Adds ``amount`` to the counter ``key``, first 0; returns the sum; never blocks."""
 
 
 class Transport(Protocol):
@@ -50,7 +50,7 @@ class Transport(Protocol):
     Attributes:
         rank: This rank, 0 to ``ranks - 1``.
         ranks: Ranks of the pipeline.
-        posts: Whether receives should be announced by :meth:`post`; if not, it does nothing.
+        posts: Whether the engine should announce receives by :meth:`post`; if not, it does nothing.
     """
 
     rank: int
@@ -63,14 +63,14 @@ class Transport(Protocol):
 
     @property
     def announcements(self) -> int:
-        """Number of those messages that had to describe their structure."""
+        """Number of sent messages that had to describe the structure of their value."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensor data sent so far."""
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Announces a receive, which an asynchronous transport starts."""
+        """Announces a later receive of ``key`` from ``peer``: its transfer may start early."""
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Sends a value without waiting for the receive.
@@ -112,33 +112,33 @@ class Transport(Protocol):
 
 
 class AnyOrderTransport(Transport, Protocol):
-    """A transport whose receiver can wait for whichever of several messages comes first."""
+    """Adds to a transport a wait for whichever of several messages comes first."""
 
     def await_any(
         self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
     ) -> None:
-        """Waits until one of some messages can be taken.
+        """Waits until one of several messages can be received.
 
         Args:
-            messages: Peers and keys; errors name the first.
-            timeout: Seconds that it may last.
-            patience: Seconds after which it ends without an error, if they are fewer.
+            messages: The sender and the key of each; errors name the first message.
+            timeout: Seconds without any of the messages after which the wait fails.
+            patience: Seconds after which the wait ends without an error, if that is sooner.
 
         Raises:
-            PeerFailed: A peer is gone, or another one died during the wait.
-            PipelineTimeout: None of them arrived within ``timeout`` seconds.
+            PeerFailed: A sender is gone, or another rank died during the wait.
+            PipelineTimeout: None of the messages arrived within ``timeout`` seconds.
         """
 
 
 @shows("rank", "ranks")
 class View:
-    """Renumbers some ranks of a transport; see :class:`base.Transport`.
+    """A transport among some ranks of another transport, with numbers of their own from 0.
 
-    It has no connections of its own: messages of two views with the same key are the same messages,
-    and its counters are those of the whole transport. Errors name ranks of the transport.
+    A view has no connections of its own: messages of two views with the same key are the same
+    messages, and its counters are those of the whole transport. Errors name ranks of the transport.
 
     Attributes:
-        members: The members' ranks in the transport, by their number here.
+        members: For each rank of the view, its rank in the transport.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class View:
 
     @property
     def announcements(self) -> int:
-        """Number of those messages that had to describe their structure."""
+        """Number of sent messages that had to describe the structure of their value."""
         return self._transport.announcements
 
     @property
@@ -171,28 +171,29 @@ class View:
 
     def post(self, peer: int, key: MessageKey) -> None:
         """Announces a receive; see :meth:`base.Transport.post`."""
-        self._transport.post(self._rank_of(peer, key), key)
+        self._transport.post(self._transport_rank(peer, key), key)
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Sends a value; see :meth:`base.Transport.send`."""
-        rank = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
+        rank = self.members[peer] if 0 <= peer < self.ranks else self._transport_rank(peer, key)
         self._transport.send(rank, key, value)
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
         """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`."""
-        rank = self.members[peer] if 0 <= peer < self.ranks else self._rank_of(peer, key)
+        rank = self.members[peer] if 0 <= peer < self.ranks else self._transport_rank(peer, key)
         return self._transport.try_receive(rank, key)
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
         """Waits for a message; see :meth:`base.Transport.receive`."""
-        return self._transport.receive(self._rank_of(peer, key), key, timeout)
+        return self._transport.receive(self._transport_rank(peer, key), key, timeout)
 
     def await_any(
         self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
     ) -> None:
         """Waits for any of some messages; see :class:`AnyOrderTransport`, which it must view."""
         transport = cast("AnyOrderTransport", self._transport)
-        transport.await_any([(self._rank_of(*one), one[1]) for one in messages], timeout, patience)
+        renumbered = [(self._transport_rank(peer, key), key) for peer, key in messages]
+        transport.await_any(renumbered, timeout, patience)
 
     def flush(self, timeout: float) -> None:
         """Waits until all messages of the whole transport have left."""
@@ -201,39 +202,45 @@ class View:
     def close(self) -> None:
         """Does nothing: the connections are the transport's."""
 
-    def _rank_of(self, peer: int, key: MessageKey) -> int:
+    def _transport_rank(self, peer: int, key: MessageKey) -> int:
+        """Returns the rank in the transport of the view's rank ``peer``; errors name ``key``.
+
+        Raises:
+            TransportError: ``peer`` is not another rank of the view.
+        """
         if not 0 <= peer < self.ranks:
             check_peer(self.rank, self.ranks, peer, key)
         return self.members[peer]
 
 
 class Limit:
-    """The seconds that a wait may last; they start again if the process did not run.
+    """The time limit of one wait, which starts again if the process was stopped.
 
-    The wait calls it at least every ``LOOK_SECONDS``. A much later call means that the process was
-    stopped or had other work.
+    The wait asks at least every ``LOOK_SECONDS``. A gap of more than ``STOPPED_SECONDS`` means that
+    the process was stopped or had other work.
     """
 
     def __init__(self, seconds: float) -> None:
+        """Starts a limit of ``seconds``."""
         self._seconds = seconds
-        self._seen = time.monotonic()
-        self._end = self._seen + seconds
+        self._last_look = time.monotonic()
+        self._end = self._last_look + seconds
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Returns the seconds that are left; 0 or less if the limit is reached."""
         now = time.monotonic()
-        if now - self._seen > STOPPED_SECONDS:
+        if now - self._last_look > STOPPED_SECONDS:
             self._end = now + self._seconds
-        self._seen = now
+        self._last_look = now
         return self._end - now
 
     def reached(self) -> bool:
-        """Whether no time is left."""
-        return self.left() <= 0
+        """Returns whether no time is left."""
+        return self.seconds_left() <= 0
 
     def nap(self) -> float:
-        """Returns how long the wait may sleep before it looks again."""
-        return max(0.0, min(self.left(), LOOK_SECONDS))
+        """Returns the seconds that the wait may sleep before it must ask again."""
+        return max(0.0, min(self.seconds_left(), LOOK_SECONDS))
 
 
 def await_keys(
@@ -244,19 +251,18 @@ def await_keys(
     gone: Callable[[], Collection[int]] = tuple,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
-    """Waits until each rank has added to its key; yields the ranks one after the other.
+    """Waits until each rank has added to its counter in a store; yields each rank once it has.
 
-    Every wait for other ranks at a store goes through here: its ``get`` may block for ever. If no
-    rank is late, each key is asked for once: a wait for many ranks polls only the first missing
-    one.
+    Every wait for other ranks at a store uses this function, since a store's ``get`` may block for
+    ever. It polls only the first missing rank: a wait in which no rank is late asks once per rank.
 
     Args:
-        store: The store. It may raise the error of a failed rank while somebody is missing.
-        keys: The key of each rank that is waited for.
-        limit: How long the wait may last.
-        failure: Returns the error for the missing ranks and for those that have ended.
-        gone: Returns the ranks that have ended.
-        given_up: Whether another rank has reached its limit, which then ends this wait too.
+        store: The store. It may raise the error of a failed rank while a rank is missing.
+        keys: For each awaited rank, the key of the counter to which that rank adds.
+        limit: The limit of the whole wait.
+        failure: Returns the error to raise, given the missing ranks and those of them that ended.
+        gone: Returns the ranks that have ended so far.
+        given_up: Returns whether another rank has reached its limit, which ends this wait too.
 
     Raises:
         FleetPipeError: The error of ``failure``: the limit is reached, or a missing rank has ended.

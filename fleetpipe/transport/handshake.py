@@ -6,23 +6,23 @@ secret, if there is one, which never enters the store.
 The end that connects sends its rank, the end that accepts sends a challenge, and each proves in
 turn that it knows the run's secret, without sending it:
 
-    connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, stream,
-                          life, 32 random bytes
+    connects -> accepts   greeting: magic, version, its rank, the peer's rank, ranks, stream,
+                          attempt, 32 random bytes
     accepts  -> connects  32 random bytes
     connects -> accepts   HMAC-SHA256(secret, "connects" + all bytes so far)
     accepts  -> connects  HMAC-SHA256(secret, "accepts" + all bytes so far but the proof)
 
-If the user gave a secret, both then derive the keys of the seals of all later messages: by HMAC
-over the same bytes, which hold 32 random ones of each side.
+If the user gave a secret, both ends then derive the keys by which all later messages are sealed
+(authenticated): by HMAC over the same bytes, which hold 32 random ones of each end.
 
-Both sides are written as generators that yield bytes to send or a number of bytes to receive, so
-that one thread runs many of them at once and no stranger holds up another peer. The stream number
-distinguishes the connections that two ranks open at once. The number of the attempt ("life" above)
-distinguishes the processes of a job from those of an earlier start of it.
+Both sides are generators that yield bytes to send or a number of bytes to receive, so that one
+thread runs many handshakes at once and no stranger holds up another peer. The stream number
+distinguishes the connections that two ranks open at once. The number of the attempt, of one start
+of the job, distinguishes its processes from those of an earlier start.
 
-Before that, each rank publishes a card, a JSON object of texts about itself, in the job's store and
-reads the other ranks' cards. A store's ``get`` of a missing key may block for ever, so each card
-has a counter that is polled until the deadline, and only existing cards are read.
+Before that, each rank publishes its facts, a JSON object of texts such as its address, in the job's
+store and reads the other ranks' facts. A store's ``get`` of a missing key may block for ever, so
+each rank also has a counter that is polled until the deadline; only facts that are there are read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from fleetpipe.json_value import parse_small
 from fleetpipe.transport.base import Limit, Store, await_keys
 from fleetpipe.transport.wire.structure import VERSION, Seal, Seals
 
+#: Random bytes of the token that rank 0 puts into the store.
 TOKEN_BYTES = 32
+#: The fewest characters of a user's secret.
 SHORTEST_SECRET = 16
 
 _GREETING = struct.Struct("<8sIIIIII32s")
@@ -49,16 +51,17 @@ _MAGIC = b"FLEETPIP"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
-_LARGEST_CARD = 1 << 16
+#: The most bytes of one rank's facts that are read.
+_LARGEST_FACTS = 1 << 16
 
 
 class Greeting(NamedTuple):
-    """The identity of the other end of a connection, which it has proved.
+    """The result of a handshake: which rank the other end of a connection has proved to be.
 
     Attributes:
-        peer: Its rank.
+        peer: The rank at the other end.
         stream: Number of this connection among those between the two ranks.
-        seals: The seals of the connection.
+        seals: The seals of the connection's two directions.
     """
 
     peer: int
@@ -66,19 +69,22 @@ class Greeting(NamedTuple):
     seals: Seals
 
 
+#: One side of a handshake: yields bytes to send, or the number of bytes that it is to be sent.
 Exchange = Generator[bytes | int, bytes, Greeting]
 
 
 class Stranger(Exception):
-    """The other end does not belong to this run."""
+    """Says that the other end of a connection does not belong to this run."""
 
 
 class Stale(Stranger):
-    """The other end says that it belongs to another attempt of the job."""
+    """Says that the other end of a connection belongs to another attempt of the job."""
 
 
 def user_secret() -> bytes:
-    """Returns ``FLEETPIPE_SECRET``, or the text in the file ``FLEETPIPE_SECRET_FILE``; else b"".
+    """Returns the user's secret from the environment; b"" if there is none.
+
+    It is the value of ``FLEETPIPE_SECRET``, else the text in the file ``FLEETPIPE_SECRET_FILE``.
 
     Raises:
         ConfigError: The file cannot be read, or the secret is too short.
@@ -109,21 +115,35 @@ def user_secret() -> bytes:
 
 
 def fingerprint(secret: bytes, namespace: str) -> str:
-    """Returns a text that two ranks share only if they have the same secret; "" without one."""
+    """Returns a text that is equal on two ranks only if their secrets are; "" without a secret."""
     return (
         hmac.digest(secret, f"fingerprint {namespace}".encode(), "sha256").hex() if secret else ""
     )
 
 
 def secret_of_run(secret: bytes, namespace: str, token: str) -> bytes:
-    """Returns the secret of the ranks that meet in ``namespace`` this time."""
+    """Derives the secret that the ranks of one run use in handshakes.
+
+    Args:
+        secret: The user's secret, or b"".
+        namespace: The prefix of the keys at which the ranks meet in the store.
+        token: The random text of rank 0, new in each run.
+    """
     return hmac.digest(secret, f"run {namespace} {token}".encode(), "sha256")
 
 
 def connects(
     secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, attempt: int = 0
 ) -> Exchange:
-    """The handshake of rank ``rank``, in an attempt of the job, after connecting to rank ``peer``.
+    """Runs the handshake at the end that connected, as a generator; see the module.
+
+    Args:
+        secret: The run's secret.
+        rank: This rank.
+        peer: The lower rank to which this end has connected.
+        ranks: Number of ranks that join.
+        stream: Number of this connection among those between the two ranks.
+        attempt: The attempt of the job to which this process belongs.
 
     Returns:
         The proved identity of the other end.
@@ -134,56 +154,69 @@ def connects(
     nonce = secrets.token_bytes(_NONCE_BYTES)
     greeting = _GREETING.pack(_MAGIC, VERSION, rank, peer, ranks, stream, attempt, nonce)
     yield greeting
-    said = greeting + (yield _NONCE_BYTES)
-    yield _proof(secret, b"connects", said)
-    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"accepts", said)):
+    transcript = greeting + (yield _NONCE_BYTES)
+    yield _make_proof(secret, b"connects", transcript)
+    if not hmac.compare_digest((yield _PROOF_BYTES), _make_proof(secret, b"accepts", transcript)):
         raise Stranger(f"rank {peer} did not prove that it belongs to this run")
-    seals = Seals(_seal(secret, b"connects", said), _seal(secret, b"accepts", said))
+    seals = Seals(
+        _make_seal(secret, b"connects", transcript), _make_seal(secret, b"accepts", transcript)
+    )
     return Greeting(peer, stream, seals)
 
 
 def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0) -> Exchange:
-    """The handshake of rank ``rank``, in an attempt of the job, after it accepted a connection.
+    """Runs the handshake at the end that accepted a connection, as a generator; see the module.
+
+    Args:
+        secret: The run's secret.
+        rank: This rank.
+        ranks: Number of ranks that join.
+        streams: Number of connections between each two ranks.
+        attempt: The attempt of the job to which this process belongs.
 
     Returns:
         The proved identity of the other end.
 
     Raises:
         Stale: The other end belongs to another attempt of the job.
-        Stranger: The other end is no peer, or does not know the secret.
+        Stranger: The other end is not a higher rank of this run, or does not know the secret.
     """
     greeting = yield _GREETING.size
-    magic, version, peer, target, their_ranks, stream, their_life, _ = _GREETING.unpack(greeting)
-    if (magic, version, target, their_ranks) != (_MAGIC, VERSION, rank, ranks):
+    magic, version, peer, target, peer_ranks, stream, peer_attempt, _ = _GREETING.unpack(greeting)
+    if (magic, version, target, peer_ranks) != (_MAGIC, VERSION, rank, ranks):
         raise Stranger("its greeting is not that of a peer")
     if not rank < peer < ranks:
         raise Stranger(f"rank {peer} has no reason to connect to rank {rank}")
     if stream >= streams:
         raise Stranger(f"rank {peer} asks for stream {stream} of {streams}")
-    if their_life != attempt:
+    if peer_attempt != attempt:
         raise Stale(
-            f"a rank {peer} of attempt {their_life} of the job, which is in attempt {attempt}"
+            f"a rank {peer} of attempt {peer_attempt} of the job, which is in attempt {attempt}"
         )
     challenge = secrets.token_bytes(_NONCE_BYTES)
     yield challenge
-    said = greeting + challenge
-    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"connects", said)):
+    transcript = greeting + challenge
+    if not hmac.compare_digest((yield _PROOF_BYTES), _make_proof(secret, b"connects", transcript)):
         raise Stranger(f"it claims to be rank {peer} but does not know the secret")
-    yield _proof(secret, b"accepts", said)
-    seals = Seals(_seal(secret, b"accepts", said), _seal(secret, b"connects", said))
+    yield _make_proof(secret, b"accepts", transcript)
+    seals = Seals(
+        _make_seal(secret, b"accepts", transcript), _make_seal(secret, b"connects", transcript)
+    )
     return Greeting(peer, stream, seals)
 
 
-def _proof(secret: bytes, side: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, side + said, "sha256")
+def _make_proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
+    """Returns the proof that ``side`` ("connects" or "accepts") knows the run's secret."""
+    return hmac.digest(secret, side + transcript, "sha256")
 
 
-def _seal(secret: bytes, side: bytes, said: bytes) -> Seal:
-    return Seal(hmac.digest(secret, side + b" seals " + said, "sha256"))
+def _make_seal(secret: bytes, side: bytes, transcript: bytes) -> Seal:
+    """Returns the seal of what ``side`` sends, with a key derived from the handshake's bytes."""
+    return Seal(hmac.digest(secret, side + b" seals " + transcript, "sha256"))
 
 
 class Rendezvous:
-    """The place in the store where the ranks of a pipeline meet, as one rank uses it."""
+    """Exchanges facts among the ranks that meet under one prefix of the store's keys."""
 
     def __init__(self, store: Store, namespace: str, rank: int, ranks: int, timeout: float) -> None:
         """Enters ``namespace`` as ``rank``.
@@ -193,7 +226,7 @@ class Rendezvous:
             namespace: Prefix of all keys, new in this store.
             rank: This rank.
             ranks: Ranks that meet.
-            timeout: Seconds from now that everything here may take in sum.
+            timeout: Seconds from now within which all calls together must end.
 
         Raises:
             TransportError: This rank has entered the namespace before.
@@ -212,31 +245,36 @@ class Rendezvous:
                 fix="give each process its own rank and each connection its own namespace",
             )
 
-    def publish(self, subject: str, card: Mapping[str, str]) -> None:
-        """Writes this rank's ``card`` about ``subject`` for the others to read."""
+    def publish(self, subject: str, facts: Mapping[str, str]) -> None:
+        """Writes this rank's ``facts`` about ``subject`` into the store, for the other ranks."""
         key = f"{self._namespace}/{self.rank}/{subject}"
-        text = {"version": VERSION, "ranks": self.ranks, **card}
+        text = {"version": VERSION, "ranks": self.ranks, **facts}
         self._store.set(key, json.dumps(text))
         self._store.add(f"{key}/ready", 1)
 
     def gather(
         self, subject: str, ranks: Iterable[int], names: Collection[str]
     ) -> dict[int, dict[str, str]]:
-        """Waits for the cards of ``ranks`` about ``subject`` and returns them.
+        """Waits until ranks have published their facts about a subject; returns the facts by rank.
+
+        Args:
+            subject: The subject of :meth:`publish`.
+            ranks: The ranks to wait for.
+            names: The names that each rank's facts must have.
 
         Raises:
-            PipelineTimeout: Some are not there at the limit; the message says whose.
-            TransportError: A card is damaged, from another version or for another number of ranks.
+            PipelineTimeout: Some ranks have not published within the limit; the message names them.
+            TransportError: Facts are damaged, from another version or for another number of ranks.
         """
         keys = {rank: f"{self._namespace}/{rank}/{subject}" for rank in ranks}
         counters = {rank: f"{key}/ready" for rank, key in keys.items()}
         arriving = await_keys(
-            self._store, counters, self.limit, lambda missing, _: self.late(missing)
+            self._store, counters, self.limit, lambda missing, _: self.timeout_error(missing)
         )
-        return {rank: self._read(rank, keys[rank], names) for rank in arriving}
+        return {rank: self._read_facts(rank, keys[rank], names) for rank in arriving}
 
-    def late(self, missing: Iterable[int]) -> PipelineTimeout:
-        """Returns the error that names the ranks that did not arrive."""
+    def timeout_error(self, missing: Iterable[int]) -> PipelineTimeout:
+        """Returns the error that names the ranks that did not arrive within the limit."""
         names = ", ".join(str(rank) for rank in sorted(missing))
         return PipelineTimeout(
             f"rank {self.rank} waited {self.timeout:g} s for rank(s) {names} to connect",
@@ -246,26 +284,27 @@ class Rendezvous:
             fix=f"read the log of rank(s) {names}; raise the timeout if they only start slowly",
         )
 
-    def _read(self, rank: int, key: str, names: Collection[str]) -> dict[str, str]:
+    def _read_facts(self, rank: int, key: str, names: Collection[str]) -> dict[str, str]:
+        """Reads and checks the facts that ``rank`` has stored under ``key``; see :meth:`gather`."""
         text = self._store.get(key)
         try:
-            card = parse_small(text[:_LARGEST_CARD], 1, 1, 16)
-            fits = (card.pop("version"), card.pop("ranks"))
-            if not all(type(card[name]) is str for name in names):
+            facts = parse_small(text[:_LARGEST_FACTS], 1, 1, 16)
+            version, ranks = facts.pop("version"), facts.pop("ranks")
+            if not all(type(facts[name]) is str for name in names):
                 raise ValueError("not all of it is text")
         except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise TransportError(
-                f"what the store holds as the card of rank {rank} is none",
+                f"what the store has as the facts of rank {rank} is not valid",
                 expected=f"a JSON object with the texts {', '.join(names)}",
                 got=f"{text[:200]!r} ({str(error)[:200]})",
                 cause="another program wrote into the job's store",
                 fix="launch again; with another --master HOST:PORT if that happens twice",
             ) from None
-        if fits != (VERSION, self.ranks):
+        if (version, ranks) != (VERSION, self.ranks):
             raise TransportError(
                 f"rank {rank} and rank {self.rank} do not fit together",
                 expected=f"version {VERSION} of the transport and {self.ranks} ranks",
-                got=f"version {fits[0]} and {fits[1]} ranks",
+                got=f"version {version} and {ranks} ranks",
                 fix="start all ranks with the same fleetpipe and the same pp_degree",
             )
-        return dict(card)
+        return dict(facts)

@@ -335,7 +335,7 @@ class Incoming:
         """Waits for a message's header, and orders its data before later computations."""
         limit = Limit(timeout)
         while key not in self._arrivals:
-            left = limit.left()
+            left = limit.seconds_left()
             if left <= 0:
                 raise self._late(key, timeout)
             try:

@@ -68,16 +68,16 @@ def knock(address: str) -> socket.socket:
     return sock
 
 
-def card_of(host: str) -> str:
+def facts_of(host: str) -> str:
     """Returns what rank 1 of 2 publishes of itself."""
     about = {"tcp": "0", "host": host, "secret": "", "token": ""}
     return json.dumps({"version": VERSION, "ranks": 2, **about})
 
 
 def waiting_rank(threads: ThreadPoolExecutor, store: ThreadStore) -> Future[SocketTransport]:
-    """Begins rank 0 and lets it listen: rank 1's first card is there, rank 1 is not."""
+    """Begins rank 0 and lets it listen: rank 1's first facts are there, rank 1 is not."""
     future = begin(threads, store, 0)
-    store.set("test/1/host", card_of(hosts.host_identity()))
+    store.set("test/1/host", facts_of(hosts.host_identity()))
     store.add("test/1/host/ready", 1)
     return future
 
@@ -218,7 +218,7 @@ def test_missing_ranks_are_named() -> None:
 
 def test_a_rank_that_published_but_never_connected_is_named(threads: ThreadPoolExecutor) -> None:
     store = ThreadStore()
-    store.set("test/1/host", card_of("elsewhere"))
+    store.set("test/1/host", facts_of("elsewhere"))
     store.add("test/1/host/ready", 1)
     with pytest.raises(PipelineTimeout, match=r"for rank\(s\) 1 to connect"):
         begin(threads, store, 0, timeout=0.3, address="127.0.0.1").result()
@@ -249,7 +249,7 @@ def test_ranks_that_disagree_on_their_number_are_told(threads: ThreadPoolExecuto
 
 
 def join_rank_1(threads: ThreadPoolExecutor, store: ThreadStore) -> Future[SocketTransport]:
-    """Lets the real rank 1 come; its first card is there already."""
+    """Lets the real rank 1 come; its first facts are there already."""
     store.add("test/1/host/ready", -1)
     return begin(threads, store, 1)
 
@@ -395,7 +395,7 @@ def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecu
 
 
 @pytest.mark.parametrize(
-    "card",
+    "facts",
     [
         "7",
         "[]",
@@ -406,11 +406,11 @@ def test_nobody_listens_any_more_once_all_are_connected(threads: ThreadPoolExecu
         "x" * 1_000_000,
     ],
 )
-def test_a_card_that_is_none_is_refused_by_name(threads: ThreadPoolExecutor, card: str) -> None:
+def test_invalid_facts_are_refused_by_name(threads: ThreadPoolExecutor, facts: str) -> None:
     store = ThreadStore()
-    store.set("test/1/host", card)
+    store.set("test/1/host", facts)
     store.add("test/1/host/ready", 1)
-    with pytest.raises(TransportError, match="as the card of rank 1 is none") as raised:
+    with pytest.raises(TransportError, match="as the facts of rank 1 is not valid") as raised:
         begin(threads, store, 0).result()
     assert len(str(raised.value)) < 1000
 

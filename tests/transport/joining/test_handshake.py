@@ -148,9 +148,9 @@ def test_time_in_which_the_process_was_stopped_does_not_count(clock: Clock) -> N
     for _ in range(9):
         clock.now += limit.nap()
     clock.now += 3600
-    assert limit.left() == 60
+    assert limit.seconds_left() == 60
     clock.now += STOPPED_SECONDS
-    assert limit.left() == 60 - STOPPED_SECONDS
+    assert limit.seconds_left() == 60 - STOPPED_SECONDS
 
 
 def test_nothing_is_slept_where_nothing_is_left(clock: Clock) -> None:
