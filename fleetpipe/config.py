@@ -204,7 +204,7 @@ class PipelineConfig:
     transport: str | None = _option(_transport)
     fetch: str = _option(_choice("mean", "last", "all"), "mean")
     fetch_broadcast: bool = _option(_switch, False)
-    #: The costs of actions, for the schedule ``auto`` and for a memory cap in bytes.
+    #: The costs of actions; with the bytes of each stage ``memory_cap`` is in bytes.
     costs: Costs | None = field(default=None, metadata={"check": _costs, "default": None})
     #: A number, or lengths in proportion.
     slices: int | tuple[int, ...] | None = _option(_optional(_slices))
@@ -237,11 +237,6 @@ class PipelineConfig:
         values["options"] = _of_schedule(options)
         return cls(micro_batches, micro_batch_size, schedule, **values)
 
-    @property
-    def most_slices(self) -> int:
-        """The number of slices of a sequence; 1 without slices."""
-        return len(self.slices) if isinstance(self.slices, tuple) else self.slices or 1
-
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
         """Returns these options with another number and size of micro-batches.
 
@@ -259,7 +254,6 @@ class PipelineConfig:
         ranks: int,
         chunks: int | None,
         edges: Iterable[Edge] | None = None,
-        placed: str | None = None,
         head: bool = False,
     ) -> Schedule:
         """Builds the schedule that these options ask for, verified against the memory cap.
@@ -268,7 +262,6 @@ class PipelineConfig:
             ranks: Ranks of the pipeline, p.
             chunks: Model parts of each rank, v; None for the schedule's own default.
             edges: The edges of the model; None for a chain of stages.
-            placed: The placement of a model that is built already, which ``auto`` keeps.
             head: Whether the model has a vocabulary head.
 
         Raises:
@@ -276,7 +269,7 @@ class PipelineConfig:
             ScheduleError: It needs more memory than the cap allows, or cannot run on these edges.
         """
         checked = None if edges is None else tuple(edges)
-        return _schedule_for(self, ranks, chunks, checked, placed, head)
+        return _schedule_for(self, ranks, chunks, checked, head)
 
 
 _OPTIONS = tuple(option for option in fields(PipelineConfig) if option.metadata)
@@ -309,27 +302,19 @@ def _schedule_for(
     ranks: int,
     chunks: int | None,
     edges: tuple[Edge, ...] | None,
-    placed: str | None,
     head: bool,
 ) -> Schedule:
-    costs = config.costs
-    if isinstance(config.slices, tuple) and (costs is None or costs.each_slice is None):
-        # A search needs the costs of these lengths; a schedule by name uses costs of a slice.
-        costs = (costs or Costs()).parted(config.slices) if config.schedule == "auto" else costs
+    slices = len(config.slices) if isinstance(config.slices, tuple) else config.slices
     try:
         return build_verified(
             config.schedule,
             ranks=ranks,
             micro_batches=config.micro_batches,
             chunks=chunks,
-            options={
-                **dict(config.options),
-                "slices": None if config.slices is None else config.most_slices,
-            },
+            options={**dict(config.options), "slices": slices},
             memory_cap=config.memory_cap,
-            costs=costs,
+            costs=config.costs,
             edges=edges,
-            placed=placed,
             head=head,
         )
     except ScheduleError:
@@ -349,7 +334,7 @@ def merge_fleetpipe_configs(
     current: Mapping[str, object], changes: Mapping[str, object]
 ) -> dict[str, object]:
     """Returns ``current`` updated by ``changes``; refuses an unknown key with the nearest."""
-    names = {*FLEETPIPE_DEFAULTS, *option_names()} - {"placed"}
+    names = {*FLEETPIPE_DEFAULTS, *option_names()}
     for key in changes:
         if key not in names:
             fix = _REMOVED.get(key) or nearest(key, sorted(names))
@@ -381,7 +366,7 @@ def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...
     groups = options["groups"]
     if groups is not None and not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
-    names = option_names() - {"costs", "memory_cap", "slices"}
+    names = option_names() - {option.name for option in _OPTIONS}
     values = {name: options[name] for name in sorted(names & options.keys())}
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)

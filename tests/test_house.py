@@ -70,7 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compare",),
     ("parity/parity_command",),
     ("contrib/__init__",),
-    ("contrib/pictures", "contrib/search"),
+    ("contrib/pictures",),
     (
         "contrib/clusters",
         *("contrib/starter", "contrib/formats", "contrib/program_ir", "contrib/fluid"),

@@ -1,1 +1,1 @@
-"""What schedules cost and bring: built, searched for, compared by simulation, and trained."""
+"""What schedules cost and bring: compared by simulation, and trained."""

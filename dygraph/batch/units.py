@@ -39,10 +39,9 @@ WeightOf = Callable[[int, int], Fraction]
 #: schedule and options, and returns the arguments of the constructor; None if the schedule does not
 #: cut micro-batches into such units.
 UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
-    # A search may cut sequences as soon as it has other costs, or another batch.
     "fleetpipe.contrib.slices:sequence_chunks": lambda of, schedule, config: (
         (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
-        if schedule.slices > 1 or config.most_slices > 1
+        if schedule.slices > 1
         else None
     )
 }

@@ -122,7 +122,7 @@ class Arrangement:
                 got=f"{self._ranks}: the whole model is in this process",
                 fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
             )
-        schedule = self._schedule(config, self.placement.name)
+        schedule = self._schedule(config)
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule {schedule.name} does not run on layers placed like these",
@@ -133,13 +133,13 @@ class Arrangement:
             )
         return schedule
 
-    def _schedule(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
-        """Builds the schedule of ``config``, on a placement named ``placed`` if one is given."""
+    def _schedule(self, config: PipelineConfig) -> Schedule:
+        """Builds the schedule of ``config``, or takes the one of the plan."""
         if self._plan is not None:
             return _from_plan(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
         if self._use_dualpipev:
             config = _dualpipev(config, self._chunks)
-        return config.schedule_for(self._ranks, self._chunks, placed=placed, head=self._head)
+        return config.schedule_for(self._ranks, self._chunks, head=self._head)
 
 
 def _from_plan(

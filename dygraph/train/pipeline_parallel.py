@@ -289,7 +289,7 @@ class PipelineParallel(PipelineFace):
         Args:
             data: As for :meth:`train_batch`.
             path: The file to which rank 0 writes the profile as JSON, for ``fleetpipe plan``,
-                ``fleetpipe schedule auto --costs`` and ``fleetpipe_configs["costs"]``.
+                ``fleetpipe schedule --costs`` and ``fleetpipe_configs["costs"]``.
 
         Returns:
             The profile, the same on every rank: seconds of F, B, I and W, and bytes, of each layer

@@ -132,8 +132,8 @@ class _Envelopes:
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
         if schedule.slices > 1 and self._costs is not None and self._costs.bytes is not None:
-            # Only a search knows the bytes of sequence chunks. Without a cap in bytes, a rank holds
-            # as much as in the order of its row.
+            # The bytes may be those of whole micro-batches. Without a cap in bytes, a rank holds as
+            # much as in the order of its row.
             self._cap = self._costs = None
         self._version: int | None = None
         self._envelope: Envelope | None = None

@@ -32,7 +32,6 @@ SHORTER = {
     "fleetpipe.report": "view",
     "fleetpipe.schedules.forms.panel": "pictures",
     "fleetpipe.schedules.forms.picture": "pictures.picture",
-    "fleetpipe.schedules.search": "search",
     "fleetpipe.starter": "starter",
     "fleetpipe.watch": "view",
     "fleetpipe.why": "view",

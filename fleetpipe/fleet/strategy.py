@@ -113,9 +113,10 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
             forwards whose activations a rank may hold; a schedule that needs more is refused before
             it runs. ``trace``: a folder for the trace and the pictures of the actions that ran,
             written at the end of the job. ``costs``: the costs of actions, a mapping or a JSON file
-            from ``model.profile``, for the schedule ``auto``. ``rng``: the source of layers' random
-            numbers, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is. ``serve``: a
-            port at which a rank serves the page of the running job (default none). ``transport``:
+            from ``model.profile``; with the bytes of each stage ``memory_cap`` is in bytes.
+            ``rng``: the source of layers' random numbers, ``"keyed"`` (default) or ``"fleet"``,
+            Paddle's generator as it is. ``serve``: a port at which a rank serves the page of the
+            running job (default none). ``transport``:
             the way of tensors between ranks, ``"sockets"`` or Paddle's ``"process_group"`` (default
             ``FLEETPIPE_TRANSPORT``, else the latter on GPUs alone). ``fast_leaves``: whether layers
             may compute the same bits in less time (default True). ``order``: ``"ready"`` if each
@@ -130,9 +131,9 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
             rank. ``guards``: after how many steps the invariants of training are verified again
             (default 0: never). ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of
             kFkB too, and likewise the options of a schedule that was registered before; ``slices``:
-            of Seq1F1B, the slices of each sequence, a number or a list of lengths, and of auto the
-            most slices. ``fetch``: in static graph, what ``exe.run`` returns of a value that each
-            micro-batch has, the ``"mean"`` (default), the ``"last"`` or ``"all"``;
+            of Seq1F1B, the slices of each sequence, a number or a list of lengths. ``fetch``: in
+            static graph, what ``exe.run`` returns of a value that each micro-batch has, the
+            ``"mean"`` (default), the ``"last"`` or ``"all"``;
             ``fetch_broadcast``: whether every rank gets it (default False).
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
-from fleetpipe.profiling.memory import Recompute, choose, peak_bytes, shares_of_cap
+from fleetpipe.profiling.memory import Recompute, choose, peak_bytes
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
@@ -269,25 +269,6 @@ class PlanTask:
         times = replay(schedule, None, self.costs(shape, costs, each_slice=each))
         seconds = max(ends[-1] for ends in times.ends)
         return Candidate(seconds, most, schedule, boundaries, chosen)
-
-    def search_schedule(self, candidate: Candidate) -> Schedule | None:
-        """Returns the schedule that ``auto`` finds for the cut of a candidate, or None."""
-        shape = candidate.schedule.placement
-        if shape.has_head or (shape.name == "wave" and shape.chunks == 2):
-            return None  # ``auto`` takes no head; a wave of two chunks is searched as a vee
-        stages = self.stages.cut(candidate.boundaries, candidate.recompute)
-        if not self.profile.splits or "schedule" not in self.search:
-            return None
-        costs, cap = self.costs(shape, stages), None
-        if not math.isinf(self.cap):
-            shares = shares_of_cap(shape, stages, self.cap, self.optimizer_copies)
-            if shares is None:
-                return None
-            costs, cap = self.costs(shape, stages, **shares._asdict()), 1
-        try:
-            return self._build("auto", shape, costs=costs, placed=shape.name, memory_cap=cap)
-        except ConfigError:  # not even one micro-batch fits
-            return None
 
     def _build(self, name: str, shape: Placement, **options: Any) -> Schedule:
         return build(

@@ -15,7 +15,7 @@ import numpy as np
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.profiling.cost_model import LayerCost, StageCost, Stages
-from fleetpipe.schedules import Placement, Schedule
+from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
 _UNITS = {
@@ -87,18 +87,6 @@ class Peak(NamedTuple):
     waiting: dict[int, int]
 
 
-class Shares(NamedTuple):
-    """The activations of stages in shares of each rank's room, for a search with a cap of 1.
-
-    Attributes:
-        bytes: For each stage the bytes that a forward holds, in shares of its rank's room.
-        input_grad_frees: The share of these bytes that I frees.
-    """
-
-    bytes: tuple[float, ...]
-    input_grad_frees: float
-
-
 class _Moments(NamedTuple):
     """The forwards and backwards held while each action of a rank runs, without repeated moments.
 
@@ -117,33 +105,6 @@ def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
     return sum(
         stage.parameters + stage.gradients + stage.buffers + int(optimizer_copies * stage.gradients)
         for stage in stages
-    )
-
-
-def shares_of_cap(
-    placement: Placement, stages: Sequence[StageCost], cap: float, optimizer_copies: float
-) -> Shares | None:
-    """Returns the activations of stages in shares of a rank's room; None if a rank has no room.
-
-    The room is what a cap leaves for activations.
-
-    Args:
-        placement: The placement of stages on ranks.
-        stages: The costs of the stages.
-        cap: Bytes that a rank may use.
-        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
-    """
-    rooms = []
-    for rank in range(placement.ranks):
-        owned = [stages[stage] for stage in placement.stages_of(rank)]
-        working = max(stage.working for stage in owned)
-        rooms.append(cap - static_bytes(owned, optimizer_copies) - working)
-    if min(rooms) <= 0:
-        return None
-    holds = [max(stage.held_split, stage.waiting, 1) for stage in stages]
-    return Shares(
-        tuple(hold / rooms[placement.rank_of(s)] for s, hold in enumerate(holds)),
-        min(1 - stage.waiting / hold for stage, hold in zip(stages, holds)),
     )
 
 

@@ -19,7 +19,6 @@ from fleetpipe.profiling.cost_model import ProcessMemory, StageCost, costs_of
 from fleetpipe.profiling.memory import (
     Recompute,
     peak_bytes,
-    shares_of_cap,
     show_bytes,
     show_seconds,
 )
@@ -233,8 +232,7 @@ class PipelinePlan:
         """
         if micro_batches == self.micro_batches:
             return self.schedule
-        measured = {"costs": self._costs_of_search()} if self.schedule.name == "auto" else {}
-        schedule = rebuild(self.schedule, micro_batches, **measured)
+        schedule = rebuild(self.schedule, micro_batches)
         schedule.verify()
         peaks = peak_bytes(schedule, self.stages, self.optimizer_copies, self.slices)
         if self.memory_cap is not None and max(peaks) > self.memory_cap:
@@ -255,14 +253,6 @@ class PipelinePlan:
         if not self.slices:
             return costs
         return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
-
-    def _costs_of_search(self) -> Costs:
-        """Returns the costs for the search, the same as when it found the schedule."""
-        shares = None
-        if self.memory_cap is not None:
-            placement, copies = self.schedule.placement, self.optimizer_copies
-            shares = shares_of_cap(placement, self.stages, self.memory_cap, copies)
-        return self.costs if shares is None else replace(self.costs, **shares._asdict())
 
     @cached_property
     def predicted(self) -> Predicted:

@@ -2,7 +2,7 @@
 
 Partition, placement, schedule and recompute are searched. As in AdaPtis (arXiv:2509.23722) each is
 improved in turn until nothing helps: first cuts are tried with the schedules of all families, the
-borders of the best cuts are moved, a schedule is searched for the resulting cut, and its borders
+borders of the best cuts are moved, all schedules are tried on the resulting cut, and its borders
 are moved again.
 """
 
@@ -29,7 +29,7 @@ _BUDGET = 1_500_000
 #: Shapes whose best plan is improved.
 _IMPROVED = 3
 
-#: How often a schedule is searched for a cut whose borders were moved.
+#: How often the schedules are tried on a cut whose borders were moved.
 _ROUNDS = 3
 
 #: Relative difference of times that count as equal: two profiles of one model differ by as much.
@@ -68,8 +68,6 @@ class _Search:
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
             outcomes = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
-            # A searched schedule for the best cut.
-            outcomes += [self._with_schedule(one) for one in sorted(outcomes, key=self._score)[:1]]
             firsts += sorted(outcomes, key=self._score)[:1]
         firsts.sort(key=self._score)
         best = min((self._improve(first) for first in firsts[:_IMPROVED]), key=self._score)
@@ -92,23 +90,22 @@ class _Search:
         return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
 
     def _improve(self, first: Outcome) -> Outcome:
-        """Moves the cut and searches a schedule in turn, as long as that helps."""
+        """Moves the cut and changes the schedule in turn, as long as that helps."""
         best = self._move_cut(first)
         for _ in range(_ROUNDS):
             better = self._with_schedule(best)
-            if self._score(better) >= self._score(best):
+            if better is best:
                 break
             best = self._move_cut(better)
         return best
 
     def _with_schedule(self, candidate: Outcome) -> Outcome:
-        """Returns the better of a plan and of the same cut with a searched schedule."""
-        if isinstance(candidate, Lack) or self.left <= 0:
+        """Returns the best of a plan and of the same cut with each other schedule."""
+        if self.left <= 0:
             return candidate
-        schedule = self.task.search_schedule(candidate)
-        if schedule is None:
-            return candidate
-        return min(candidate, self._try(schedule, candidate.boundaries), key=self._score)
+        schedules = self.task.schedules(candidate.schedule.placement)
+        tried = (self._try(schedule, candidate.boundaries) for schedule in schedules)
+        return min([candidate, *tried], key=self._score)
 
     def _move_cut(self, candidate: Outcome) -> Outcome:
         """Moves the cut under its present schedule: one border, or neighbouring ones together."""

@@ -7,7 +7,7 @@ bottom with ``action.py``, ``placement.py`` and ``rows.py``. A file imports lowe
     commands
     registry                                by name: build, register
     api                                     Schedule and Plan with their methods
-    check     forms     search
+    check     forms
     simulation
     families  explain
     action placement costs rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -181,27 +180,6 @@ class Costs:
                 fix=f"choose slices={len(self.each_slice)}, or measure the model with {slices}",
             )
         return self.each_slice
-
-    def parted(self, shares: Sequence[float]) -> Costs:
-        """Returns these costs, of whole micro-batches, with costs of their slices added.
-
-        Args:
-            shares: The share of times and bytes that each slice takes. The latency of a slice's
-                value is taken to be that of a whole one.
-        """
-        total = sum(shares)
-
-        def part(value: PerStage | None, share: float) -> PerStage | None:
-            if isinstance(value, tuple):
-                return tuple(one * share / total for one in value)
-            return None if value is None else value * share / total
-
-        names = [name for name in _PER_STAGE if name != "comm"]
-        slices = []
-        for share in shares:
-            parts_of: dict[str, Any] = {name: part(getattr(self, name), share) for name in names}
-            slices.append(replace(self, **parts_of, each_slice=None))
-        return replace(self, each_slice=tuple(slices))
 
     def of(self, kind: str, stage: int) -> float:
         """Returns the time of one action of ``kind`` on ``stage``."""

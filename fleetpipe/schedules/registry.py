@@ -1,32 +1,32 @@
-"""Schedules by name: the families, the search, and users' own; built, and verified at once."""
+"""Schedules by name: the families, and users' own; built, and verified at once."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetpipe.errors import ConfigError, ScheduleError, nearest, require_whole
-from fleetpipe.extras import extra
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
 from fleetpipe.schedules.placement import SHAPES, Edge, Placement
-from fleetpipe.schedules.rows import ScheduleRows, names_of, non_defaults
+from fleetpipe.schedules.rows import ScheduleRows, names_of
 
-#: The name of the search, which has no rows of its own.
-AUTO = "auto"
+#: Names of earlier versions, and what to do without each.
+_REMOVED = {
+    "auto": "`auto` was removed: run `fleetpipe plan`, or choose by docs/schedules/choosing.md"
+}
 
 _INTERLEAVED = "Interleaved1F1B"
 
 
 def names() -> tuple[str, ...]:
     """Returns the names that :func:`build` knows, without aliases."""
-    return (*table.FAMILIES, AUTO)
+    return tuple(table.FAMILIES)
 
 
 def canonical_name(name: str) -> str:
@@ -38,24 +38,24 @@ def canonical_name(name: str) -> str:
         ConfigError: No such schedule; the message names the nearest ones.
     """
     names_by_spelling = {_plain(spelling): canonical for spelling, canonical in _spellings()}
+    plain = _plain(name)
     try:
-        plain = _plain(name)
         return names_by_spelling.get(plain) or names_by_spelling[plain.removeprefix("schedule")]
     except KeyError:
         raise ConfigError(
             f"there is no schedule {name!r}",
-            fix=nearest(name, [spelling for spelling, _ in _spellings()]),
+            fix=_REMOVED.get(plain) or nearest(name, [spelling for spelling, _ in _spellings()]),
         ) from None
 
 
 def default_chunks(name: str) -> int:
     """Returns the default number of chunks on a rank, by canonical name."""
-    return 1 if name == AUTO else table.FAMILIES[name].chunks
+    return table.FAMILIES[name].chunks
 
 
 def default_slices(name: str) -> int:
     """Returns the default number of slices of a micro-batch, by canonical name."""
-    return 1 if name == AUTO else int(table.slices_of(name, {}))
+    return int(table.slices_of(name, {}))
 
 
 def register(
@@ -168,8 +168,7 @@ def build(
         head: Whether the model has a vocabulary head: with S = p stages before it, stage S+r is the
             part of rank r, and stage S+p the loss. Only for schedules with one stage on each rank.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B,
-            ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs``, ``placed`` and
-            ``slices`` of auto.
+            ``groups`` of kFkB, ``slices`` of Seq1F1B.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
@@ -181,25 +180,6 @@ def build(
     """
     canonical = canonical_name(name)
     micro_batches = require_whole("micro_batches", micro_batches)
-    if canonical == AUTO and head:
-        raise ConfigError(
-            "the search cannot place the parts of a vocabulary head",
-            expected=f"one of {', '.join(table.families_with_head())}",
-            got=AUTO,
-            fix="choose one of these",
-        )
-    if canonical == AUTO:
-        placement = Placement("loop", ranks, 1 if chunks is None else chunks)
-        table.check_options(AUTO, auto, options)
-        rows = auto(placement, micro_batches, **options)
-        # Costs are a measurement, given again with each search.
-        without_costs = {key: value for key, value in options.items() if key != "costs"}
-        schedule = Schedule.of(
-            dataclasses.replace(rows, options=non_defaults(AUTO, auto, without_costs))
-        )
-        costs = searched_costs(schedule, options.get("costs"))
-        schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
-        return schedule
     schedule = Schedule.of(
         table.schedule_rows(canonical, ranks, micro_batches, chunks, options, head)
     )
@@ -208,13 +188,12 @@ def build(
     return schedule
 
 
-def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
+def rebuild(schedule: Schedule, micro_batches: int) -> Schedule:
     """Builds a schedule with the same options for another number of micro-batches.
 
     Args:
         schedule: A schedule from :func:`build`, or its text form.
         micro_batches: Micro-batches of a batch, m.
-        **changes: Options with another value; ``costs`` of auto, which no schedule stores.
 
     Raises:
         ConfigError: A schedule with an unknown name, or options that do not fit that number.
@@ -224,9 +203,9 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
         >>> rebuild(build("kFkB", ranks=2, micro_batches=8, groups=[4]), 2).options
         (('groups', (4,)),)
     """
-    options = {**dict(schedule.options), **changes}
+    options = dict(schedule.options)
     if schedule.slices > 1:
-        options.setdefault("slices", schedule.slices)
+        options["slices"] = schedule.slices
     return build(
         schedule.name,
         ranks=schedule.placement.ranks,
@@ -237,37 +216,10 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
     )
 
 
-def auto(
-    placement: Placement,
-    micro_batches: int,
-    memory_cap: float | None = None,
-    costs: Costs | None = None,
-    placed: str | None = None,
-    slices: int | None = None,
-) -> ScheduleRows:
-    """Searches a schedule by loading ``fleetpipe.contrib.search``."""
-    search = extra("search")
-    rows: ScheduleRows = search.auto(placement, micro_batches, memory_cap, costs, placed, slices)
-    return rows
-
-
 def option_names() -> frozenset[str]:
     """Returns the names of all options of all schedules, registered ones included."""
-    families = (family.rows for family in table.FAMILIES.values())
-    return frozenset({*names_of(auto), *(name for rows in families for name in names_of(rows))})
-
-
-def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
-    """Returns the costs with which the search chose a schedule, with those of its slices.
-
-    Args:
-        schedule: A schedule from ``build("auto", ..)``.
-        costs: The costs given to it, of whole micro-batches; None for ``Costs()``.
-    """
-    costs = costs or Costs()
-    if schedule.slices == 1 or costs.each_slice is not None:
-        return costs
-    return costs.parted([1] * schedule.slices)
+    families = table.FAMILIES.values()
+    return frozenset(name for family in families for name in names_of(family.rows))
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
@@ -275,7 +227,6 @@ def _spellings() -> Iterator[tuple[str, str]]:
     for name, family in table.FAMILIES.items():
         for spelling in (name, *family.aliases):
             yield spelling, name
-    yield AUTO, AUTO
 
 
 def _plain(name: str) -> str:
@@ -309,7 +260,6 @@ def build_verified(
     memory_cap: float | None = None,
     costs: Costs | None = None,
     edges: Iterable[Edge] | None = None,
-    placed: str | None = None,
     head: bool = False,
 ) -> Schedule:
     """Builds and verifies a schedule from options, each of which may be left out.
@@ -322,25 +272,18 @@ def build_verified(
         options: Options of the schedule, as ``groups``, ``warmup_slack``, ``slices``; one that is
             None is left out.
         memory_cap: Most that a rank may hold: forwards of one stage and a whole micro-batch, or
-            bytes where ``costs`` has bytes. A search keeps within it; any other schedule that
-            exceeds it is refused.
-        costs: The costs of actions, for a search, and the memory of the stages.
+            bytes where ``costs`` has bytes. A schedule that exceeds it is refused.
+        costs: The memory of the stages; times do not matter here.
         edges: The edges of the model; None for a chain of stages.
-        placed: The placement of an existing model, which a search keeps.
         head: Whether the model has a vocabulary head.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
         ScheduleError: The schedule exceeds the cap, or cannot run on these edges.
     """
-    wanted = dict(options or {})
-    if canonical_name(name) == AUTO:
-        wanted.update(memory_cap=memory_cap, costs=costs, placed=placed)
-    wanted = {option: value for option, value in wanted.items() if value is not None}
+    wanted = {option: value for option, value in (options or {}).items() if value is not None}
     schedule = build(
         name, ranks=ranks, micro_batches=micro_batches, chunks=chunks, head=head, **wanted
     )
-    if canonical_name(name) == AUTO:
-        costs = searched_costs(schedule, costs)
     schedule.verify(edges, memory_cap=memory_cap, costs=costs)
     return schedule

@@ -27,11 +27,9 @@ from fleetpipe.schedules.simulation import Timeline
 _NO_COUNT = re.compile(r"\d{19,}")
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
-#: The largest schedules that are built, or searched, here: some seconds of work. ``build`` itself
-#: has no limit.
+#: The largest schedules that are built here: some seconds of work. ``build`` itself has no limit.
 MOST_RANKS = 1024
 MOST_FORWARDS = 600_000
-MOST_SEARCHED = 200_000
 
 
 def configure_schedule(parser: argparse.ArgumentParser) -> None:
@@ -70,15 +68,14 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
         "--slices",
         type=int,
         metavar="K",
-        help="of Seq1F1B: slices that the sequence of a micro-batch is cut into; 2 by default;"
-        " of auto: the most that it may be cut into; 1 by default",
+        help="of Seq1F1B: slices that the sequence of a micro-batch is cut into; 2 by default",
     )
     parser.add_argument(
         "--memory-cap",
         type=number,
         metavar="N",
         help="most that a rank may hold: forwards of a chunk, or bytes where --costs has bytes;"
-        " `auto` keeps within it, any other schedule fails where it does not",
+        " a schedule that does not keep within it fails",
     )
     parser.add_argument(
         "--head",
@@ -168,8 +165,6 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         costs=costs,
         head=arguments.head,
     )
-    if registry.canonical_name(arguments.name) == registry.AUTO:
-        costs = registry.searched_costs(schedule, costs)
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
@@ -191,14 +186,13 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 def _check_size(arguments: argparse.Namespace) -> None:
     """Refuses sizes that would take minutes to compute."""
     name = registry.canonical_name(arguments.name)
-    most = MOST_SEARCHED if name == registry.AUTO else MOST_FORWARDS
     chunks = arguments.chunks or registry.default_chunks(name)
     slices = arguments.slices or registry.default_slices(name)
     forwards = arguments.ranks * chunks * arguments.micro_batches * slices
-    if arguments.ranks > MOST_RANKS or forwards > most:
+    if arguments.ranks > MOST_RANKS or forwards > MOST_FORWARDS:
         raise ConfigError(
             "this schedule is too large to be built on the command line",
-            expected=f"at most {MOST_RANKS} ranks and {most} forwards"
+            expected=f"at most {MOST_RANKS} ranks and {MOST_FORWARDS} forwards"
             " (ranks x chunks x micro-batches)",
             got=f"{arguments.ranks} ranks, {forwards} forwards",
             fix="look at fewer micro-batches: a schedule repeats itself once it is under way",

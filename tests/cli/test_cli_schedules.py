@@ -100,21 +100,6 @@ def test_a_refused_request_exits_with_2(words: str, message: str, capsys: Captur
     assert output.out == ""
 
 
-def test_auto_searches_within_the_cap(tmp_path: Path, capsys: Capture) -> None:
-    words = "auto --ranks 4 --micro-batches 8 --format json --memory-cap"
-    assert run(f"{words} 3.5 --input-grad-frees 0.5 --comm 0.1") == 0
-    value = json.loads(capsys.readouterr().out)
-    assert value["name"] == "auto"
-    assert max(value["peak_activations"]) == 3.5
-    file = tmp_path / "costs.json"
-    file.write_text('{"forward": [1, 1, 1, 2], "bytes": [10, 20, 30, 40]}')
-    assert run(f"{words} 80 --costs {file}") == 0
-    value = json.loads(capsys.readouterr().out)
-    assert max(value["peak_bytes"]) <= 80
-    assert run(f"{words} 39 --costs {file}") == 2
-    assert "a cap of at least 40" in capsys.readouterr().err
-
-
 def test_a_cap_in_bytes_holds_for_every_schedule(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "costs.json"
     file.write_text('{"bytes": [10, 20]}')

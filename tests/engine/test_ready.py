@@ -28,7 +28,7 @@ from tests.engine.test_engine import Diary
 from tests.fixtures import Clock, Patch
 from tests.transport.helpers import join_all
 
-FAMILIES = [name for name in names() if name != "auto"]
+FAMILIES = names()
 
 
 class Sums(Diary):

@@ -27,7 +27,7 @@ def one_by_one(placement: Placement, micro_batches: int, twice: bool = False) ->
 
 def test_it_is_built_like_any_other() -> None:
     register("OneByOne", one_by_one, aliases=("naive",))
-    assert names()[-2:] == ("OneByOne", "auto")
+    assert names()[-1] == "OneByOne"
     schedule = build("one-by-one", ranks=3, micro_batches=4)
     assert type(schedule) is Schedule
     assert schedule.name == "OneByOne"
@@ -79,20 +79,6 @@ def test_what_it_makes_is_verified() -> None:
         build("Plain", ranks=1, micro_batches=1)
 
 
-def test_the_search_knows_it() -> None:
-    def odd(placement: Placement, m: int) -> Any:
-        called.append((placement.ranks, m))
-        return one_by_one(placement, m)
-
-    called: list[tuple[int, int]] = []
-    register("Odd", odd)
-    build("auto", ranks=2, micro_batches=3)
-    assert called == [(2, 3)]
-    register("Broken", lambda placement, m: [[]] * placement.ranks)
-    with pytest.raises(ScheduleError, match="Broken made no valid schedule"):
-        build("auto", ranks=2, micro_batches=3)
-
-
 def test_a_name_of_ones_own_may_mean_something_new() -> None:
     register("Mine", one_by_one)
     register(
@@ -109,7 +95,6 @@ def test_a_name_of_ones_own_may_mean_something_new() -> None:
     [
         ("1f1b", {}, "'1F1B' already"),
         ("G-Pipe", {}, "'GPipe' already"),
-        ("AUTO", {}, "'auto' already"),
         ("New", {"aliases": ("zbv",)}, "'ZBV' already"),
         ("mine", {}, "'Mine' already"),
         ("two words", {}, "one word"),

@@ -114,7 +114,13 @@ def test_spelling_does_not_count(spelling: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("1F1", "'1F1B'"), ("ZBH3", "'ZBH1'"), ("", "known: ")]
+    ("name", "nearest"),
+    [
+        ("1F1", "'1F1B'"),
+        ("ZBH3", "'ZBH1'"),
+        ("", "known: "),
+        ("Auto", "run `fleetpipe plan`, or choose by docs/schedules/choosing.md"),
+    ],
 )
 def test_a_name_that_is_not_built_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -140,7 +146,7 @@ def test_what_a_schedule_does_not_take_is_refused(arguments: dict[str, int], mes
 
 
 def test_names_are_those_of_the_table() -> None:
-    assert tuple(name for name in names() if name != "auto") == (*NAMES, "Seq1F1B", "Hanayo")
+    assert names() == (*NAMES, "Seq1F1B", "Hanayo")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +157,6 @@ def test_names_are_those_of_the_table() -> None:
         ("VPP", {"warmup_slack": 1, "groups": None}, (("warmup_slack", 1),)),
         ("VPP", {"warmup_slack": 2}, ()),
         ("Seq1F1B", {"slices": 3}, ()),
-        ("auto", {"memory_cap": 3, "placed": "loop"}, (("memory_cap", 3), ("placed", "loop"))),
-        ("auto", {"slices": 4}, (("slices", 4),)),
     ],
 )
 def test_a_schedule_carries_its_options_through_text_plan_and_rebuilding(
@@ -281,7 +285,7 @@ def test_the_grids_are_the_schedules(page: str) -> None:
 
 def test_every_schedule_has_its_grid() -> None:
     drawn = [name for grids in GRIDS.values() for name, _, _ in grids]
-    assert sorted(drawn) == sorted(name for name in names() if name != "auto")
+    assert sorted(drawn) == sorted(names())
 
 
 def test_the_table_is_what_the_simulator_says() -> None:
@@ -312,7 +316,6 @@ def test_the_page_of_a_family_shows_its_formulas(page: str, formulas: dict[str, 
 
 SHOWN = [
     DOCS / "schedules.md",
-    DOCS / "schedules/search.md",
     DOCS / "schedules/reading-a-trace.md",
     DOCS / "schedules/seq_one_f_one_b.md",
 ]

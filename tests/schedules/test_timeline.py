@@ -87,12 +87,6 @@ def test_a_slow_link_delays_what_crosses_it_both_ways() -> None:
     assert [row[-1][1] for row in events] == [16, 13.5, 7.5]
 
 
-def test_a_search_knows_of_a_slow_link() -> None:
-    costs = Costs(comm=(0.0, 3.0, 0.0, 0.0))
-    found = build("auto", ranks=4, micro_batches=12, costs=costs).simulate(costs)
-    assert found.span < build("1F1B", ranks=4, micro_batches=12).simulate(costs).span
-
-
 def test_input_gradients_may_release_a_part() -> None:
     schedule = schedule_of(Placement("loop", 1), 3, "F0.0 I0.0 F0.1 I0.1 F0.2 W0.0 W0.1 B0.2")
     peaks = [
@@ -206,15 +200,6 @@ def test_bytes_and_latencies_are_those_of_the_slice() -> None:
     assert timeline.starts[1][:2] == (6, 9)
 
 
-def test_parts_of_the_costs_of_a_whole_micro_batch() -> None:
-    costs = Costs(forward=(6, 12), backward=18, comm=0.5, bytes=6).parted([2, 1])
-    assert costs.each_slice is not None
-    first, second = costs.each_slice
-    assert (first.forward, first.backward, first.bytes, first.comm) == ((4, 8), 12, 4, 0.5)
-    assert (second.forward, second.input_grad) == ((2, 4), pytest.approx(1 / 3))
-    assert costs.forward == (6, 12)
-
-
 def test_the_json_form_has_the_costs_of_slices() -> None:
     text = '{"forward": [4, 4], "each_slice": [{"forward": [1, 1]}, {"forward": 3}]}'
     assert Costs.from_json(text) == Costs(
@@ -239,7 +224,7 @@ def test_what_is_no_cost_of_slices_is_refused(text: str) -> None:
 
 
 def test_costs_of_another_number_of_slices_are_refused() -> None:
-    costs = Costs().parted([1, 1, 1])
+    costs = Costs(each_slice=(Costs(),) * 3)
     with pytest.raises(ConfigError, match="expected: 3 slices"):
         build("Seq1F1B", ranks=2, micro_batches=2, slices=2).simulate(costs)
     with pytest.raises(ConfigError, match="2 figures"):

@@ -32,7 +32,7 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates, WeightOf, places_in
+from fleetpipe.dygraph.batch.units import Units, UnitStates, WeightOf, places_in
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.nest import differentiable, leaf_like, map_tensors, tensors_of
 from fleetpipe.errors import ConfigError, UsageError
@@ -370,7 +370,7 @@ def sequence_chunks(
     parts_of_sequences: int,
     delays_weights: bool,
 ) -> Units:
-    """Returns the slices of a schedule as units, or whole micro-batches if it cuts none.
+    """Returns the slices of a schedule that cuts sequences as units.
 
     Raises:
         ConfigError: A layer does not take slices, or another option does not work with slices.
@@ -385,7 +385,7 @@ def sequence_chunks(
             cause="a chunk would have to wait for later ones of another rank",
             fix="choose a schedule without sequence chunks, 1F1B or ZBH1, or split no sequence",
         )
-    if isinstance(lengths, tuple) and schedule.slices not in (1, len(lengths)):
+    if isinstance(lengths, tuple) and schedule.slices != len(lengths):
         raise ConfigError(
             "fleetpipe_configs['slices'] has the lengths of another number of slices",
             expected=f"{schedule.slices} lengths, for the slices of {schedule.name}",
@@ -403,8 +403,6 @@ def sequence_chunks(
             cause="a layer that is run again cannot tell which slice it runs",
             fix="leave recompute_interval out: slices save memory too",
         )
-    if schedule.slices == 1:
-        return WHOLE
     return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)
 
 

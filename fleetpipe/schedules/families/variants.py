@@ -25,7 +25,7 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
 
 
 def counts(most: int) -> list[int]:
-    """Returns the values of an option that a search tries: 2, 3, 4, 6, 8, .. and ``most``."""
+    """Returns the values of an option that a planner tries: 2, 3, 4, 6, 8, .. and ``most``."""
     numbers = {most}
     for power in range(most.bit_length()):
         numbers |= {2 << power, 3 << power}

@@ -58,7 +58,7 @@ def wrapped(**options: Any) -> tuple[Any, Any]:
     return pipe, fleet.distributed_optimizer(adam)
 
 
-@pytest.mark.once_for("Eager", "kFkB", "ZBH2", "VHalf", "VMin", "auto")
+@pytest.mark.once_for("Eager", "kFkB", "ZBH2", "VHalf", "VMin")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_single_models_bits(schedule: str) -> None:
     with job(2, MICRO_BATCHES, schedule):

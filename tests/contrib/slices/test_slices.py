@@ -202,22 +202,6 @@ def test_several_losses_count_as_each_of_them_does() -> None:
     assert abs(found[0][0] - found[0][1]) > 0.01
 
 
-def test_the_search_may_cut_sequences_of_a_model_that_takes_slices() -> None:
-    options = {"slices": 4, "costs": {"forward": 1, "backward": 2, "input_grad": 2, "comm": 0}}
-    with job(3, 2, "auto", memory_cap=2, **options):
-        pipe, optimizer = wrapped()
-        assert pipe.schedule.slices == 4
-        session = parity.begin(pipe, optimizer)
-        session.step(sliced.batch(2 * ROWS, 8))
-        assert session.report.bit_exact, session.report.verdict()
-    with job(3, 2, "auto", slices=(5, 4), costs=options["costs"]):
-        assert wrapped()[0].slicing == (5, 4)
-    refused = pytest.raises(ConfigError, match="layer 1, Silent, does not say")
-    # Whatever is chosen for this batch.
-    with job(2, 64, "auto", slices=2), refused:
-        wrapped(layers=[LayerDesc(nn.Linear, 8, 8), LayerDesc(Silent), LayerDesc(nn.Linear, 8, 8)])
-
-
 @pytest.mark.parametrize("slices", [0, True, 1.5, [], [2, 0], "2"])
 def test_what_is_no_cut_is_refused(slices: Any) -> None:
     refused = pytest.raises(ConfigError, match=r"whole number of at least 1, or the lengths")
@@ -356,9 +340,6 @@ def test_slices_are_measured_one_by_one(slices: Any, tmp_path: Path) -> None:
         seen = sum(lengths[: index + 1])
         scores = 4 * ROWS * length * seen
         assert scores < one.held < scores + 20 * width * seen
-    with job(2, 2, "auto", costs=path):
-        model = pipeline(sliced.layers(dropout=0.1), loss_fn=sliced.loss)
-        assert model.schedule.slices in (1, 3)
 
 
 def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:

@@ -197,7 +197,7 @@ def test_whole_logits_are_refused() -> None:
         ([*layers(), nn.functional.relu], "1F1B", "last entry"),
         ([*layers()[:-1], VocabularyHead(HIDDEN, 1)], "1F1B", "2 classes or more"),
         ([*layers()[:-1], VocabularyHead(HIDDEN, 9, tied="x")], "1F1B", "key of a Vocabulary"),
-        *((layers(), name, "one of FThenB, 1F1B") for name in ("ZBV", "VPP", "Hanayo", "auto")),
+        *((layers(), name, "one of FThenB, 1F1B") for name in ("ZBV", "VPP", "Hanayo")),
     ],
 )
 def test_what_cannot_be_built_is_refused(entries: Any, schedule: str, message: str) -> None:

@@ -123,7 +123,7 @@ def test_what_is_none_of_these_is_left_alone() -> None:
     assert ActionMeter("B").wrap(NOBODY, Reduce(), reduce) is reduce
 
 
-def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Path) -> None:
+def test_the_costs_of_a_model_are_measured_and_a_strategy_reads_them(tmp_path: Path) -> None:
     sizes = [(6, 512), (512, 512), (512, 4)]
     first, *others = [LayerDesc(nn.Linear, *size) for size in sizes]
     layers = [first, LayerDesc(nn.BatchNorm1D, 512), LayerDesc(nn.Dropout, 0.5), *others]
@@ -143,9 +143,12 @@ def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Pa
         assert min(measured[name]) > 0
     assert Profile.read(path) == measured
     Costs.from_json(path.read_text()).check_stages(2)
-    with model_in_job(2, schedule="auto", costs=path, layers=layers) as model:
-        assert model.schedule.name == "auto"
+    most = 4 * int(max(measured["bytes"]))
+    with model_in_job(2, schedule="ZBH1", costs=path, memory_cap=most, layers=layers) as model:
         assert float(model.train_batch(batch(), sgd(model))) > 0
+    refused = pytest.raises(ScheduleError, match="at most 1 bytes")
+    with job(2, schedule="ZBH1", costs=path, memory_cap=1), refused:
+        pipeline(layers)
 
 
 def test_layers_are_measured_under_the_seeds_of_a_batch() -> None:

@@ -383,18 +383,6 @@ def test_the_number_of_micro_batches_may_be_set() -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("begun", "placed"), [(4, "loop"), (2, "vee")])
-def test_stages_stay_where_they_are_when_auto_would_now_place_them_elsewhere(
-    begun: int, placed: str
-) -> None:
-    with model_in_job(3, begun, "auto", num_virtual_pipeline_stages=2) as model:
-        optimizer = sgd(model)
-        for micro_batches in (4, 2):
-            model.accumulate_steps = micro_batches
-            model.train_batch(batch(micro_batches), optimizer)
-            assert model.schedule.placement.name == placed
-
-
 def test_shapes_may_change_between_micro_batches_and_steps() -> None:
     def uneven(_: int, step: int) -> list[Any]:
         inputs, labels = batch(6, step)

@@ -16,7 +16,7 @@ from fleetpipe.schedules.placement import Dependencies, checked_edges
 
 pytestmark = pytest.mark.no_paddle
 
-FAMILIES = [name for name in names() if name != "auto"]
+FAMILIES = names()
 
 
 def early(envelope: Envelope, schedule: Schedule) -> list[str]:

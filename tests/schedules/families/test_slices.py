@@ -172,7 +172,7 @@ def test_a_part_that_comes_too_late_is_named() -> None:
         wrong.verify()
 
 
-@pytest.mark.parametrize("name", ["ZBV", "Interleaved1F1B", "Seq1F1B", "Hanayo", "auto"])
+@pytest.mark.parametrize("name", ["ZBV", "Interleaved1F1B", "Seq1F1B", "Hanayo"])
 def test_other_schedules_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="FThenB, 1F1B"):
         build(name, ranks=2, micro_batches=4, head=True)
