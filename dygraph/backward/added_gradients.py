@@ -1,9 +1,9 @@
 """Adds delayed gradients to those of parameters, and finds out in which order gradients are added.
 
-:class:`Sums` adds gradients: through autograd the first one in a batch and those with hooks, others
-in place. :class:`GradientArrivals` records which gradients a split backward delays until W.
-A :class:`Crossing` shows where a stage may add gradients in another order than one graph of the
-whole model.
+:class:`Sums` adds gradients to parameters: through autograd the first one in a batch and those with
+hooks, others in place. :class:`GradientArrivals` records which gradients a split backward computes
+in I, and which in W. A :class:`Crossing` shows where a stage may add gradients in another order
+than one graph of the whole model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Context, GradNode, Layer, Tensor
-from fleetpipe.dygraph.backward.leaf import nodes_of, operands
+from fleetpipe.dygraph.backward.leaf import find_nodes, next_nodes
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import add_in_place
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
@@ -24,15 +24,15 @@ from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, ru
 #: The number of hooks on a parameter's gradient that fleetpipe has added, by the parameter's id.
 _own_hooks: dict[int, int] = {}
 
-#: ``layers_of(stage)`` returns the layers of a stage by their numbers in the whole list.
+#: ``layers_of(stage)`` returns the layers of a stage, by their numbers in the whole list.
 LayersOf = Callable[[int], Mapping[int, Layer]]
 
-#: The fields of a :class:`Meeting`.
-Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
+#: The fields of a :class:`Meeting`, in order.
+MeetingFields = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Sums:
-    """Adds up the gradients of parameters over one batch."""
+    """Adds gradients to those of parameters, in one batch after another."""
 
     def __init__(self) -> None:
         #: The ids of the parameters that have a gradient in this batch.
@@ -41,7 +41,8 @@ class Sums:
     def end(self) -> None:
         """Ends the batch: the first gradients of the next batch go through autograd again.
 
-        They must replace the zeros that ``clear_grad`` may leave.
+        Adding these in place would be wrong: ``clear_grad`` may have removed the tensor, or left
+        zeros in it.
         """
         self.begun.clear()
 
@@ -64,7 +65,7 @@ class Sums:
             self.begun.update(id(parameter) for parameter, _ in rest)
 
     def total(self, parameter: Tensor) -> Tensor | None:
-        """Returns the gradient of ``parameter`` if gradients may be added to it in place."""
+        """Returns a parameter's gradient if others may be added to it in place; else None."""
         if id(parameter) not in self.begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
             return None
         # A callback may have removed it in the middle of the batch.
@@ -74,18 +75,22 @@ class Sums:
 
 @cache
 def token(stop_gradient: bool = True) -> Tensor:
-    """Returns a tensor of one number that replaces a value in the graph.
+    """Returns a tensor of one number, which connects nodes of a graph where no value is needed.
 
-    It is made when a backward needs it, not on import: the first operation of a process allocates
-    some hundreds of megabytes on a GPU, which many commands do not need.
+    There is one for each value of ``stop_gradient``. It is made when a backward needs it, not on
+    import: the first operation of a process allocates some hundreds of megabytes on a GPU, which
+    many commands do not need.
     """
-    made = paddle.zeros([1], "float32")
-    made.stop_gradient = stop_gradient
-    return made
+    zero = paddle.zeros([1], "float32")
+    zero.stop_gradient = stop_gradient
+    return zero
 
 
-class _Sum(paddle.autograd.PyLayer):
-    """Adds gradients to parameters by autograd, without the copies that ``backward()`` makes."""
+class _AddByAutograd(paddle.autograd.PyLayer):
+    """Adds gradients to parameters by autograd, without the copies that ``backward()`` makes.
+
+    Its backward passes the gradients, which ``take()`` returns, on to the parameters.
+    """
 
     @staticmethod
     def forward(ctx: Context, take: Callable[[], list[Tensor]], *_parameters: Tensor) -> Tensor:
@@ -102,14 +107,14 @@ class _Sum(paddle.autograd.PyLayer):
 def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Adds gradients to their parameters by a backward, which runs the parameters' hooks."""
     parameters, gradients = map(list, zip(*grads))
-    add: Callable[..., Tensor] = _Sum.apply
+    add: Callable[..., Tensor] = _AddByAutograd.apply
     with paddle.enable_grad():
         total = add([gradients].pop, *parameters)
     total.backward()
 
 
 def count_own_hook(parameter: Tensor) -> None:
-    """Counts a gradient hook that fleetpipe has added and removed, which Paddle still counts."""
+    """Counts a gradient hook that fleetpipe adds to a parameter; see :func:`is_watched`."""
     if id(parameter) not in _own_hooks:
         weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
     _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1
@@ -118,14 +123,15 @@ def count_own_hook(parameter: Tensor) -> None:
 def is_watched(parameter: Tensor) -> bool:
     """Whether code other than fleetpipe's has ever added a hook on the gradient of ``parameter``.
 
-    Paddle numbers the hooks of a parameter in order, and fleetpipe counts its own hooks.
+    Paddle numbers all hooks of a parameter in order, removed ones too, and fleetpipe counts its
+    own. This function adds a hook of its own, to see its number.
     """
     count_own_hook(parameter)
     return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1
 
 
 class GradientArrivals:
-    """Records by hooks, in the first batch, in which kind of action parameters get gradients."""
+    """Records by hooks, in the first batch, whether parameters get gradients in I or in W."""
 
     def __init__(self) -> None:
         #: The kinds of action, I and W, in which each trainable parameter got gradients, by name.
@@ -133,24 +139,31 @@ class GradientArrivals:
         self._parameters: dict[str, Tensor] = {}
         self._handles: list[tuple[Tensor, Any]] = []
         self._stages: set[int] = set()
+        #: The kind of the action that runs; "" between actions.
         self._kind = ""
-        self._open = True
+        self._is_active = True
 
     def stop(self) -> None:
-        """Removes the hooks."""
-        self._open = False
+        """Removes the hooks; contexts opened later record nothing."""
+        self._is_active = False
         for parameter, handle in self._handles:
             handle.remove()
             count_own_hook(parameter)
         self._handles.clear()
 
-    def during(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
-        """While it is open, gradients that arrive are recorded for an action of a stage."""
-        return self._noting(stage, kind, layers_of) if self._open else nullcontext()
+    def record(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
+        """Returns the context of an action, which records that parameters get gradients in it.
+
+        Args:
+            stage: The stage of the action.
+            kind: The kind of the action: "I" or "W".
+            layers_of: Returns the layers of a stage.
+        """
+        return self._record(stage, kind, layers_of) if self._is_active else nullcontext()
 
     @contextmanager
-    def _noting(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
-        """While it is open, gradients of a stage's parameters are recorded under ``kind``."""
+    def _record(self, stage: int, kind: str, layers_of: LayersOf) -> Iterator[None]:
+        """Adds hooks to the stage's parameters, once, which record ``kind`` while it is open."""
         if stage not in self._stages:
             self._stages.add(stage)
             for index, layer in layers_of(stage).items():
@@ -164,12 +177,12 @@ class GradientArrivals:
         finally:
             self._kind = ""
 
-    def halves(self) -> set[int]:
+    def parameters_in_both(self) -> set[int]:
         """Returns the ids of the parameters that got part of their gradient in I and part in W."""
         return {id(self._parameters[name]) for name, kinds in self.kinds.items() if len(kinds) > 1}
 
     def _watch(self, name: str, parameter: Tensor) -> None:
-        """Records in which kinds of action, I or W, a parameter gets a gradient."""
+        """Adds a hook that records in which kinds of action a parameter gets gradients."""
         if parameter.stop_gradient:
             return
         self._parameters[name] = parameter
@@ -183,12 +196,12 @@ class GradientArrivals:
 
 
 class Meeting(NamedTuple):
-    """A tensor of a stage at which gradients meet and are added up.
+    """A tensor of a stage at which several gradients may arrive, to be added up.
 
     Attributes:
         edges: The number of gradients that operations of the stage send to the tensor.
-        outputs: The numbers of the stage's outputs that are this tensor.
-        ways: The numbers of the stage's outputs whose backward reaches this tensor.
+        outputs: The numbers of the stage's outputs that are the tensor itself.
+        ways: The numbers of the stage's outputs whose backward reaches the tensor.
     """
 
     edges: int
@@ -197,25 +210,25 @@ class Meeting(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The tensors of a stage at which the order of sums may depend on other stages.
+    """The tensors of a stage at which other stages may change the order of the gradients' sum.
 
     Attributes:
-        received: The meetings at received tensors that need a gradient.
-        joined: The meetings at tensors and parameters that the backward of several outputs reaches
+        received: A meeting for each received tensor that needs a gradient.
+        joined: A meeting for each tensor or parameter that the backward of several outputs reaches
             and at which three or more gradients may meet; equal meetings appear once.
     """
 
     received: tuple[Meeting, ...]
     joined: tuple[Meeting, ...]
 
-    def plain(self) -> list[list[Plain]]:
+    def plain(self) -> list[list[MeetingFields]]:
         """Returns the crossing as lists and tuples, to send to other ranks."""
-        return [[(part.edges, part.outputs, part.ways) for part in parts] for parts in self]
+        return [[tuple(meeting) for meeting in meetings] for meetings in self]
 
     @classmethod
-    def from_plain(cls, parts: list[list[Plain]]) -> Crossing:
+    def from_plain(cls, plain: list[list[MeetingFields]]) -> Crossing:
         """Builds a crossing from the result of :meth:`plain`."""
-        return cls(*(tuple(Meeting(*part) for part in some) for some in parts))
+        return cls(*(tuple(Meeting(*fields) for fields in meetings) for meetings in plain))
 
 
 def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossing:
@@ -223,33 +236,34 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
 
     Args:
         received: The received tensors that need a gradient.
-        outputs: The tensors that the stage sent, or its loss.
+        outputs: The tensors that the stage sent; of the last stage, its loss.
     """
     roots = [tensor.grad_fn for tensor in outputs]
     # Paddle never frees a node that Python refers to; after backward these nodes hold no tensors.
-    reach = [nodes_of([root], set()) for root in roots]
-    below = [(node, other) for node in set().union(*reach) for other in operands(node)]
-    edges = Counter(other for _, other in below)
+    reach = [find_nodes([root], set()) for root in roots]
+    steps = [(node, target) for node in set().union(*reach) for target in next_nodes(node)]
+    edges = Counter(target for _, target in steps)
     # The layers of a stage take copies of received tensors: their gradients meet at the copy.
-    copies = {other: node for node, other in below if node.name() == "AssignGradNode"}
+    copies = {target: node for node, target in steps if node.name() == "AssignGradNode"}
 
-    def meeting(node: GradNode, itself: Sequence[int]) -> Meeting:
+    def meeting(node: GradNode, outputs_at_node: Sequence[int]) -> Meeting:
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
-        return Meeting(edges[node], tuple(itself), ways)
+        return Meeting(edges[node], tuple(outputs_at_node), ways)
 
     meetings: set[Meeting] = set()
     for node in edges.keys() | set(roots):
         # Several outputs of one operation are different tensors.
-        parts: dict[int, list[int]] = {}
+        numbers_by_tensor: dict[int, list[int]] = {}
         for index, tensor in enumerate(outputs):
             if tensor.grad_fn == node:
-                parts.setdefault(id(tensor), []).append(index)
-        meetings.update(meeting(node, itself) for itself in parts.values() or [[]])
-    taken = [copies.get(leaf.grad_fn, leaf.grad_fn) for leaf in received]
+                numbers_by_tensor.setdefault(id(tensor), []).append(index)
+        meetings.update(meeting(node, numbers) for numbers in numbers_by_tensor.values() or [[]])
+    received_nodes = [copies.get(leaf.grad_fn, leaf.grad_fn) for leaf in received]
     arrivals = [
-        meeting(node, [i for i, root in enumerate(roots) if root == node]) for node in taken
+        meeting(node, [i for i, root in enumerate(roots) if root == node])
+        for node in received_nodes
     ]
-    joined = (part for part in meetings if len(part.ways) > 1 and (part.outputs or part.edges > 2))
+    joined = (one for one in meetings if len(one.ways) > 1 and (one.outputs or one.edges > 2))
     return Crossing(tuple(arrivals), tuple(sorted(joined)))
 
 
@@ -264,15 +278,18 @@ def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
     sums: list[int] = []
     for stage in sorted(crossings, reverse=True):
         crossing, count = crossings[stage], sums or [1]
-        outputs = 1 + max((i for parts in crossing for part in parts for i in part.ways), default=0)
+        ways = (i for meetings in crossing for meeting in meetings for i in meeting.ways)
+        outputs = 1 + max(ways, default=0)
         if outputs > len(count):
             # A captured model also has edges to later stages, whose gradients may all be sums.
             count = [2] * outputs
         if any(
-            part.edges + sum(count[i] for i in part.outputs) > 2
-            and sum(count[i] > 0 for i in part.ways) > 1
-            for part in crossing.joined
+            meeting.edges + sum(count[i] for i in meeting.outputs) > 2
+            and sum(count[i] > 0 for i in meeting.ways) > 1
+            for meeting in crossing.joined
         ):
             stages.append(stage)
-        sums = [part.edges + sum(count[i] for i in part.outputs) for part in crossing.received]
+        sums = [
+            meeting.edges + sum(count[i] for i in meeting.outputs) for meeting in crossing.received
+        ]
     return stages[::-1]

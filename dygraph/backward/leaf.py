@@ -1,17 +1,19 @@
-"""Leaf layers, and whether their weight gradients can wait for W.
+"""Leaf layers, and whether the gradients of their parameters can wait for W.
 
-A leaf layer owns parameters, and its sublayers own none. The weight gradients of Paddle's leaf
-layers in ``WAITING`` can wait: these layers compute from their arguments and parameters only, and
-store nothing. Any other forward may compute something else in each call, and may store a tensor
-besides its output. So it runs once, unchanged, and all of its gradients are computed in I.
+A split backward computes the gradients of a stage's inputs in action I, and those of its
+parameters (the weight gradients) later, in action W. A leaf layer owns parameters, and its
+sublayers own none. The weight gradients of Paddle's leaf layers in ``WAITING`` can wait for W:
+these layers compute from their arguments and parameters only, and store nothing. Any other layer
+may compute something else in each call, and may store a tensor besides its output. So its forward
+runs once, unchanged, and all of its gradients are computed in I.
 
-The graph of a layer that can wait is inspected once for each situation, in a call whose result is
-dropped: which tensors need a gradient decides which operations Paddle runs backward.
+Which tensors need a gradient decides which operations Paddle runs backward: this is the situation
+of a call. In each new situation, a layer that can wait runs once more, only to inspect its graph.
 
 Some of Paddle's kernels cannot compute only a part of their gradients: without the weight's
 gradient, layer_norm ignores its weight on CPU, batch_norm computes something else if a channel has
-one value, and prelu crashes. A layer with a kernel outside of ``DIVISIBLE``, as may happen on a
-GPU, runs unchanged, too.
+one value, and prelu crashes. So a layer that runs a kernel outside of ``DIVISIBLE``, as may happen
+on a GPU, runs unchanged, too.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, is_static, parameters_in
 
 #: Types of arguments that hold no tensor.
-_PLAIN = (
+_TYPES_WITHOUT_TENSORS = (
     *(bool, int, float, complex, str, bytes, slice, type(None), np.generic, np.ndarray),
     type(paddle.float32),
 )
 
-#: Operations of several operands whose gradients have the same bits if only some of them are
+#: Operations of several next_nodes whose gradients have the same bits if only some of them are
 #: computed: tested on 2.6.2 and 3.3.1. An operation of one operand has one gradient.
 DIVISIBLE = frozenset(
     {
@@ -47,7 +49,7 @@ DIVISIBLE = frozenset(
     }
 )
 
-#: The layers of Paddle, and fleetpipe's with the same names, that can wait.
+#: The names of the layer classes, of Paddle and of fleetpipe, whose weight gradients can wait.
 WAITING = frozenset(
     {
         *("Linear", "Embedding", "Bilinear", "SimpleRNNCell", "LSTMCell", "GRUCell"),
@@ -57,18 +59,19 @@ WAITING = frozenset(
     }
 )
 
-#: Attributes that a user's subclass may define without computing something else.
-_FREE = frozenset(
+#: Attributes that a user's subclass of a layer may define without changing what it computes.
+_HARMLESS_ATTRIBUTES = frozenset(
     {
         *("__init__", "__module__", "__doc__", "__annotations__", "extra_repr", "blocks"),
         *("__firstlineno__", "__static_attributes__"),
     }
 )
 
-#: The classes of tensors.
-_TENSORS = frozenset({paddle.Tensor, *paddle.Tensor.__subclasses__()})
+#: Paddle's classes of tensors and parameters.
+_TENSOR_CLASSES = frozenset({paddle.Tensor, *paddle.Tensor.__subclasses__()})
 
-#: The number of tensors that a call takes, and which of these and of the parameters need gradients.
+#: The number of tensors among a call's arguments; and for each of them, and then for each parameter
+#: of the layer, whether it needs a gradient.
 Situation = tuple[int, tuple[bool, ...]]
 
 
@@ -76,29 +79,30 @@ class CannotWait(Exception):
     """The weight gradients of a call of a leaf layer cannot wait for W."""
 
 
-class Nature(NamedTuple):
-    """The properties of a leaf layer's calls in one :func:`situation`.
+class CallProperties(NamedTuple):
+    """The properties that all calls of a leaf layer in one situation have.
 
     Attributes:
         divisible: Whether the gradients of inputs and parameters can be computed separately.
-        reached: For each input that needs a gradient, in order, whether the outputs depend on it.
+        reached: For each input that needs a gradient, in order, whether some output depends on it.
         depth: The number of operations on the longest path from the outputs to the inputs.
-        straight: Whether only one output depends on only one input, which only one operation takes.
+        has_one_path: Whether only one output depends on only one input, which only one operation
+            takes; then no gradients are summed at the input.
     """
 
     divisible: bool = True
     reached: tuple[bool, ...] = ()
     depth: int = 0
-    straight: bool = True
+    has_one_path: bool = True
 
 
 class Leaf:
-    """A leaf layer, and the properties of its calls.
+    """A leaf layer, and the properties of its calls so far.
 
     Attributes:
         layer: The layer.
         name: Its path in the whole model.
-        natures: The properties of its calls, by their :func:`situation`.
+        properties_of_calls: The properties of its calls, by situation.
         divisible: Whether the gradients of inputs and parameters could be computed separately in
             all calls so far.
         static: Whether its forward is a part of a static graph, in which it must not be replaced.
@@ -109,7 +113,7 @@ class Leaf:
         self.layer = layer
         self.name = name
         self.static = static
-        self.natures: dict[Situation, Nature] = {}
+        self.properties_of_calls: dict[Situation, CallProperties] = {}
         self.divisible = True
 
     @property
@@ -120,135 +124,156 @@ class Leaf:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients can wait, according to the layer's class and its earlier calls."""
+        """Whether the layer's weight gradients can wait, by its class and its earlier calls."""
         return self.divisible and not self.static and can_wait(self.layer)
 
-    def learn(self, key: Situation, nature: Nature) -> None:
-        """Stores the properties of the calls of a :func:`situation`."""
-        self.natures[key] = nature
-        self.divisible &= nature.divisible
+    def add_properties(self, key: Situation, properties: CallProperties) -> None:
+        """Stores the properties of calls in the situation ``key``."""
+        self.properties_of_calls[key] = properties
+        self.divisible &= properties.divisible
 
 
-def situation(taken: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situation:
-    """Returns the facts about a call that decide which operations Paddle runs backward."""
-    return len(taken), tuple([not tensor.stop_gradient for tensor in (*taken, *parameters)])
+def find_situation(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situation:
+    """Returns the situation of a call: what decides which operations Paddle runs backward.
+
+    Args:
+        tensors: The tensors among the arguments of the call.
+        parameters: The parameters of the layer.
+    """
+    return len(tensors), tuple([not tensor.stop_gradient for tensor in (*tensors, *parameters)])
 
 
-def is_of_a_library(forward: Callable[..., Nest]) -> bool:
-    """Whether a forward is a function of Paddle or of fleetpipe."""
+def _is_library_function(forward: Callable[..., Nest]) -> bool:
+    """Whether Paddle or fleetpipe, not the user, has defined a forward."""
     # Not by __module__: a wrapper has the __module__ of the function that it wraps.
     module: str = getattr(forward, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in ("paddle", "fleetpipe")
 
 
 def can_wait(layer: Layer) -> bool:
-    """Whether ``layer`` computes the same as a layer in ``WAITING``."""
+    """Whether ``layer`` is of a class in ``WAITING``, or of a subclass that computes the same."""
     kind: Any = type(layer)
-    plain = "forward" not in vars(layer) and is_of_a_library(kind.forward)
-    return plain and _is_waiting(kind, kind.forward)
+    is_library = "forward" not in vars(layer) and _is_library_function(kind.forward)
+    return is_library and _has_waiting_forward(kind, kind.forward)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
-    """Whether a library's ``forward`` is that of a layer in ``WAITING`` and still unchanged."""
+def _has_waiting_forward(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
+    """Whether a layer class has the forward of a class in ``WAITING``, and overrides nothing else.
+
+    Args:
+        kind: The class of a layer.
+        forward: Its forward, a function of Paddle or fleetpipe.
+    """
     if forward.__qualname__.removesuffix(".forward") not in WAITING:
         return False
-    kinds = kind.__mro__
-    number = next(i for i, one in enumerate(kinds) if vars(one).get("forward") is forward)
-    names = frozenset(dir(kinds[number])) - _FREE
+    bases = kind.__mro__
+    number = next(i for i, base in enumerate(bases) if vars(base).get("forward") is forward)
+    names = frozenset(dir(bases[number])) - _HARMLESS_ATTRIBUTES
     return not any(
         name in names or isinstance(value, property)
-        for one in kinds[:number]
-        for name, value in vars(one).items()
+        for subclass in bases[:number]
+        for name, value in vars(subclass).items()
     )
 
 
 def has_parameters_alone(layer: Layer, parameters: Iterable[Tensor]) -> bool:
-    """Whether a layer has no tensors but its parameters, and these are leaves of the graph.
+    """Whether a layer holds no tensors but its parameters, and no operation has computed these.
 
-    Otherwise its weight may be computed from others, as ``weight_norm`` does before each call.
+    Otherwise its weight may be computed from other tensors, as ``weight_norm`` does before a call.
     """
-    plain = not buffers_in(layer) and _TENSORS.isdisjoint(map(type, vars(layer).values()))
-    return plain and all(parameter.is_leaf for parameter in parameters)
+    holds_no_others = not buffers_in(layer) and _TENSOR_CLASSES.isdisjoint(
+        map(type, vars(layer).values())
+    )
+    return holds_no_others and all(parameter.is_leaf for parameter in parameters)
 
 
 def leaves_of(index: int, layer: Layer) -> Iterator[Leaf]:
-    """Yields the leaf layers within layer ``index`` of the whole list."""
+    """Yields the leaf layers within a layer; ``index`` is the layer's number in the whole list."""
     if not isinstance(layer, paddle.nn.Layer):
         return
     static: set[int] = set()
-    for path, part in layer.named_sublayers(prefix=str(index), include_self=True):
-        parameters = part.parameters(include_sublayers=False)
-        if parameters and all(not sub.parameters() for sub in part.sublayers()):
-            yield Leaf(part, path, id(part) in static)
-        if is_static(part):
-            static.update(map(id, part.sublayers()))
+    for path, sublayer in layer.named_sublayers(prefix=str(index), include_self=True):
+        parameters = sublayer.parameters(include_sublayers=False)
+        if parameters and all(not inner.parameters() for inner in sublayer.sublayers()):
+            yield Leaf(sublayer, path, id(sublayer) in static)
+        if is_static(sublayer):
+            static.update(map(id, sublayer.sublayers()))
 
 
-def examine(
+def inspect_call(
     parameters: Iterable[Tensor],
     forward: Callable[..., Nest],
     args: tuple[Nest, ...],
     named: dict[str, Nest],
-) -> Nature:
-    """Runs a call of a layer that can wait, and returns the properties of such calls.
+) -> CallProperties:
+    """Runs a layer that can wait, drops the result, and returns the properties of such calls.
+
+    The random states stay as they are.
+
+    Args:
+        parameters: The parameters of the layer.
+        forward: The layer's forward.
+        args: The positional arguments of the call.
+        named: The keyword arguments of the call.
 
     Raises:
         Exception: Any error of the call.
     """
     # Paddle never frees a node that Python refers to: so these nodes must save no tensors.
-    unsaved = paddle.autograd.saved_tensors_hooks(_nothing, _nothing)
+    unsaved = paddle.autograd.saved_tensors_hooks(_save_nothing, _save_nothing)
     stand_ins = leaves_like(tensors_in((args, named)))
     with unsaved, random_states_kept():
         output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     outputs = [tensor for tensor in tensors_in(output) if has_gradient(tensor)]
-    entries = [tensor.grad_fn for tensor in stand_ins.values() if has_gradient(tensor)]
-    ends = {*entries, *(parameter.grad_fn for parameter in parameters if has_gradient(parameter))}
+    inputs = [tensor.grad_fn for tensor in stand_ins.values() if has_gradient(tensor)]
+    # The nodes at which backward ends: those of inputs and of parameters.
+    ends = {*inputs, *(parameter.grad_fn for parameter in parameters if has_gradient(parameter))}
     roots = [tensor.grad_fn for tensor in outputs]
-    nodes = nodes_of(roots, ends)
-    below = {node: operands(node) for node in nodes - ends}
-    reached = tuple(node in nodes for node in entries)
+    nodes = find_nodes(roots, ends)
+    successors = {node: next_nodes(node) for node in nodes - ends}
+    reached = tuple(node in nodes for node in inputs)
     divisible = all(
         # Paddle 2.6.2 adds a suffix to the name of a PyLayer's node.
-        len(nodes_below) == 1 or node.name().removesuffix("_backward") in DIVISIBLE
-        for node, nodes_below in below.items()
+        len(following) == 1 or node.name().removesuffix("_backward") in DIVISIBLE
+        for node, following in successors.items()
     )
-    lengths = _lengths_to(set(entries), below)
-    leading = [lengths[root] for root in roots if lengths[root] >= 0]
-    depth = max(leading, default=0)
-    takers = [node for node in (*roots, *chain(*below.values())) if node in entries]
+    lengths = _longest_paths(set(inputs), successors)
+    lengths_to_inputs = [lengths[root] for root in roots if lengths[root] >= 0]
+    depth = max(lengths_to_inputs, default=0)
+    uses = [node for node in (*roots, *chain(*successors.values())) if node in inputs]
     # A layer that runs unchanged keeps its order of sums.
-    straight = not divisible or not any(reached) or len(leading) == len(takers) == 1
-    return Nature(divisible, reached, depth, straight)
+    has_one_path = not divisible or not any(reached) or len(lengths_to_inputs) == len(uses) == 1
+    return CallProperties(divisible, reached, depth, has_one_path)
 
 
-def _lengths_to(
-    ends: set[GradNode], below: Mapping[GradNode, Sequence[GradNode]]
+def _longest_paths(
+    ends: set[GradNode], successors: Mapping[GradNode, Sequence[GradNode]]
 ) -> dict[GradNode, int]:
     """Returns the length of the longest path to ``ends`` from each node; -1 if there is none.
 
     Args:
         ends: The nodes at which paths end.
-        below: The successors of each of the other nodes.
+        successors: The nodes to which each of the other nodes passes gradients.
     """
     lengths = dict.fromkeys(ends, 0)
-    waiting = list(below)
-    while waiting:
-        node = waiting[-1]
-        nodes_below = below.get(node, ())
-        ahead = [other for other in nodes_below if other not in lengths]
-        if ahead:
-            waiting += ahead
+    stack = list(successors)
+    while stack:
+        node = stack[-1]
+        following = successors.get(node, ())
+        unknown = [successor for successor in following if successor not in lengths]
+        if unknown:
+            stack += unknown
             continue
-        waiting.pop()
+        stack.pop()
         if node not in lengths:
-            longest = max((lengths[other] for other in nodes_below), default=-1)
+            longest = max((lengths[successor] for successor in following), default=-1)
             lengths[node] = longest + 1 if longest >= 0 else -1
     return lengths
 
 
-def nodes_of(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:
-    """Returns the nodes of a graph from ``roots`` back to ``ends``, or to its leaves."""
+def find_nodes(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:
+    """Returns the nodes that backward from ``roots`` reaches; it does not go beyond ``ends``."""
     seen: set[GradNode] = set()
     stack = list(roots)
     while stack:
@@ -256,30 +281,30 @@ def nodes_of(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:
         if node not in seen:
             seen.add(node)
             if node not in ends:
-                stack += operands(node)
+                stack += next_nodes(node)
     return seen
 
 
-def operands(node: GradNode) -> list[GradNode]:
-    """Returns the nodes to which a node of a graph passes gradients."""
+def next_nodes(node: GradNode) -> list[GradNode]:
+    """Returns the nodes to which a node of a backward graph passes gradients."""
     # None stands for an operand that needs no gradient.
-    return [other for other in node.next_functions if other is not None]
+    return [successor for successor in node.next_functions if successor is not None]
 
 
-def _nothing(_saved: Tensor) -> None:
-    return None
+def _save_nothing(_saved: Tensor) -> None:
+    """Replaces a tensor that an operation would save for backward."""
 
 
 def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the distinct tensors in nested tuples, lists and dicts, in order.
 
     Raises:
-        CannotWait: An object of another type is among them, which may hold tensors.
+        CannotWait: Another object is among them, which may hold tensors out of sight.
     """
     tensors: dict[int, Tensor] = {}
     for _, leaf in leaves(value, exact=True):
         if isinstance(leaf, paddle.Tensor):
             tensors.setdefault(id(leaf), leaf)
-        elif not isinstance(leaf, _PLAIN):
+        elif not isinstance(leaf, _TYPES_WITHOUT_TENSORS):
             raise CannotWait
     return list(tensors.values())

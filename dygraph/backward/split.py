@@ -1,7 +1,9 @@
-"""Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
+"""Splits the backward of stages into I and W, which computes the gradients of parameters later.
 
 While a stage whose backward is split runs forward, :func:`run_leaf` replaces the ``forward`` of its
-leaf layers. At all other times layers have their own forwards. Start with :class:`SplitBackward`.
+leaf layers; at all other times layers have their own forwards. Action I adds the calls of leaf
+layers to the tape of the micro-batch, and W computes their weight gradients from it. Start with
+:class:`SplitBackward`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.added_gradients import GradientArrivals, LayersOf, Sums
 from fleetpipe.dygraph.backward.layer_state import changes
 from fleetpipe.dygraph.backward.leaf import (
+    CallProperties,
     CannotWait,
     Leaf,
-    Nature,
-    examine,
+    find_situation,
     has_parameters_alone,
+    inspect_call,
     leaves_of,
-    situation,
     tensors_in,
 )
 from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, put_border
@@ -42,29 +44,31 @@ from fleetpipe.paddle_api.tensor import saves_freely
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
 
-#: ``forward(*args, **named)`` of one layer.
+#: ``forward(*args, **named)`` of a layer.
 Forward = Callable[..., Nest]
 
+#: Stands for the forward of a layer that has none among its own attributes.
 _MISSING = object()
 
 _NOTHING = nullcontext()
 
 
-class _Replacement:
-    """Replaces the forwards of some layers, and restores them."""
+class _ReplacedForwards:
+    """Replaces the forwards of some layers, and restores them; implements ``Change``."""
 
     def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
         self._forwards = list(forwards)
-        self._before: list[tuple[Layer, object]] = []
+        self._originals: list[tuple[Layer, object]] = []
 
     def begin(self) -> None:
+        """Replaces the forwards."""
         for layer, forward in self._forwards:
             # Not by Layer.__setattr__, which looks for parameters first.
-            self._before.append((layer, layer.__dict__.get("forward", _MISSING)))
+            self._originals.append((layer, layer.__dict__.get("forward", _MISSING)))
             layer.__dict__["forward"] = forward
 
     def require_in_place(self) -> None:
-        """Refuses a forward that the user has set meanwhile, since restoring would remove it."""
+        """Refuses a forward that the user has set meanwhile, since :meth:`end` would remove it."""
         for layer, forward in self._forwards:
             if layer.__dict__.get("forward", forward) is not forward:
                 raise ConfigError(
@@ -73,8 +77,9 @@ class _Replacement:
                 )
 
     def end(self) -> None:
-        while self._before:
-            layer, forward = self._before.pop()
+        """Restores the forwards, the last replaced one first."""
+        while self._originals:
+            layer, forward = self._originals.pop()
             if forward is _MISSING:
                 layer.__dict__.pop("forward", None)
             else:
@@ -84,7 +89,7 @@ class _Replacement:
 @contextmanager
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
     """While it is open, each layer has the forward that it is paired with."""
-    replacement = _Replacement(forwards)
+    replacement = _ReplacedForwards(forwards)
     changes.append(replacement)
     try:
         replacement.begin()
@@ -96,14 +101,15 @@ def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
 
 
 class SplitBackward:
-    """The tapes of all stages and micro-batches whose backward a schedule splits."""
+    """Runs the split backwards of a schedule: has a tape for each stage and micro-batch."""
 
     def __init__(self, schedule: Schedule, layers_of: LayersOf, fast_leaves: bool = True) -> None:
         """Finds the stages and micro-batches whose backward is split.
 
         Args:
             schedule: The schedule; its actions I tell which backwards are split.
-            layers_of: Returns the layers of a stage of this process.
+            layers_of: ``layers_of(stage)`` returns the layers of a stage of this process, by their
+                numbers in the whole list.
             fast_leaves: Whether leaf layers may have faster forwards, with the same bits, if a
                 backward is not split.
         """
@@ -123,7 +129,8 @@ class SplitBackward:
         self._sums = Sums()
         #: The kinds of action in which parameters got gradients; None before the first I.
         self.arrivals: GradientArrivals | None = None
-        #: Whether the caller removes gradients from the parameters after each action.
+        #: Whether the caller removes gradients from the parameters after each action; then the
+        #: order in which micro-batches add gradients does not matter.
         self.by_name = False
 
     def forget_layers(self) -> None:
@@ -137,7 +144,7 @@ class SplitBackward:
         return (stage, micro_batch) in self._split
 
     def end(self) -> None:
-        """Ends a batch: removes the hooks of the first batch, and drops unfinished tapes."""
+        """Ends a batch: removes the hooks of the first batch, and drops tapes without a W."""
         if self._sums.begun:
             self._sums.end()
         if self.arrivals is not None:
@@ -149,10 +156,10 @@ class SplitBackward:
         self._refusals.in_backward = False
 
     def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """While it is open, the stage's leaf layers run with replaced forwards.
+        """Returns the context of a forward, in which the stage's leaf layers have other forwards.
 
-        If the backward is split, these cut the calls out of the graph; otherwise they are faster
-        forwards.
+        If the backward is split, these are :func:`run_leaf`, which cuts calls out of the graph;
+        otherwise they are faster forwards with the same bits.
 
         Args:
             stage: The global number of a stage of this process.
@@ -172,14 +179,14 @@ class SplitBackward:
         return with_forwards(forwards)
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """While it is open, layers that run again in a full backward have faster forwards."""
+        """Returns the context of a full backward: recomputed layers have faster forwards in it."""
         if (stage, micro_batch) in self._split:
             return _NOTHING
         fast = self._fast[stage] if stage in self._fast else self._find_fast(stage)
         return _NOTHING if fast is None else fast.in_backward(self._sums)
 
     def _find_fast(self, stage: int) -> Any:
-        """Finds and stores the faster forwards of a stage; None if no layer has one."""
+        """Finds, stores and returns the faster forwards of a stage; None if no layer has one."""
         fast = None
         if self._fast_leaves:
             layers = (leaf.layer for leaf in self._leaves_of(stage) if not leaf.static)
@@ -189,24 +196,25 @@ class SplitBackward:
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """While it is open, autograd computes no weight gradients of leaf layers."""
+        """While it is open, autograd runs I: it computes no weight gradients of leaf layers."""
         tape = self._tapes[stage, micro_batch]
-        for (of, number), earlier in self._tapes.items():
-            if of == stage and not self.by_name:
-                # This micro-batch's gradients of uncut layers come after the earlier delayed ones.
-                with in_earlier_backward(micro_batch - number):
+        for (tape_stage, tape_micro_batch), earlier in self._tapes.items():
+            if tape_stage == stage and not self.by_name:
+                # Autograd adds gradients of uncut layers now: the delayed ones of earlier
+                # micro-batches come first.
+                with in_earlier_backward(micro_batch - tape_micro_batch):
                     self._add_now(earlier, tape.uncut)
         tape.in_backward = self._refusals.in_backward = True
-        with self._noting(stage, "I"), self.recording(stage, micro_batch):
+        with self._record_arrivals(stage, "I"), self.recording(stage, micro_batch):
             yield
         tape.in_backward = self._refusals.in_backward = False
         # Autograd has just added the gradients of these layers' uncut calls.
         self._add_now(tape, tape.uncut)
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
-        """Computes the gradients that I has delayed, and adds them to those of the parameters."""
+        """Runs W: computes the weight gradients that I has delayed, and adds them up."""
         tape = self._tapes[stage, micro_batch]
-        with self._noting(stage, "W"), paddle.no_grad():
+        with self._record_arrivals(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
             tape.calls.clear()
 
@@ -235,33 +243,33 @@ class SplitBackward:
         self._sums.add(list(shared.values()))
 
     def release(self, stage: int, micro_batch: MicroBatch) -> None:
-        """Drops the tape of a stage and micro-batch."""
+        """Drops the tape of a stage and micro-batch, if there is one."""
         self._tapes.pop((stage, micro_batch), None)
 
     def refusal(self) -> FleetPipeError | None:
-        """Returns the stored error of a border, or None; forgets the error."""
+        """Returns and forgets the error of a leaf call's backward; None if there was none."""
         refusal, self._refusals.error = self._refusals.error, None
         return refusal
 
     def reordered(self) -> list[str]:
-        """Returns the leaf layers whose gradients may be added in another order than in B.
+        """Returns the names of leaf layers whose gradients may be added in another order than in B.
 
         The inputs and outputs of such a layer are connected by several paths, or its parameters are
         also used outside of it.
         """
-        both = set() if self.arrivals is None else self.arrivals.halves()
+        both = set() if self.arrivals is None else self.arrivals.parameters_in_both()
         return [
             leaf.name
             for leaves in self._leaves.values()
             for leaf in leaves
-            if not all(nature.straight for nature in leaf.natures.values())
+            if not all(properties.has_one_path for properties in leaf.properties_of_calls.values())
             or not both.isdisjoint(map(id, leaf.parameters))
         ]
 
     def _leaves_of(self, stage: int) -> list[Leaf]:
         """Returns the leaf layers of a stage, each once."""
         if stage not in self._leaves:
-            # Several entries of the stage may share a layer.
+            # A layer may stand at several positions of the stage's list.
             leaves: dict[int, Leaf] = {}
             for index, layer in self._layers_of(stage).items():
                 for leaf in leaves_of(index, layer):
@@ -269,22 +277,25 @@ class SplitBackward:
             self._leaves[stage] = list(leaves.values())
         return self._leaves[stage]
 
-    def _noting(self, stage: int, kind: str) -> AbstractContextManager[None]:
-        """While it is open, records which gradients an action of the first batch adds."""
+    def _record_arrivals(self, stage: int, kind: str) -> AbstractContextManager[None]:
+        """Returns a context that records which parameters an action adds gradients to.
+
+        It records in the first batch only; ``kind`` is "I" or "W".
+        """
         if self.arrivals is None:
             self.arrivals = GradientArrivals()
-        return self.arrivals.during(stage, kind, self._layers_of)
+        return self.arrivals.record(stage, kind, self._layers_of)
 
 
 def run_leaf(
     leaf: Leaf, forward: Callable[..., Nest], tape: Tape, /, *args: Nest, **named: Nest
 ) -> Nest:
-    """Calls a leaf layer's forward so that its weight gradients can wait, if they can.
+    """Calls a leaf layer's forward; if its weight gradients can wait, I leaves them to W.
 
     Args:
         leaf: The layer.
         forward: The layer's forward.
-        tape: The tape to which backward adds the call.
+        tape: The tape of the micro-batch, to which I adds the call.
         args: The positional arguments.
         named: The keyword arguments.
 
@@ -296,31 +307,33 @@ def run_leaf(
     if not trained or not paddle.is_grad_enabled():
         return forward(*args, **named)
     try:
-        taken = _tensors_taken(leaf, parameters, args, named)
+        tensors = _tensors_in_arguments(leaf, parameters, args, named)
     except CannotWait:
         tape.uncut.add(leaf)
         return forward(*args, **named)
-    key = situation(taken, parameters)
-    nature = leaf.natures.get(key)
-    if nature is None:
-        nature = examine(parameters, forward, args, named)
-        leaf.learn(key, nature)
+    key = find_situation(tensors, parameters)
+    properties = leaf.properties_of_calls.get(key)
+    if properties is None:
+        properties = inspect_call(parameters, forward, args, named)
+        leaf.add_properties(key, properties)
     # All calls of a layer wait or none: autograd adds up all uses before it changes the parameter's
     # gradient.
     if not leaf.divisible:
         tape.uncut.add(leaf)
         return forward(*args, **named)
-    if (product := product_of(leaf, forward, taken)) is not None:
-        entries = [tensor for tensor in taken if not tensor.stop_gradient]
-        (output,) = put_border(ProductCall(leaf, product, taken[0]), tape, nature.depth, entries)
+    if (product := product_of(leaf, forward, tensors)) is not None:
+        inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
+        (output,) = put_border(
+            ProductCall(leaf, product, tensors[0]), tape, properties.depth, inputs
+        )
         return output
-    if looks_up(leaf, forward, taken):
-        (output,) = put_border(LookupCall(leaf, taken[0]), tape, nature.depth, [])
+    if looks_up(leaf, forward, tensors):
+        (output,) = put_border(LookupCall(leaf, tensors[0]), tape, properties.depth, [])
         return output
-    return _cut_out(leaf, nature, forward, tape, taken, args, named)
+    return _cut_out(leaf, properties, forward, tape, tensors, args, named)
 
 
-def _tensors_taken(
+def _tensors_in_arguments(
     leaf: Leaf, parameters: Sequence[Tensor], args: tuple[Nest, ...], named: dict[str, Nest]
 ) -> Sequence[Tensor]:
     """Returns the tensors among the arguments of a leaf layer's call.
@@ -341,23 +354,34 @@ def _tensors_taken(
 
 def _cut_out(
     leaf: Leaf,
-    nature: Nature,
+    properties: CallProperties,
     forward: Callable[..., Nest],
     tape: Tape,
-    taken: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nest:
-    """Runs ``forward`` on stand-ins for its arguments, and replaces its graph by a border."""
-    tensors = list(filter(has_gradient, taken))
-    stand_ins = leaves_like(tensors)
+    """Runs ``forward`` in a graph of its own, and connects the result to the graph around it.
+
+    Args:
+        leaf: The layer.
+        properties: The properties of such calls.
+        forward: The layer's forward.
+        tape: The tape of the micro-batch.
+        tensors: The tensors among the arguments.
+        args: The positional arguments.
+        named: The keyword arguments.
+    """
+    differentiable_inputs = list(filter(has_gradient, tensors))
+    stand_ins = leaves_like(differentiable_inputs)
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     outputs = list(filter(has_gradient, tensors_in(output)))
     if not outputs:
         return output
-    entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
-    inputs = [stand_ins[id(tensor)] for tensor in entries]
+    pairs = zip(differentiable_inputs, properties.reached)
+    reached_inputs = [tensor for tensor, reached in pairs if reached]
+    leaves = [stand_ins[id(tensor)] for tensor in reached_inputs]
     parameters = [p for p in leaf.parameters if not p.stop_gradient]
-    call = GraphCall(leaf, parameters, inputs, outputs)
-    borders = put_border(call, tape, nature.depth, entries)
+    call = GraphCall(leaf, parameters, leaves, outputs)
+    borders = put_border(call, tape, properties.depth, reached_inputs)
     return replace(output, {id(output): border for output, border in zip(outputs, borders)})

@@ -12,7 +12,7 @@ from paddle import nn
 from paddle.distributed.communication.group import Group
 
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.dygraph.backward.leaf import can_wait, examine
+from fleetpipe.dygraph.backward.leaf import can_wait, inspect_call
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
@@ -234,7 +234,7 @@ def test_weight_gradients_of_blocks_can_wait() -> None:
         (RowParallelLinear(64, 32), 64),
     ):
         assert can_wait(layer)
-        nature = examine(layer.parameters(), layer.forward, (drawn(6, width),), {})
+        nature = inspect_call(layer.parameters(), layer.forward, (drawn(6, width),), {})
         assert nature.divisible
         assert nature.straight
     assert can_wait(Halves(32, 64))
