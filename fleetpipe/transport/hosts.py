@@ -13,11 +13,12 @@ from typing import NamedTuple
 from fleetpipe import systems
 from fleetpipe.errors import TransportError
 
+#: Bytes of the kernel's buffer that each direction of a socket asks for.
 _BUFFER_BYTES = 4 << 20
 
 
 class Listener(NamedTuple):
-    """A listening socket, and the text by which peers find it."""
+    """A listening socket, and its address in the form that :func:`dial` takes."""
 
     sock: socket.socket
     address: str
@@ -26,12 +27,12 @@ class Listener(NamedTuple):
 def rank_variables(
     rank: int, local: int, endpoints: Sequence[str], nodes: Sequence[object]
 ) -> dict[str, str]:
-    """Returns the environment variables by which Paddle's launcher tells a rank of its job.
+    """Returns the environment variables by which Paddle's launcher describes a job to a rank.
 
     Args:
         rank: The rank.
-        local: Its number among the ranks of its node.
-        endpoints: The endpoint of each rank of the job.
+        local: The rank's number among the ranks of its node.
+        endpoints: The endpoint, HOST:PORT, of each rank of the job.
         nodes: A value for each rank, equal for the ranks of one node.
     """
     return {
@@ -49,7 +50,7 @@ def rank_variables(
 
 
 def host_identity() -> str:
-    """Returns a text that two processes share if a unix-domain socket can connect them.
+    """Returns a text that is equal in two processes that a unix-domain socket can connect.
 
     It names the running kernel, its network namespace and the user, since other users are refused.
     Containers of one host therefore use TCP unless they share their network. It is empty if the
@@ -59,9 +60,9 @@ def host_identity() -> str:
 
 
 def host_name() -> str:
-    """Returns a text that the ranks of one host share, whether or not such a socket connects them.
+    """Returns a text that is equal on all ranks of one host, in whichever containers they are.
 
-    It is empty if the host has no address either; then there is only one rank.
+    It is empty if the host has no address; then the job has only one rank.
     """
     with contextlib.suppress(TransportError):
         return host_identity() or own_address()
@@ -69,28 +70,28 @@ def host_name() -> str:
 
 
 def force_tcp_by_default() -> bool:
-    """Returns whether the environment asks for TCP within a host."""
+    """Returns whether ``FLEETPIPE_FORCE_TCP`` asks for TCP between ranks of one host."""
     return os.environ.get("FLEETPIPE_FORCE_TCP", "0") == "1"
 
 
 def own_address() -> str:
-    """Returns the address of this host that other hosts are to use.
+    """Returns the address at which other hosts are to reach this one.
 
-    It is ``FLEETPIPE_ADDRESS``, else the one that the launcher gave to this rank, else (if that is
-    a loopback address, and other ranks are on other hosts) the one from which this host reaches
-    theirs, else that of the host's name.
+    It is the first of these that is there: ``FLEETPIPE_ADDRESS``; the address that the launcher
+    gave to this rank, unless it is a loopback address and the job has several hosts; the address
+    from which this host reaches the others; the address of this host's name.
 
     Raises:
         TransportError: None of them gives an address.
     """
     address = os.environ.get("FLEETPIPE_ADDRESS")
-    launched = _host(os.environ.get("PADDLE_CURRENT_ENDPOINT", ""))
+    launched = _host_of_endpoint(os.environ.get("PADDLE_CURRENT_ENDPOINT", ""))
     hosts = _launched_hosts()
     if address or (launched and len(hosts) == 1):
         return address or launched
-    for address_found in (launched, *map(route_to, hosts), named_address()):
-        if address_found and not _is_loopback(address_found):
-            return address_found
+    for candidate in (launched, *map(route_to, hosts), named_address()):
+        if candidate and not _is_loopback(candidate):
+            return candidate
     raise TransportError(
         "cannot tell at which address the other hosts reach this one",
         got=f"{socket.gethostname()!r}, which is not a name that leads to this host from outside",
@@ -99,10 +100,10 @@ def own_address() -> str:
 
 
 def gloo_interface() -> tuple[str, str]:
-    """Returns the network interface that leads to the other ranks of the job, and its address.
+    """Returns the network interface that Gloo is to use, and its address; both "" if none is found.
 
     Within one host it is the loopback; between hosts the one with this rank's own address, or if
-    that is not IPv4, the one from which this host reaches the others. Empty if none can be found.
+    that is not IPv4, the one from which this host reaches the others.
     """
     launched = _launched_hosts()
     if len(launched) == 1:
@@ -112,7 +113,7 @@ def gloo_interface() -> tuple[str, str]:
         with contextlib.suppress(TransportError):
             addresses.insert(0, own_address())
     names = {address: name for name, address in systems.interfaces()}
-    for address in map(_address_of, addresses):
+    for address in map(_resolve, addresses):
         if address in names:
             return names[address], address
     return "", ""
@@ -121,41 +122,46 @@ def gloo_interface() -> tuple[str, str]:
 def route_to(host: str) -> str:
     """Returns the address from which this host would reach ``host``; "" if there is no way."""
     with contextlib.suppress(OSError):
-        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, socket_address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # chooses the route; a datagram socket sends nothing by it
+            probe.connect(
+                socket_address
+            )  # chooses the route; a datagram socket sends nothing by it
             return str(probe.getsockname()[0])
     return ""
 
 
 def named_address() -> str:
     """Returns the address that this host's own name resolves to; "" if it resolves to none."""
-    return _address_of(socket.gethostname())
+    return _resolve(socket.gethostname())
 
 
 def _launched_hosts() -> list[str]:
-    """The hosts of all ranks in the launcher's order, rank 0 first, each once."""
+    """Returns the hosts of all ranks, each once, in the order of the launcher's endpoints."""
     endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
-    return list(dict.fromkeys(filter(None, map(_host, endpoints))))
+    return list(dict.fromkeys(filter(None, map(_host_of_endpoint, endpoints))))
 
 
-def _host(endpoint: str) -> str:
+def _host_of_endpoint(endpoint: str) -> str:
+    """Returns the host of an endpoint HOST:PORT, without the brackets of IPv6."""
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def _address_of(name: str) -> str:
+def _resolve(name: str) -> str:
+    """Returns the first address of a host's name; "" if it has none."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(name, None)[0][4][0])
     return ""
 
 
 def _is_loopback(name: str) -> bool:
-    address = _address_of(name)
+    """Returns whether a host's name leads to this host only, or to no address."""
+    address = _resolve(name)
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def listen_unix() -> Listener:
-    """Listens on a new abstract unix-domain address."""
+    """Opens a listening socket at a new abstract unix-domain address."""
     sock = socket.socket(systems.AF_UNIX, socket.SOCK_STREAM)
     name = f"fleetpipe-{secrets.token_hex(8)}"
     sock.bind(f"\0{name}")
@@ -164,18 +170,18 @@ def listen_unix() -> Listener:
 
 
 def listen_tcp(address: str) -> Listener:
-    """Listens on a free port of ``address``, a name or number of this host.
+    """Opens a listening socket on a free port of ``address``, a name or number of this host.
 
     Raises:
-        TransportError: The address is not one of this host.
+        TransportError: The address is not one of this host, or stands for all of its addresses.
     """
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
             address, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
         enlarge(sock)
-        sock.bind(where)
+        sock.bind(socket_address)
         sock.listen(128)
     except OSError as error:
         raise TransportError(
@@ -195,10 +201,16 @@ def listen_tcp(address: str) -> Listener:
 
 
 def dial(address: str) -> socket.socket:
-    """Starts a connection to a listener's ``address`` without waiting for it.
+    """Starts a connection to a listener without waiting for it.
+
+    Args:
+        address: The listener's address, as in :class:`Listener`.
+
+    Returns:
+        The non-blocking socket; it can be written to once it is connected.
 
     Raises:
-        OSError: Nobody listens there, or another user does.
+        OSError: Nothing listens there, or another user does.
     """
     kind, _, rest = address.partition(" ")
     if kind == "unix":
@@ -223,7 +235,7 @@ def dial(address: str) -> socket.socket:
 
 
 def enlarge(sock: socket.socket) -> None:
-    """Asks for large kernel buffers, no delay of small messages and a check for dead hosts."""
+    """Asks for large kernel buffers; over TCP also for no delay, and a check for dead hosts."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     if sock.family != systems.AF_UNIX:

@@ -29,25 +29,30 @@ from fleetpipe.transport.wire.structure import (
     unpack_header,
 )
 
-STAGE_BYTES = 1 << 14
-# To allocate the tensor of a small message takes 15 to 30 us between a forward and a backward, as
-# neither code nor data are in the caches, and 5 us right after another: so several are allocated.
-_SMALL = 1 << 14
+#: Bytes of the staging buffer.
+STAGING_BYTES = 1 << 14
+#: To allocate the tensor of a small message takes 15 to 30 us between a forward and a backward, as
+#: neither code nor data are in the caches, and 5 us right after another: so the tensors of several
+#: messages of at most so many bytes are allocated together.
+_SMALL_BYTES = 1 << 14
+#: The most messages for which tensors are allocated together.
 _MOST_SPARE = 8
 
+#: Stands for the key of a message that is not known yet.
 _UNKNOWN = MessageKey("C", 0, 0, "", 0)
 
 
 class _Frame:
-    """A message whose header has been read.
+    """A message whose header has been read and whose rest is being read.
 
     Attributes:
         header: The header.
-        call: The number of its sender's call.
-        sent: When it was sent, in nanoseconds of the sender's clock.
+        call: The kind of the sender's collective call, as the header's number.
+        sent: When the message was sent, in nanoseconds of the sender's clock.
         key: The message's key, ``_UNKNOWN`` until the channel is known.
         structure: The structure of the value, ``NOTHING`` until it is known.
-        tensors: The tensors being filled.
+        tensors: The tensors whose memory the stream fills.
+        announcement: The bytes of the announcement, or of the reason in a goodbye.
         targets: The memory still to be filled, in reverse order.
         sealed: The memory of the part that is being filled, then that of its seal; empty without
             seals.
@@ -76,8 +81,8 @@ class _Frame:
         self.targets: list[memoryview] = []
         self.sealed: list[memoryview] = []
 
-    def words(self) -> str:
-        """Describes the message in words, as far as its header is known."""
+    def description(self) -> str:
+        """Returns the message in words, as far as its header is known."""
         if self.key is not _UNKNOWN:
             return describe(self.key)
         kind, source, target = chr(self.header.kind), self.header.source, self.header.target
@@ -89,12 +94,14 @@ class _Channel:
 
     Attributes:
         key: Kind, source, target and name.
-        header: The expected header of each message: kind, source, target, structure, payload.
+        header: The header fields that each message must have: kind, source, target, structure,
+            payload.
         structure: The structure of each value.
-        spare: Tensors and their memory, allocated before their messages come.
+        spare: For each message that may come, tensors and their memory, allocated before.
     """
 
     def __init__(self, header: Header, name: str, structure: Structure) -> None:
+        """Takes the structure that ``header`` announces for the edge ``name``."""
         self.key = (chr(header.kind), header.source, header.target, name)
         self.header = (*header[1:4], header.structure, structure.nbytes)
         self.structure = structure
@@ -104,7 +111,7 @@ class _Channel:
     def prepare(self) -> None:
         """Allocates the tensors for one message, or for several after many small ones."""
         self.spare += bridge.allocate_several(self.structure.leaves, self._most_spare)
-        if self.structure.nbytes <= _SMALL:
+        if self.structure.nbytes <= _SMALL_BYTES:
             self._most_spare = min(2 * self._most_spare, _MOST_SPARE)
 
 
@@ -115,10 +122,10 @@ class Inbox:
         damage: The error that ended the stream, if the stream itself was damaged.
         ended: Why no more messages can come; "" as long as they can.
         orderly: Whether the peer said goodbye before the end.
-        reason: Why the peer left, if it said so.
+        reason: Why the peer left, if its goodbye says so; else "".
         nbytes: Bytes of the messages that are stored for later.
-        delay: While this end waits for messages: how long it was ready to run without getting a
-            processor; else None.
+        delay: While this end waits for messages: the seconds for which it was ready to run without
+            getting a processor; else None.
     """
 
     def __init__(self, sock: socket.socket, peer: int, seal: Seal | None = None) -> None:
@@ -126,8 +133,8 @@ class Inbox:
 
         Args:
             sock: The socket.
-            peer: The peer.
-            seal: The seal of the peer's parts; None without a secret.
+            peer: The rank at the other end.
+            seal: Checks the seals of the parts that the peer sends; None without a secret.
         """
         self.damage: TransportError | None = None
         self.ended = ""
@@ -139,57 +146,62 @@ class Inbox:
         self._sock = sock
         self._seal = seal
         self._header_bytes = HEADER_BYTES if seal is None else HEADER_BYTES + SEAL_BYTES
-        self._stage = memoryview(bytearray(STAGE_BYTES))
+        self._staging = memoryview(bytearray(STAGING_BYTES))
         self._begin = 0
         self._end = 0
         self._frame: _Frame | None = None
         self._channels: dict[int, _Channel] = {}
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
-        self._kept: dict[MessageKey, deque[tuple[Any, int, int]]] = {}
+        self._stored: dict[MessageKey, deque[tuple[Any, int, int]]] = {}
         self._quickest: tuple[bool, int, float] | None = None
 
     @property
     def messages(self) -> int:
-        """Number of keys with messages stored for later; any thread may ask."""
-        return len(self._kept)
+        """Number of message keys that have stored messages; any thread may ask."""
+        return len(self._stored)
 
     def flight(self) -> float | None:
-        """Returns how long messages between stages took to arrive, and starts a new measurement.
+        """Returns how long a message between stages took to arrive; then starts a new measurement.
 
-        It is the shortest time of the largest messages that this end waited for since the last
+        That is the shortest time of the largest messages that this end waited for since the last
         call: the time of small ones says little, and a message that comes while this end computes
-        is noticed late. If it waited for none, the shortest time of all is returned.
+        is noticed late. If this end waited for no message, it is the shortest time of all messages.
 
         Returns:
-            Seconds, by the clocks of both ends, which may differ; None if no message came.
+            Seconds from sending to arrival, by the clocks of both ends, which may differ; None if
+            no message came.
         """
         quickest, self._quickest = self._quickest, None
         return None if quickest is None else quickest[2]
 
     def take(self, key: MessageKey) -> tuple[bool, Any, int]:
-        """Returns (True, value, call) of the oldest message of ``key``; reads what has arrived.
+        """Takes the oldest message of a key, after reading what has arrived; never waits.
+
+        Returns:
+            (True, its value, the number of its sender's call) or, if there is none, (False, None,
+            0).
 
         Raises:
             TransportError: The stream is damaged.
         """
-        kept = self._kept.get(key)
-        if kept is not None:
-            value, nbytes, call = kept.popleft()
+        queue = self._stored.get(key)
+        if queue is not None:
+            value, nbytes, call = queue.popleft()
             self.nbytes -= nbytes
-            if not kept:
-                del self._kept[key]
+            if not queue:
+                del self._stored[key]
             return True, value, call
         while True:
-            frame = self._next()
+            frame = self._next_message()
             if frame is None:
                 return False, None, 0
             if frame.key == key:
-                return True, _value(frame), frame.call
-            self._keep(frame)
+                return True, _rebuild_value(frame), frame.call
+            self._store(frame)
 
     def has(self, key: MessageKey) -> bool:
-        """Whether a message of ``key`` is stored."""
-        return key in self._kept
+        """Returns whether a message of ``key`` is stored."""
+        return key in self._stored
 
     def prepare(self, key: MessageKey) -> None:
         """Allocates the tensors of an awaited message while this rank has nothing else to do."""
@@ -198,42 +210,52 @@ class Inbox:
             channel.prepare()
 
     def fill(self, limit: int) -> None:
-        """Reads and stores messages that have arrived, until ``limit`` bytes are stored.
+        """Reads the messages that have arrived, and stores them for later.
+
+        Args:
+            limit: Bytes of stored messages at which it stops to read.
 
         Raises:
             TransportError: The stream is damaged.
         """
         while self.nbytes < limit:
-            frame = self._next()
+            frame = self._next_message()
             if frame is None:
                 return
-            self._keep(frame)
+            self._store(frame)
 
     def summary(self) -> str:
-        """Describes in words the stored messages and the half-read one."""
-        parts = [f"{len(kept)} x {describe(key)}" for key, kept in list(self._kept.items())[:4]]
-        if len(self._kept) > 4:
-            parts.append(f"{len(self._kept) - 4} others")
+        """Returns the stored messages and the half-read one in words, for error messages."""
+        parts = [f"{len(queue)} x {describe(key)}" for key, queue in list(self._stored.items())[:4]]
+        if len(self._stored) > 4:
+            parts.append(f"{len(self._stored) - 4} others")
         if self._frame is not None:
-            parts.append(f"a part of {self._frame.words()}")
+            parts.append(f"a part of {self._frame.description()}")
         return ", ".join(parts) or "nothing that was not received before"
 
-    def _keep(self, frame: _Frame) -> None:
+    def _store(self, frame: _Frame) -> None:
+        """Stores a complete message for a later :meth:`take`."""
         nbytes = frame.header.payload
-        self._kept.setdefault(frame.key, deque()).append((_value(frame), nbytes, frame.call))
+        queue = self._stored.setdefault(frame.key, deque())
+        queue.append((_rebuild_value(frame), nbytes, frame.call))
         self.nbytes += nbytes
 
-    def _next(self) -> _Frame | None:
-        """Returns the next complete message, or None if the rest of it has not arrived."""
+    def _next_message(self) -> _Frame | None:
+        """Returns the next complete message; None if the rest of it has not arrived.
+
+        Raises:
+            TransportError: The stream is damaged, now or by an earlier message.
+        """
         if self.damage is not None:
             raise self.damage
         try:
-            return self._advance()
+            return self._read_message()
         except TransportError as error:
-            words = "the stream between messages" if self._frame is None else self._frame.words()
+            frame = self._frame
+            part = "the stream between messages" if frame is None else frame.description()
             self.damage = TransportError(
                 f"rank {self._peer} sent bytes that are no message",
-                where=f"{words} from rank {self._peer}",
+                where=f"{part} from rank {self._peer}",
                 got=str(error),
                 cause="another program or version at the other end, or memory damage there",
                 fix=f"read the log of rank {self._peer}; run the same fleetpipe on every host",
@@ -241,14 +263,15 @@ class Inbox:
             self.ended = "its stream was damaged"
             raise self.damage from error
 
-    def _advance(self) -> _Frame | None:
+    def _read_message(self) -> _Frame | None:
+        """Reads on in the stream until a message is complete; None if its rest has not arrived."""
         while True:
-            frame = self._frame or self._begin_frame()
+            frame = self._frame or self._read_header()
             if frame is None:
                 return None
-            self._pour(frame)
+            self._copy_staged(frame)
             if frame.targets:
-                if not self._read(frame):
+                if not self._receive(frame):
                     return None
                 continue
             if frame.sealed and self._seal is not None:
@@ -259,61 +282,65 @@ class Inbox:
                 self.reason = frame.announcement.decode("utf-8", "replace")
                 self._frame = None
             elif frame.structure is NOTHING:
-                self._learn(frame)
+                self._learn_structure(frame)
             else:
                 self._frame = None
-                self._time(frame)
+                self._note_flight(frame)
                 return frame
 
-    def _time(self, frame: _Frame) -> None:
-        """Notes how long a message between stages took, for :meth:`flight`."""
+    def _note_flight(self, frame: _Frame) -> None:
+        """Notes how long a complete message between stages took, for :meth:`flight`."""
         if frame.key.kind not in CONTROL:
             flight = (time.monotonic_ns() - frame.sent) / 1e9 - (self.delay or 0.0)
             timed = self.delay is None, -frame.header.payload, flight
             self._quickest = timed if self._quickest is None else min(self._quickest, timed)
 
-    def _begin_frame(self) -> _Frame | None:
-        """Reads the next header; returns its message, None if the header has not arrived."""
+    def _read_header(self) -> _Frame | None:
+        """Reads the next header; returns its message, or None if the header has not arrived."""
         while self._end - self._begin < self._header_bytes:
-            if not self._read(None):
+            if not self._receive(None):
                 return None
         end = self._begin + HEADER_BYTES
         if self._seal is not None:
-            seal = self._stage[end : end + SEAL_BYTES]
-            self._seal.check([self._stage[self._begin : end]], seal)
-        frame = self._frame = _Frame(*unpack_header(bytes(self._stage[self._begin : end])))
+            seal = self._staging[end : end + SEAL_BYTES]
+            self._seal.check([self._staging[self._begin : end]], seal)
+        frame = self._frame = _Frame(*unpack_header(bytes(self._staging[self._begin : end])))
         self._begin += self._header_bytes
         if frame.header.announcement:
-            self._expect(frame, [memoryview(frame.announcement)])
+            self._set_targets(frame, [memoryview(frame.announcement)])
         elif frame.header.frame != GOODBYE:
-            self._open(frame)
+            self._allocate(frame)
         return frame
 
-    def _expect(self, frame: _Frame, memories: list[memoryview]) -> None:
-        """Sets ``memories`` as the destination of the next part of the stream and of its seal."""
+    def _set_targets(self, frame: _Frame, memories: list[memoryview]) -> None:
+        """Makes ``memories`` the destination of the stream's next part, and adds its seal's."""
         frame.targets = memories[::-1]
         if self._seal is not None and memories:
             frame.sealed = [*memories, memoryview(bytearray(SEAL_BYTES))]
             frame.targets.insert(0, frame.sealed[-1])
 
-    def _learn(self, frame: _Frame) -> None:
-        """Stores the structure that a channel has from this message on."""
+    def _learn_structure(self, frame: _Frame) -> None:
+        """Stores the structure that a message announces for its channel."""
         header = frame.header
         name, structure = decode(bytes(frame.announcement))
         channel = _Channel(header, name, structure)
         self._channels[header.channel] = self._by_key[channel.key] = channel
-        self._open(frame)
+        self._allocate(frame)
 
-    def _open(self, frame: _Frame) -> None:
-        """Allocates the tensors of a message, which the stream then fills."""
+    def _allocate(self, frame: _Frame) -> None:
+        """Gives a message tensors, which the stream then fills.
+
+        Raises:
+            TransportError: The message does not fit its channel, or there is no memory for it.
+        """
         header = frame.header
         channel = self._channels.get(header.channel)
-        said = (*header[1:4], header.structure, header.payload)
-        if channel is None or said != channel.header:
+        fields = (*header[1:4], header.structure, header.payload)
+        if channel is None or fields != channel.header:
             raise TransportError(
                 "a message does not fit what was announced for its channel",
                 expected=f"(kind, source, target, structure, bytes) = {channel and channel.header}",
-                got=str(said),
+                got=str(fields),
                 fix="install the same version of fleetpipe on every host",
             )
         frame.key = MessageKey(*channel.key, header.micro_batch)
@@ -328,40 +355,47 @@ class Inbox:
                 fix="cut a batch into smaller micro-batches, or give this rank more memory",
             ) from error
         frame.tensors, memories = channel.spare.pop()
-        self._expect(frame, memories)
+        self._set_targets(frame, memories)
 
-    def _pour(self, frame: _Frame) -> None:
-        """Moves bytes from the staging buffer to their destination."""
+    def _copy_staged(self, frame: _Frame) -> None:
+        """Copies bytes from the staging buffer to the targets of a message."""
         while frame.targets and self._begin < self._end:
             target = frame.targets[-1]
             count = min(len(target), self._end - self._begin)
-            target[:count] = self._stage[self._begin : self._begin + count]
+            target[:count] = self._staging[self._begin : self._begin + count]
             self._begin += count
             if count == len(target):
                 frame.targets.pop()
             else:
                 frame.targets[-1] = target[count:]
 
-    def _read(self, frame: _Frame | None) -> bool:
-        """Reads once from the socket; returns False if nothing has arrived or it has ended."""
+    def _receive(self, frame: _Frame | None) -> bool:
+        """Reads once from the socket, into the targets of ``frame`` or the staging buffer.
+
+        Args:
+            frame: The message whose rest is awaited; None for a header.
+
+        Returns:
+            False if nothing has arrived or the stream has ended.
+        """
         if self.ended:
             return False
         target = None if frame is None else frame.targets[-1]
-        if target is None or len(target) < STAGE_BYTES:
+        if target is None or len(target) < STAGING_BYTES:
             if self._begin:
-                rest = bytes(self._stage[self._begin : self._end])
-                self._stage[: len(rest)] = rest
+                rest = bytes(self._staging[self._begin : self._end])
+                self._staging[: len(rest)] = rest
                 self._begin, self._end = 0, len(rest)
             target = None
         try:
-            count = self._sock.recv_into(self._stage[self._end :] if target is None else target)
+            count = self._sock.recv_into(self._staging[self._end :] if target is None else target)
         except BlockingIOError:
             return False
         except OSError as error:
             self.ended = f"its connection broke ({error.strerror or error})"
             return False
         if not count:
-            self.ended = self._how_it_closed()
+            self.ended = self._describe_close()
         elif target is None or frame is None:
             self._end += count
         elif count == len(target):
@@ -370,17 +404,19 @@ class Inbox:
             frame.targets[-1] = target[count:]
         return count > 0
 
-    def _how_it_closed(self) -> str:
+    def _describe_close(self) -> str:
+        """Returns in words how the peer's end of the connection was closed."""
         if self.orderly:
             return "it closed its transport"
         if self._frame is None and self._begin == self._end:
             return "its connection closed"
-        words = "header" if self._frame is None else self._frame.words()
-        return f"its connection closed within a message, a truncated {words}"
+        part = "header" if self._frame is None else self._frame.description()
+        return f"its connection closed within a message, a truncated {part}"
 
 
-def _value(frame: _Frame) -> Any:
+def _rebuild_value(frame: _Frame) -> Any:
+    """Returns the value of a complete message, with its tensors on the computing device."""
     structure, tensors = frame.structure, frame.tensors
-    if frame.key.kind != "H":
+    if frame.key.kind != "H":  # its tensors stay in the host's memory
         tensors = bridge.on_device(tensors, structure.leaves)
     return structure.rebuild(tensors)

@@ -1,4 +1,4 @@
-"""Messages within one process: a tensor goes from one rank's endpoint to another's."""
+"""Sends messages between the ranks that one process plays, without copying their tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class MemoryHub:
     """
 
     def __init__(self, ranks: int) -> None:
+        """Creates the endpoints of ranks 0 to ``ranks - 1``."""
         self._endpoints = [MemoryTransport(self, rank, ranks) for rank in range(ranks)]
 
     def endpoint(self, rank: int) -> MemoryTransport:
-        """Returns the connections of one rank, the same object each time."""
+        """Returns the transport of one rank, the same object each time."""
         return self._endpoints[rank]
 
 
@@ -39,12 +40,13 @@ class MemoryHub:
 class MemoryTransport:
     """One rank's connections inside a :class:`MemoryHub`; see :class:`base.Transport`.
 
-    A sent tensor is handed over detached, sharing its data; nothing is copied.
+    The receiver gets a detached tensor that shares the sent one's data; nothing is copied.
     """
 
     posts = False
 
     def __init__(self, hub: MemoryHub, rank: int, ranks: int) -> None:
+        """Creates the endpoint of ``rank``; :class:`MemoryHub` calls it."""
         self.rank = rank
         self.ranks = ranks
         self.messages = 0
@@ -64,10 +66,10 @@ class MemoryTransport:
             tree, tensors = take_apart(value)
         except Unfit as unfit:
             raise unfit.error(Route(key, self.rank, peer)) from None
-        structure = self._announce(peer, key, tree)
+        structure = self._structure_of(peer, key, tree)
         target = self._hub.endpoint(peer)
         if self._closed or target._closed:
-            raise self._closed_by(peer, Route(key, self.rank, peer))
+            raise self._closed_error(peer, Route(key, self.rank, peer))
         self.messages += 1
         self.bytes_sent += structure.nbytes
         leaves = bridge.detach(tensors)
@@ -75,14 +77,14 @@ class MemoryTransport:
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
         """Takes a message if there is one; see :meth:`base.Transport.try_receive`."""
-        waiting = self._inbox.get((peer, key))
-        if waiting is None:
+        queue = self._inbox.get((peer, key))
+        if queue is None:
             check_peer(self.rank, self.ranks, peer, key)
             if self._closed or self._hub.endpoint(peer)._closed:
-                raise self._closed_by(peer, Route(key, peer, self.rank))
+                raise self._closed_error(peer, Route(key, peer, self.rank))
             return False, None
-        value = waiting.popleft()
-        if not waiting:
+        value = queue.popleft()
+        if not queue:
             del self._inbox[peer, key]
         return True, value
 
@@ -111,15 +113,20 @@ class MemoryTransport:
         """Closes this rank's endpoint; earlier messages can still be received."""
         self._closed = True
 
-    def _closed_by(self, peer: int, route: Route) -> PeerFailed:
+    def _closed_error(self, peer: int, route: Route) -> PeerFailed:
+        """Returns the error that says which of the two endpoints of a message is closed."""
         return PeerFailed(
             f"rank {self.rank if self._closed else peer} has closed its transport",
             where=str(route),
             fix="close a transport only when all its messages are sent and received",
         )
 
-    def _announce(self, peer: int, key: MessageKey, tree: Tree) -> Structure:
-        """Counts a structure that differs from the channel's last one, as a socket would."""
+    def _structure_of(self, peer: int, key: MessageKey, tree: Tree) -> Structure:
+        """Returns the structure of a value that ``peer`` is sent under ``key``.
+
+        A structure that differs from the last one of this peer, edge and name counts as an
+        announcement, as over a socket.
+        """
         channel = (peer, *key[:4])
         structure = self._structures.get(channel)
         if structure is None or structure.tree != tree:

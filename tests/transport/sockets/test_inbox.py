@@ -21,7 +21,7 @@ from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.transport import SocketTransport
 from fleetpipe.transport.base import View
-from fleetpipe.transport.inbox import STAGE_BYTES
+from fleetpipe.transport.inbox import STAGING_BYTES
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import (
     HEADER_BYTES,
@@ -75,7 +75,7 @@ def test_a_sound_frame(ends: tuple[SocketTransport, socket.socket]) -> None:
 def test_frames_in_pieces(cuts: list[int], size: int) -> None:
     """However the stream is cut, the same messages come out of it."""
     tensor = sample("float64", [size], seed=size)
-    assert size * 8 < 5 * STAGE_BYTES
+    assert size * 8 < 5 * STAGING_BYTES
     announcement = encode("", Structure(("tensor", "float64", (size,), True)), ROUTE)
     payload = tensor.numpy().tobytes()
     data = frame(announcement, payload) + frame(b"", payload)
