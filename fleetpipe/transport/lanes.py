@@ -1,7 +1,9 @@
-"""Lanes of Paddle's process groups: one for each direction between a rank and a peer.
+"""Sends and receives messages over Paddle's process groups, by one lane per direction and peer.
 
-A message is a header on a stream, and a transfer for each of its tensors: an ``isend`` or ``irecv``
-of a process group.
+A message is a header on a stream (other connections of the two ranks), and one transfer for each of
+its tensors: an ``isend`` or ``irecv`` of a process group. :class:`Outgoing` and :class:`Incoming`
+are the two ends of a lane whose transfers return at once, as NCCL's do; the threaded ones run
+transfers that block, as Gloo's do. See ``process_group.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
 from fleetpipe.transport.base import Limit, Transport, Value
-from fleetpipe.transport.sockets import CLOSING_SECONDS, interruption, late_message
+from fleetpipe.transport.sockets import CLOSING_SECONDS, interruption_error, message_timeout
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import Tensor, Unfit, take_apart
 from fleetpipe.transport.wire.structure import (
@@ -29,26 +31,28 @@ from fleetpipe.transport.wire.structure import (
     encode,
 )
 
-#: Under this key go, in the order of sends, the headers: kind, source, target, channel and
-#: micro-batch, then an announcement where the structure has changed. They are texts, not tensors,
-#: which the sockets would move to the GPU.
+#: The key of the headers, sent in the order of the messages: kind, source, target, channel and
+#: micro-batch, then an announcement where the structure has changed. A header is a text, not a
+#: tensor, which the sockets would move to the GPU.
 HEADER = MessageKey("C", 0, 0, "process group header", 0)
-#: The answer of a receiver whose transfers block: it is about to enter them.
+#: The key of a receiver's answer that it is about to enter its transfers, where these block.
 READY = MessageKey("C", 0, 0, "process group ready", 0)
 
+#: Seconds between two looks at whether transfers are over.
 _POLL_SECONDS = 0.0005
 
 
 class Task(Protocol):
-    """The handle that Paddle returns for a transfer."""
+    """A transfer under way, as Paddle returns it."""
 
     def wait(self) -> object:
-        """Orders the transfer before later computations."""
+        """Makes later computations wait for the transfer; with Gloo, waits itself."""
 
     def is_completed(self) -> bool:
-        """Whether the transfer is over."""
+        """Returns whether the transfer is over."""
 
 
+#: Starts to send a tensor, or to fill it with a received one.
 Transfer = Callable[[Tensor], Task]
 
 
@@ -70,13 +74,20 @@ class Lane(NamedTuple):
     interrupt: Callable[[], None] | None = None
 
     def end_waits(self) -> None:
-        """Ends a wait at the stream, from any thread."""
+        """Ends a wait at the stream, if transfers block; any thread may call it."""
         if self.interrupt is not None:
             self.interrupt()
 
 
 class Parcel(NamedTuple):
-    """A message that is ready to leave."""
+    """A message that is ready to be sent.
+
+    Attributes:
+        route: The message's key and ranks, for errors.
+        header: The text to send under ``HEADER``.
+        tensors: The contiguous tensors to transfer.
+        timeout: Seconds that the peer may take to answer the header.
+    """
 
     route: Route
     header: str
@@ -85,7 +96,7 @@ class Parcel(NamedTuple):
 
 
 class Outgoing:
-    """Messages to one peer over transfers that return at once, as NCCL's do."""
+    """Sends messages to one peer by transfers that return at once, as NCCL's do."""
 
     _carriers = staticmethod(bridge.carriers)
 
@@ -94,69 +105,80 @@ class Outgoing:
         self._rank = rank
         self._lane = lane
         self._channels: dict[tuple[Any, ...], tuple[int, Structure]] = {}
-        self._leaving: deque[tuple[Parcel, list[Task]]] = deque()
+        self._under_way: deque[tuple[Parcel, list[Task]]] = deque()
         self._interrupted = False
 
     def send(self, key: MessageKey, value: Value, timeout: float) -> tuple[int, bool]:
         """Starts to send a value.
 
+        Args:
+            key: The message's key.
+            value: The value.
+            timeout: Seconds that the peer may take to answer the header.
+
         Returns:
             The bytes of tensor data, and whether the structure had to be announced.
+
+        Raises:
+            BoundaryError: Something in the value cannot cross.
         """
         route = Route(key, self._rank, self._lane.peer)
         try:
             tree, tensors = take_apart(value)
         except Unfit as unfit:
             raise unfit.error(route) from None
-        number, structure, announcement = self._announce(route, tree)
+        number, structure, announcement = self._structure_of(route, tree)
         header = f"{key.kind} {key.source} {key.target} {number} {key.micro_batch} {announcement}"
-        self._put(Parcel(route, header, self._carriers(tensors), timeout))
+        self._start(Parcel(route, header, self._carriers(tensors), timeout))
         return structure.nbytes, bool(announcement)
 
     def flush(self, timeout: float) -> None:
-        """Waits until the peer has everything.
+        """Waits until the peer has received every message.
 
         It polls: waiting on one of NCCL's tasks would block the GPU's computation and not this
         process.
 
         Raises:
             PeerFailed: A rank of the job failed meanwhile.
-            PipelineTimeout: Something is still here after ``timeout`` seconds.
+            PipelineTimeout: Some message is still here after ``timeout`` seconds.
         """
         limit = Limit(timeout)
         self._lane.stream.flush(timeout)
-        while not self._all_gone():
-            parcels = [parcel for parcel, _ in self._leaving]
+        while not self._drop_sent():
+            parcels = [parcel for parcel, _ in self._under_way]
             if self._interrupted:
-                raise interruption(parcels[0].route)
+                raise interruption_error(parcels[0].route)
             if limit.reached():
-                raise self._late(parcels, timeout)
+                raise self._send_timeout(parcels, timeout)
             time.sleep(_POLL_SECONDS)
 
     def interrupt(self) -> None:
-        """Ends every wait, from any thread."""
+        """Ends every wait of this lane; any thread may call it."""
         self._interrupted = True
 
     def close(self) -> None:
-        """Ends the stream."""
+        """Closes the stream."""
         self._lane.stream.close()
 
-    def _put(self, parcel: Parcel) -> None:
-        self._all_gone()
-        self._transfer(parcel)
+    def _start(self, parcel: Parcel) -> None:
+        """Starts the transfers of a message."""
+        self._drop_sent()
+        self._send_parcel(parcel)
 
-    def _all_gone(self) -> bool:
-        """Drops the messages that have left; returns whether none remain."""
-        while self._leaving and all(task.is_completed() for task in self._leaving[0][1]):
-            self._leaving.popleft()
-        return not self._leaving
+    def _drop_sent(self) -> bool:
+        """Drops the messages whose transfers are over; returns whether none remain."""
+        while self._under_way and all(task.is_completed() for task in self._under_way[0][1]):
+            self._under_way.popleft()
+        return not self._under_way
 
-    def _transfer(self, parcel: Parcel) -> None:
+    def _send_parcel(self, parcel: Parcel) -> None:
+        """Sends the header of a message and starts the transfers of its tensors."""
         self._lane.stream.send(self._lane.peer, HEADER, parcel.header)
         if parcel.tensors:
-            self._leaving.append((parcel, [self._lane.transfer(data) for data in parcel.tensors]))
+            self._under_way.append((parcel, [self._lane.transfer(data) for data in parcel.tensors]))
 
-    def _late(self, parcels: Sequence[Parcel], timeout: float) -> PipelineTimeout:
+    def _send_timeout(self, parcels: Sequence[Parcel], timeout: float) -> PipelineTimeout:
+        """Returns the error that messages could not leave for ``timeout`` seconds."""
         peer = self._lane.peer
         return PipelineTimeout(
             f"rank {self._rank} could not send to rank {peer} for {timeout:g} s",
@@ -166,8 +188,17 @@ class Outgoing:
             fix="see where that rank is; raise the timeout if it only needs longer",
         )
 
-    def _announce(self, route: Route, tree: Tree) -> tuple[int, Structure, str]:
-        """Returns the channel's number and structure, and an announcement if it has changed."""
+    def _structure_of(self, route: Route, tree: Tree) -> tuple[int, Structure, str]:
+        """Returns a channel's number, the value's structure, and an announcement if it changed.
+
+        Args:
+            route: The message.
+            tree: The structure of its value.
+
+        Returns:
+            The number, the structure, and the announcement's text; "" if the peer knows the
+            structure.
+        """
         channel = route.key[:4]
         number, structure = self._channels.get(channel, (len(self._channels), NOTHING))
         if structure.tree == tree and channel in self._channels:
@@ -180,7 +211,7 @@ class Outgoing:
 
 
 class ThreadedOutgoing(Outgoing):
-    """Messages to one peer over transfers that block, each run by a thread.
+    """Sends messages to one peer by transfers that block, on a thread of this lane.
 
     The thread starts a transfer only when the peer has answered that it is ready: Gloo ends every
     wait after 30 s, and a peer may compute, or be stopped, for longer.
@@ -189,40 +220,43 @@ class ThreadedOutgoing(Outgoing):
     _carriers = staticmethod(bridge.flat_bytes)
 
     def __init__(self, rank: int, lane: Lane) -> None:
+        """Sends on ``lane``, which leads from ``rank`` to its peer, and starts the thread."""
         super().__init__(rank, lane)
         self._changed = threading.Condition()
         self._waiting: deque[Parcel] = deque()
         self._closing = False
         self._error: FleetPipeError | None = None
         name = f"fleetpipe-to-{lane.peer}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._send_queue, name=name, daemon=True)
         self._thread.start()
 
     def flush(self, timeout: float) -> None:
-        """Waits until the peer has everything.
+        """Waits until the peer has received every message.
 
         Raises:
             PeerFailed: The peer is gone, or the transfer broke.
-            PipelineTimeout: Something is still here after ``timeout`` seconds.
+            PipelineTimeout: Some message is still here after ``timeout`` seconds.
         """
         limit = Limit(timeout)
         with self._changed:
             self._raise_failure()
             while self._waiting:
                 if limit.reached():
-                    raise self._late(self._waiting, timeout)
+                    raise self._send_timeout(self._waiting, timeout)
                 self._changed.wait(limit.nap())
                 self._raise_failure()
 
     def interrupt(self) -> None:
-        """Ends every wait, from any thread."""
+        """Ends every wait of this lane; any thread may call it."""
         self._lane.end_waits()
         with self._changed:
-            self._error = self._error or interruption(Route(HEADER, self._rank, self._lane.peer))
+            self._error = self._error or interruption_error(
+                Route(HEADER, self._rank, self._lane.peer)
+            )
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread and the stream; messages that have not left are dropped."""
+        """Ends the thread and closes the stream; messages that were not sent are dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -231,17 +265,20 @@ class ThreadedOutgoing(Outgoing):
         if not self._thread.is_alive():
             self._lane.stream.close()
 
-    def _put(self, parcel: Parcel) -> None:
+    def _start(self, parcel: Parcel) -> None:
+        """Hands a message to the thread."""
         with self._changed:
             self._raise_failure()
             self._waiting.append(parcel)
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
+        """Raises the error of an earlier message or of an interruption_error, if there is one."""
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
+    def _send_queue(self) -> None:
+        """Sends the messages that :meth:`_start` queues, one after another, on the thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -249,7 +286,7 @@ class ThreadedOutgoing(Outgoing):
                     return
                 parcel = self._waiting[0]
             try:
-                self._transfer(parcel)
+                self._send_parcel(parcel)
                 error = None
             except Exception as failure:
                 error = transfer_error(parcel.route, self._lane.peer, failure)
@@ -261,7 +298,8 @@ class ThreadedOutgoing(Outgoing):
                     return
             del parcel  # or its tensors would live until the next one
 
-    def _transfer(self, parcel: Parcel) -> None:
+    def _send_parcel(self, parcel: Parcel) -> None:
+        """Sends the header of a message, waits for the answer, and transfers its tensors."""
         stream, peer = self._lane.stream, self._lane.peer
         stream.send(peer, HEADER, parcel.header)
         if parcel.tensors:
@@ -271,7 +309,13 @@ class ThreadedOutgoing(Outgoing):
 
 
 def transfer_error(route: Route, peer: int, failure: Exception) -> FleetPipeError:
-    """Returns the error of a message that a thread failed to send or receive."""
+    """Returns the error to raise for a message that a lane's thread failed to send or receive.
+
+    Args:
+        route: The message.
+        peer: The rank at the lane's other end.
+        failure: What the thread raised.
+    """
     if isinstance(failure, FleetPipeError):
         if route.key != HEADER:
             failure.add_place(str(route))
@@ -291,18 +335,18 @@ class Arrival(NamedTuple):
     """A message whose header has come, and whose data has come or is under way.
 
     Attributes:
-        structure: The message's structure.
-        places: The buffers that receive its data.
-        tasks: The transfers under way.
+        structure: The structure of the message's value.
+        buffers: The tensors that receive its data.
+        tasks: The transfers under way; none if they are over.
     """
 
     structure: Structure
-    places: list[Tensor]
+    buffers: list[Tensor]
     tasks: list[Task]
 
 
 class Incoming:
-    """Messages from one peer over transfers that return at once, as NCCL's do."""
+    """Receives messages from one peer by transfers that return at once, as NCCL's do."""
 
     _tensors = staticmethod(bridge.reshape)
 
@@ -313,52 +357,57 @@ class Incoming:
         self._announced: dict[int, tuple[str, Structure]] = {}
         self._arrivals: dict[MessageKey, deque[Arrival]] = {}
 
-    def begin(self) -> None:
+    def start_arrived(self) -> None:
         """Starts the transfers of all messages whose headers have come."""
         arrived = True
         while arrived:
             arrived, header = self._lane.stream.try_receive(self._lane.peer, HEADER)
             if arrived:
-                self._accept(header)
+                self._receive_data(header)
 
     def try_receive(self, key: MessageKey) -> tuple[bool, Value]:
-        """Returns (True, value) if the message's data has come, else (False, None)."""
-        waiting = self._arrivals.get(key)
-        if not waiting:
-            self.begin()
-            waiting = self._arrivals.get(key)
-        if not waiting or not all(task.is_completed() for task in waiting[0].tasks):
+        """Returns (True, value) if a message's data has come, else (False, None); never waits."""
+        arrivals = self._arrivals.get(key)
+        if not arrivals:
+            self.start_arrived()
+            arrivals = self._arrivals.get(key)
+        if not arrivals or not all(task.is_completed() for task in arrivals[0].tasks):
             return False, None
-        return True, self._take(key)
+        return True, self._take_value(key)
 
     def receive(self, key: MessageKey, timeout: float) -> Value:
-        """Waits for a message's header, and orders its data before later computations."""
+        """Waits for a message's header, and makes later computations wait for its data.
+
+        Raises:
+            PipelineTimeout: The header did not come within ``timeout`` seconds.
+        """
         limit = Limit(timeout)
         while key not in self._arrivals:
-            left = limit.seconds_left()
-            if left <= 0:
-                raise self._late(key, timeout)
+            seconds = limit.seconds_left()
+            if seconds <= 0:
+                raise self._receive_timeout(key, timeout)
             try:
-                self._accept(self._lane.stream.receive(self._lane.peer, HEADER, left))
+                self._receive_data(self._lane.stream.receive(self._lane.peer, HEADER, seconds))
             except PipelineTimeout:
-                raise self._late(key, timeout) from None
-        return self._take(key)
+                raise self._receive_timeout(key, timeout) from None
+        return self._take_value(key)
 
     def interrupt(self) -> None:
-        """Ends every wait, from any thread; this class waits for nothing of its own."""
+        """Does nothing: only the stream waits, and its own interrupt ends that."""
 
     def close(self) -> None:
-        """Ends the stream."""
+        """Closes the stream."""
         self._lane.stream.close()
 
-    def _accept(self, header: str) -> None:
+    def _receive_data(self, header: str) -> None:
         """Starts the transfers of the message that a header announces."""
-        key, structure = self._read(header)
-        places = bridge.empty_like(structure.leaves)
-        tasks = [self._lane.transfer(carrier) for carrier in bridge.carriers(places)]
-        self._arrivals.setdefault(key, deque()).append(Arrival(structure, places, tasks))
+        key, structure = self._parse_header(header)
+        buffers = bridge.empty_like(structure.leaves)
+        tasks = [self._lane.transfer(carrier) for carrier in bridge.carriers(buffers)]
+        self._arrivals.setdefault(key, deque()).append(Arrival(structure, buffers, tasks))
 
-    def _read(self, header: str) -> tuple[MessageKey, Structure]:
+    def _parse_header(self, header: str) -> tuple[MessageKey, Structure]:
+        """Returns the key and the structure of the message that a header announces."""
         kind, *numbers, announcement = header.split(" ", 5)
         source, target, channel, micro_batch = map(int, numbers)
         if announcement:
@@ -366,22 +415,24 @@ class Incoming:
         name, structure = self._announced[channel]
         return MessageKey(kind, source, target, name, micro_batch), structure
 
-    def _take(self, key: MessageKey) -> Value:
-        waiting = self._arrivals[key]
-        arrival = waiting.popleft()
-        if not waiting:
+    def _take_value(self, key: MessageKey) -> Value:
+        """Takes the oldest arrival of ``key``, which must be there, and returns its value."""
+        arrivals = self._arrivals[key]
+        arrival = arrivals.popleft()
+        if not arrivals:
             del self._arrivals[key]
         for task in arrival.tasks:
             task.wait()
         structure = arrival.structure
-        return structure.rebuild(self._tensors(arrival.places, structure.leaves))
+        return structure.rebuild(self._tensors(arrival.buffers, structure.leaves))
 
-    def _late(self, key: MessageKey, timeout: float) -> PipelineTimeout:
-        return late_message(Route(key, self._lane.peer, self._rank), timeout)
+    def _receive_timeout(self, key: MessageKey, timeout: float) -> PipelineTimeout:
+        """Returns the error that a message did not come within ``timeout`` seconds."""
+        return message_timeout(Route(key, self._lane.peer, self._rank), timeout)
 
 
 class ThreadedIncoming(Incoming):
-    """Messages from one peer over transfers that block, each run by a thread.
+    """Receives messages from one peer by transfers that block, on a thread of this lane.
 
     The thread answers the header first, and only then the peer starts its half, so that Gloo's
     limit of 30 s is enough.
@@ -390,76 +441,84 @@ class ThreadedIncoming(Incoming):
     _tensors = staticmethod(bridge.from_bytes)
 
     def __init__(self, rank: int, lane: Lane) -> None:
+        """Receives on ``lane``, which leads from its peer to ``rank``, and starts the thread."""
         super().__init__(rank, lane)
         self._changed = threading.Condition()
         self._interrupted = False
         self._error: FleetPipeError | None = None
         self._expected = HEADER
         name = f"fleetpipe-from-{lane.peer}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._receive_all, name=name, daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
+    def start_arrived(self) -> None:
         """Does nothing: the thread receives by itself."""
 
     def try_receive(self, key: MessageKey) -> tuple[bool, Value]:
-        """Returns (True, value) if the message has come, else (False, None)."""
+        """Returns (True, value) if a message has come, else (False, None); never waits."""
         with self._changed:
             if key in self._arrivals:
-                return True, self._take(key)
+                return True, self._take_value(key)
             self._raise_failure(key)
             return False, None
 
     def receive(self, key: MessageKey, timeout: float) -> Value:
-        """Waits for a message."""
+        """Waits until the thread has received a message; returns its value.
+
+        Raises:
+            PeerFailed: The peer is gone, or another rank died during the wait.
+            PipelineTimeout: The message did not come within ``timeout`` seconds.
+        """
         limit = Limit(timeout)
         with self._changed:
             while key not in self._arrivals:
                 self._raise_failure(key)
                 if limit.reached():
-                    raise self._late(key, timeout)
+                    raise self._receive_timeout(key, timeout)
                 self._changed.wait(limit.nap())
-            return self._take(key)
+            return self._take_value(key)
 
     def interrupt(self) -> None:
-        """Ends every wait, from any thread."""
+        """Ends every wait of this lane; any thread may call it."""
         self._lane.end_waits()
         with self._changed:
             self._interrupted = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread and the stream."""
+        """Ends the thread and closes the stream."""
         self.interrupt()
         self._thread.join(CLOSING_SECONDS)
         if not self._thread.is_alive():
             self._lane.stream.close()
 
     def _raise_failure(self, key: MessageKey) -> None:
+        """Raises the error of the thread, or of an interruption_error, for a receive of ``key``."""
         if self._error is not None or self._interrupted:
             route = Route(key, self._lane.peer, self._rank)
-            raise self._error or interruption(route)
+            raise self._error or interruption_error(route)
 
-    def _run(self) -> None:
+    def _receive_all(self) -> None:
+        """Receives one message after another, on the thread, until it is interrupted."""
         try:
             while not self._interrupted:
-                self._accept(self._lane.stream.receive(self._lane.peer, HEADER, math.inf))
+                self._receive_data(self._lane.stream.receive(self._lane.peer, HEADER, math.inf))
         except Exception as failure:
             route = Route(self._expected, self._lane.peer, self._rank)
             with self._changed:
                 self._error = transfer_error(route, self._lane.peer, failure)
                 self._changed.notify_all()
 
-    def _accept(self, header: str) -> None:
-        """Receives the message that a header announces."""
-        self._expected, structure = self._read(header)
+    def _receive_data(self, header: str) -> None:
+        """Receives the data of the message that a header announces."""
+        self._expected, structure = self._parse_header(header)
         buffers = bridge.byte_buffers(structure.leaves)
         if buffers:
             self._lane.stream.send(self._lane.peer, READY, None)
         for buffer in buffers:
             self._lane.transfer(buffer).wait()
         with self._changed:
-            waiting = self._arrivals.setdefault(self._expected, deque())
-            waiting.append(Arrival(structure, buffers, []))
+            arrivals = self._arrivals.setdefault(self._expected, deque())
+            arrivals.append(Arrival(structure, buffers, []))
             self._expected = HEADER
             self._changed.notify_all()

@@ -31,8 +31,9 @@ class ProcessGroupTransport:
     and its data ends the wait through NCCL's own watchdog.
 
     Attributes:
+        posts: Whether receives should be announced; see :class:`base.Transport`.
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
-        waited: Seconds of all waits for messages of peers.
+        waited: Seconds of all waits for messages of neighbours so far.
         timeout: Seconds that a peer may take to answer a header.
     """
 
@@ -50,8 +51,8 @@ class ProcessGroupTransport:
         Args:
             sockets: Connections of the same rank, which carry the messages to ranks that are not
                 neighbours.
-            outgoing: The sending half for each neighbour.
-            incoming: The receiving half for each neighbour.
+            outgoing: For each neighbour, the lane to it.
+            incoming: For each neighbour, the lane from it.
             timeout: Seconds that a peer may take to answer a header.
         """
         self.rank = sockets.rank
@@ -63,7 +64,7 @@ class ProcessGroupTransport:
         self.connect_again(outgoing, incoming)
 
     def connect_again(self, outgoing: Mapping[int, Lane], incoming: Mapping[int, Lane]) -> None:
-        """Takes over new lanes after the earlier ones have ended, as the constructor does."""
+        """Takes over new lanes after the earlier ones ended; see the constructor."""
         self.messages = self.announcements = self.bytes_sent = 0
         self._outgoing = {
             peer: (Outgoing if lane.interrupt is None else ThreadedOutgoing)(self.rank, lane)
@@ -81,7 +82,7 @@ class ProcessGroupTransport:
     def post(self, peer: int, key: MessageKey) -> None:
         """Starts the transfers of all messages of ``peer`` whose headers have come."""
         if peer in self._incoming:
-            self._incoming[peer].begin()
+            self._incoming[peer].start_arrived()
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Sends a header and starts the transfers; see :meth:`base.Transport.send`."""
@@ -120,12 +121,12 @@ class ProcessGroupTransport:
         self._sockets.flush(timeout)
 
     def interrupt(self) -> None:
-        """Ends every wait for a neighbour; called from another thread."""
+        """Ends every wait for a neighbour; any thread may call it."""
         for direction in self._directions:
             direction.interrupt()
 
     def close(self) -> None:
-        """Ends the streams and the connections; the groups are Paddle's."""
+        """Closes the lanes' streams and the sockets; Paddle's groups stay open."""
         for direction in self._directions:
             direction.close()
         self._sockets.close()

@@ -24,8 +24,9 @@ from fleetpipe.transport.peer_connections import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.stream import Connection
 from fleetpipe.transport.wire.structure import MessageKey, Route, Seals, check_peer, describe
 
-# Bytes that may wait for a peer, on either side, before send() waits itself.
+#: Bytes that may wait for a peer, on either side, before send() waits itself.
 BACKLOG = 256 << 20
+#: Seconds that closing waits for peers that have not received all messages.
 CLOSING_SECONDS = 5.0
 
 
@@ -82,11 +83,11 @@ class SocketTransport:
 
     Attributes:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
-        waited: Seconds of all waits for messages of peers.
+        waited: Seconds of all waits for messages of peers so far.
         timeout: Seconds that ``send`` waits for a slow peer.
-        posts: See :class:`base.Transport`: the kernel receives by itself.
-        call: The kind of this rank's present collective call, as a number.
-        in_step: The peers that are at the same call when a message of theirs is taken.
+        posts: False: the kernel receives by itself; see :class:`base.Transport`.
+        call: The kind of this rank's present collective call, as a number in message headers.
+        in_step: The peers whose messages must be of the same collective call as this rank's.
     """
 
     posts = False
@@ -127,7 +128,7 @@ class SocketTransport:
     def connect_again(
         self, sockets: Mapping[int, socket.socket], seals: Mapping[int, Seals] | None = None
     ) -> None:
-        """Takes over sockets after :meth:`close`, as the constructor does."""
+        """Takes over sockets after :meth:`close`; the arguments are the constructor's."""
         self._closed = False
         self._interrupted = False
         self._woken, self._waker = socket.socketpair()
@@ -142,7 +143,8 @@ class SocketTransport:
         }
         for connection in self._connections.values():
             self._selector.register(connection.fd, selectors.EVENT_READ, connection)
-        # What is not looked at: streams that have ended, and peers that sent more than fits here.
+        # Connections that the selector does not watch: ended ones, and those of peers that have
+        # sent more messages ahead than are stored here.
         self._ended: list[Connection] = []
         self._full: set[Connection] = set()
         peer_connections.holding.add(self)
@@ -198,7 +200,7 @@ class SocketTransport:
             inbox.prepare(key)
             self._raise_if_any_died(Route(key, peer, self.rank))
             if not self._wait(limit, peers):
-                raise self._late(peer, key, timeout)
+                raise self._receive_timeout(peer, key, timeout)
 
     def await_any(
         self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
@@ -211,37 +213,42 @@ class SocketTransport:
         peers = [peer for peer, _ in messages]
         limit, end = Limit(timeout), time.monotonic() + patience
         while not self._has_any(messages):
-            left = end - time.monotonic()
-            if left <= 0:
+            seconds = end - time.monotonic()
+            if seconds <= 0:
                 return
             peer, key = messages[0]
             self._raise_if_any_died(Route(key, peer, self.rank))
-            if not self._wait(limit, peers, left):
-                raise self._late(peer, key, timeout, len(messages) - 1)
+            if not self._wait(limit, peers, seconds):
+                raise self._receive_timeout(peer, key, timeout, len(messages) - 1)
 
     def _has_any(self, messages: Sequence[tuple[int, MessageKey]]) -> bool:
-        """Reads what the peers have sent; returns whether one of the messages is complete."""
-        here = False
+        """Reads what the peers have sent; returns whether one of the messages has come.
+
+        Raises:
+            PeerFailed: A peer is gone, and none of the messages has come.
+        """
+        has_come = False
         for peer, key in messages:
             connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
             inbox = connection.inbox
             inbox.fill(sys.maxsize)
             inbox.delay = None
-            here = here or inbox.has(key)
-            if inbox.ended and not here:
+            has_come = has_come or inbox.has(key)
+            if inbox.ended and not has_come:
                 raise connection.failure(Route(key, peer, self.rank))
             inbox.prepare(key)
-        return here
+        return has_come
 
     def queues(self) -> tuple[int, int]:
-        """Returns the number of untaken messages and of unsent bytes; any thread may ask."""
+        """Returns the numbers of untaken message keys and of unsent bytes; any thread may ask."""
         connections = self._connections.values()
         messages = sum(connection.inbox.messages for connection in connections)
         return messages, sum(connection.outbox.backlog for connection in connections)
 
     def flights(self) -> dict[int, float]:
-        """Returns the time of :meth:`inbox.Inbox.flight` for each peer."""
-        flights = {peer: one.inbox.flight() for peer, one in self._connections.items()}
+        """Returns the seconds of :meth:`inbox.Inbox.flight` by peer, where there are any."""
+        connections = self._connections.items()
+        flights = {peer: connection.inbox.flight() for peer, connection in connections}
         return {peer: flight for peer, flight in flights.items() if flight is not None}
 
     def flush(self, timeout: float) -> None:
@@ -291,6 +298,7 @@ class SocketTransport:
         self._release()
 
     def _release(self) -> None:
+        """Closes everything but the connections, which are closed before, and forgets these."""
         self._closed = True
         self._connections = {}
         self._queue = None
@@ -301,6 +309,11 @@ class SocketTransport:
         self._waker.close()
 
     def _raise_unconnected(self, peer: int, key: MessageKey) -> NoReturn:
+        """Raises the error for a peer without a connection.
+
+        Raises:
+            TransportError: The peer is not another rank, or this transport is closed.
+        """
         check_peer(self.rank, self.ranks, peer, key)
         raise TransportError(
             f"the transport of rank {self.rank} is closed",
@@ -309,7 +322,12 @@ class SocketTransport:
         )
 
     def _make_room(self, connection: Connection, key: MessageKey) -> None:
-        """Waits until less than ``backlog`` bytes wait for a peer."""
+        """Waits until less than ``backlog`` bytes wait for the peer of a connection.
+
+        Raises:
+            PeerFailed: A rank died during the wait.
+            PipelineTimeout: The peer has not taken enough of them within the transport's limit.
+        """
         limit = Limit(self.timeout)
         route = Route(key, self.rank, connection.peer)
         while True:
@@ -330,7 +348,10 @@ class SocketTransport:
     def _wait(self, limit: Limit, awaited: Sequence[int] = (), most: float = math.inf) -> bool:
         """Sleeps until something arrives or leaves; reads messages of other peers meanwhile.
 
-        The caller reads messages of ``awaited`` peers itself; ``most`` is above 0, in seconds.
+        Args:
+            limit: The limit of the caller's wait.
+            awaited: Peers whose messages the caller reads itself.
+            most: Seconds, above 0, after which the sleep ends in any case.
 
         Returns:
             False if the limit is reached.
@@ -362,7 +383,7 @@ class SocketTransport:
         return True
 
     def _read_ahead(self, connection: Connection) -> None:
-        """Stores messages that a peer has sent early, as far as they fit."""
+        """Stores messages that a peer sent before they are awaited, up to ``backlog`` bytes."""
         inbox = connection.inbox
         try:
             inbox.fill(self._backlog)
@@ -376,39 +397,48 @@ class SocketTransport:
                 self._selector.unregister(connection.fd)
 
     def interrupt(self) -> None:
-        """Ends every wait of the thread that uses this transport; called from another thread."""
+        """Ends every wait of the thread that uses this transport; any thread may call it."""
         self._interrupted = True
         if not self._closed:
             self._wake()
 
     def _raise_if_any_died(self, route: Route) -> None:
+        """Raises an error if this transport was interrupted, or a peer left before its end.
+
+        Args:
+            route: The message that this rank waits for, for the error.
+        """
         if self._interrupted:
-            raise interruption(route)
+            raise interruption_error(route)
         for connection in self._ended:
             inbox = connection.inbox
             if not inbox.orderly or inbox.reason:
                 raise connection.failure(route)
 
-    def _late(self, peer: int, key: MessageKey, timeout: float, more: int = 0) -> PipelineTimeout:
+    def _receive_timeout(
+        self, peer: int, key: MessageKey, timeout: float, others: int = 0
+    ) -> PipelineTimeout:
+        """Returns the error that neither a message nor one of ``others`` more came in time."""
         got = f"from rank {peer}: {self._connections[peer].inbox.summary()}"
-        instead = f", or one of {more} others that it could go on with" * (more > 0)
-        return late_message(Route(key, peer, self.rank), timeout, instead, got)
+        instead = f", or one of {others} others that it could go on with" * (others > 0)
+        return message_timeout(Route(key, peer, self.rank), timeout, instead, got)
 
     def _wake(self) -> None:
+        """Ends the present sleep of the waiting thread; any thread may call it."""
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"w")
 
 
-def late_message(
+def message_timeout(
     route: Route, timeout: float, instead: str = "", got: str | None = None
 ) -> PipelineTimeout:
-    """Returns the error of a wait for a message that has reached its limit.
+    """Returns the error that a message did not come within a limit.
 
     Args:
         route: The message.
         timeout: The limit in seconds.
-        instead: Other messages that would have ended the wait.
-        got: What has arrived.
+        instead: A text about other messages that would have ended the wait too.
+        got: A text about what has arrived from the sender.
     """
     peer = route.source
     return PipelineTimeout(
@@ -421,8 +451,8 @@ def late_message(
     )
 
 
-def interruption(route: Route) -> PeerFailed:
-    """Returns the error of a wait that ends because some rank of the job failed."""
+def interruption_error(route: Route) -> PeerFailed:
+    """Returns the error of a wait that ends because another rank of the job failed."""
     return PeerFailed(
         "a rank of the job failed while this one waited",
         where=str(route),
