@@ -1,8 +1,8 @@
-"""The state of layers and of the process: stored before a call, and restored for a second call.
+"""Stores the state of layers and of the process before a call, and restores it for a second call.
 
 :class:`LayerStates` stores the attributes and buffers of layers, and the lists, dicts and sets that
-their code writes to. :class:`OwnState` gives a forward and a backward that run in turns separate
-process-wide states.
+their code writes to. :class:`OwnState` lets a forward and a backward that run in turns each have
+their own state of the process, such as replaced forwards and random states.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in,
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
 from fleetpipe.transport.wire import bridge
 
-#: The types of containers whose content is stored.
+#: The types of containers whose contents are stored and restored.
 CONTAINERS = (list, dict, set, deque)
 
-#: Buffers with more bytes share one copy, if their numbers are equal.
+#: Copies of a buffer with more bytes are shared by calls between which it has not changed.
 LARGE = 2**14
 
-#: The attributes that every layer has.
+#: The names of the attributes that every layer has.
 PADDLES_ATTRIBUTES = vars(paddle.nn.Layer()).keys()
 
-#: Copies of large buffers, by the id of a layer's dict and the name in it.
+#: The last copies of large buffers, by the id of the dict that holds the buffer and its name there.
 Copies = MutableMapping[tuple[int, str], Tensor]
 
-#: The changes that apply now, in the order in which they began; each change adds itself.
+#: The changes that apply now, in the order in which they began; whoever begins one adds it here.
 changes: list[Change] = []
 
 
 def content_of(container: Any) -> Any:
-    """Returns a copy of a container's content, for :func:`refill`."""
+    """Returns a shallow copy of a container, for :func:`refill`; ``()`` for an empty one."""
     return container.copy() if container else ()
 
 
 def refill(container: Any, content: Any) -> None:
-    """Replaces a container's content, in place, if it has changed."""
+    """Gives a container, in place, the content that :func:`content_of` returned, if it differs."""
     same = len(container) == len(content) and all(map(is_, container, content))
     if same and isinstance(container, dict) and content:
         same = all(map(is_, container.values(), content.values()))
@@ -62,17 +62,23 @@ def refill(container: Any, content: Any) -> None:
 def reachable_containers(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
     """Yields the containers, and the attribute dicts of objects, that a forward may write to.
 
-    The code of forwards, hooks and functions names them: as module variables, values of closures or
-    attributes. The code of methods and functions that this code calls is read too, but no further
-    code: a search of all reachable code would not end.
+    They are the module variables, values of closures and attributes that are named in the code of
+    forwards, of hooks and of ``functions``, or in the methods and functions that this code calls.
+    Code that these call is not read: a search of all reachable code would not end.
+
+    Args:
+        layers: The layers whose forwards and hooks are read.
+        functions: More functions to read; other objects are ignored.
     """
     classes = {type(layer) for layer in layers if not is_of_library(type(layer))}
     hooks = (hook for layer in layers for table in forward_hooks(layer) for hook in table.values())
-    code = list(filter(_is_of_user, (*functions, *hooks, *(one.forward for one in classes))))
+    code = list(
+        filter(_is_user_function, (*functions, *hooks, *(kind.forward for kind in classes)))
+    )
     helpers = [value for function in code for value in variables_of(function).values()]
-    helpers += [vars(one).get(name) for one in classes for name in _names(code)]
-    code += filter(_is_of_user, helpers)
-    names = _names(code)
+    helpers += [vars(kind).get(name) for kind in classes for name in _names_in_functions(code)]
+    code += filter(_is_user_function, helpers)
+    names = _names_in_functions(code)
     values: list[Any] = []
     for function in code:
         values += (*variables_of(function).values(), *held_by(function))
@@ -80,15 +86,15 @@ def reachable_containers(layers: Collection[Layer], functions: Iterable[object])
         attributes = vars(layer)
         values += [attributes[name] for name in names & attributes.keys()]
     for value in {id(value): value for value in values}.values():
-        yield from _in(value, names)
+        yield from _containers_in(value, names)
 
 
-def _in(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yields a container itself, or the containers in a user's object or class.
+def _containers_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
+    """Yields a value that is a container, or the containers in the attributes of a user's object.
 
     Args:
-        value: A value that code names.
-        names: The names in the code.
+        value: A container, an object or a class.
+        names: The names of the attributes to look at.
     """
     if isinstance(value, CONTAINERS):
         yield value
@@ -100,20 +106,28 @@ def _in(value: Any, names: frozenset[str]) -> Iterator[Any]:
     if kind is not value and hasattr(value, "__dict__"):
         yield vars(value)
         tables.append(vars(value))
-    parts = (table[name] for table in tables for name in names & table.keys())
-    yield from (part for part in parts if isinstance(part, CONTAINERS))
+    attributes = (table[name] for table in tables for name in names & table.keys())
+    yield from (attribute for attribute in attributes if isinstance(attribute, CONTAINERS))
 
 
-def _names(code: Iterable[FunctionType]) -> frozenset[str]:
-    return frozenset[str]().union(*(names_in(function.__code__) for function in code))
+def _names_in_functions(functions: Iterable[FunctionType]) -> frozenset[str]:
+    """Returns the names in the code of functions."""
+    return frozenset[str]().union(*(names_in(function.__code__) for function in functions))
 
 
-def _is_of_user(function: object) -> bool:
+def _is_user_function(function: object) -> bool:
+    """Whether an object is a Python function that no library has defined."""
     return isinstance(function, FunctionType) and not is_of_library(function)
 
 
-class _Slot(NamedTuple):
-    """A copy of a buffer, or of a statistic among the parameters, and its place in a layer."""
+class _SavedBuffer(NamedTuple):
+    """A copy of a buffer, or of a statistic among the parameters, of a layer.
+
+    Attributes:
+        table: The layer's dict that holds the buffer.
+        name: The name of the buffer in the dict.
+        copy: A tensor with the values that the buffer had.
+    """
 
     table: dict[str, Any]
     name: str
@@ -134,32 +148,36 @@ class LayerStates:
             copies: Buffer copies of earlier calls, to share; new ones are added.
         """
         self._layers = layers
+        #: The dicts of attributes, parameters and buffers, each with a copy.
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        #: The containers among the attributes, each with its content.
         self._contents: list[tuple[Any, Any]] = []
-        self._slots: list[_Slot] = []
+        self._buffers: list[_SavedBuffer] = []
         for layer in layers:
             tables = layer.__dict__, parameters_in(layer), buffers_in(layer)
             attributes, parameters, buffers = (table.copy() for table in tables)
             # A schedule replaces the forward in each action.
             attributes.pop("forward", None)
-            of_user = (attributes[name] for name in attributes.keys() - PADDLES_ATTRIBUTES)
-            for value in (*forward_hooks(layer), *of_user):
+            users = (attributes[name] for name in attributes.keys() - PADDLES_ATTRIBUTES)
+            for value in (*forward_hooks(layer), *users):
                 if isinstance(value, CONTAINERS):
                     self._contents.append((value, content_of(value)))
             stored = {name: value for name, value in buffers.items() if not _is_computed(value)}
             self._tables += zip(tables, (attributes, parameters, stored))
             for table, name in state_slots(layer):
                 if not _is_computed(table[name]):
-                    self._slots.append(_Slot(table, name, _copy(table, name, copies)))
+                    self._buffers.append(
+                        _SavedBuffer(table, name, _copy_buffer(table, name, copies))
+                    )
 
     @contextmanager
     def put_back(self, functions: Iterable[object]) -> Iterator[None]:
         """While it is open, the layers have the stored state, with copies of their buffers.
 
-        At the end the state from before is restored, also in the containers that the layers or
-        ``functions`` may write to.
+        At the end they have again the state that they had when it was opened, also in the
+        containers that the layers or ``functions`` may write to.
         """
-        now = [table.copy() for table, _ in self._tables]
+        current = [table.copy() for table, _ in self._tables]
         containers = (
             *(container for container, _ in self._contents),
             *reachable_containers(self._layers, functions),
@@ -168,16 +186,16 @@ class LayerStates:
         try:
             for container, content in self._contents:
                 refill(container, content)
-            for table, then in self._tables:
-                for name in table.keys() - then.keys():
+            for table, stored in self._tables:
+                for name in table.keys() - stored.keys():
                     if name != "forward" and not _is_computed(table[name]):
                         del table[name]
-                table.update(then)
-            for slot in self._slots:
-                slot.table[slot.name] = leaf_like(slot.copy, copied=True)
+                table.update(stored)
+            for buffer in self._buffers:
+                buffer.table[buffer.name] = leaf_like(buffer.copy, copied=True)
             yield
         finally:
-            for (table, _), values in zip(self._tables, now):
+            for (table, _), values in zip(self._tables, current):
                 table.clear()
                 table.update(values)
             for container, content in contents:
@@ -188,7 +206,13 @@ class LayerStates:
 def model_kept(
     layers: Collection[Layer], parameters: Collection[Tensor], functions: Iterable[object] = ()
 ) -> Iterator[None]:
-    """At its end, restores gradients and the state of layers, but not their weights."""
+    """At its end, restores gradients and the state of layers, but not their weights.
+
+    Args:
+        layers: The layers, sublayers included.
+        parameters: The parameters whose gradients are restored.
+        functions: More functions that run, which may write to containers.
+    """
     gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
     try:
         with LayerStates(layers, {}).put_back(functions):
@@ -202,24 +226,24 @@ def model_kept(
 @paddle.no_grad()
 def buffers_kept(layers: Iterable[Layer]) -> Callable[[], None]:
     """Copies the buffers and statistics of layers; returns a function that restores them."""
-    parts = (part for layer in layers for part in layer.sublayers(include_self=True))
-    slots = [
-        (_Slot(table, name, copy_of(table[name])), table[name])
-        for part in parts
-        for table, name in state_slots(part)
+    sublayers = (part for layer in layers for part in layer.sublayers(include_self=True))
+    buffers = [
+        (_SavedBuffer(table, name, copy_of(table[name])), table[name])
+        for sublayer in sublayers
+        for table, name in state_slots(sublayer)
         if not _is_computed(table[name])
     ]
 
     def put_back() -> None:
-        for slot, tensor in slots:
-            set_data(tensor, slot.copy)
-            slot.table[slot.name] = tensor
+        for buffer, tensor in buffers:
+            set_data(tensor, buffer.copy)
+            buffer.table[buffer.name] = tensor
 
     return put_back
 
 
-def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
-    """Returns a copy of a buffer; an earlier copy if it has the same bits."""
+def _copy_buffer(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
+    """Returns a copy of the buffer ``table[name]``; one of ``copies`` if that has the same bits."""
     tensor, key = table[name], (id(table), name)
     # On a GPU each comparison would make the host wait.
     copy = copies.get(key) if device_kind() == "cpu" else None
@@ -235,38 +259,42 @@ def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
 
 
 def _is_computed(value: object) -> bool:
-    """Whether a value is a computed tensor, such as the weight of ``weight_norm``."""
+    """Whether a value is a tensor with a gradient, as a weight that ``weight_norm`` computes."""
     return isinstance(value, paddle.Tensor) and not value.stop_gradient
 
 
 class Change(Protocol):
-    """A temporary change of process-wide state."""
+    """A temporary change of state that the whole process shares, such as a replaced forward."""
 
     def begin(self) -> None:
-        """Changes the state of the process."""
+        """Makes the change."""
 
     def end(self) -> None:
-        """Restores the state of the process; :meth:`begin` may be called again."""
+        """Undoes the change; :meth:`begin` may be called again."""
 
 
 class OwnState:
-    """Suspends and resumes changes and random states; see :mod:`fleetpipe.mesh.turns`.
+    """The state of one of two computations that run in turns; see :mod:`fleetpipe.mesh.turns`.
 
-    Paddle keeps automatic casts, the device and the gradient switch per thread.
+    It is made of the current changes and the random states. Automatic casts, the device and the
+    gradient switch need no such care, because Paddle has them for each thread.
     """
 
     def suspend(self) -> Callable[[], None]:
-        """Undoes all changes, the last one first; returns a function that makes them again."""
-        made, states = changes[:], random_keys.suspend()
+        """Undoes all changes, the last one first; returns a function that makes them again.
+
+        The function also restores the current random states.
+        """
+        suspended, resume_random = changes[:], random_keys.suspend()
         changes.clear()
-        for change in reversed(made):
+        for change in reversed(suspended):
             change.end()
 
         def resume() -> None:
-            for change in made:
+            for change in suspended:
                 change.begin()
                 changes.append(change)
-            states()
+            resume_random()
 
         return resume
 

@@ -1,8 +1,9 @@
-"""One call of a leaf layer, cut out of the graph around it, so that its weight gradient can wait.
+"""One call of a leaf layer, cut out of the graph around it, so that its weight gradients can wait.
 
-The output of the layer passes through a ``PyLayer``, the border. In backward, the border computes
-only the gradients of the call's inputs, and runs the hooks on the output: Paddle would run hooks on
-a ``PyLayer``'s outputs, but drop their results. Start with :class:`Call` and :func:`put_border`.
+A ``PyLayer`` takes the place of the call in the graph. Its backward computes only the gradients of
+the call's inputs, and runs the user's hooks on the gradients of the outputs: Paddle would run such
+hooks on a ``PyLayer``'s outputs, but drop their results. Start with :class:`Call` and
+:func:`connect_call`.
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ from fleetpipe.paddle_api.tensor import (
     tensor_bytes,
 )
 
+#: ``hook(gradient)`` returns another gradient, or None.
 Hook = Callable[[Tensor], Any]
 
 
-#: Where the hooks of a tensor are stored, by the tensor's id, with a weak reference to the tensor.
-_routes: dict[int, tuple[weakref.ref[Tensor], _Output]] = {}
+#: For each output of a call, by its id: a weak reference to it, and the store of its hooks.
+_routes: dict[int, tuple[weakref.ref[Tensor], _HooksOfOutput]] = {}
 
-#: Larger outputs are not kept until W, which takes the time of two more nodes; in bytes.
+#: An output with at least so many bytes is not kept until W, at the cost of two more graph nodes.
 _LARGE = 2**20
 
 
 class OutputHooks:
-    """The hooks on the outputs of one call."""
+    """The user's hooks on the gradients of the outputs of one call."""
 
     def __init__(self) -> None:
-        #: The hooks, by the number of the output and the number of the hook.
+        #: The hooks by the number of the output, and then by the number of the hook.
         self._hooks: dict[int, dict[int, Hook]] = {}
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Stores hooks that are registered on ``outputs`` from now on."""
+        """Makes hooks that are registered on ``outputs`` from now on be stored here."""
         for number, output in enumerate(outputs):
-            route = _Output(self._hooks, number, output.inplace_version)
-            _routes[id(output)] = weakref.KeyedRef(output, _forget, id(output)), route
+            route = _HooksOfOutput(self._hooks, number, output.inplace_version)
+            _routes[id(output)] = weakref.KeyedRef(output, _forget_route, id(output)), route
 
     def apply(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the gradients of all outputs after the hooks have changed them.
@@ -68,36 +70,45 @@ class OutputHooks:
         return changed
 
 
-class _Output:
-    """Stores the hooks of one output of a call."""
+class _HooksOfOutput:
+    """Stores the hooks on one output of a call, as long as the output is not changed in place.
+
+    After that Paddle stores and runs its hooks, as those of any tensor.
+    """
 
     def __init__(self, hooks: dict[int, dict[int, Hook]], number: int, version: int) -> None:
-        self._all, self._number, self._version = hooks, number, version
-        self._put = 0
+        self._hooks_of_call, self._number, self._version = hooks, number, version
+        self._next_hook = 0
 
     def put(self, tensor: Tensor, hook: Hook) -> int:
+        """Stores a hook on ``tensor``, the output; returns its number for :meth:`remove`."""
         if self._is_another(tensor):
             return put_grad_hook(tensor, hook)
-        self._all.setdefault(self._number, {})[self._put] = hook
-        self._put += 1
-        return self._put - 1
+        self._hooks_of_call.setdefault(self._number, {})[self._next_hook] = hook
+        self._next_hook += 1
+        return self._next_hook - 1
 
     def remove(self, tensor: Tensor, number: int) -> bool:
+        """Removes the hook with a number; returns whether there was one."""
         if self._is_another(tensor):
             return remove_grad_hook(tensor, number)
-        return self._all.get(self._number, {}).pop(number, None) is not None
+        return self._hooks_of_call.get(self._number, {}).pop(number, None) is not None
 
     def _is_another(self, tensor: Tensor) -> bool:
-        """Whether an operation in place has changed the tensor, whose hooks Paddle then runs."""
+        """Whether an operation in place has replaced the output that the tensor was."""
         return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
 
 
-def _forget(reference: weakref.KeyedRef[int, Tensor]) -> None:
+def _forget_route(reference: weakref.KeyedRef[int, Tensor]) -> None:
+    """Called when an output is freed: removes it from ``_routes``."""
     del _routes[reference.key]
 
 
 def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
-    """Replaces ``Tensor.register_hook``'s function: stores hooks on outputs of calls here."""
+    """Registers a hook on a tensor's gradient, for Paddle; returns its number.
+
+    A hook on an output of a call goes to the call's :class:`OutputHooks`, others to Paddle.
+    """
     if tensor.stop_gradient:
         # In a captured model whose layers were frozen later; Paddle would crash.
         return 0
@@ -107,6 +118,7 @@ def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
 
 
 def _remove_grad_hook(tensor: Tensor, number: int) -> bool:
+    """Removes a hook that :func:`_register_grad_hook` has registered; returns whether it did."""
     if tensor.stop_gradient:
         return True
     routed = _routes.get(id(tensor))
@@ -117,28 +129,33 @@ route_grad_hooks(_register_grad_hook, _remove_grad_hook)
 
 
 class Call(ABC):
-    """One call of a leaf layer."""
+    """One call of a leaf layer whose weight gradients wait for W."""
 
     def __init__(self, leaf: Leaf, parameters: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Creates a call whose forward has run."""
+        """Describes a call.
+
+        Args:
+            leaf: The layer.
+            parameters: Its trainable parameters.
+            outputs: The outputs of its forward; empty if :meth:`take_outputs` computes them.
+        """
         self.leaf = leaf
         #: The layer's trainable parameters.
         self.parameters = list(parameters)
-        #: The gradients of the outputs, from the backward of the border until W; None for an unused
-        #: output.
-        self.arrived: Sequence[Tensor] = ()
-        self._leaving: Sequence[Tensor] = outputs
+        #: The gradients of the outputs, from I until W; None for an unused output.
+        self.output_grads: Sequence[Tensor] = ()
+        self._outputs: Sequence[Tensor] = outputs
         #: The user's hooks on the gradients of the outputs.
         self.hooks = OutputHooks()
 
-    def leave(self) -> tuple[Tensor, ...]:
+    def take_outputs(self) -> tuple[Tensor, ...]:
         """Returns the call's outputs, detached; called once, while autograd is off."""
-        leaving, self._leaving = self._leaving, ()
-        return tuple(output.detach() for output in leaving)
+        outputs, self._outputs = self._outputs, ()
+        return tuple(output.detach() for output in outputs)
 
     @abstractmethod
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Computes the gradients of all inputs, and keeps the values for the weight gradients.
+        """Runs I: computes the gradients of all inputs, and keeps what the weight gradients need.
 
         Args:
             grads: The gradients of the outputs; None for an unused output.
@@ -146,19 +163,19 @@ class Call(ABC):
 
     @abstractmethod
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Computes the weight gradients, and frees the values that they need.
+        """Runs W: computes the weight gradients, and frees the values that they need.
 
         Returns:
             The parameters that have a gradient, each with its gradient.
         """
 
     def add_weight_grads(self, sums: Sums) -> None:
-        """Computes the weight gradients and adds them to ``sums``; frees the values they need."""
+        """Runs W like :meth:`weight_grads`, and adds the gradients to those of the parameters."""
         sums.add(self.weight_grads())
 
 
 class Refusals:
-    """Stores the error of a border's backward, because Paddle replaces such errors."""
+    """Stores the error of a call's backward, because Paddle replaces errors of a ``PyLayer``."""
 
     def __init__(self) -> None:
         self.error: FleetPipeError | None = None
@@ -167,34 +184,34 @@ class Refusals:
 
 
 class Tape:
-    """The calls of one micro-batch in a stage, from its forward to W."""
+    """The calls of leaf layers of one micro-batch in a stage, from its forward to W."""
 
     def __init__(self, refusals: Refusals) -> None:
-        #: The calls whose input gradients have been computed.
+        #: The calls whose input gradients have been computed, and whose weight gradients have not.
         self.calls: list[Call] = []
-        #: The layers of which autograd computes the weight gradients of some calls.
+        #: The layers with calls whose weight gradients autograd computes in I.
         self.uncut: set[Leaf] = set()
         #: Whether the stage's own backward runs.
         self.in_backward = False
         self.refusals = refusals
 
 
-class _Border(paddle.autograd.PyLayer):
-    """The border of a call of at most one operation: one node in the graph around it."""
+class _CallNode(paddle.autograd.PyLayer):
+    """The node that replaces a call of at most one operation in the graph around the call."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
         ctx.call, ctx.tape = call, tape
         ctx.set_materialize_grads(False)
-        return call.leave()
+        return call.take_outputs()
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
         return _input_grads_of(ctx.call, ctx.tape, ctx.call.hooks.apply(grads))
 
 
-class _Entry(paddle.autograd.PyLayer):
-    """The border of a call of several operations, at its inputs."""
+class _InputNode(paddle.autograd.PyLayer):
+    """The last node in backward of those that replace a call of several operations."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
@@ -203,33 +220,45 @@ class _Entry(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        return _input_grads_of(ctx.call, ctx.tape, ctx.call.arrived)
+        return _input_grads_of(ctx.call, ctx.tape, ctx.call.output_grads)
 
 
-class _Exit(paddle.autograd.PyLayer):
-    """The border of a call of several operations, at its outputs."""
+class _OutputNode(paddle.autograd.PyLayer):
+    """The first node in backward of those that replace a call of several operations."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, _token: Tensor) -> Tensor:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return call.leave()
+        return call.take_outputs()
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        ctx.call.arrived = ctx.call.hooks.apply(grads)
+        ctx.call.output_grads = ctx.call.hooks.apply(grads)
         return token()
 
 
 def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
-    """Returns the gradients of a call's inputs, and adds the call to the tape for W."""
+    """Computes the gradients of a call's inputs in I, and adds the call to the tape for W.
+
+    Args:
+        call: The call.
+        tape: The tape of the micro-batch.
+        grads: The gradients of the outputs; None for an unused output.
+
+    Returns:
+        The gradients of the inputs, in the form in which a ``PyLayer`` returns them.
+
+    Raises:
+        FleetPipeError: The backward that runs is not that of the call's stage.
+    """
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
         switch_gradients_on()
         error = (
             graph_of_another_backward()
             if tape.refusals.in_backward
-            else _computed_within(call.leaf)
+            else _grad_in_forward_error(call.leaf)
         )
         tape.refusals.error = error
         raise error
@@ -238,7 +267,7 @@ def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
     return tuple(gradients) if len(gradients) > 1 else gradients[0]
 
 
-def _computed_within(leaf: Leaf) -> ConfigError:
+def _grad_in_forward_error(leaf: Leaf) -> ConfigError:
     """Returns the error of a ``paddle.grad`` in a forward that reaches a leaf layer."""
     return ConfigError(
         f"a forward or the loss computes gradients through layer {leaf.name!r}, whose "
@@ -248,40 +277,40 @@ def _computed_within(leaf: Leaf) -> ConfigError:
     )
 
 
-def put_border(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Connects a call to the graph around it, by ``depth`` nodes between its outputs and inputs.
+def connect_call(call: Call, tape: Tape, depth: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Puts ``depth`` nodes between a call's outputs and inputs into the graph around the call.
 
     Autograd runs operations in the order in which they become ready, and adds up gradients as they
     arrive. With as many nodes as the call has operations, gradients are added up in the same order
-    as without a border.
+    as if the call were in the graph itself.
 
     Args:
         call: The call.
-        tape: The tape to which backward adds the call.
+        tape: The tape of the micro-batch, to which backward adds the call.
         depth: The number of operations on the longest path from the outputs to the inputs.
-        entries: The tensors among the call's arguments whose gradients it computes.
+        inputs: The tensors among the call's arguments whose gradients it computes.
 
     Returns:
-        The outputs, connected to ``entries``.
+        The outputs, connected to ``inputs``.
     """
     if depth < 2:
-        apply: Callable[..., Tensor] = _Border.apply
+        apply: Callable[..., Tensor] = _CallNode.apply
         # A layer without differentiable inputs, such as Embedding, gets a token as its input.
-        left = apply(call, tape, *(entries or [token(stop_gradient=False)]))
+        result = apply(call, tape, *(inputs or [token(stop_gradient=False)]))
     else:
-        enter: Callable[..., Tensor] = _Entry.apply
-        crossing = enter(call, tape, *entries)
+        add_input_node: Callable[..., Tensor] = _InputNode.apply
+        link = add_input_node(call, tape, *inputs)
         for _ in range(depth - 2):
-            crossing = paddle.scale(crossing)
-        leave: Callable[..., Tensor] = _Exit.apply
-        left = leave(call, crossing)
-    outputs = left if isinstance(left, (tuple, list)) else [left]
+            link = paddle.scale(link)
+        add_output_node: Callable[..., Tensor] = _OutputNode.apply
+        result = add_output_node(call, link)
+    outputs = result if isinstance(result, (tuple, list)) else [result]
     call.hooks.watch(outputs)
     return outputs
 
 
 class CallGraph(NamedTuple):
-    """The graph of one call of a layer.
+    """The graph of one call of a layer, separate from the graph around the call.
 
     Attributes:
         inputs: The stand-ins for arguments on which the outputs depend.
@@ -305,28 +334,28 @@ class GraphCall(Call):
     ) -> None:
         super().__init__(leaf, parameters, outputs)
         roots = list(outputs)
-        self._stands = len(roots) == 1 and tensor_bytes(roots[0]) >= _LARGE
-        if self._stands:
+        self._replaces_output = len(roots) == 1 and tensor_bytes(roots[0]) >= _LARGE
+        if self._replaces_output:
             # Otherwise the output would be kept until W, even if no operation needs it.
-            stand: Callable[..., Tensor] = _Root.apply
-            roots = [stand(self, roots[0])]
+            replace_output: Callable[..., Tensor] = _LargeOutputNode.apply
+            roots = [replace_output(self, roots[0])]
         self._graph: CallGraph | None = CallGraph(list(inputs), roots)
-        #: The gradients of the parameters, if they had to be computed in I.
-        self._computed: Sequence[Tensor] | None = None
+        #: The gradients of the parameters, if Paddle had to compute them in I.
+        self._weight_grads: Sequence[Tensor] | None = None
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Computes the gradients of all inputs, and keeps the graph for the weight gradients.
+        """Runs I: computes the gradients of all inputs, and keeps the graph for W.
 
         Args:
             grads: The gradients of the outputs; None for an unused output.
         """
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
-        self.arrived, inputs = grads, self._graph.inputs
+        self.output_grads, inputs = grads, self._graph.inputs
         if any(grad is not None and not grad.size for grad in grads):
             # Paddle cannot compute only one gradient of a product without rows.
             gradients = self._gradients([*inputs, *self.parameters], retain_graph=True)
-            self._computed = gradients[len(inputs) :]
+            self._weight_grads = gradients[len(inputs) :]
         else:
             gradients = self._gradients(inputs, retain_graph=True)
         # None would crash Paddle if an operation has made the input.
@@ -336,17 +365,25 @@ class GraphCall(Call):
         ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Computes the weight gradients, and frees the graph."""
-        gradients = self._computed
+        """Runs W: computes the weight gradients, and frees the graph."""
+        gradients = self._weight_grads
         if gradients is None:
             gradients = self._gradients(self.parameters, retain_graph=False)
-        self._graph, self._computed, self.arrived = None, None, ()
+        self._graph, self._weight_grads, self.output_grads = None, None, ()
         return [(p, grad) for p, grad in zip(self.parameters, gradients) if grad is not None]
 
     def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:
-        """Computes the gradients of ``wanted`` from the outputs' gradients; None without one."""
+        """Computes the gradients of tensors of the call's graph from the outputs' gradients.
+
+        Args:
+            wanted: Inputs or parameters.
+            retain_graph: Whether to keep the graph for another call.
+
+        Returns:
+            A gradient for each of ``wanted``; None for a tensor that no output depends on.
+        """
         roots = [] if self._graph is None else self._graph.roots
-        used = [(root, grad) for root, grad in zip(roots, self.arrived) if grad is not None]
+        used = [(root, grad) for root, grad in zip(roots, self.output_grads) if grad is not None]
         if not used or not wanted:
             return [None] * len(wanted)
         starts, grads = map(list, zip(*used))
@@ -354,14 +391,14 @@ class GraphCall(Call):
             paddle.grad(
                 starts,
                 list(wanted),
-                None if self._stands else grads,
+                None if self._replaces_output else grads,
                 retain_graph=retain_graph,
                 allow_unused=True,
             )
         )
 
 
-class _Root(paddle.autograd.PyLayer):
+class _LargeOutputNode(paddle.autograd.PyLayer):
     """Replaces a large output at the end of a call's graph by a token, which starts backward."""
 
     @staticmethod
@@ -371,4 +408,4 @@ class _Root(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        return ctx.call().arrived[0]
+        return ctx.call().output_grads[0]

@@ -1,10 +1,10 @@
 """Runs a piece of a stage without keeping activations, and computes them again in backward.
 
-A piece is some consecutive layers. It runs as usual, but a ticket replaces each tensor that
-autograd would save. The first ticket that backward reads runs the piece again, from the same
-inputs, random states and buffers, and fills all tickets. So backward has the same bits and the same
-order of sums as without recompute. (Chen et al.: Training Deep Nets with Sublinear Memory Cost,
-arXiv:1604.06174.) Start with :func:`call`.
+A piece is some consecutive layers. It runs as usual, but autograd saves a ticket, an empty object,
+in the place of each tensor that it would save for backward. When backward reads the first ticket,
+the piece runs again, from the same inputs, random states and buffers, and fills all tickets with
+tensors. So backward has the same bits and the same order of sums as without recompute. (Chen et
+al.: Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.) Start with :func:`call`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from fleetpipe.paddle_api.tensor import (
     to_host,
 )
 
-#: ``run(value)`` runs the layers of a piece.
+#: ``run(value)`` runs the layers of a piece and returns the output of the last one.
 Run = Callable[[Nest], Nest]
 
-#: The second runs of the first 16 calls of a piece, and then of one call in 16, are compared with
-#: the first runs.
-_COMPARED = 16
-#: On a GPU the first numbers of a tensor are compared, with a tolerance relative to the largest.
-_NUMBERS, _TOLERANCE = 4096, 0.1
+#: The outputs of both runs are compared in the first 16 calls of a piece, then in every 16th call.
+_COMPARED_CALLS = 16
+#: On a GPU only so many numbers of a tensor are compared, with a tolerance relative to the largest.
+_COMPARED_NUMBERS, _TOLERANCE = 4096, 0.1
 
+#: The original error of a failed second run, which Paddle replaces; see :func:`cause_of`.
 _failure: Exception | None = None
 
 
@@ -55,6 +55,12 @@ class RecomputedPiece:
     """Consecutive layers of a stage that are recomputed together."""
 
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
+        """Describes a piece.
+
+        Args:
+            name: Its name in messages.
+            functions: Its layers and functions, in order.
+        """
         functions = list(functions)
         self.name = name
         self.functions = [function for function in functions if not _is_layer(function)]
@@ -65,10 +71,10 @@ class RecomputedPiece:
             for layer in layers_in(function)
         )
         self.layers = [
-            part
+            sublayer
             for function in functions
             for layer in layers_in(function)
-            for part in layer.sublayers(include_self=True)
+            for sublayer in layer.sublayers(include_self=True)
         ]
         #: Whether its layers compute gradients by ``paddle.grad``; None before the first call.
         self.differentiates: bool | None = None
@@ -76,9 +82,9 @@ class RecomputedPiece:
         self._calls = 0
 
     def needs_recompute(self, value: Nest) -> bool:
-        """Whether to recompute: the piece has parameters, and an input needs a gradient.
+        """Whether a call with the argument ``value`` is recomputed, by Fleet's condition.
 
-        This is Fleet's condition.
+        The piece has parameters, and some tensor in ``value`` needs a gradient.
         """
         return (
             self.has_parameters
@@ -87,15 +93,15 @@ class RecomputedPiece:
         )
 
     def states(self) -> LayerStates:
-        """Returns the current state of the piece's layers."""
+        """Returns a copy of the current state of the piece's layers."""
         return LayerStates(self.layers, self._copies)
 
     def compares(self) -> bool:
-        """Counts a call, and returns whether to compare its second run with the first."""
+        """Counts a call, and returns whether to compare the outputs of its two runs."""
         self._calls += 1
         # On a GPU each comparison makes the host wait for all queued operations.
-        later = device_kind() == "cpu" and not self._calls % _COMPARED
-        return self._calls <= _COMPARED or later
+        is_sample = device_kind() == "cpu" and self._calls % _COMPARED_CALLS == 0
+        return self._calls <= _COMPARED_CALLS or is_sample
 
 
 class SavedInputs:
@@ -105,22 +111,25 @@ class SavedInputs:
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Stores inputs; ``pairs`` are tensors, each with a tensor of the same numbers.
+        """Stores some inputs.
 
-        Nothing writes to the second tensor of a pair.
+        Args:
+            pairs: Inputs of pieces, each with a tensor of the same values to which nothing writes,
+                and which is stored for the input without a copy.
         """
         self._saved: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        for tensor, same in pairs:
-            self._save(tensor, leaf_like(same))
+        for tensor, unchanged in pairs:
+            self._save(tensor, leaf_like(unchanged))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the stored leaf with the current numbers of a tensor, or stores a copy."""
-        reference, version, leaf = self._saved.get(id(tensor), (_no_ticket, 0, None))
+        """Returns a leaf with the current values of an input; makes and stores it if needed."""
+        reference, version, leaf = self._saved.get(id(tensor), (_missing_ticket, 0, None))
         if version == tensor.inplace_version and reference() is tensor:
             return leaf
         return self._save(tensor, leaf_like(tensor, copied=True))
 
     def _save(self, tensor: Tensor, leaf: Tensor) -> Tensor:
+        """Stores and returns ``leaf``, which has the current values of ``tensor``."""
         self._saved[id(tensor)] = weakref.ref(tensor), tensor.inplace_version, leaf
         return leaf
 
@@ -130,7 +139,7 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> 
 
     Args:
         piece: The piece.
-        run: Runs the layers of the piece; under the same states it returns the same.
+        run: Runs the layers of the piece; from the same states it returns the same values.
         value: The argument of the first layer, which may write to it.
         inputs: The stored inputs of all pieces of the stage.
 
@@ -145,16 +154,16 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> 
     _failure = None
     rerun = _Rerun(piece, run, value, inputs)
     try:
-        with _saving_by(rerun.pack, rerun.unpack):
+        with _saving_tensors_by(rerun.pack, rerun.unpack):
             output = run(value)
     except Exception as error:
         raise cause_of(error)  # noqa: B904
-    rerun.settle(output)
+    rerun.end_forward(output)
     return output
 
 
 class _Ticket:
-    """Replaces a saved tensor in the graph."""
+    """An object that autograd saves in the place of a tensor; the second run fills it."""
 
     __slots__ = ("__weakref__", "layout", "tensor")
 
@@ -165,7 +174,7 @@ class _Ticket:
 
 
 class _Rerun:
-    """The inputs and states with which to run a piece again, and the tickets to fill."""
+    """One call of a piece: the inputs and states for its second run, and the tickets to fill."""
 
     def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> None:
         self._piece = piece
@@ -179,11 +188,14 @@ class _Rerun:
         self._random = RandomStates()
         self._casts = automatic_casts()
         self._tickets: list[weakref.ref[_Ticket]] = []
-        self._in_forward, self._differentiates = True, False
+        self._is_in_forward, self._differentiates = True, False
 
     def pack(self, tensor: Tensor) -> Tensor | _Ticket:
-        """Returns a ticket to save in the place of a tensor, or the tensor if it must stay."""
-        if _stays(tensor):
+        """Called when autograd saves a tensor in the first run; returns what it saves: a ticket.
+
+        Parameters are saved themselves.
+        """
+        if _is_kept_in_graph(tensor):
             return tensor
         ticket = _Ticket(tensor)
         if self._piece.differentiates is not False:
@@ -192,12 +204,15 @@ class _Rerun:
         return ticket
 
     def unpack(self, ticket: _Ticket | Tensor) -> Tensor:
-        """Returns the tensor of a ticket; the first ticket in backward runs the piece again."""
+        """Called when autograd reads what :meth:`pack` returned; returns the tensor.
+
+        The first call in backward runs the piece again.
+        """
         global _failure
-        if _stays(ticket):
+        if _is_kept_in_graph(ticket):
             return ticket
         try:
-            if self._in_forward:
+            if self._is_in_forward:
                 return self._saved_tensor(ticket, is_for_pylayer())
             if ticket.tensor is None:
                 self._run_again()
@@ -211,7 +226,7 @@ class _Rerun:
         return tensor
 
     def _saved_tensor(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
-        """Returns a saved tensor to a ``paddle.grad`` in the forward, and keeps it."""
+        """Returns the tensor in a ticket to a ``paddle.grad`` in the first run."""
         self._differentiates = True
         if ticket.tensor is None:
             raise ConfigError(
@@ -221,10 +236,14 @@ class _Rerun:
             )
         return ticket.tensor if for_pylayer else leaf_on_same_memory(ticket.tensor)
 
-    def settle(self, output: Nest) -> None:
-        """Ends the forward. The first forward shows whether later ones must keep saved tensors."""
+    def end_forward(self, output: Nest) -> None:
+        """Ends the first run, which had the result ``output``, and empties the tickets.
+
+        If the layers of the piece call ``paddle.grad`` in their forwards, tickets hold tensors
+        during later first runs, too.
+        """
         piece = self._piece
-        self._in_forward = False
+        self._is_in_forward = False
         if piece.differentiates is not False:
             piece.differentiates = self._differentiates or bool(piece.differentiates)
             for ticket in filter(None, (reference() for reference in self._tickets)):
@@ -238,9 +257,10 @@ class _Rerun:
         tickets = iter(self._tickets)
 
         def fill(tensor: Tensor) -> Tensor | None:
-            if _stays(tensor):
+            """Called when autograd saves a tensor in the second run: fills the next ticket."""
+            if _is_kept_in_graph(tensor):
                 return tensor
-            ticket = next(tickets, _no_ticket)()
+            ticket = next(tickets, _missing_ticket)()
             if ticket is not None:
                 laid_out = in_layout(tensor.detach(), ticket.layout)
                 ticket.tensor = leaf_on_same_memory(laid_out)
@@ -250,22 +270,32 @@ class _Rerun:
                 return None
             return tensor if is_for_pylayer() else leaf_on_same_memory(tensor)
 
-        before, _here.rerunning = _here.rerunning, True
+        before, _flags.rerunning = _flags.rerunning, True
         try:
             states = self._states.put_back(self._piece.functions)
             with random_states_kept(), states, paddle.enable_grad(), self._casts():
                 # Copies, because Paddle allows no writes into leaves of a graph.
-                copies = {id(one): in_layout(copy_of(one), of) for one, of in self._layouts}
+                copies = {
+                    id(leaf): in_layout(copy_of(leaf), layout) for leaf, layout in self._layouts
+                }
                 inputs = replace(self._value, copies)
                 self._random.put_back()
-                with _saving_by(fill, _keep if self._piece.differentiates else _refuse):
+                with _saving_tensors_by(
+                    fill, _unpack_for_paddle_grad if self._piece.differentiates else _refuse_unpack
+                ):
                     output = self._run(inputs)
         finally:
-            _here.rerunning = before
+            _flags.rerunning = before
         self._check(filled, next(tickets, None) is None, output)
 
     def _check(self, filled: Sequence[tuple[Tensor, int]], all_filled: bool, output: Nest) -> None:
-        """Refuses a second run that differs from the first."""
+        """Refuses a second run that differs from the first, or tensors that layers wrote to.
+
+        Args:
+            filled: The tensors in the tickets, each with its version when it was saved.
+            all_filled: Whether the second run has saved as many tensors as the first one.
+            output: The result of the second run.
+        """
         if not all_filled or (
             self._bits is not None and not _runs_agree(self._bits, _bits(output))
         ):
@@ -300,41 +330,47 @@ def layers_in(function: Callable[[Nest], Nest]) -> list[Layer]:
     return [function] if _is_layer(function) else []
 
 
-def _stays(saved: Tensor | _Ticket) -> bool:
-    """Whether the graph keeps a saved value: a parameter, or None, which a PyLayer may save."""
+def _is_kept_in_graph(saved: Tensor | _Ticket) -> bool:
+    """Whether autograd saves a value itself: a parameter, or None, which a ``PyLayer`` may save."""
     # Backward may read a parameter's main_grad.
     return saved is None or is_parameter(saved)
 
 
 def _bits(value: Nest) -> list[int | np.ndarray]:
-    """Returns a checksum of each tensor in a value; on a GPU the tensor's first numbers."""
+    """Returns a checksum of each tensor in an output; on a GPU the tensor's first numbers."""
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
-        return [to_host(one.flatten()[:_NUMBERS].astype("float32")).numpy() for one in tensors]
+        parts = (tensor.flatten()[:_COMPARED_NUMBERS].astype("float32") for tensor in tensors)
+        return [to_host(part).numpy() for part in parts]
     return [zlib.crc32(contiguous(tensor).numpy()) for tensor in tensors]
 
 
 def _runs_agree(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray]) -> bool:
-    """Whether two runs agree in all bits; on a GPU, whose operations may vary, approximately."""
-    return len(first) == len(again) and all(
-        one == other
-        if isinstance(one, int)
-        else np.allclose(one, other, 0, _TOLERANCE * np.abs(one).max(), equal_nan=True)
-        for one, other in zip(first, again)
-    )
+    """Whether the results of :func:`_bits` of two runs agree.
+
+    Checksums must be equal; numbers of a GPU, whose operations may vary, approximately so.
+    """
+
+    def agree(before: int | np.ndarray, after: int | np.ndarray) -> bool:
+        if isinstance(before, int):
+            return before == after
+        tolerance = _TOLERANCE * np.abs(before).max()
+        return np.allclose(before, after, 0, tolerance, equal_nan=True)
+
+    return len(first) == len(again) and all(map(agree, first, again))
 
 
-def _no_ticket() -> None:
-    """Replaces the reference to a ticket that does not exist."""
+def _missing_ticket() -> None:
+    """Stands for the reference to a missing object: returns None, as a dead reference does."""
 
 
-def _keep(packed: Tensor) -> Tensor:
-    """Returns a saved tensor to a ``paddle.grad`` in the second run."""
-    return packed if _stays(packed) or is_for_pylayer() else leaf_on_same_memory(packed)
+def _unpack_for_paddle_grad(packed: Tensor) -> Tensor:
+    """Returns a tensor that autograd has saved in the second run to a ``paddle.grad`` there."""
+    return packed if _is_kept_in_graph(packed) or is_for_pylayer() else leaf_on_same_memory(packed)
 
 
-def _no_backward(*_arguments: object) -> None:
-    """Refuses a ``backward()`` in a forward."""
+def _refuse_backward(*_arguments: object) -> None:
+    """Called when a layer of a piece runs ``backward()`` in its forward: raises a ConfigError."""
     raise ConfigError(
         "a layer that is recomputed runs backward() in its forward",
         cause="it would run again with the layer, and add the same gradients twice",
@@ -342,8 +378,8 @@ def _no_backward(*_arguments: object) -> None:
     )
 
 
-def _refuse(_packed: object) -> None:
-    """Refuses a backward that reaches the graph of the second run."""
+def _refuse_unpack(_packed: object) -> None:
+    """Called when a backward reads from the graph of a second run: raises a ConfigError."""
     global _failure
     _failure = ConfigError(
         "backward came to what a recomputed piece computed when backward ran it again",
@@ -354,23 +390,23 @@ def _refuse(_packed: object) -> None:
     raise _failure
 
 
-class _Here(threading.local):
-    """The flags of a thread that runs pieces."""
+class _ThreadFlags(threading.local):
+    """Whether this thread runs the layers of a piece, and whether for the second time."""
 
     in_piece = False
     rerunning = False
 
 
-_here = _Here()
+_flags = _ThreadFlags()
 
 
 @contextmanager
-def _saving_by(
+def _saving_tensors_by(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
-    """While it is open, autograd saves tensors through ``pack`` and reads them by ``unpack``."""
-    before, _here.in_piece = _here.in_piece, True
-    saving = SavedBy(pack, unpack, _no_backward)
+    """While it is open, autograd saves ``pack(tensor)``, and reads it back by ``unpack``."""
+    before, _flags.in_piece = _flags.in_piece, True
+    saving = SavedBy(pack, unpack, _refuse_backward)
     try:
         saving.begin()
         changes.append(saving)
@@ -380,17 +416,17 @@ def _saving_by(
             changes.remove(saving)
             saving.end()
     finally:
-        _here.in_piece = before
+        _flags.in_piece = before
 
 
 def in_piece() -> bool:
-    """Whether this thread runs layers of a piece, whose activations are not kept."""
-    return _here.in_piece
+    """Whether this thread now runs layers of a piece, whose activations are not kept."""
+    return _flags.in_piece
 
 
 def rerunning() -> bool:
-    """Whether this thread runs layers of a piece again, to compute their activations."""
-    return _here.rerunning
+    """Whether this thread now runs layers of a piece again, to compute their activations."""
+    return _flags.rerunning
 
 
 def cause_of(error: Exception) -> Exception:

@@ -28,7 +28,7 @@ from fleetpipe.dygraph.backward.leaf import (
     leaves_of,
     tensors_in,
 )
-from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, put_border
+from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, connect_call
 from fleetpipe.dygraph.backward.linear_and_embedding import (
     LookupCall,
     ProductCall,
@@ -323,12 +323,12 @@ def run_leaf(
         return forward(*args, **named)
     if (product := product_of(leaf, forward, tensors)) is not None:
         inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
-        (output,) = put_border(
+        (output,) = connect_call(
             ProductCall(leaf, product, tensors[0]), tape, properties.depth, inputs
         )
         return output
     if looks_up(leaf, forward, tensors):
-        (output,) = put_border(LookupCall(leaf, tensors[0]), tape, properties.depth, [])
+        (output,) = connect_call(LookupCall(leaf, tensors[0]), tape, properties.depth, [])
         return output
     return _cut_out(leaf, properties, forward, tape, tensors, args, named)
 
@@ -383,5 +383,5 @@ def _cut_out(
     leaves = [stand_ins[id(tensor)] for tensor in reached_inputs]
     parameters = [p for p in leaf.parameters if not p.stop_gradient]
     call = GraphCall(leaf, parameters, leaves, outputs)
-    borders = put_border(call, tape, properties.depth, reached_inputs)
-    return replace(output, {id(output): border for output, border in zip(outputs, borders)})
+    connected = connect_call(call, tape, properties.depth, reached_inputs)
+    return replace(output, {id(output): tensor for output, tensor in zip(outputs, connected)})

@@ -40,7 +40,7 @@ def _ways_forgotten() -> Iterator[None]:
 def way_of(shape: tuple[int, ...], outputs: int) -> Any:
     """How a Linear of float32 with a bias is made of products."""
     operands = [paddle.zeros(size) for size in (shape, (shape[-1], outputs), (outputs,))]
-    return linear_and_embedding._way(operands, paddle.float32, None)
+    return linear_and_embedding._choose_way(operands, paddle.float32, None)
 
 
 def two(make: Callable[[], Any]) -> tuple[Any, Steps]:
