@@ -103,7 +103,7 @@ class Watch:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
             self._selector.register(peer.sock, selectors.EVENT_READ, peer)
-        peer_connections.holding.add(self)
+        peer_connections.open_holders.add(self)
         self._thread = threading.Thread(target=self._run, name="fleetpipe-watch", daemon=True)
         self._thread.start()
 
@@ -205,7 +205,7 @@ class Watch:
         self._selector.close()
         os.close(self._woken)
         os.close(self._waker)
-        peer_connections.holding.discard(self)
+        peer_connections.open_holders.discard(self)
 
     def _instead_of(self, error: BaseException) -> BaseException | None:
         """Returns the error to raise in place of ``error``, and reports that one to all ranks."""

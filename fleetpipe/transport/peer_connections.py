@@ -1,10 +1,10 @@
 """Connects each rank to every other, turns away strangers, and ends connections with the process.
 
-A rank connects to all lower ones and accepts all higher ones, in one loop on one thread. They may
-open several streams at once, for uses that must not wait for each other. A rank then has ``streams
-* (ranks - 1)`` sockets, which is the first limit of a large job: with 2 streams a limit of 1024
-open files (``ulimit -n``) is enough for about 500 ranks. A forked child's copy, as in a data
-loader's worker, would keep a connection open after its parent's death, unnoticed by the peers.
+A rank connects to all lower ranks and accepts all higher ones, in one loop on one thread. Two ranks
+may open several streams, connections for uses that must not wait for each other. A rank then has
+``streams * (ranks - 1)`` sockets, which is the first limit of a large job: with 2 streams a limit
+of 1024 open files (``ulimit -n``) is enough for about 500 ranks. A forked child's copy, as in a
+data loader's worker, would keep a connection open after its parent's death, unnoticed by the peers.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ from fleetpipe.transport.base import Store
 from fleetpipe.transport.handshake import Rendezvous
 from fleetpipe.transport.wire.structure import Seals
 
-#: The objects of this process that have open connections.
-holding: weakref.WeakSet[Abandoned] = weakref.WeakSet()
+#: The objects of this process that have open connections, to close in a forked child.
+open_holders: weakref.WeakSet[ConnectionHolder] = weakref.WeakSet()
 
 #: The transports to close when the process ends, unless its job was ended before.
-closed_at_exit: weakref.WeakSet[Closed] = weakref.WeakSet()
+closed_at_exit: weakref.WeakSet[ClosedAtExit] = weakref.WeakSet()
 
 _log = log.logger(__name__)
 
+#: Seconds for all ranks to arrive, if the caller says nothing.
 DEFAULT_TIMEOUT = 600.0
-# Seconds in which an accepted connection must prove to be a peer's; a peer that is dropped tries
-# again.
+#: Seconds in which an accepted connection must prove to be a peer's; a peer that is dropped tries
+#: again.
 STRANGER_SECONDS = 5.0
-# Accepted connections that may be unproved at a time; if there are more, the oldest is dropped.
+#: Accepted connections that may be unproved at a time; if there are more, the oldest is dropped.
 MOST_STRANGERS = 64
+#: Seconds after which a connection that failed is tried again.
 _RETRY_SECONDS = 0.1
 
 
-class Abandoned(Protocol):
-    """An object that holds connections."""
+class ConnectionHolder(Protocol):
+    """An object with open connections, such as a transport or a watch."""
 
     def abandon(self) -> None:
         """Closes this process's copies of the sockets after a fork; the parent's stay open."""
 
 
-class Closed(Protocol):
-    """An object whose peers are told when it is closed."""
+class ClosedAtExit(Protocol):
+    """An object that tells its peers when it is closed, such as a transport."""
 
     def close(self, reason: str = "") -> None:
         """Ends the connections; with a reason, the peers learn of a failure."""
 
 
 def _abandon_all() -> None:
-    for one in list(holding):
-        one.abandon()
+    """Closes a forked child's copies of all connections; the parent's stay open."""
+    for holder in list(open_holders):
+        holder.abandon()
 
 
 def _close_all() -> None:
-    """Closes all transports at exit: messages leave, and peers learn why this rank ended."""
+    """Closes all transports at exit: sends what waits, and tells peers why this rank ended."""
     error = getattr(sys, "last_value", None)
     reason = f"{type(error).__name__}: {error}" if error is not None else ""
     for transport in list(closed_at_exit):
@@ -76,7 +79,7 @@ atexit.register(_close_all)
 
 
 class Joined(NamedTuple):
-    """One rank's connections of one stream.
+    """One rank's connections to all peers, for one stream.
 
     Attributes:
         sockets: A connected and authenticated stream socket in blocking mode for each peer.
@@ -103,7 +106,7 @@ def join(
 
     Args:
         rank: This process's rank.
-        ranks: Ranks that join.
+        ranks: Number of ranks that join.
         store: The store in which they find each other.
         namespace: Prefix of the keys in the store, new there.
         timeout: Seconds for all ranks to arrive.
@@ -113,7 +116,7 @@ def join(
         attempt: Number of times that the job was started; a rank with another number is refused.
 
     Returns:
-        The connections, by stream.
+        For each stream, this rank's connections.
 
     Raises:
         ConfigError: The user's secret cannot be used.
@@ -124,24 +127,26 @@ def join(
     user_secret = handshake.user_secret()
     meeting = Rendezvous(store, namespace, rank, ranks, timeout)
     use_tcp = hosts.force_tcp_by_default() if force_tcp is None else force_tcp
-    card = {
+    facts = {
         "tcp": "1" if use_tcp else "0",
         "host": hosts.host_identity(),
         "secret": handshake.fingerprint(user_secret, namespace),
         "token": secrets.token_hex(handshake.TOKEN_BYTES) if rank == 0 else "",
     }
-    meeting.publish("host", card)
-    cards = meeting.gather("host", range(ranks), card.keys())
-    _require_same_secret(cards, rank)
-    _require_same_tcp(cards)
-    secret = handshake.secret_of_run(user_secret, namespace, cards[0]["token"])
-    listeners = _listen([cards[r]["host"] for r in range(ranks)], rank, use_tcp, address)
+    meeting.publish("host", facts)
+    facts_by_rank = meeting.gather("host", range(ranks), facts.keys())
+    _require_same_secret(facts_by_rank, rank)
+    _require_same_tcp(facts_by_rank)
+    secret = handshake.secret_of_run(user_secret, namespace, facts_by_rank[0]["token"])
+    listeners = _listen([facts_by_rank[r]["host"] for r in range(ranks)], rank, use_tcp, address)
     joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, attempt)
     try:
         meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
-        for peer, cards_of_peer in meeting.gather("addresses", range(rank), ["addresses"]).items():
-            same = cards[peer]["host"] == card["host"] != ""
-            chosen = _best(peer, cards_of_peer["addresses"].split(","), same and not use_tcp)
+        for peer, facts_of_peer in meeting.gather("addresses", range(rank), ["addresses"]).items():
+            same_host = facts_by_rank[peer]["host"] == facts["host"] != ""
+            chosen = _choose_address(
+                peer, facts_of_peer["addresses"].split(","), same_host and not use_tcp
+            )
             _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
             joining.dial(peer, chosen)
         joined = joining.run()
@@ -150,32 +155,33 @@ def join(
         joining.close()
 
 
-def _require_same_secret(cards: Mapping[int, Mapping[str, str]], rank: int) -> None:
-    """Refuses ranks whose secret is another one than that of ``rank``."""
-    secret = cards[rank]["secret"]
-    differing = [peer for peer in cards if cards[peer]["secret"] != secret]
+def _require_same_secret(facts_by_rank: Mapping[int, Mapping[str, str]], rank: int) -> None:
+    """Refuses ranks that have another secret than ``rank``, judged by fingerprints."""
+    secret = facts_by_rank[rank]["secret"]
+    differing = [peer for peer in facts_by_rank if facts_by_rank[peer]["secret"] != secret]
     if differing:
         peer = differing[0]
         raise TransportError(
             f"rank {rank} and rank {peer} were not given the same secret",
             expected="FLEETPIPE_SECRET, or the file of FLEETPIPE_SECRET_FILE, alike for all ranks",
             got=", ".join(
-                f"{'a' if cards[r]['secret'] else 'no'} secret on rank {r}" for r in (rank, peer)
+                f"{'a' if facts_by_rank[r]['secret'] else 'no'} secret on rank {r}"
+                for r in (rank, peer)
             ),
             fix="give the same secret to every rank, or to none",
         )
 
 
-def _require_same_tcp(cards: Mapping[int, Mapping[str, str]]) -> None:
+def _require_same_tcp(facts_by_rank: Mapping[int, Mapping[str, str]]) -> None:
     """Refuses ranks of one host of which only some use TCP within it."""
     first: dict[str, int] = {}
-    for peer, card in cards.items():
-        other = first.setdefault(card["host"] or f"rank {peer}", peer)
-        if card["tcp"] != cards[other]["tcp"]:
+    for peer, facts in facts_by_rank.items():
+        other = first.setdefault(facts["host"] or f"rank {peer}", peer)
+        if facts["tcp"] != facts_by_rank[other]["tcp"]:
             raise TransportError(
                 f"rank {other} and rank {peer} of one host would not meet",
                 expected="FLEETPIPE_FORCE_TCP alike on all ranks of a host",
-                got=", ".join(f"{cards[r]['tcp']} on rank {r}" for r in (other, peer)),
+                got=", ".join(f"{facts_by_rank[r]['tcp']} on rank {r}" for r in (other, peer)),
                 fix="give every rank FLEETPIPE_FORCE_TCP=1, or none",
             )
 
@@ -183,23 +189,44 @@ def _require_same_tcp(cards: Mapping[int, Mapping[str, str]]) -> None:
 def _listen(
     identities: list[str], rank: int, force_tcp: bool, address: str | None
 ) -> list[hosts.Listener]:
-    """Opens the sockets on which the higher ranks will connect."""
+    """Opens the sockets on which the higher ranks will connect.
+
+    Args:
+        identities: The :func:`hosts.host_identity` of each rank.
+        rank: This rank.
+        force_tcp: Whether ranks of one host use TCP too.
+        address: The address of this host for TCP; None for the one that is found.
+
+    Returns:
+        A listener for ranks of this host, one for the others, or both, as they are needed.
+    """
     host = identities[rank]
-    beside = [identity == host != "" and not force_tcp for identity in identities[rank + 1 :]]
+    by_unix_socket = [
+        identity == host != "" and not force_tcp for identity in identities[rank + 1 :]
+    ]
     listeners = []
-    if any(beside):
+    if any(by_unix_socket):
         listeners.append(hosts.listen_unix())
-    if not all(beside):
-        alone = host != "" and len(set(identities)) == 1
+    if not all(by_unix_socket):
+        one_host = host != "" and len(set(identities)) == 1
         listeners.append(
-            hosts.listen_tcp(address or ("127.0.0.1" if alone else hosts.own_address()))
+            hosts.listen_tcp(address or ("127.0.0.1" if one_host else hosts.own_address()))
         )
     return listeners
 
 
-def _best(peer: int, addresses: list[str], beside: bool) -> str:
-    """Returns the address at which to reach a peer; ``beside`` is whether by a unix socket."""
-    kind = "unix" if beside else "tcp"
+def _choose_address(peer: int, addresses: list[str], by_unix_socket: bool) -> str:
+    """Returns the address at which to reach a peer.
+
+    Args:
+        peer: The peer.
+        addresses: All addresses of the peer.
+        by_unix_socket: Whether to use its unix-domain address, else that of TCP.
+
+    Raises:
+        TransportError: The peer has no such address.
+    """
+    kind = "unix" if by_unix_socket else "tcp"
     for address in addresses:
         if address.startswith(f"{kind} "):
             return address
@@ -212,7 +239,13 @@ def _best(peer: int, addresses: list[str], beside: bool) -> str:
 
 
 class _Dialled(NamedTuple):
-    """A connection that this rank opens to a lower rank."""
+    """The target of a connection that this rank opens to a lower rank.
+
+    Attributes:
+        peer: The lower rank.
+        stream: The number of the connection among those to that rank.
+        address: The listener's address.
+    """
 
     peer: int
     stream: int
@@ -271,7 +304,7 @@ class PendingConnection:
 
 
 class _Joining:
-    """The loop that accepts, connects and shakes hands until all peers are connected."""
+    """Accepts, connects and shakes hands in one loop until all peers are connected."""
 
     def __init__(
         self,
@@ -281,35 +314,50 @@ class _Joining:
         streams: int,
         attempt: int,
     ) -> None:
+        """Begins to listen.
+
+        Args:
+            meeting: The exchange of facts that this rank has entered.
+            secret: The run's secret.
+            listeners: The sockets on which higher ranks connect.
+            streams: Connections between each two ranks.
+            attempt: The attempt of the job.
+        """
         self._meeting = meeting
         self._secret = secret
         self._attempt = attempt
-        self._refused_one = False
+        self._warned = False
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._pending: list[PendingConnection] = []
-        self._again: list[tuple[float, _Dialled]] = []
+        #: Connections to open, each with the ``time.monotonic()`` from which it may be tried.
+        self._redials: list[tuple[float, _Dialled]] = []
         self._streams = [Joined({}, {}) for _ in range(streams)]
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def dial(self, peer: int, address: str) -> None:
-        """Starts to connect to a lower rank."""
+        """Plans the connections to a lower rank, one for each stream; :meth:`run` opens them."""
         streams = range(len(self._streams))
-        self._again += [(0.0, _Dialled(peer, stream, address)) for stream in streams]
+        self._redials += [(0.0, _Dialled(peer, stream, address)) for stream in streams]
 
     def run(self) -> list[Joined]:
-        """Returns a socket and the seals for each peer and stream once all are connected."""
+        """Connects all peers; returns this rank's connections by stream.
+
+        Raises:
+            PipelineTimeout: Some ranks did not arrive within the limit; the message names them.
+        """
         meeting = self._meeting
         peers = {*range(meeting.ranks)} - {meeting.rank}
         while missing := {p for p in peers if any(p not in s.sockets for s in self._streams)}:
             if meeting.limit.reached():
                 raise meeting.late(missing)
             now = time.monotonic()
-            self._dial_again(now)
-            for connection in [a for a in self._strangers() if a.expires < now]:
-                self._drop(connection)
+            self._dial_due(now)
+            for connection in self._unproved():
+                if connection.expires < now:
+                    self._drop(connection)
             for key, _ in self._selector.select(_RETRY_SECONDS):
                 if not isinstance(key.data, PendingConnection):
                     self._accept(key.data)
@@ -329,18 +377,20 @@ class _Joining:
                 sock.close()
         self._selector.close()
 
-    def _strangers(self) -> list[PendingConnection]:
+    def _unproved(self) -> list[PendingConnection]:
+        """Returns the accepted connections whose other end has not proved to be a peer."""
         return [connection for connection in self._pending if connection.dialled is None]
 
-    def _dial_again(self, now: float) -> None:
-        due = [entry for entry in self._again if entry[0] <= now]
-        self._again = [entry for entry in self._again if entry[0] > now]
+    def _dial_due(self, now: float) -> None:
+        """Tries each planned connection whose time has come."""
+        due = [dialled for moment, dialled in self._redials if moment <= now]
+        self._redials = [(moment, dialled) for moment, dialled in self._redials if moment > now]
         meeting = self._meeting
-        for _, dialled in due:
+        for dialled in due:
             try:
                 sock = hosts.dial(dialled.address)
             except OSError:
-                self._again.append((now + _RETRY_SECONDS, dialled))
+                self._redials.append((now + _RETRY_SECONDS, dialled))
                 continue
             exchange = handshake.connects(
                 self._secret,
@@ -350,9 +400,10 @@ class _Joining:
                 dialled.stream,
                 self._attempt,
             )
-            self._follow(PendingConnection(sock, exchange, dialled), selectors.EVENT_WRITE)
+            self._add_pending(PendingConnection(sock, exchange, dialled), selectors.EVENT_WRITE)
 
     def _accept(self, listener: socket.socket) -> None:
+        """Accepts a connection and begins its handshake; drops the oldest unproved of too many."""
         try:
             sock, _ = listener.accept()
         except OSError:
@@ -362,27 +413,29 @@ class _Joining:
             return
         sock.setblocking(False)
         hosts.enlarge(sock)
-        strangers = self._strangers()
+        strangers = self._unproved()
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
         exchange = handshake.accepts(
             self._secret, meeting.rank, meeting.ranks, streams, self._attempt
         )
-        self._follow(PendingConnection(sock, exchange), selectors.EVENT_READ)
+        self._add_pending(PendingConnection(sock, exchange), selectors.EVENT_READ)
 
-    def _follow(self, connection: PendingConnection, event: int) -> None:
+    def _add_pending(self, connection: PendingConnection, event: int) -> None:
+        """Adds a connection whose handshake goes on when its socket is ready for ``event``."""
         self._pending.append(connection)
         self._selector.register(connection.sock, event, connection)
 
     def _advance(self, connection: PendingConnection) -> None:
+        """Goes on with a handshake; stores the socket once the other end is proved to be a peer."""
         try:
             greeting = connection.advance()
         except (OSError, handshake.Stranger) as error:
             self._drop(connection)
-            if isinstance(error, handshake.Stale) and not self._refused_one:
+            if isinstance(error, handshake.Stale) and not self._warned:
                 # Once: anybody may claim any attempt.
-                self._refused_one = True
+                self._warned = True
                 _log.warning("rank %d refused %s", self._meeting.rank, error)
             return
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
@@ -400,9 +453,9 @@ class _Joining:
             )
 
     def _drop(self, connection: PendingConnection) -> None:
-        """Closes a connection that leads to no peer; a peer that was dialled is tried again."""
+        """Closes a connection without a proved peer; one that this rank opened is tried again."""
         self._selector.unregister(connection.sock)
         self._pending.remove(connection)
         connection.sock.close()
         if connection.dialled is not None:
-            self._again.append((time.monotonic() + _RETRY_SECONDS, connection.dialled))
+            self._redials.append((time.monotonic() + _RETRY_SECONDS, connection.dialled))

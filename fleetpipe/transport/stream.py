@@ -1,4 +1,4 @@
-"""One stream to one peer: it turns values into frames to send, and received frames into values.
+"""Sends values to one peer over a socket, each as a frame of bytes, and receives the peer's.
 
 The sending half needs no thread for what the kernel takes at once. A hand-off to a Python thread
 costs more than a small message does, so bytes are sent on the caller's thread without blocking.
@@ -28,21 +28,25 @@ from fleetpipe.transport.wire import structure as message
 from fleetpipe.transport.wire.bridge import Tensor, Unfit, take_apart
 from fleetpipe.transport.wire.structure import Seals, Structure, encode
 
+#: The most bytes of the reason in a goodbye.
 LONGEST_REASON = 4096
+#: The most bytes of messages that are read and dropped before a connection is closed.
 DRAINED_AT_END = 1 << 24
 
 Buffer = bytes | memoryview
 
-# To join the pieces of a small message takes less time than to have the kernel gather them.
+#: The most bytes of a message whose pieces are joined before they are sent: for so few, that takes
+#: less time than to have the kernel gather them.
 _JOINED = 1 << 12
-# Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
+#: The most pieces that Linux and macOS take in one call (IOV_MAX).
 _MOST_PIECES = 1024
 
 
 class _Channel:
-    """The structure last announced for (kind, source, target, name) on this connection."""
+    """The messages of one kind, edge and name to the peer, and their last announced structure."""
 
     def __init__(self, number: int, fixed: tuple[str, int, int, str]) -> None:
+        """Begins channel ``number`` for the messages of ``fixed``: kind, source, target, name."""
         kind, source, target, self.name = fixed
         self.fixed = (message.MESSAGE, ord(kind), source, target, number)
         self.announced = 0
@@ -51,7 +55,15 @@ class _Channel:
     def header(
         self, key: message.MessageKey, structure: Structure, announcement: bytes, call: int
     ) -> bytes:
-        """Returns the header of a message and the announcement, and remembers the latter."""
+        """Returns the bytes of a message's header and announcement.
+
+        Args:
+            key: The message's key.
+            structure: The structure of its value.
+            announcement: The announcement of that structure, which the channel then remembers; b""
+                if the peer knows the structure.
+            call: The kind of the collective call in which it is sent, as a number.
+        """
         if announcement:
             self.structure = structure
             self.announced += 1
@@ -87,7 +99,7 @@ class Connection:
             sock: The socket.
             rank: This rank.
             peer: The peer's rank.
-            wake: Called from the writer thread after :meth:`Outbox.ask`, when bytes have left.
+            wake: Called from the writer thread when bytes have left; see :meth:`Outbox.ask`.
             seals: Proofs of who sent each part of the stream, if the job has a secret.
         """
         self.peer = peer
@@ -100,7 +112,12 @@ class Connection:
         self._channels: dict[tuple[Any, ...], _Channel] = {}
 
     def send(self, key: message.MessageKey, value: Value, call: int = 0) -> tuple[int, bool]:
-        """Sends a value without waiting; ``call`` is the number of the call in its header.
+        """Sends a value without waiting.
+
+        Args:
+            key: The message's key.
+            value: The value.
+            call: The kind of this rank's present collective call, as a number; 0 for none.
 
         Returns:
             The bytes of tensor data, and whether the structure had to be announced.
@@ -128,20 +145,25 @@ class Connection:
         memories = bridge.memories(tensors, structure.leaves)
         head = channel.header(key, structure, announcement, call)
         try:
-            self._put(head, memories, len(head) + structure.nbytes, tensors)
+            self._send_frame(head, memories, len(head) + structure.nbytes, tensors)
         except OSError as error:
             raise self.failure(message.Route(key, self._rank, self.peer), error) from error
         return structure.nbytes, bool(announcement)
 
     def failure(self, route: message.Route, error: OSError | None = None) -> PeerFailed:
-        """Returns the error that says why the connection to the peer has ended."""
+        """Returns the error that says why the connection to the peer has ended.
+
+        Args:
+            route: The message that could not be sent or received.
+            error: The error of the socket; None if the inbox knows why the stream ended.
+        """
         inbox = self.inbox
         if error is not None:
             # The peer's goodbye, with its reason, may have come before the break was noticed.
             with contextlib.suppress(TransportError):
                 inbox.fill(DRAINED_AT_END)
-        what = inbox.ended or (error and f"its connection broke ({error.strerror or error})")
-        summary = f"rank {self.peer} is gone: {what}"
+        why = inbox.ended or (error and f"its connection broke ({error.strerror or error})")
+        summary = f"rank {self.peer} is gone: {why}"
         if inbox.orderly:
             summary = f"rank {self.peer} has left" + (inbox.reason and f": {inbox.reason}")
         return PeerFailed(
@@ -155,11 +177,15 @@ class Connection:
         )
 
     def leave(self, reason: str) -> None:
-        """Queues the goodbye, which tells the peer that this end closes without an error."""
+        """Queues the goodbye, after which the peer expects no more messages.
+
+        Args:
+            reason: Why this rank leaves before its work is done; "" if its work is done.
+        """
         text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
         header = message.pack_header((message.GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
         with contextlib.suppress(OSError):
-            self._put(header + text, [], len(header) + len(text), [])
+            self._send_frame(header + text, [], len(header) + len(text), [])
 
     def close(self, limit: float) -> None:
         """Closes the socket and ends the writer thread; queued messages are dropped.
@@ -171,7 +197,7 @@ class Connection:
         with contextlib.suppress(TransportError):
             self.inbox.fill(DRAINED_AT_END)
         deadline = time.monotonic() + limit
-        while self._holds_bytes() and time.monotonic() < deadline:
+        while self._has_unacknowledged_bytes() and time.monotonic() < deadline:
             time.sleep(0.001)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -179,13 +205,20 @@ class Connection:
         self._sock.close()
 
     def abandon(self) -> None:
-        """Closes this process's copy of the socket without a word to the peer."""
+        """Closes this process's copy of the socket without a goodbye to the peer."""
         self._sock.close()
 
-    def _put(
+    def _send_frame(
         self, head: bytes, memories: list[memoryview], nbytes: int, tensors: list[Tensor]
     ) -> None:
-        """Sends a header, the announcement or reason after it, and the bytes of tensors."""
+        """Sends one message or goodbye.
+
+        Args:
+            head: The header and the announcement or reason after it.
+            memories: The bytes of the tensors.
+            nbytes: Bytes of all of these.
+            tensors: The tensors that have these bytes, kept alive until they are sent.
+        """
         pieces: list[Buffer] = [head, *memories]
         if self._seal is not None:
             header, rest = head[: message.HEADER_BYTES], head[message.HEADER_BYTES :]
@@ -200,15 +233,24 @@ class Connection:
         else:
             self.outbox.put(pieces, nbytes, functools.partial(bridge.detach, tensors))
 
-    def _holds_bytes(self) -> bool:
-        """Whether TCP still holds bytes; a unix-domain socket has delivered them already."""
+    def _has_unacknowledged_bytes(self) -> bool:
+        """Returns whether the peer's host has not received all bytes that the kernel has taken.
+
+        A unix-domain socket has delivered them already.
+        """
         if self._sock.family == systems.AF_UNIX or self.outbox.error or self.inbox.ended:
             return False
         return systems.unacknowledged_bytes(self._sock) > 0
 
 
-class _Entry(NamedTuple):
-    """Bytes that the writer thread has to send, and the objects that must stay alive until then."""
+class _Unsent(NamedTuple):
+    """Bytes that the writer thread has to send.
+
+    Attributes:
+        pieces: The bytes, in order.
+        nbytes: Bytes of all pieces.
+        kept: The objects that must stay alive until then.
+    """
 
     pieces: list[Buffer]
     nbytes: int
@@ -228,7 +270,7 @@ class Outbox:
 
         Args:
             sock: A connected stream socket; it becomes non-blocking.
-            wake: Called from the writer thread after :meth:`ask`, when bytes have left.
+            wake: Called from the writer thread when bytes have left; see :meth:`ask`.
         """
         # Not by a flag of each call: on macOS MSG_DONTWAIT has no effect on sends.
         sock.setblocking(False)
@@ -236,9 +278,9 @@ class Outbox:
         self.error: OSError | None = None
         self._sock = sock
         self._wake = wake
-        self._wanted = False
-        # None, when reached, ends the writer thread.
-        self._queue: deque[_Entry | None] = deque()
+        self._wake_requested = False
+        # A None ends the writer thread when its turn comes.
+        self._queue: deque[_Unsent | None] = deque()
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
 
@@ -262,7 +304,7 @@ class Outbox:
         with self._changed:
             if self.error is not None:
                 raise self.error
-            self._queue.append(_Entry(_after(pieces, sent), nbytes - sent, keep()))
+            self._queue.append(_Unsent(_skip_bytes(pieces, sent), nbytes - sent, keep()))
             self.backlog += nbytes - sent
             self._changed.notify()
         if self._writer is None:
@@ -272,9 +314,9 @@ class Outbox:
             self._writer.start()
 
     def ask(self) -> None:
-        """Requests one call of ``wake`` when the backlog next shrinks."""
+        """Requests one call of ``wake`` the next time that the writer thread has sent bytes."""
         with self._changed:
-            self._wanted = True
+            self._wake_requested = True
 
     def close(self) -> None:
         """Ends the writer thread; the socket must have been shut down."""
@@ -285,6 +327,7 @@ class Outbox:
             self._writer.join()
 
     def _send_at_once(self, pieces: Sequence[Buffer]) -> int:
+        """Sends what the kernel takes without waiting; returns how many bytes that is."""
         total = 0
         while True:
             try:
@@ -297,14 +340,16 @@ class Outbox:
             total += sent
             if len(pieces) <= _MOST_PIECES:
                 return total
-            pieces = _after(pieces, sent)
+            pieces = _skip_bytes(pieces, sent)
 
     def _write(self) -> None:
+        """Sends queued bytes on the writer thread until the stream ends or is closed."""
         # In a call for each entry, so that none stays alive during the wait for the next.
         while self.error is None and self._write_next():
             pass
 
     def _write_next(self) -> bool:
+        """Waits for queued bytes and sends them; returns False if the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue)
             entry = self._queue[0]
@@ -315,10 +360,11 @@ class Outbox:
             self._send_all(entry.pieces)
         except OSError as raised:
             error = raised
-        self._count_out(entry, error)
+        self._end_entry(entry, error)
         return True
 
-    def _count_out(self, entry: _Entry, error: OSError | None) -> None:
+    def _end_entry(self, entry: _Unsent, error: OSError | None) -> None:
+        """Removes sent bytes from the queue, or all of it after an error, and wakes the waiter."""
         with self._changed:
             self.error = error
             if error is None:
@@ -327,23 +373,24 @@ class Outbox:
             else:
                 self._queue.clear()
                 self.backlog = 0
-            wanted, self._wanted = self._wanted, False
-        if wanted:
+            requested, self._wake_requested = self._wake_requested, False
+        if requested:
             self._wake()
 
     def _send_all(self, pieces: list[Buffer]) -> None:
-        left: Sequence[Buffer] = pieces
-        while left:
+        """Sends pieces, and waits where the kernel takes no more."""
+        unsent: Sequence[Buffer] = pieces
+        while unsent:
             try:
-                left = _after(left, systems.send_pieces(self._sock, left[:_MOST_PIECES]))
+                unsent = _skip_bytes(unsent, systems.send_pieces(self._sock, unsent[:_MOST_PIECES]))
             except BlockingIOError:
                 with selectors.DefaultSelector() as selector:
                     selector.register(self._sock, selectors.EVENT_WRITE)
                     selector.select()
 
 
-def _after(pieces: Sequence[Buffer], sent: int) -> list[Buffer]:
-    """Returns the rest of ``pieces`` after their first ``sent`` bytes."""
+def _skip_bytes(pieces: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """Returns what remains of ``pieces`` without their first ``sent`` bytes."""
     for index, piece in enumerate(pieces):
         if sent < len(piece):
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]

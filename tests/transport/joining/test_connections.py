@@ -190,7 +190,7 @@ def test_ranks_whose_host_has_no_identity_use_tcp(monkeypatch: pytest.MonkeyPatc
 
 def test_an_address_that_is_missing_is_named() -> None:
     with pytest.raises(TransportError, match="rank 3 does not listen") as caught:
-        peer_connections._best(3, ["unix fleetpipe-1"], beside=False)
+        peer_connections._choose_address(3, ["unix fleetpipe-1"], by_unix_socket=False)
     assert "an address of kind tcp" in str(caught.value)
 
 
