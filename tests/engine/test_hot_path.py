@@ -245,8 +245,8 @@ def counted() -> tuple[dict[str, Any], dict[str, Any], int]:
     def facts() -> dict[str, Any]:
         return {
             "sent": counters()[rank],
-            "block types": bridge._block.cache_info().misses,
-            "templates": bridge._template.cache_info().misses,
+            "block types": bridge._byte_array.cache_info().misses,
+            "templates": bridge._tensor_to_clone.cache_info().misses,
             "threads": sorted(thread.name for thread in threading.enumerate()),
         }
 

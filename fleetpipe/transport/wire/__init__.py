@@ -1,1 +1,1 @@
-"""Messages between processes: ``structure.py`` describes one, ``bridge.py`` reads its tensors."""
+"""Messages between processes: ``structure.py`` encodes one, ``bridge.py`` gives tensors' memory."""

@@ -22,14 +22,16 @@ from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_api.tensor import contiguous, empty_on_host, tensor_bytes, to_device, to_host
 from fleetpipe.transport.wire.structure import DEEPEST, MOST_PARTS, SIZES, Route, TensorLeaf, Tree
 
-# 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
+#: The name of each dtype of this Paddle. 2.6.2 has "uint16" as another name of bfloat16, and
+#: neither float8 nor the larger uints.
 NAMES: dict[Any, str] = {
     getattr(paddle, name): name
     for name in ("uint16", *SIZES)
     if isinstance(getattr(paddle, name, None), type(paddle.float32))
 }
+#: The dtype of each name.
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-# The dtypes that NCCL sends in each version of Paddle: no int16, no complex, and only uint8.
+#: The dtypes that NCCL sends in each version of Paddle: no int16, no complex, and only uint8.
 _OF_NCCL = frozenset(
     DTYPES[name]
     for name in (
@@ -38,26 +40,31 @@ _OF_NCCL = frozenset(
     )
 )
 
-# Copying a small tensor takes 1.3 us, a third of the time of making one through paddle.empty.
+#: The most bytes of a tensor that is allocated by copying another one: that takes 1.3 us, a third
+#: of the time of paddle.empty.
 _SMALL = 1 << 14
-# The allocator of Paddle gives large blocks back to the system each time they are freed, so that
-# every page of the next one is touched for the first time: 2.0 ms for 4 MiB. NumPy's takes 0.1 ms.
+#: The fewest bytes of a tensor that NumPy allocates. Paddle's allocator gives large blocks back to
+#: the system each time they are freed, so that every page of the next one is touched for the first
+#: time: 2.0 ms for 4 MiB. NumPy's takes 0.1 ms.
 _LARGE = 1 << 20
+#: For dtypes that NumPy or a version of Paddle lacks, a dtype of the same size to allocate instead.
 _CARRIERS = {"bfloat16": "int16", "bool": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 _CARRIERS.update(uint16="int16", uint32="int32", uint64="int64")
 _EMPTY = memoryview(bytearray())
 _Result = TypeVar("_Result")
 
+#: The values that can cross, for error messages.
 ALLOWED = (
     "a dense Tensor of any dtype, None, bool, int, float, str, or a tuple, list or dict with "
     "str keys of these"
 )
 
+#: The indices and keys that lead from a value to a part of it.
 _Path = tuple[object, ...]
 
 
 def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Runs ``function`` in dynamic graph mode even if static mode is on.
+    """Makes ``function`` run in dynamic graph mode even if static mode is on.
 
     In static mode ``detach`` of a dynamic tensor crashes and ``empty`` adds to the program.
     """
@@ -74,7 +81,7 @@ def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]
 
 @_in_dynamic_mode
 def detach(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns leaves that share the data and have the same ``stop_gradient``."""
+    """Returns detached tensors with the data and the ``stop_gradient`` of the given ones."""
     leaves = [tensor.detach() for tensor in tensors]
     for leaf, tensor in zip(leaves, tensors):
         leaf.stop_gradient = tensor.stop_gradient
@@ -91,9 +98,15 @@ class _Sized(Protocol):
 def readable(
     tensors: list[Tensor], leaves: Iterable[_Sized]
 ) -> tuple[list[Tensor], list[memoryview]]:
-    """Returns objects to keep alive and, for each tensor with data, its bytes.
+    """Gives access to the bytes of tensors.
 
-    The bytes are the tensor's own memory if it is contiguous and on the CPU.
+    Args:
+        tensors: The tensors.
+        leaves: For each tensor, an object with its number of bytes.
+
+    Returns:
+        Tensors to keep alive as long as the bytes are read, and for each tensor with data its
+        bytes: its own memory if it is contiguous and on the CPU.
     """
     # A detached tensor keeps the data alive when the stage clears its own handle to it.
     kept = plain(detach(tensors))
@@ -101,62 +114,72 @@ def readable(
 
 
 def plain(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns contiguous CPU tensors with the same data: the given ones where they are so."""
-    kept = []
+    """Returns contiguous CPU tensors with the data of the given ones.
+
+    A tensor that is contiguous and on the CPU is returned itself; of others, copies.
+    """
+    plain_tensors = []
     for tensor in tensors:
         is_plain = tensor.place.is_cpu_place() and tensor.is_contiguous()
-        kept.append(tensor if is_plain else _made_plain(tensor))
-    return kept
+        plain_tensors.append(tensor if is_plain else _copy_plain(tensor))
+    return plain_tensors
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits; CPU tensors are not copied."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors have equal shapes, dtypes and bits; copies no CPU tensors."""
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
     # Referenced as long as their bytes are read.
-    kept = plain([one, other])
-    first, second = (np.frombuffer(_memory(t, tensor_bytes(t)), "uint8") for t in kept)
+    kept = plain([first, second])
+    left, right = (np.frombuffer(_memory_of(t, tensor_bytes(t)), "uint8") for t in kept)
     # In parts: NumPy allocates an array for each comparison.
-    parts = (slice(start, start + _LARGE) for start in range(0, first.size, _LARGE))
-    return all(np.array_equal(first[part], second[part]) for part in parts)
+    parts = (slice(start, start + _LARGE) for start in range(0, left.size, _LARGE))
+    return all(np.array_equal(left[part], right[part]) for part in parts)
 
 
 @_in_dynamic_mode
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Returns a checksum of 32 bits of all bytes of some tensors with data, in order.
+    """Returns a checksum of 32 bits of all bytes of some tensors, in order.
+
+    Of a tensor on a GPU it covers two sums of its bytes, which the GPU computes.
 
     Args:
-        tensors: The tensors; for those on a GPU, sums of their bytes are computed there first.
+        tensors: The tensors; each has data.
     """
-    value = 0
+    crc = 0
     for tensor in tensors:
         if not tensor.place.is_cpu_place():
-            tensor = _summary(tensor)
+            tensor = _sum_bytes(tensor)
         kept = tensor if tensor.is_contiguous() else contiguous(tensor.detach())
-        value = zlib.crc32(_memory(kept, tensor_bytes(kept)), value)
-    return value
+        crc = zlib.crc32(_memory_of(kept, tensor_bytes(kept)), crc)
+    return crc
 
 
-def _summary(tensor: Tensor) -> Tensor:
-    """Returns two sums over all bytes of a tensor on a GPU, computed there, as a CPU tensor."""
+def _sum_bytes(tensor: Tensor) -> Tensor:
+    """Returns the sum of a GPU tensor's bytes and one weighted by position, as a CPU tensor."""
     (flat,) = flat_bytes([tensor])
-    words = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
-    places = paddle.arange(1, words.shape[0] + 1, dtype="int64")
-    return paddle.stack([words.sum(), (words * places).sum()]).cpu()
+    numbers = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
+    positions = paddle.arange(1, numbers.shape[0] + 1, dtype="int64")
+    return paddle.stack([numbers.sum(), (numbers * positions).sum()]).cpu()
 
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
-    """Returns the bytes of each plain tensor that has data; the tensors must stay alive."""
+    """Returns the bytes of each tensor that has data.
+
+    Args:
+        tensors: The result of :func:`plain`; they must stay alive as long as the bytes are used.
+        leaves: For each tensor, an object with its number of bytes.
+    """
     buffers = []
     for tensor, leaf in zip(tensors, leaves):
-        if leaf.nbytes:  # without a call of _memory: each message takes this path
-            block = _block(leaf.nbytes).from_address(tensor.data_ptr())
+        if leaf.nbytes:  # without a call of _memory_of: each message takes this path
+            block = _byte_array(leaf.nbytes).from_address(tensor.data_ptr())
             buffers.append(memoryview(block).cast("B"))
     return buffers
 
 
 def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
-    """Returns new CPU tensors and, for each that has data, its bytes, still to be filled."""
+    """Returns a new CPU tensor for each leaf, and of those with data the bytes to fill."""
     return allocate_several(leaves, 1)[0]
 
 
@@ -164,31 +187,34 @@ def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 def allocate_several(
     leaves: Sequence[TensorLeaf], messages: int
 ) -> list[tuple[list[Tensor], list[memoryview]]]:
-    """Returns the result of :func:`allocate` as often as ``messages`` says."""
-    on_cpu, made = device_kind() == "cpu", []
+    """Returns the result of :func:`allocate` for each of so many ``messages``."""
+    on_cpu, allocated = device_kind() == "cpu", []
     for _ in range(messages):
         tensors = []
         for leaf in leaves:
-            tensor = _new(leaf, on_cpu)
+            tensor = _allocate_tensor(leaf, on_cpu)
             tensor.stop_gradient = leaf.stop_gradient
             tensors.append(tensor)
-        made.append((tensors, memories(tensors, leaves)))
-    return made
+        allocated.append((tensors, memories(tensors, leaves)))
+    return allocated
 
 
 @_in_dynamic_mode
 def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns for each tensor that has data a one-dimensional view of its bytes, on its device."""
-    whole = [contiguous(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
+    """Returns of each tensor with data a one-dimensional view of its bytes, on its device."""
+    compact = [contiguous(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
     # A view as bytes of a slice would begin elsewhere: Paddle multiplies its offset too.
-    whole = [tensor.clone() if tensor.offset else tensor for tensor in whole]
-    return [tensor.reshape([-1]).view("uint8") for tensor in whole]
+    compact = [tensor.clone() if tensor.offset else tensor for tensor in compact]
+    return [tensor.reshape([-1]).view("uint8") for tensor in compact]
 
 
 def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns empty CPU tensors in which the tensors of :func:`flat_bytes` are received.
+    """Returns CPU tensors of bytes in which the tensors of :func:`flat_bytes` can be received.
 
     They are created without any operation of Paddle's, so that any thread can do it in any mode.
+
+    Args:
+        leaves: The dtypes and shapes of the tensors; those without data get no buffer.
     """
     sizes = [leaf.nbytes for leaf in leaves if leaf.nbytes]
     return [dlpack.from_dlpack(np.empty(size, "uint8").__dlpack__()) for size in sizes]
@@ -198,12 +224,18 @@ def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 def from_bytes(buffers: list[Tensor], leaves: Sequence[TensorLeaf]) -> list[Tensor]:
     """Returns the tensors whose bytes are in the filled :func:`byte_buffers`."""
     flat = iter(buffers)
-    whole = [_numbers(next(flat), n.dtype) if n.nbytes else empty_like([n])[0] for n in leaves]
-    return reshape(whole, leaves)
+    tensors = [
+        _view_as(next(flat), leaf.dtype) if leaf.nbytes else empty_like([leaf])[0]
+        for leaf in leaves
+    ]
+    return reshape(tensors, leaves)
 
 
-def _numbers(flat: Tensor, dtype: str) -> Tensor:
-    """Returns bytes as numbers of a dtype; a copy on 2.6.2, whose view to a wider dtype crashes."""
+def _view_as(flat: Tensor, dtype: str) -> Tensor:
+    """Returns one-dimensional bytes as numbers of a dtype.
+
+    On 2.6.2, whose view to a wider dtype crashes, that is a copy.
+    """
     if paddle.version.major == "2":
         flat = paddle.to_tensor(flat.numpy().view(_CARRIERS.get(dtype, dtype)))
     return flat.view(DTYPES[dtype])
@@ -211,38 +243,38 @@ def _numbers(flat: Tensor, dtype: str) -> Tensor:
 
 @_in_dynamic_mode
 def empty_like(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns tensors on the computing device, to be filled through :func:`carriers`."""
+    """Returns a tensor for each leaf on the computing device, to fill through :func:`carriers`."""
     # A tensor without dimensions has no view as bytes.
     return [paddle.empty(leaf.shape or (1,), DTYPES[leaf.dtype]) for leaf in leaves]
 
 
 @_in_dynamic_mode
 def carriers(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns for each tensor that has data the contiguous tensor that NCCL sends or fills.
+    """Returns of each tensor with data the contiguous tensor that NCCL sends or fills.
 
-    That is the tensor itself, or its bytes if NCCL does not support its dtype. A tensor in the
-    host's memory is copied.
+    That is the tensor itself, or its bytes if NCCL does not support its dtype; a tensor in the
+    host's memory is copied to the device.
     """
-    whole = [_on_card(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
-    return [tensor if tensor.dtype in _OF_NCCL else flat_bytes([tensor])[0] for tensor in whole]
+    compact = [_on_device(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
+    return [tensor if tensor.dtype in _OF_NCCL else flat_bytes([tensor])[0] for tensor in compact]
 
 
-def _on_card(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor on the computing device; the same one if it is so already."""
+def _on_device(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor on the computing device: the given one if it is so already."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
     moved = to_device(tensor) if by_host and device_kind() != "cpu" else tensor
-    whole: Tensor = contiguous(moved)
-    return whole
+    compact: Tensor = contiguous(moved)
+    return compact
 
 
 @_in_dynamic_mode
 def reshape(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Returns received tensors with the number of dimensions that the sender's tensors had."""
-    whole = []
+    reshaped = []
     for tensor, leaf in zip(tensors, leaves):
-        whole.append(tensor if tensor.ndim == len(leaf.shape) else tensor.reshape(leaf.shape))
-        whole[-1].stop_gradient = leaf.stop_gradient
-    return whole
+        reshaped.append(tensor if tensor.ndim == len(leaf.shape) else tensor.reshape(leaf.shape))
+        reshaped[-1].stop_gradient = leaf.stop_gradient
+    return reshaped
 
 
 def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
@@ -253,19 +285,26 @@ def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tenso
 
 
 @_in_dynamic_mode
-def _made_plain(tensor: Tensor) -> Tensor:
+def _copy_plain(tensor: Tensor) -> Tensor:
+    """Returns a contiguous copy of a tensor on the CPU."""
     kept = tensor.detach()
     plain: Tensor = contiguous(kept if kept.place.is_cpu_place() else to_host(kept))
     return plain
 
 
-def _new(leaf: TensorLeaf, on_cpu: bool) -> Tensor:
+def _allocate_tensor(leaf: TensorLeaf, on_cpu: bool) -> Tensor:
+    """Returns a new tensor in the host's memory.
+
+    Args:
+        leaf: The dtype and the shape.
+        on_cpu: Whether Paddle computes on the CPU.
+    """
     carrier = _CARRIERS.get(leaf.dtype, leaf.dtype)
     if not on_cpu:
         # Not NumPy's: Paddle may free it in CUDA's own thread, which would wait for Python's lock.
         tensor: Tensor = empty_on_host(leaf.shape, DTYPES[carrier])
     elif 0 < leaf.nbytes <= _SMALL:
-        return _template(leaf.dtype, leaf.shape).clone()
+        return _tensor_to_clone(leaf.dtype, leaf.shape).clone()
     elif not (leaf.nbytes >= _LARGE and _import_shares()):
         return paddle.empty(leaf.shape, DTYPES[leaf.dtype])
     else:
@@ -274,33 +313,40 @@ def _new(leaf: TensorLeaf, on_cpu: bool) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _template(dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor_to_clone(dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Returns a small tensor, made once for each dtype and shape, that new ones are copies of."""
     # Not empty: Paddle's check for NaN looks at each clone, and memory may hold anything.
     return paddle.zeros(shape, DTYPES[dtype])
 
 
 @functools.cache
 def _import_shares() -> bool:
-    """Whether this Paddle imports an array without a copy: 3.3 does, 2.6 does not."""
+    """Returns whether this Paddle imports an array without a copy: 3.3 does, 2.6 does not."""
     array = np.zeros(64, "uint8")
     return bool(dlpack.from_dlpack(array.__dlpack__()).data_ptr() == array.ctypes.data)
 
 
-def _memory(tensor: Tensor, nbytes: int) -> memoryview:
+def _memory_of(tensor: Tensor, nbytes: int) -> memoryview:
+    """Returns the memory of a plain tensor of ``nbytes`` bytes, which must stay alive."""
     if not nbytes:
         return _EMPTY
-    return memoryview(_block(nbytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview(_byte_array(nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 @functools.lru_cache(maxsize=1024)
-def _block(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+def _byte_array(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    """Returns the ctypes type of ``nbytes`` bytes, made once for each size."""
     return ctypes.c_ubyte * nbytes
 
 
 class Unfit(Exception):
-    """A part of a value cannot cross; becomes a BoundaryError once the message is known."""
+    """Says that a part of a value cannot cross to another stage.
+
+    :meth:`error` makes a BoundaryError of it once the message is known.
+    """
 
     def __init__(self, path: _Path, got: str) -> None:
+        """Takes the path to the part, and a text that says what it is."""
         super().__init__(path, got)
         self._path = path
         self._got = got
@@ -324,27 +370,36 @@ def take_apart(value: Any) -> tuple[Tree, list[Tensor]]:
         Unfit: Something in the value cannot cross.
     """
     if isinstance(value, Tensor):
-        return _tensor(value, ()), [value]
+        return _describe_tensor(value, ()), [value]
     if type(value) is tuple and len(value) == 1 and isinstance(value[0], Tensor):
         # What goes back over an edge of one tensor: the walk would take as long as the rest.
-        return ("tuple", _tensor(value[0], (0,))), [value[0]]
+        return ("tuple", _describe_tensor(value[0], (0,))), [value[0]]
     walk = _Walk()
     return walk.tree(value, (), DEEPEST), walk.tensors
 
 
 class _Walk:
-    """One pass over a value."""
+    """Collects the tensors of a value, and counts its parts."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._parts = 0
 
     def tree(self, value: Any, path: _Path, depth: int) -> Tree:
-        """Returns the structure of one part of the value; types must match exactly."""
+        """Returns the structure of one part of the value; types must match exactly.
+
+        Args:
+            value: The part.
+            path: The indices and keys that lead to it.
+            depth: How many more levels may be nested in it.
+
+        Raises:
+            Unfit: It has a type that cannot cross, or is too large.
+        """
         kind = type(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return _tensor(value, path)
+            return _describe_tensor(value, path)
         if value is None:
             return ("none",)
         if kind is bool or kind is str:
@@ -355,23 +410,25 @@ class _Walk:
             # Text, because nan differs from itself and 0.0 equals -0.0.
             return ("float", repr(value))
         if kind is tuple or kind is list:
-            self._enter(len(value), path, depth)
+            self._count_parts(len(value), path, depth)
             return (
                 kind.__name__,
                 *[self.tree(part, (*path, i), depth - 1) for i, part in enumerate(value)],
             )
         if kind is dict:
-            self._enter(len(value), path, depth)
-            return ("dict", *[self._entry(item, path, depth) for item in value.items()])
+            self._count_parts(len(value), path, depth)
+            return ("dict", *[self._dict_entry(item, path, depth) for item in value.items()])
         raise Unfit(path, f"an object of type {_type_name(kind)}")
 
-    def _entry(self, item: tuple[Any, Any], path: _Path, depth: int) -> Tree:
+    def _dict_entry(self, item: tuple[Any, Any], path: _Path, depth: int) -> Tree:
+        """Returns the key of a dict's entry, and the structure of its value."""
         key, part = item
         if type(key) is not str:
             raise Unfit(path, f"a dict with the key {key!r:.60} of type {_type_name(type(key))}")
         return (key, self.tree(part, (*path, key), depth - 1))
 
-    def _enter(self, parts: int, path: _Path, depth: int) -> None:
+    def _count_parts(self, parts: int, path: _Path, depth: int) -> None:
+        """Counts the parts of a tuple, list or dict; refuses too many, or too deep a nesting."""
         self._parts += parts
         if not depth:
             raise Unfit(path[:3], f"parts nested more than {DEEPEST} deep (within themselves?)")
@@ -379,7 +436,8 @@ class _Walk:
             raise Unfit((), f"more than {MOST_PARTS} parts")
 
 
-def _tensor(tensor: Tensor, path: _Path) -> Tree:
+def _describe_tensor(tensor: Tensor, path: _Path) -> Tree:
+    """Returns the structure of a tensor; refuses one whose data cannot be read."""
     shape = tuple(tensor.shape)
     dtype = NAMES.get(tensor.dtype)
     if not tensor.is_dense():
@@ -392,5 +450,6 @@ def _tensor(tensor: Tensor, path: _Path) -> Tree:
 
 
 def _type_name(kind: type) -> str:
+    """Returns the name of a class with its module, for error messages."""
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return module + kind.__qualname__

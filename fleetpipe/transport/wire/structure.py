@@ -1,7 +1,9 @@
-"""The bytes of a message except those of its tensors: key, header, seal, structure of its value.
+"""Encodes and checks all of a message but its tensors: key, header, seal, structure of its value.
 
-A seal is a keyed BLAKE2b of a part and its number, with a key for each direction of a connection: a
-part is valid in its place only. A structure is a tree of plain tuples, compared by ``==``:
+A message has up to three parts: the header, an announcement of the structure, the tensors' bytes. A
+seal authenticates one part: a keyed BLAKE2b of the part and its number, with a key for each
+direction of a connection, so that a part is valid at its position in the stream only. A structure
+is a tree of plain tuples, compared by ``==``:
 ("tensor", dtype, shape, stop_gradient), ("none",), ("bool", x), ("int", hex), ("float", repr),
 ("str", x), ("tuple", child...), ("list", child...) and ("dict", (key, child)...).
 """
@@ -23,11 +25,13 @@ from fleetpipe import systems
 from fleetpipe.errors import BoundaryError, TransportError
 from fleetpipe.json_value import parse_small
 
-MAGIC = b"FLTP"
-VERSION = 5
+#: The first bytes of each header, and the version of this format.
+MAGIC, VERSION = b"FLTP", 5
+#: The kinds of messages; see :class:`MessageKey`.
 KINDS = b"FBCHL"
 #: The kinds of messages that belong to no edge between stages.
 CONTROL = ("C", "H", "L")
+#: The two kinds of frames: a message, and the last frame of a peer that leaves.
 MESSAGE, GOODBYE = 1, 2
 LARGEST_NUMBER = 2**32 - 1
 LARGEST_ANNOUNCEMENT = 1 << 24
@@ -36,11 +40,12 @@ LARGEST_PAYLOAD = 1 << 36
 _FIELDS = struct.Struct("<4sBBBxIIIIIIQ")
 _CHECKSUM = struct.Struct("<I")
 _WHOLE = struct.Struct(_FIELDS.format + "I")
-# The call, and the moment.
+#: The last fields of a header, without a checksum: the collective call, and the time of sending.
 _LAST = struct.Struct("<IQ")
 HEADER_BYTES = _WHOLE.size + _LAST.size
-# Each step has the headers of the step before. To make or check one takes 7 us between a backward
-# and a forward, where neither code nor data are in the caches; to look it up takes 1 us.
+#: Headers that are looked up and not made anew: each step has those of the step before. To make or
+#: check one takes 7 us between a backward and a forward, where neither code nor data are in the
+#: caches; to look it up takes 1 us.
 _KNOWN_HEADERS = 4096
 
 SEAL_BYTES = 16
@@ -49,11 +54,12 @@ _COUNT = struct.Struct("<Q")
 
 Buffer = bytes | bytearray | memoryview
 
+#: The structure of a value as nested tuples, in the form that the module's docstring lists.
 Tree = tuple[Any, ...]
 
-DEEPEST = 64
-MOST_PARTS = 1 << 16
-# Of a tensor, in any version of Paddle's.
+#: The deepest nesting, and the most parts, of a value.
+DEEPEST, MOST_PARTS = 64, 1 << 16
+#: The most dimensions of a tensor, in any version of Paddle's.
 MOST_DIMENSIONS = 9
 _LARGEST_SIZE = 2**63 - 1
 # A part is a list; a tensor has one of its sizes besides, and an entry of a dict is one.
@@ -62,7 +68,7 @@ _MOST_STRINGS = 2 * _MOST_LISTS
 _DEEPEST_LIST = 2 + 2 * (DEEPEST + 1)
 _MEMORY_BYTES = systems.memory_bytes()
 _LONGEST_FLOAT = 32
-# Bytes of one element of each dtype that Paddle has in one version or another.
+#: Bytes of one element of each dtype that Paddle has in one version or another.
 SIZES = {
     "float16": 2,
     "bfloat16": 2,
@@ -83,6 +89,7 @@ SIZES = {
     "float8_e5m2": 1,
 }
 
+#: For each kind of plain value, the function that makes it of its content in a tree.
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "int": lambda text: int(text, 16),
@@ -124,13 +131,20 @@ def describe(key: MessageKey) -> str:
 
 
 class Route(NamedTuple):
-    """A message between two ranks; ``str()`` describes it in words."""
+    """A message between two ranks, for error messages.
+
+    Attributes:
+        key: The message's key.
+        source: The rank that sends it.
+        target: The rank that receives it.
+    """
 
     key: MessageKey
     source: int
     target: int
 
     def __str__(self) -> str:
+        """Describes the message in words."""
         return f"{describe(self.key)} from rank {self.source} to rank {self.target}"
 
 
@@ -207,10 +221,11 @@ def pack_header(header: Header | tuple[int, ...], call: int = 0) -> bytes:
 
 
 def unpack_header(data: bytes) -> tuple[Header, int, int]:
-    """Reads a header.
+    """Reads the ``HEADER_BYTES`` bytes of a header.
 
     Returns:
-        The header, its sender's call, and when it was packed, in nanoseconds of its clock.
+        The header; the kind of its sender's collective call, as a number; and when it was packed,
+        in nanoseconds of its sender's clock.
 
     Raises:
         TransportError: The bytes are no header of this version, or are damaged.
@@ -220,12 +235,14 @@ def unpack_header(data: bytes) -> tuple[Header, int, int]:
 
 @functools.lru_cache(_KNOWN_HEADERS)
 def _pack(header: Header | tuple[int, ...]) -> bytes:
+    """Returns the bytes of a header's fields and their checksum."""
     fields = _FIELDS.pack(MAGIC, VERSION, *header)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
 @functools.lru_cache(_KNOWN_HEADERS)
 def _unpack(data: bytes) -> Header:
+    """Reads and checks the result of :func:`_pack`; see :func:`unpack_header`."""
     magic, version, *fields, checksum = _WHOLE.unpack(data)
     if magic != MAGIC or checksum != zlib.crc32(data[: _FIELDS.size]):
         raise TransportError(
@@ -252,23 +269,23 @@ def _unpack(data: bytes) -> Header:
 
 
 class Seal:
-    """The seals of one direction of a connection."""
+    """Makes, or checks, the seals of one direction of a connection, one part after another."""
 
     def __init__(self, key: bytes) -> None:
-        """Starts at the first part. ``key``: at most 64 bytes."""
+        """Starts at the first part; ``key`` is a secret of at most 64 bytes."""
         self._key = key
         self._count = 0
 
     def of(self, pieces: Iterable[Buffer]) -> bytes:
         """Returns the seal of the next part, which consists of ``pieces`` in order."""
-        made = hashlib.blake2b(_COUNT.pack(self._count), key=self._key, digest_size=SEAL_BYTES)
+        hasher = hashlib.blake2b(_COUNT.pack(self._count), key=self._key, digest_size=SEAL_BYTES)
         self._count += 1
         for piece in pieces:
-            made.update(piece)
-        return made.digest()
+            hasher.update(piece)
+        return hasher.digest()
 
     def check(self, pieces: Iterable[Buffer], seal: Buffer) -> None:
-        """Raises an error unless ``seal`` is the seal of the next part.
+        """Checks that ``seal`` is the seal of the next part, which consists of ``pieces``.
 
         Raises:
             TransportError: The part is not, bit for bit, the next one that the other end sent.
@@ -281,14 +298,19 @@ class Seal:
 
 
 class Seals(NamedTuple):
-    """The seals of both directions of a connection, from the view of one end."""
+    """The seals of a connection, from the view of one end.
+
+    Attributes:
+        outgoing: Makes the seals of what this end sends.
+        incoming: Checks the seals of what it receives.
+    """
 
     outgoing: Seal
     incoming: Seal
 
 
 class TensorLeaf:
-    """The facts about a tensor that are known before its data.
+    """Describes a tensor of a message before its data is there.
 
     Attributes:
         dtype: Name of the dtype, as Paddle spells it.
@@ -298,6 +320,7 @@ class TensorLeaf:
     """
 
     def __init__(self, dtype: str, shape: tuple[int, ...], stop_gradient: bool) -> None:
+        """Computes the bytes of a tensor of this dtype and shape."""
         self.dtype = dtype
         self.shape = shape
         self.stop_gradient = stop_gradient
@@ -305,26 +328,27 @@ class TensorLeaf:
 
 
 class Structure:
-    """A tree with the sizes and dtypes of its tensors, for sending and receiving.
+    """The structure of a value, with the sizes and dtypes of its tensors.
 
     Attributes:
-        tree: The tree.
-        leaves: Its tensors, in order.
-        nbytes: Bytes of the data of all of them.
+        tree: The structure as nested tuples.
+        leaves: The value's tensors, in order.
+        nbytes: Bytes of the data of all tensors.
     """
 
     def __init__(self, tree: Tree) -> None:
+        """Reads the tensors' dtypes and shapes from ``tree``."""
         self.tree = tree
         self.leaves = tuple(TensorLeaf(*leaf[1:]) for leaf in _tensor_leaves(tree))
         self.nbytes = sum(leaf.nbytes for leaf in self.leaves)
-        #: Whether it is a tuple of one tensor, as what goes back over an edge mostly is.
-        self._is_pack = tree[0] == "tuple" and len(tree) == 2 and tree[1][0] == "tensor"
+        #: Whether the value is a tuple of one tensor, as the gradients of an edge mostly are.
+        self._is_one_tuple = tree[0] == "tuple" and len(tree) == 2 and tree[1][0] == "tensor"
 
     def rebuild(self, tensors: list[Any]) -> Any:
-        """Returns the value with ``tensors`` as its tensors."""
+        """Returns the value of this structure that has ``tensors``, in order."""
         if self.tree[0] == "tensor":
             return tensors[0]
-        if self._is_pack:
+        if self._is_one_tuple:
             return (tensors[0],)
         return _rebuild(self.tree, iter(tensors))
 
@@ -354,7 +378,7 @@ def encode(name: str, structure: Structure, route: Route) -> bytes:
 
 
 def decode(text: bytes) -> tuple[str, Structure]:
-    """Reads an announcement of :func:`encode`.
+    """Reads an announcement of :func:`encode`; returns the name of the edge and the structure.
 
     Raises:
         TransportError: The bytes are not an announcement, or the structure is too large.
@@ -363,7 +387,7 @@ def decode(text: bytes) -> tuple[str, Structure]:
         name, tree = parse_small(text, _DEEPEST_LIST, _MOST_LISTS, _MOST_STRINGS)
         if type(name) is not str:
             raise ValueError("the name is no text")
-        structure = Structure(_to_tree(tree, DEEPEST))
+        structure = Structure(_tree_of_json(tree, DEEPEST))
         if structure.nbytes > min(LARGEST_PAYLOAD, _MEMORY_BYTES):
             raise ValueError(
                 f"{structure.nbytes} bytes of tensors, where this host has {_MEMORY_BYTES}"
@@ -379,6 +403,7 @@ def decode(text: bytes) -> tuple[str, Structure]:
 
 
 def _tensor_leaves(tree: Tree) -> Iterator[Tree]:
+    """Yields the parts of a tree that stand for tensors, in order."""
     kind = tree[0]
     if kind == "tensor":
         yield tree
@@ -391,6 +416,7 @@ def _tensor_leaves(tree: Tree) -> Iterator[Tree]:
 
 
 def _rebuild(tree: Tree, tensors: Iterator[Any]) -> Any:
+    """Returns the value of a tree, and takes the next of ``tensors`` for each of its tensors."""
     kind = tree[0]
     if kind == "tensor":
         return next(tensors)
@@ -403,8 +429,16 @@ def _rebuild(tree: Tree, tensors: Iterator[Any]) -> Any:
     return None if kind == "none" else _SCALARS[kind](tree[1])
 
 
-def _to_tree(node: Any, depth: int) -> Tree:
-    """Turns the lists of JSON into tuples and refuses a tree that no sender creates."""
+def _tree_of_json(node: Any, depth: int) -> Tree:
+    """Turns the lists of JSON into tuples; refuses a tree that no sender creates.
+
+    Args:
+        node: A list that begins with the kind.
+        depth: How many more levels may be nested in it.
+
+    Raises:
+        ValueError: A sender does not create such a tree.
+    """
     kind, rest = node[0], node[1:]
     if kind == "tensor":
         dtype, shape, stop_gradient = rest
@@ -427,15 +461,16 @@ def _to_tree(node: Any, depth: int) -> Tree:
     if not depth or kind not in ("tuple", "list", "dict"):
         raise ValueError(f"unknown or too deep: {str(kind)[:40]!r}")
     if kind == "dict":
-        return (kind, *(_entry(key, child, depth) for key, child in rest))
-    return (kind, *(_to_tree(child, depth - 1) for child in rest))
+        return (kind, *(_dict_entry_of_json(key, child, depth) for key, child in rest))
+    return (kind, *(_tree_of_json(child, depth - 1) for child in rest))
 
 
-def _entry(key: Any, child: Any, depth: int) -> tuple[str, Tree]:
+def _dict_entry_of_json(key: Any, child: Any, depth: int) -> tuple[str, Tree]:
+    """Returns a dict's key, and its value's tree."""
     if type(key) is not str:
         raise ValueError("a key that is no text")
-    return key, _to_tree(child, depth - 1)
+    return key, _tree_of_json(child, depth - 1)
 
 
-# The structure of None, and of a channel or frame whose structure is not known yet.
+#: The structure of None, and of a channel or frame whose structure is not known yet.
 NOTHING = Structure(("none",))
