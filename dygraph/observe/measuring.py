@@ -33,7 +33,7 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api.device import allocated_bytes, device_clock, device_kind, taken_bytes
 from fleetpipe.profiling import ProcessMemory
 from fleetpipe.schedules import Action, Free, Op, Placement, Recv, Schedule, Send, forward_only
-from fleetpipe.schedules.action import numbers
+from fleetpipe.schedules.action import micro_batch_numbers
 from fleetpipe.schedules.forms.trace import Event
 from fleetpipe.transport.hosts import host_name
 
@@ -167,7 +167,7 @@ def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 
         kinds: The actions of each backward: "B", or "IW" for I and then W.
         slices: The number of sequence chunks of each micro-batch.
     """
-    stages, units = placement.stages, numbers(micro_batches, slices)
+    stages, units = placement.stages, micro_batch_numbers(micro_batches, slices)
     firsts = range(0, len(units), slices)
     backwards = [unit for first in firsts for unit in units[first : first + slices][::-1]]
     # The first backward waits for all chunks of its micro-batch.

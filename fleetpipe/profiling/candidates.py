@@ -94,7 +94,7 @@ class PlanTask:
             Placement(name, self.ranks, chunks)
             for chunks in range(1, MOST_CHUNKS + 1 if searched else 2)
             for name, shape in SHAPES.items()
-            if shape.takes(chunks)
+            if shape.allows(chunks)
         ]
         return [shape for shape in shapes if shape.stages <= most]
 

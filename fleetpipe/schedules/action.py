@@ -1,7 +1,8 @@
-"""Actions and the other operations of a plan, as values.
+"""Actions and the other operations of a plan, as values, with their text form.
 
-An action is one computation of one stage on one micro-batch; the others are sends, receives,
-releases, reductions and the step.
+An action is one computation of one stage on one micro-batch. The other operations are sends,
+receives, releases of activations, reductions of gradients and the optimizer's step. A rank's row is
+the list of its operations in order; an entry of a schedule's row is an action or a fused unit.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ GlobalMicroBatch = NewType("GlobalMicroBatch", int)
 KINDS = ("F", "B", "I", "W")
 
 _COUNT = r"(0|[1-9][0-9]{0,17})"
+#: A micro-batch, or a slice of it: ``3`` or ``3/1``.
 _NUMBER = rf"{_COUNT}(?:/{_COUNT})?"
 _ACTION = re.compile(rf"([FBIW]){_COUNT}\.{_NUMBER}")
 _TRANSFER = re.compile(rf"([SR])([FB])([^.]+)\.{_NUMBER}")
 _FREE = re.compile(rf"FREE{_COUNT}\.{_NUMBER}")
 
-#: Slices of a micro-batch that are assumed where a text does not say how many there are.
+#: The number of slices that a text without its header is assumed to cut each micro-batch into.
 _MOST_SLICES = 10**6
 
 
@@ -57,8 +59,14 @@ class SliceNumber(int):
     __repr__ = __str__
 
 
-def numbers(micro_batches: int, slices: int) -> Sequence[int]:
-    """Returns the numbers that actions of a batch carry: of micro-batches, or of slices."""
+def micro_batch_numbers(micro_batches: int, slices: int) -> Sequence[int]:
+    """Returns all values of ``Action.micro_batch`` in a batch, in order.
+
+    Args:
+        micro_batches: Micro-batches of a batch, m.
+        slices: Slices of each micro-batch's sequence. 1: the values are 0..m-1; more: one
+            :class:`SliceNumber` for each slice.
+    """
     if slices == 1:
         return range(micro_batches)
     return [SliceNumber(k, index, slices) for k in range(micro_batches) for index in range(slices)]
@@ -111,28 +119,32 @@ class Fused:
         return "(" + "|".join(map(str, self.actions)) + ")"
 
 
-#: An entry of a rank's row.
+#: An entry of a rank's row in a schedule.
 Item = Action | Fused
 
 
 def parts(item: Item) -> tuple[Action, ...]:
-    """Returns the actions of an entry: all actions of a fused unit, or the one action itself."""
+    """Returns the actions of one entry: those of a fused unit, or the action itself."""
     return (item,) if isinstance(item, Action) else item.actions
 
 
 def flatten(row: Iterable[Item]) -> Iterator[Action]:
-    """Yields the actions of a row in order, also those of fused units."""
+    """Yields all actions of a row in order, with fused units taken apart."""
     for item in row:
         yield from parts(item)
 
 
 def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int | None:
-    """Reads ``3``, or ``3`` and ``1`` of ``3/1``; None if the slice does not exist.
+    """Reads the digits of a micro-batch and its slice, as in ``F0.3/1``.
 
     Args:
-        micro_batch: The digits of the micro-batch.
-        index: The digits of the slice, if any.
+        micro_batch: The digits before the slash, ``"3"``.
+        index: The digits after the slash, ``"1"``; None without a slash.
         slices: Slices of a micro-batch; None if that is not known.
+
+    Returns:
+        The number of the micro-batch, or of the slice; None if there is no such slice, or if a
+        slice is missing where micro-batches have several.
     """
     if index is None:
         return int(micro_batch) if slices in (None, 1) else None
@@ -142,10 +154,10 @@ def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int
 
 
 def parse_item(token: str, slices: int | None = None) -> Item | None:
-    """Reads ``F0.3``, ``F0.3/1`` or ``(F0.3|B1.2)``; None if the token is none of them.
+    """Reads an entry such as ``F0.3``, ``F0.3/1`` or ``(F0.3|B1.2)``; None if it is malformed.
 
     Args:
-        token: The text.
+        token: The text, without spaces around it.
         slices: Slices of a micro-batch; None if that is not known.
     """
     action = _parse_action(token, slices)
@@ -159,6 +171,7 @@ def parse_item(token: str, slices: int | None = None) -> Item | None:
 
 
 def _parse_action(token: str, slices: int | None) -> Action | None:
+    """Reads a single action such as ``F0.3``; None if the text is malformed."""
     match = _ACTION.fullmatch(token)
     number = None if match is None else parse_number(match[3], match[4], slices)
     return None if match is None or number is None else Action(match[1], int(match[2]), number)
@@ -236,10 +249,10 @@ Op = Action | Fused | Send | Recv | Free | Reduce | Step
 
 
 def parse_op(token: str, slices: int | None = None) -> Op | None:
-    """Reads one token of a plan; None if it is not valid.
+    """Reads one operation of a plan; None if the text is malformed.
 
     Args:
-        token: The text.
+        token: The text, as ``str`` writes an operation: ``"F0.3"``, ``"SF0>1.3"``, ``"STEP"``.
         slices: Slices of a micro-batch; None if that is not known.
     """
     if token == "REDUCE":
@@ -262,6 +275,6 @@ def parse_op(token: str, slices: int | None = None) -> Op | None:
 
 
 def ranks_of(op: Send | Recv, placement: Placement) -> tuple[int, int]:
-    """Returns the ranks that send and receive the message of ``op``."""
+    """Returns the rank that sends the message of a transfer, and the rank that receives it."""
     source, target = placement.rank_of(op.edge.source), placement.rank_of(op.edge.target)
     return (source, target) if op.kind == "F" else (target, source)

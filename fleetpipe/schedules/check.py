@@ -1,7 +1,7 @@
 """Checks whether a schedule or a plan can run: complete, in order, deadlock-free, within memory.
 
-In a plan each value must be received before its use and released after it. A plan is replayed with
-sends that wait for their receives: one that passes never deadlocks.
+In a plan each value must be received before its use and released after it. A plan is replayed as if
+each send waited for its receive (a rendezvous): a plan that passes never deadlocks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from fleetpipe.schedules.action import (
     Reduce,
     Send,
     Step,
-    numbers,
+    micro_batch_numbers,
     ranks_of,
 )
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.explain import where, window
+from fleetpipe.schedules.explain import describe_position, entries_around
 from fleetpipe.schedules.placement import Edge, crossing_edges
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
 from fleetpipe.schedules.simulation import amounts_in_flight, replay
 
-#: For each stage, its edges from or to another rank, with that rank.
+#: For each stage its edges to (or from) other ranks, each with the rank at the other end.
 _Crossing = list[list[tuple[Edge, int]]]
 
-#: Source rank, target rank, "F" or "B".
+#: The way of the messages between two ranks: source rank, target rank, "F" or "B".
 Channel = tuple[int, int, str]
+#: For each channel the positions of its sends (or receives) in the row of their rank.
 _Positions = dict[Channel, list[int]]
 
-_COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+#: The time of an action by kind, in the replay of a plan.
+_NOMINAL_TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 #: Longer than any plan, so that reductions come after all computations and steps after those.
-_LAST = 10**15
+_AFTER_ALL = 10**15
 
 
 def verify(
@@ -55,25 +57,26 @@ def verify(
 
 
 def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
+    """Refuses a schedule in which some rank holds more activations than ``cap`` at once."""
     if not cap > 0:
         raise ConfigError(
             "`memory_cap` must be above 0", got=str(cap), fix="give a cap above 0, or leave it out"
         )
     in_bytes = costs.bytes is not None
     unit = "bytes of activations" if in_bytes else "forwards of one stage"
-    # A cap counts forwards of whole micro-batches, also where sequences are cut into slices.
-    parts = 1 if in_bytes else schedule.slices
+    # A cap counts forwards of whole micro-batches; an amount of 1 is a forward of one slice.
+    forwards = 1 if in_bytes else schedule.slices
     costs.check_stages(schedule.placement.stages)
     for rank in range(schedule.placement.ranks):
-        around = amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
-        in_flight = [amount.during / parts for amount in around]
+        amounts = amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
+        in_flight = [amount.during / forwards for amount in amounts]
         peak = max(in_flight, default=0)
         if peak > cap:
             position = next(index for index, amount in enumerate(in_flight) if amount > cap)
             item = schedule.actions[rank][position]
             raise ScheduleError(
                 f"rank {rank} passes the memory cap at {item}",
-                where=where(schedule, rank, position),
+                where=describe_position(schedule, rank, position),
                 expected=f"at most {cap:.10g} {unit} in flight at a time",
                 got=f"{in_flight[position]:.10g} there, {peak:.10g} at the peak of the rank",
                 fix=f"a cap of {peak:.10g}, or a schedule that holds less",
@@ -81,7 +84,7 @@ def _check_memory(schedule: ScheduleRows, cap: float, costs: Costs) -> None:
 
 
 def verify_plan(plan: PlanRows) -> None:
-    """Does all checks of ``Plan.verify`` except for deadlocks, which ``Plan.order`` finds."""
+    """Makes all checks of ``Plan.verify`` but that for deadlocks, which ``Plan.order`` makes."""
     try:
         verify(computations(plan), plan.edges)
     except ScheduleError as error:
@@ -91,19 +94,23 @@ def verify_plan(plan: PlanRows) -> None:
         ) from error
     leaving, entering = crossing_edges(plan.placement, plan.edges)
     for rank in range(plan.placement.ranks):
-        checker = _RankChecker(plan, rank, leaving, entering)
+        checker = _RowChecker(plan, rank, leaving, entering)
         for position, op in enumerate(plan.ops[rank]):
             checker.check(position, op)
         checker.check_end()
     check_channels(plan)
 
 
-class _RankChecker:
-    """The operations of one rank that have happened up to some position of its row.
+class _RowChecker:
+    """Checks the row of one rank of a plan, operation by operation.
 
-    ``marks`` has a byte for each micro-batch under (kind, stage), where "B" is also I and "W" is
-    the last use of the stage's activations, under ("FREE", stage), and under ("SF", edge), ("RF",
-    edge), ("SB", edge) and ("RB", edge) for the transfers of this rank.
+    Attributes:
+        marks: What has happened in the row so far, as a byte for each micro-batch, 0 or 1. The keys
+            are (kind, stage) for computations, where "B" is B or I, and "W" the last use of the
+            stage's activations; ("FREE", stage) for releases; ("SF", edge), ("RF", edge), ("SB",
+            edge) and ("RB", edge) for this rank's sends and receives of values and gradients.
+        needs: For each (kind, stage) the receives that must stand before its action, all written
+            with micro-batch 0.
     """
 
     def __init__(self, plan: PlanRows, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
@@ -112,36 +119,38 @@ class _RankChecker:
         self.marks: dict[tuple[str, int | Edge], bytearray] = {}
         self.needs: dict[tuple[str, int], tuple[Recv, ...]] = {}
         for stage in plan.placement.stages_of(rank):
-            self._add(stage, "F", "B", "W", "FREE")
+            self._add_marks(stage, "F", "B", "W", "FREE")
             for edge, _ in leaving[stage]:
-                self._add(edge, "SF", "RB")
+                self._add_marks(edge, "SF", "RB")
             for edge, _ in entering[stage]:
-                self._add(edge, "RF", "SB")
+                self._add_marks(edge, "RF", "SB")
             gradients = tuple(Recv("B", edge, 0) for edge, _ in leaving[stage])
             self.needs["F", stage] = tuple(Recv("F", edge, 0) for edge, _ in entering[stage])
             self.needs["B", stage] = self.needs["I", stage] = gradients
             self.needs["W", stage] = ()
 
-    def _add(self, subject: int | Edge, *kinds: str) -> None:
+    def _add_marks(self, subject: int | Edge, *kinds: str) -> None:
+        """Adds marks, all 0, for operations of these kinds on a stage or an edge."""
         for kind in kinds:
             self.marks[kind, subject] = bytearray(self.plan.units)
 
     def check(self, position: int, op: Op) -> None:
-        """Checks the next op of the rank and notes that it happened."""
+        """Checks the operation at a position of the row, and marks it as done."""
         self.position = position
         if isinstance(op, Action):
-            self._compute(op)
+            self._check_action(op)
         elif isinstance(op, (Send, Recv)):
-            self._transfer(op)
+            self._check_transfer(op)
         elif isinstance(op, Free):
-            self._free(op)
+            self._check_release(op)
         elif isinstance(op, Fused):
             for action in op.actions:
-                self._compute(action)
+                self._check_action(action)
         else:
-            self._close(op)
+            self._check_ending(op)
 
-    def _compute(self, action: Action) -> None:
+    def _check_action(self, action: Action) -> None:
+        """Refuses an action whose inputs have not been received."""
         kind, stage, micro_batch = action
         for need in self.needs[kind, stage]:
             if not self.marks["R" + need.kind, need.edge][micro_batch]:
@@ -154,7 +163,8 @@ class _RankChecker:
         if kind == "B":
             self.marks["W", stage][micro_batch] = 1
 
-    def _transfer(self, op: Send | Recv) -> None:
+    def _check_transfer(self, op: Send | Recv) -> None:
+        """Refuses a transfer of another rank's edge, and a send without the value to be sent."""
         marks = self.marks.get((op.letter + op.kind, op.edge))
         if marks is None:
             self._raise_misplaced(op)
@@ -174,7 +184,8 @@ class _RankChecker:
                 f"FREE{stage}.{op.micro_batch} later on rank {self.rank}",
             )
 
-    def _free(self, op: Free) -> None:
+    def _check_release(self, op: Free) -> None:
+        """Refuses a release of another rank's stage, or before the last use of its activations."""
         marks = self.marks.get(("FREE", op.stage))
         if marks is None:
             self._fail(f"{op} is of a stage that rank {self.rank} does not own", "its own stages")
@@ -188,15 +199,17 @@ class _RankChecker:
     def _mark(self, op: Send | Recv | Free, marks: bytearray, micro_batch: int) -> None:
         """Marks an operation as seen in the row; refuses a second one of its kind."""
         if micro_batch >= self.plan.units:
+            last = micro_batch_numbers(self.plan.micro_batches, self.plan.slices)[-1]
             self._fail(
                 f"{op} is of a micro-batch that does not exist",
-                f"a micro-batch in 0..{numbers(self.plan.micro_batches, self.plan.slices)[-1]}",
+                f"a micro-batch in 0..{last}",
             )
         if marks[micro_batch]:
             self._fail(f"{op} stands twice", f"one {op}, earlier in the row")
         marks[micro_batch] = 1
 
     def _raise_misplaced(self, op: Send | Recv) -> NoReturn:
+        """Raises the error of a transfer that does not belong into this rank's row."""
         if op.edge not in self.plan.edges:
             edges = ", ".join(map(str, self.plan.edges)) or "none"
             self._fail(f"{op} is of an edge that the plan does not have", f"one of: {edges}")
@@ -208,7 +221,8 @@ class _RankChecker:
         owner = ranks[0] if isinstance(op, Send) else ranks[1]
         self._fail(f"{op} is on the wrong rank", f"rank {owner}")
 
-    def _close(self, op: Reduce | Step) -> None:
+    def _check_ending(self, op: Reduce | Step) -> None:
+        """Refuses REDUCE and STEP anywhere but at the end of the row, in this order."""
         if self.plan.forward_only:
             self._fail(f"{op} in a forward-only plan", "neither REDUCE nor STEP")
         after = self.row[self.position + 1 :]
@@ -235,7 +249,7 @@ class _RankChecker:
     def _fail(self, summary: str, expected: str) -> NoReturn:
         raise ScheduleError(
             summary,
-            where=f"rank {self.rank} at #{self.position}: {window(self.row, self.position)}",
+            where=_describe_position(self.plan, self.rank, self.position),
             expected=expected,
             fix="derive the plan with schedule.lower(), which puts each entry where it belongs",
         )
@@ -255,24 +269,32 @@ def check_channels(plan: PlanRows) -> None:
 
 
 def _check_channel(plan: PlanRows, channel: Channel, sends: list[int], receives: list[int]) -> None:
+    """Raises the error of a channel whose sends and receives are not the same in one order.
+
+    Args:
+        plan: The plan.
+        channel: The channel.
+        sends: The positions of its sends in the source rank's row.
+        receives: The positions of its receives in the target rank's row.
+    """
     sender, receiver = plan.ops[channel[0]], plan.ops[channel[1]]
-    sent = [_content(sender[position]) for position in sends]
-    received = [_content(receiver[position]) for position in receives]
+    sent = [_key_of_transfer(sender[position]) for position in sends]
+    received = [_key_of_transfer(receiver[position]) for position in receives]
     if sent == received:
         return
     for content in set(sent) - set(received):
         position = sends[sent.index(content)]
-        _raise_alone(plan, channel[0], position, "receive", Recv(*content), channel[1])
+        _raise_unmatched(plan, channel[0], position, "receive", Recv(*content), channel[1])
     for content in set(received) - set(sent):
         position = receives[received.index(content)]
-        _raise_alone(plan, channel[1], position, "send", Send(*content), channel[0])
+        _raise_unmatched(plan, channel[1], position, "send", Send(*content), channel[0])
     index = next(index for index, pair in enumerate(zip(sent, received)) if pair[0] != pair[1])
     first, second = sends[index], receives[index]
     raise ScheduleError(
         f"rank {channel[0]} sends {sender[first]} where rank {channel[1]} receives"
         f" {receiver[second]}",
-        where=f"rank {channel[0]} at #{first}: {window(sender, first)}\n"
-        f"    rank {channel[1]} at #{second}: {window(receiver, second)}",
+        where=f"{_describe_position(plan, channel[0], first)}\n"
+        f"    {_describe_position(plan, channel[1], second)}",
         expected="sends and receives of a channel (source rank, target rank, direction)"
         " in one order",
         got=f"they differ at entry {index} of the channel",
@@ -280,16 +302,27 @@ def _check_channel(plan: PlanRows, channel: Channel, sends: list[int], receives:
     )
 
 
-def _content(op: Op) -> tuple[str, Edge, int]:
+def _key_of_transfer(op: Op) -> tuple[str, Edge, int]:
+    """Returns kind, edge and micro-batch, which a send and its receive have in common."""
     return cast("tuple[str, Edge, int]", op[:3])  # type: ignore[index]
 
 
-def _raise_alone(
-    plan: PlanRows, rank: int, position: int, what: str, partner: Send | Recv, peer: int
+def _raise_unmatched(
+    plan: PlanRows, rank: int, position: int, missing_half: str, partner: Send | Recv, peer: int
 ) -> NoReturn:
+    """Raises the error of a send without its receive, or of a receive without its send.
+
+    Args:
+        plan: The plan.
+        rank: The rank of the transfer that has no partner.
+        position: Its position in the rank's row.
+        missing_half: "send" or "receive".
+        partner: The missing operation.
+        peer: The rank in whose row it should be.
+    """
     raise ScheduleError(
-        f"{plan.ops[rank][position]} has no {what}",
-        where=f"rank {rank} at #{position}: {window(plan.ops[rank], position)}",
+        f"{plan.ops[rank][position]} has no {missing_half}",
+        where=_describe_position(plan, rank, position),
         expected=f"{partner} on rank {peer}",
         fix="add it, or derive the plan with schedule.lower(), which writes both ends",
     )
@@ -297,71 +330,84 @@ def _raise_alone(
 
 def linear_order(plan: PlanRows) -> tuple[int, ...]:
     """Returns the rank of each operation in an order that never blocks; see ``Plan.order``."""
-    replay = _Rendezvous(plan)
-    replay.run()
+    rendezvous = _RendezvousReplay(plan)
+    rendezvous.run()
     # Times never fall along a rank or from a send to its receive, and the sort is stable.
-    by_time = sorted(range(len(replay.ranks)), key=replay.times.__getitem__)
-    return tuple(replay.ranks[index] for index in by_time)
+    by_time = sorted(range(len(rendezvous.ranks)), key=rendezvous.times.__getitem__)
+    return tuple(rendezvous.ranks[index] for index in by_time)
 
 
-class _Rendezvous:
-    """The replay's state: each rank's position, and the ops done, with rank and nominal time."""
+class _RendezvousReplay:
+    """Replays a plan in which each send waits for its receive, with nominal times.
+
+    Attributes:
+        positions: For each rank the position of its next operation.
+        clock: For each rank the time at which its last operation ended.
+        ranks: The rank of each operation that has run, in the order in which they ran.
+        times: The time at which each of these ended.
+    """
 
     def __init__(self, plan: PlanRows) -> None:
         self.plan = plan
-        self.at = [0] * len(plan.ops)
+        self.positions = [0] * len(plan.ops)
         self.clock = [0] * len(plan.ops)
         self.ranks: list[int] = []
         self.times: list[int] = []
         self.ends: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def run(self) -> None:
-        """Lets every rank go as far as it can."""
-        ready = list(range(len(self.at)))
+        """Runs all ranks to their ends.
+
+        Raises:
+            ScheduleError: Ranks wait for each other.
+        """
+        ready = list(range(len(self.positions)))
         while ready:
             self._advance(ready.pop(), ready)
-        if self.at != [len(row) for row in self.plan.ops]:
-            _raise_deadlock(self.plan, self.at)
+        if self.positions != [len(row) for row in self.plan.ops]:
+            _raise_deadlock(self.plan, self.positions)
 
     def _advance(self, rank: int, ready: list[int]) -> None:
-        row, at, clock = self.plan.ops[rank], self.at, self.clock
-        while at[rank] < len(row):
-            op = row[at[rank]]
+        """Runs a rank until it has to wait, and adds to ``ready`` the ranks that can then go on."""
+        row, positions, clock = self.plan.ops[rank], self.positions, self.clock
+        while positions[rank] < len(row):
+            op = row[positions[rank]]
             if not isinstance(op, (Send, Recv)):
-                at[rank] += 1
-                clock[rank] += _cost(op)
+                positions[rank] += 1
+                clock[rank] += _nominal_time(op)
                 self.ranks.append(rank)
                 self.times.append(clock[rank])
                 continue
-            ends = self._ends_of(op)
+            ends = self._sender_and_receiver(op)
             peer = ends[0] if isinstance(op, Recv) else ends[1]
-            if not _meets(self.plan, op, peer, at[peer]):
+            if not _is_at_other_end(self.plan, op, peer, positions[peer]):
                 break
             clock[rank] = clock[peer] = max(clock[rank], clock[peer])
             for end in ends:
-                at[end] += 1
+                positions[end] += 1
                 self.ranks.append(end)
                 self.times.append(clock[rank])
             ready.append(peer)
 
-    def _ends_of(self, op: Send | Recv) -> tuple[int, int]:
-        """Returns the ranks that send and receive an op, the same for every micro-batch."""
+    def _sender_and_receiver(self, op: Send | Recv) -> tuple[int, int]:
+        """Returns :func:`ranks_of` a transfer, cached for all micro-batches of its edge."""
         key = op[:2]
         if key not in self.ends:
             self.ends[key] = ranks_of(op, self.plan.placement)
         return self.ends[key]
 
 
-def _cost(op: Op) -> int:
+def _nominal_time(op: Op) -> int:
+    """Returns the time that an operation takes in the replay of a plan; 0 for a release."""
     if isinstance(op, Action):
-        return _COSTS[op.kind]
+        return _NOMINAL_TIMES[op.kind]
     if isinstance(op, Fused):
-        return sum(_COSTS[action.kind] for action in op.actions)
-    return _LAST if isinstance(op, (Reduce, Step)) else 0
+        return sum(_NOMINAL_TIMES[action.kind] for action in op.actions)
+    return _AFTER_ALL if isinstance(op, (Reduce, Step)) else 0
 
 
-def _meets(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
-    """Whether ``peer`` is ready for the other end of ``op``."""
+def _is_at_other_end(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
+    """Tells whether the next operation of rank ``peer`` is the partner of a transfer."""
     row = plan.ops[peer]
     if position == len(row):
         return False
@@ -373,31 +419,38 @@ def _meets(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
     )
 
 
-def _raise_deadlock(plan: PlanRows, at: list[int]) -> NoReturn:
-    waits: dict[int, int] = {}
+def _raise_deadlock(plan: PlanRows, positions: list[int]) -> NoReturn:
+    """Raises the error of ranks that wait for each other, from the position that each reached."""
+    peers: dict[int, int] = {}
     for rank, row in enumerate(plan.ops):
-        op = row[at[rank]] if at[rank] < len(row) else None
+        op = row[positions[rank]] if positions[rank] < len(row) else None
         if isinstance(op, (Send, Recv)):
             ends = ranks_of(op, plan.placement)
-            waits[rank] = ends[0] if isinstance(op, Recv) else ends[1]
-    rank = min(waits)
+            peers[rank] = ends[0] if isinstance(op, Recv) else ends[1]
+    rank = min(peers)
     seen: list[int] = []
-    while rank in waits and rank not in seen:
+    while rank in peers and rank not in seen:
         seen.append(rank)
-        rank = waits[rank]
+        rank = peers[rank]
     cycle = seen[seen.index(rank) :] if rank in seen else seen
-    lines = [_waiting(plan, at, rank, waits[rank]) for rank in cycle]
+    lines = [_describe_wait(plan, positions, rank, peers[rank]) for rank in cycle]
     raise ScheduleError(
         f"deadlock: {len(cycle)} ranks wait for each other where a send waits for its receive",
-        where="\n    ".join(f"rank {r} at #{at[r]}: {window(plan.ops[r], at[r])}" for r in cycle),
+        where="\n    ".join(_describe_position(plan, rank, positions[rank]) for rank in cycle),
         expected="ranks that meet at the two ends of each transfer",
         got="\n    ".join(lines),
         fix="derive the plan with schedule.lower(), which orders both ends of a transfer alike",
     )
 
 
-def _waiting(plan: PlanRows, at: list[int], rank: int, peer: int) -> str:
-    ended = at[peer] == len(plan.ops[peer])
-    there = "at its end" if ended else f"at #{at[peer]} {plan.ops[peer][at[peer]]}"
-    here = f"rank {rank} at #{at[rank]} {plan.ops[rank][at[rank]]}"
+def _describe_position(plan: PlanRows, rank: int, position: int) -> str:
+    """Writes where an operation of a plan is: ``rank 1 at #17: .. >>SB0>1.1<< ..``."""
+    return f"rank {rank} at #{position}: {entries_around(plan.ops[rank], position)}"
+
+
+def _describe_wait(plan: PlanRows, positions: list[int], rank: int, peer: int) -> str:
+    """Writes that a rank waits for another one, and where both are."""
+    ended = positions[peer] == len(plan.ops[peer])
+    there = "at its end" if ended else f"at #{positions[peer]} {plan.ops[peer][positions[peer]]}"
+    here = f"rank {rank} at #{positions[rank]} {plan.ops[rank][positions[rank]]}"
     return f"{here} waits for rank {peer}, which is {there}"

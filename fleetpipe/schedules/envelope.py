@@ -29,12 +29,17 @@ from typing import TypeVar
 from fleetpipe.representation import shows
 from fleetpipe.schedules.action import Action, flatten, parts
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.placement import Dependencies, Edge, checked_edges, slice_before
+from fleetpipe.schedules.placement import (
+    Dependencies,
+    Edge,
+    checked_edges,
+    distance_to_slice_before,
+)
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation import amounts_in_flight
 
-#: The lanes of each kind. Lane F: actions that use a stage's state; I and W: actions in which
-#: autograd adds to gradients at once, and in which a split backward adds to them later.
+#: The lanes of each kind of action, whose actions keep the order of the row. In lane F a stage's
+#: state is used; in I autograd adds to gradients at once; in W a split backward adds to them later.
 _LANES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 _Rows = TypeVar("_Rows", bound=ScheduleRows)
@@ -77,33 +82,36 @@ class Envelope:
             shared: Whether stages of the rank share a parameter or a buffer.
         """
         in_bytes = costs is not None and costs.bytes is not None
-        around = list(amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes))
-        before = [0.0, *(one.after for one in around)]
-        parts_of_cap = 1 if in_bytes else schedule.slices
+        amounts = list(amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes))
+        before = [0.0, *(amount.after for amount in amounts)]
         self.rank = rank
-        self.cap = max((one.during for one in around), default=0.0)
+        self.cap = max((amount.during for amount in amounts), default=0.0)
         if memory_cap is not None:
-            self.cap = max(self.cap, memory_cap * parts_of_cap)
-        #: Activations that each entry adds while it runs, and those that stay at its end.
-        self._adds = [one.during - earlier for one, earlier in zip(around, before)]
-        self._keeps = [one.after - earlier for one, earlier in zip(around, before)]
-        self._during = [one.during for one in around]
-        self._needed_by: list[list[int]] = [[] for _ in around]
-        self._needs = [0 for _ in around]
-        for position, needs in enumerate(_needs(schedule, rank, edges, shared)):
-            self._needs[position] = len(needs)
-            for need in needs:
-                self._needed_by[need].append(position)
+            self.cap = max(self.cap, memory_cap * (1 if in_bytes else schedule.slices))
+        # By position of an entry: the activations that it adds while it runs, those that it adds
+        # or, below 0, releases in all, and those in flight while it runs in the order of the row.
+        self._added_during = [one.during - earlier for one, earlier in zip(amounts, before)]
+        self._added_after = [one.after - earlier for one, earlier in zip(amounts, before)]
+        self._during = [amount.during for amount in amounts]
+        # By position: how many entries must run before, and the entries that wait for this one.
+        self._needed_counts = [0 for _ in amounts]
+        self._needed_by: list[list[int]] = [[] for _ in amounts]
+        for position, needed in enumerate(_needed_positions(schedule, rank, edges, shared)):
+            self._needed_counts[position] = len(needed)
+            for earlier_position in needed:
+                self._needed_by[earlier_position].append(position)
         self.restart()
 
     def restart(self) -> None:
-        """Goes back to the first entry."""
+        """Goes back to the first entry, for the next batch."""
         self.head, self.in_flight = 0, 0.0
-        self._left = [*self._needs]
-        self._done = [False for _ in self._needs]
-        #: Activations in flight during each entry if the rank runs the rest of its row in order.
-        self._ahead = [*self._during]
-        self._open = [position for position, count in enumerate(self._left) if not count]
+        # By position: how many of the entries that must run before have not run.
+        self._missing_counts = [*self._needed_counts]
+        self._done = [False for _ in self._needed_counts]
+        # By position: the activations in flight if the rank runs the rest of its row in order.
+        self._during_rest = [*self._during]
+        # The positions of entries that have not run, and for which nothing is missing, ascending.
+        self._startable = [n for n, count in enumerate(self._missing_counts) if not count]
 
     @property
     def finished(self) -> bool:
@@ -116,62 +124,74 @@ class Envelope:
         The first one is the head.
         """
         return (
-            position for position in self._open if position == self.head or self._fits(position)
+            position
+            for position in self._startable
+            if position == self.head or self._fits(position)
         )
 
     def take(self, position: int) -> None:
-        """Records that the entry at a position, which was a candidate, runs now."""
-        kept = self._keeps[position]
-        if kept:
-            for other in range(self.head, position):
-                self._ahead[other] += kept
-        self.in_flight += kept
+        """Records that the entry at a position runs now.
+
+        Args:
+            position: One of :meth:`candidates`.
+        """
+        added = self._added_after[position]
+        if added:
+            for skipped in range(self.head, position):
+                self._during_rest[skipped] += added
+        self.in_flight += added
         self._done[position] = True
         while self.head < len(self._done) and self._done[self.head]:
             self.head += 1
-        self._open.remove(position)
-        for other in self._needed_by[position]:
-            self._left[other] -= 1
-            if not self._left[other]:
-                insort(self._open, other)
+        self._startable.remove(position)
+        for later in self._needed_by[position]:
+            self._missing_counts[later] -= 1
+            if not self._missing_counts[later]:
+                insort(self._startable, later)
 
     def _fits(self, position: int) -> bool:
-        """Whether an entry can run early within the cap."""
-        kept, cap = self._keeps[position], self.cap
-        if kept <= 0:
+        """Tells whether the cap holds if an entry runs now, and the rest of the row in order."""
+        added, cap = self._added_after[position], self.cap
+        if added <= 0:
             return True
-        if self.in_flight + self._adds[position] > cap:
+        if self.in_flight + self._added_during[position] > cap:
             return False
-        ahead = zip(self._done, self._ahead)
-        return all(
-            done or other + kept <= cap for done, other in islice(ahead, self.head, position)
-        )
+        skipped = islice(zip(self._done, self._during_rest), self.head, position)
+        return all(done or during + added <= cap for done, during in skipped)
 
 
-def _needs(
+def _needed_positions(
     schedule: ScheduleRows, rank: int, edges: Iterable[Edge] | None, shared: bool
 ) -> Iterator[set[int]]:
-    """Yields, for each entry of a row, the positions of the entries that must run before it."""
+    """Yields, for each entry of a rank's row, the positions of those that must run before it.
+
+    Args:
+        schedule: The schedule.
+        rank: The rank.
+        edges: The edges of the model; None for a chain of stages.
+        shared: Whether stages of the rank share a parameter or a buffer.
+    """
     placement, slices = schedule.placement, schedule.slices
     dependencies = Dependencies(checked_edges(edges, placement), placement.stages)
     positions: dict[tuple[str, int, int], int] = {}
+    # By lane the position of its last entry so far.
     lanes: dict[tuple[str, int], int] = {}
 
     def lanes_of(action: Action) -> list[tuple[str, int]]:
         return [(lane, -1 if shared else action.stage) for lane in _LANES[action.kind]]
 
     for position, item in enumerate(schedule.actions[rank]):
-        needs: set[int | None] = set()
+        needed: set[int | None] = set()
         for action in parts(item):
             kind, stage, number = action
-            needs.update(lanes.get(lane) for lane in lanes_of(action))
-            needs.update(
+            needed.update(lanes.get(lane) for lane in lanes_of(action))
+            needed.update(
                 positions.get((other, at, number)) for other, at in dependencies.of(kind, stage)
             )
-            away = slice_before(kind, number % slices, slices)
+            away = distance_to_slice_before(kind, number % slices, slices)
             if away:
-                needs.add(positions.get(("B" if kind == "I" else kind, stage, number + away)))
-        yield {need for need in needs if need is not None}
+                needed.add(positions.get(("B" if kind == "I" else kind, stage, number + away)))
+        yield {earlier for earlier in needed if earlier is not None}
         for action in parts(item):
             positions["B" if action.kind == "I" else action.kind, action.stage, int(action[2])] = (
                 position

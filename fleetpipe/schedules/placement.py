@@ -1,7 +1,7 @@
-"""Maps stages to ranks, and says which values cross between them.
+"""Placements (the rank of each stage), edges (values between stages), and what an action waits for.
 
-Only this file has the shapes of a loop, a vee and a wave. ``Dependencies`` is the one rule of what
-an action waits for: verify, simulate and lower all use it.
+Only this file knows the shapes of a loop, a vee and a wave. ``Dependencies`` has the rule of what
+an action waits for; verify, simulate and lower all use it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ HEAD = "+head"
 _EDGE = re.compile(r"(0|[1-9][0-9]{0,17})>(0|[1-9][0-9]{0,17})(?::([A-Za-z_][A-Za-z0-9_-]*))?")
 
 
-def _there_and_back(position: int, ranks: int) -> int:
+def _rank_in_vee(position: int, ranks: int) -> int:
+    """Returns the rank of stage ``position`` of a vee, which runs 0..p-1 and back p-1..0."""
     return min(position, 2 * ranks - 1 - position)
 
 
 class PlacementShape(NamedTuple):
-    """A way to place stages: a round over the ranks, which may repeat.
+    """A rule that places stages on ranks: stages run over the ranks in rounds, all rounds alike.
 
     Attributes:
-        rank_of: Returns the rank of a stage of a round, from its position there and the number of
-            ranks.
-        chunks: The chunks that a round places on each rank.
-        repeats: Whether another round may follow.
+        rank_of: ``rank_of(position, ranks)`` returns the rank of the stage at a position, counted
+            from 0, in its round.
+        chunks: The chunks that one round places on each rank.
+        repeats: Whether there may be several rounds.
     """
 
     rank_of: Callable[[int, int], int]
     chunks: int
     repeats: bool
 
-    def takes(self, chunks: int) -> bool:
-        """Whether so many chunks on each rank are whole rounds."""
+    def allows(self, chunks: int) -> bool:
+        """Whether each rank can have this number of chunks, since they are whole rounds."""
         return chunks % self.chunks == 0 if self.repeats else chunks == self.chunks
 
-    def least(self, chunks: int = 1) -> int:
-        """Returns the least number of chunks from ``chunks`` on that it takes, or its only one."""
+    def round_up(self, chunks: int = 1) -> int:
+        """Returns the smallest allowed number of chunks that is at least ``chunks``.
+
+        A shape of a single round allows one number only, which is returned for any ``chunks``.
+        """
         return -(-chunks // self.chunks) * self.chunks if self.repeats else self.chunks
 
 
@@ -51,22 +55,22 @@ class PlacementShape(NamedTuple):
 #: again.
 SHAPES = {
     "loop": PlacementShape(lambda position, ranks: position, 1, repeats=True),
-    "vee": PlacementShape(_there_and_back, 2, repeats=False),
-    "wave": PlacementShape(_there_and_back, 2, repeats=True),
+    "vee": PlacementShape(_rank_in_vee, 2, repeats=False),
+    "wave": PlacementShape(_rank_in_vee, 2, repeats=True),
 }
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A map from global stages to ranks.
+    """The rank of each global stage.
 
     With p ranks and v chunks on each there are S = p*v stages. The rank of stage s is s % p under
     ``loop`` and min(s, 2p-1-s) under ``vee``, where v is 2 and rank 0 owns both the first and
-    the last stage. Under ``wave`` it is that of s % 2p under ``vee``: v is even, and every second
-    chunk runs back from rank p-1 to rank 0. :data:`SHAPES` has them all.
+    the last stage. Under ``wave``, where v is even, a vee of 2p stages is repeated: stage s is on
+    the rank that stage s % 2p has under ``vee``.
 
-    With ``+head`` after the name there are p+1 further stages: S+r on rank r, its part of the
-    model's head, and last the stage of the loss, on the rank of stage S-1.
+    With ``+head`` after the name the model has a vocabulary head in p parts, which are stages too:
+    stage S+r is the part of rank r, and stage S+p the loss, on the rank of stage S-1.
 
     Args:
         name: "loop", "vee" or "wave", or one of them with a head: "loop+head".
@@ -89,37 +93,41 @@ class Placement:
         for field in ("ranks", "chunks"):
             object.__setattr__(self, field, require_whole(field, getattr(self, field)))
         shape = SHAPES[self.shape]
-        if not shape.takes(self.chunks):
+        if not shape.allows(self.chunks):
             number = "two chunks" if shape.chunks == 2 else f"{shape.chunks} chunks"
             rule = f"a whole number of times {number}" if shape.repeats else f"exactly {number}"
             raise ConfigError(
                 f"a {self.shape} places {rule} on each rank",
                 got=f"chunks={self.chunks}",
-                fix=f"give chunks={shape.least(self.chunks)}, or the placement 'loop'",
+                fix=f"give chunks={shape.round_up(self.chunks)}, or the placement 'loop'",
             )
 
     @property
     def shape(self) -> str:
-        """The name without the suffix of a head."""
+        """The key in :data:`SHAPES`: the name without ``+head``."""
         return self.name.partition("+")[0]
 
     @property
     def has_head(self) -> bool:
-        """Whether a head's parts and the loss are stages of their own, after the others."""
+        """Whether the parts of a vocabulary head, and the loss, are stages of their own."""
         return self.name.endswith(HEAD)
 
     @property
     def body(self) -> int:
-        """Number of stages without those of a head, S = ranks * chunks."""
+        """Number of stages before the head, S = ranks * chunks; all stages without a head."""
         return self.ranks * self.chunks
 
     @property
     def stages(self) -> int:
-        """Number of all stages: S, and p + 1 more with a head."""
+        """Number of all stages: S without a head, S + p + 1 with one."""
         return self.body + (self.ranks + 1 if self.has_head else 0)
 
     def chain(self) -> tuple[tuple[int, int], ...]:
-        """Returns (source, target) of each edge between stages, without skip connections."""
+        """Returns (source stage, target stage) of each edge of a model without skip connections.
+
+        These are 0>1, 1>2, ..; with a head the last stage before it has an edge to each part, and
+        each part one to the loss.
+        """
         last = self.body - 1
         ends = [(stage, stage + 1) for stage in range(last)]
         for part in range(self.body, self.stages - 1):
@@ -140,15 +148,18 @@ class Placement:
             )
         if stage >= self.body:
             return self.rank_of(self.body - 1) if stage == self.stages - 1 else stage - self.body
-        return SHAPES[self.shape].rank_of(stage % self._round, self.ranks)
+        return SHAPES[self.shape].rank_of(stage % self._stages_of_round, self.ranks)
 
     def link_of(self, stage: int) -> int:
-        """Returns the link over which a value leaves ``stage``, whose next stage is elsewhere.
+        """Returns the number of the link between the ranks of a stage and of the next stage.
 
-        Link r is the one between rank r and the one after it, which is rank 0 for the last rank.
+        Link r joins rank r and rank r+1; link p-1 joins the last rank and rank 0.
+
+        Args:
+            stage: A stage whose next stage is on another rank.
         """
         source, target = self.rank_of(stage), self.rank_of(stage + 1)
-        ends_a_round = (stage + 1) % self._round == 0
+        ends_a_round = (stage + 1) % self._stages_of_round == 0
         return source if ends_a_round else min(source, target)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -166,8 +177,8 @@ class Placement:
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     @property
-    def _round(self) -> int:
-        """The number of stages of a round."""
+    def _stages_of_round(self) -> int:
+        """The number of stages of one round over the ranks."""
         return SHAPES[self.shape].chunks * self.ranks
 
 
@@ -192,7 +203,7 @@ class Edge(NamedTuple):
 
 
 def parse_edge(text: str) -> Edge | None:
-    """Reads ``0>1`` or ``0>2:mask``; None if the text is not an edge."""
+    """Reads an edge such as ``0>1`` or ``0>2:mask``; None if the text is malformed."""
     match = _EDGE.fullmatch(text)
     return None if match is None else Edge(int(match[1]), int(match[2]), match[3] or "")
 
@@ -203,7 +214,11 @@ def chain(stages: int) -> tuple[Edge, ...]:
 
 
 def checked_edges(edges: Iterable[Edge] | None, placement: Placement) -> tuple[Edge, ...]:
-    """Returns ``edges`` sorted; for None the chain, with the edges of a head if there is one.
+    """Returns the edges of a model, sorted and checked.
+
+    Args:
+        edges: The edges; None for those of :meth:`Placement.chain`.
+        placement: The placement of the model's stages.
 
     Raises:
         ConfigError: An edge that runs backwards, leaves the model, occurs twice, or has a name that
@@ -234,9 +249,11 @@ def checked_edges(edges: Iterable[Edge] | None, placement: Placement) -> tuple[E
 def crossing_edges(
     placement: Placement, edges: Iterable[Edge]
 ) -> tuple[list[list[tuple[Edge, int]]], list[list[tuple[Edge, int]]]]:
-    """Returns, for each stage, the edges that leave it and those that enter it between ranks.
+    """Returns the edges between ranks: by stage those that leave it, and those that enter it.
 
-    Each comes with the rank at its other end. An edge whose stages share a rank is left out.
+    Returns:
+        Two lists with an item for each stage, a list of pairs: an edge, and the rank of the stage
+        at its other end. Edges whose two stages are on one rank are left out.
     """
     leaving: list[list[tuple[Edge, int]]] = [[] for _ in range(placement.stages)]
     entering: list[list[tuple[Edge, int]]] = [[] for _ in range(placement.stages)]
@@ -250,15 +267,15 @@ def crossing_edges(
 
 @shows(stages="_sources")
 class Dependencies:
-    """The actions that each action waits for, all of the same micro-batch.
+    """The rule of which actions an action waits for, within one micro-batch.
 
     - F(s) waits for F(e.source) of every edge e into s;
     - B(s) and I(s) wait for F(s), and for the backward of e.target of every edge e out of s;
     - W(s) waits for I(s).
 
-    If sequences are cut into slices, see also :func:`slice_before`.
-
-    In the results "B" means the backward that computes input gradients: B, or I if it is split.
+    An action on a slice of a sequence also waits for another slice: see
+    :func:`distance_to_slice_before`. In results "B" stands for the backward that computes input
+    gradients: B, or I if the backward is split.
 
     Args:
         edges: The edges of the model, as :func:`checked_edges` returns them.
@@ -275,7 +292,7 @@ class Dependencies:
         self._targets = [sorted(numbers) for numbers in targets]
 
     def of(self, kind: str, stage: int) -> tuple[tuple[str, int], ...]:
-        """Returns the (kind, stage) pairs that ``kind`` of ``stage`` waits for."""
+        """Returns the (kind, stage) of each action that an action of a kind and stage waits for."""
         if kind == "F":
             return tuple(("F", source) for source in self._sources[stage])
         if kind == "W":
@@ -283,10 +300,19 @@ class Dependencies:
         return (("F", stage), *(("B", target) for target in self._targets[stage]))
 
 
-def slice_before(kind: str, index: int, slices: int) -> int:
-    """Returns the distance to the slice whose ``kind`` has to run before; 0 if there is none.
+def distance_to_slice_before(kind: str, index: int, slices: int) -> int:
+    """Returns how far away the slice is whose action must run before that of slice ``index``.
 
-    A forward needs the results of the slice before it, -1. Backwards run in the other order, +1.
+    Forwards of a micro-batch's slices run in order: -1, the slice before. B and I run in reverse
+    order: +1, the slice after. W waits for no other slice.
+
+    Args:
+        kind: The kind of both actions.
+        index: The slice, 0..slices-1.
+        slices: Slices of each micro-batch.
+
+    Returns:
+        -1 or +1; 0 if there is no such slice.
     """
     if kind == "F":
         return -1 if index > 0 else 0

@@ -282,7 +282,7 @@ def _with_header(text: str, micro_batches: int | None, placement: str | None) ->
             return text
         stages = 1 + max((int(stage) for stage in _TOKEN.findall(text)), default=0)
         ranks = len(text.rstrip().split("\n"))
-        chunks = SHAPES[placement or "loop"].least(-(-stages // ranks))
+        chunks = SHAPES[placement or "loop"].round_up(-(-stages // ranks))
         header = f"# fleetpipe-schedule 1 name=unnamed ranks={ranks} chunks={chunks}"
         header += f" micro_batches={micro_batches} placement={placement or 'loop'}"
         return f"{header}\n{text}"

@@ -1,7 +1,8 @@
-"""Simulates a schedule: when each action runs, the memory it holds, and the plan that is run.
+"""Simulates a schedule: when each action runs, the memory that it holds, and the plan of it.
 
-``replay`` goes as far on each rank as its dependencies allow. ``simulate`` adds costs, the bubble
-and the memory in use. ``lower`` writes a plan in which no two ranks can block each other.
+``replay`` runs the rows of all ranks on paper, each action as soon as its rank and its inputs are
+ready, and returns the times. ``simulate`` adds the bubble and the memory in use. ``lower`` writes a
+plan in which no two ranks can block each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fleetpipe.schedules.action import (
     Send,
     Step,
     flatten,
-    numbers,
+    micro_batch_numbers,
     parts,
 )
 from fleetpipe.schedules.costs import Costs
@@ -34,17 +35,18 @@ from fleetpipe.schedules.placement import (
     Edge,
     checked_edges,
     crossing_edges,
-    slice_before,
+    distance_to_slice_before,
 )
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, collector_paused
 
-#: When an action of one kind and stage ended, by micro-batch; None before that.
+#: For each micro-batch (or slice) the time at which its action of one kind and stage ended; None
+#: before that.
 _Ends = list[float | None]
 
-#: The append method of a row, and the op of each micro-batch to append.
-_Following = tuple[Callable[[Op], None], Sequence[Op]]
+#: The ``append`` of a rank's row, and the operation to append for each micro-batch (or slice).
+_Appends = tuple[Callable[[Op], None], Sequence[Op]]
 
-_Written = TypeVar("_Written", Send, Recv, Free)
+_NewOp = TypeVar("_NewOp", Send, Recv, Free)
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,16 @@ class Replay:
 
 
 def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -> Replay:
-    """Returns the times of all entries.
+    """Returns the times at which all entries of a schedule begin and end.
 
     Every rank runs its row in order; an entry begins when its rank is free and its inputs have
     arrived. The result does not depend on the order in which ranks are visited. The last result is
     cached with the schedule, since verify, simulate and lower all need it.
+
+    Args:
+        schedule: The schedule.
+        edges: The edges of the model; None for a chain of stages.
+        costs: The time of each action, and the latency of edges.
 
     Raises:
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
@@ -77,7 +84,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     key = checked_edges(edges, schedule.placement), repr(asdict(costs))
     cached: tuple[object, Replay] | None = vars(schedule).get("_replay")
     if cached is None:
-        _require_complete(schedule)
+        _require_complete_schedule(schedule)
     if cached is None or cached[0] != key:
         # The local is returned: another thread may replace the attribute.
         cached = key, _simulate(schedule, Dependencies(key[0], schedule.placement.stages), costs)
@@ -85,7 +92,7 @@ def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -
     return cached[1]
 
 
-def _require_complete(schedule: ScheduleRows) -> None:
+def _require_complete_schedule(schedule: ScheduleRows) -> None:
     """Refuses a schedule with an action that is missing, doubled, unknown, or on a wrong rank."""
     units, placement = schedule.units, schedule.placement
     # The count comes first: the sets below are as large as a complete schedule.
@@ -113,21 +120,22 @@ def _require_complete(schedule: ScheduleRows) -> None:
 
 
 def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> Replay:
-    ranks = _Ranks(schedule, dependencies, costs)
+    """Computes the result of :func:`replay` for a complete schedule."""
+    ranks = _ReplayState(schedule, dependencies, costs)
     ranks.run()
     if any(len(ends) < len(row) for ends, row in zip(ranks.ends, schedule.actions)):
         raise_stalled(schedule, dependencies, list(map(len, ranks.ends)))
     return Replay(tuple(map(tuple, ranks.starts)), tuple(map(tuple, ranks.ends)), tuple(ranks.busy))
 
 
-class _Column(NamedTuple):
-    """The actions of one kind and stage.
+class _StageActions(NamedTuple):
+    """The times of the actions of one kind and stage, and what they wait for.
 
     Attributes:
-        ends: When they ended. B and I share the list, since either gives the input gradient.
-        duration: How long each takes.
-        waits: For each action that it waits for: that action's ends, the distance to its
-            micro-batch or slice, and the latency of the value.
+        ends: When each ended. B and I share the list, since either gives the input gradient.
+        duration: The time that each takes.
+        waits: For each kind of action that they wait for: the list of its ends, the distance to its
+            micro-batch or slice (0, -1 or 1), and the latency of its value.
     """
 
     ends: _Ends
@@ -135,8 +143,14 @@ class _Column(NamedTuple):
     waits: list[tuple[_Ends, int, float]]
 
 
-class _Ranks:
-    """The state of a replay: for each rank the times of the entries that it has run."""
+class _ReplayState:
+    """The state of a replay.
+
+    Attributes:
+        starts: For each rank the times at which its entries began, as far as they have run.
+        ends: For each rank the times at which these entries ended.
+        busy: For each rank the time that it has computed.
+    """
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
         ranks, stages = range(schedule.placement.ranks), range(schedule.placement.stages)
@@ -148,11 +162,11 @@ class _Ranks:
             kind: [[None] * schedule.units for _ in stages] for kind in "FBW"
         }
         ends["I"] = ends["B"]
-        #: By slice, kind and stage.
-        self.columns = [
+        # By index of a slice (0 for whole micro-batches), kind and stage.
+        self.stage_actions = [
             {
                 kind: [
-                    _Column(
+                    _StageActions(
                         ends[kind][stage],
                         of_slice.of(kind, stage),
                         _waits(schedule, dependencies, of_slice, ends, (kind, stage, index)),
@@ -165,23 +179,23 @@ class _Ranks:
         ]
 
     def run(self) -> None:
-        """Runs every rank as far as possible."""
-        ranks = [self._run(rank) for rank in range(len(self.ends))]
+        """Runs every rank until no rank can go on."""
+        runs = [self._run(rank) for rank in range(len(self.ends))]
         before, done = -1, 0
         while done != before:
-            for rank in ranks:
-                next(rank, None)
+            for run in runs:
+                next(run, None)
             before, done = done, sum(map(len, self.ends))
 
     def _run(self, rank: int) -> Iterator[None]:
-        """Runs a rank to its end, and yields whenever it has to wait."""
-        slices, columns = self.schedule.slices, self.columns
+        """Runs the entries of a rank's row; yields whenever an input is not there yet."""
+        slices, stage_actions = self.schedule.slices, self.stage_actions
         free: float = 0
         for item in self.schedule.actions[rank]:
             begin, duration = free, 0.0
             actions = parts(item)
             for kind, stage, number in actions:
-                _, duration, waits = columns[number % slices][kind][stage]
+                _, duration, waits = stage_actions[number % slices][kind][stage]
                 for ends, distance, latency in waits:
                     while (end := ends[number + distance]) is None:
                         yield
@@ -190,7 +204,7 @@ class _Ranks:
                 duration = self.costs.of_fused(item)
             free = begin + duration
             for kind, stage, number in actions:
-                columns[number % slices][kind][stage].ends[number] = free
+                stage_actions[number % slices][kind][stage].ends[number] = free
             self.starts[rank].append(begin)
             self.ends[rank].append(free)
             self.busy[rank] += duration
@@ -201,10 +215,18 @@ def _waits(
     dependencies: Dependencies,
     costs: Costs,
     ends: dict[str, list[_Ends]],
-    of: tuple[str, int, int],
+    actions: tuple[str, int, int],
 ) -> list[tuple[_Ends, int, float]]:
-    """Returns the ``waits`` of the actions of a kind, a stage and an index of a slice."""
-    (kind, stage, index), rank_of = of, schedule.placement.rank_of
+    """Returns ``_StageActions.waits``.
+
+    Args:
+        schedule: The schedule.
+        dependencies: The rule of what an action waits for.
+        costs: The costs of the actions, of which the latency of edges is read.
+        ends: The lists of ends, by kind and stage.
+        actions: Kind, stage and index of the slice of the actions that wait.
+    """
+    (kind, stage, index), rank_of = actions, schedule.placement.rank_of
     waits = [
         # A value and its gradient use one edge, whose latency is that of the earlier stage.
         (
@@ -214,16 +236,16 @@ def _waits(
         )
         for other_kind, other in dependencies.of(kind, stage)
     ]
-    away = slice_before(kind, index, schedule.slices)
+    away = distance_to_slice_before(kind, index, schedule.slices)
     return [*waits, (ends[kind][stage], away, 0)] if away else waits
 
 
 class Amounts(NamedTuple):
-    """The activations in flight on a rank during and after one of its entries.
+    """The activations in flight on a rank, in forwards of one stage or in bytes.
 
     Attributes:
-        during: While it runs, before it releases anything.
-        after: When it has ended.
+        during: While one entry of its row runs, before it releases anything.
+        after: When that entry has ended.
     """
 
     during: float
@@ -233,27 +255,27 @@ class Amounts(NamedTuple):
 def amounts_in_flight(
     schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
 ) -> Iterator[Amounts]:
-    """Yields the activations in flight on a rank while each of its entries runs and after it.
+    """Yields for each entry of a rank's row the activations in flight.
 
-    Those of a forward are in flight from its start; B releases them at its end, I the share
-    ``costs.input_grad_frees`` of them and W the rest. In a forward-only schedule they are released
-    at the end of the forward itself.
+    Activations of a forward are in flight from its start. B releases them at its end; in a split
+    backward I releases the share ``costs.input_grad_frees`` of them, and W the rest. In a
+    forward-only schedule the forward itself releases them at its end.
 
     Args:
         schedule: A schedule.
         rank: The rank.
-        costs: Says what I releases, and the bytes of each stage. Default ``Costs()``.
-        in_bytes: Count ``costs.bytes``, not forwards of one stage.
+        costs: The share that I releases, and the bytes of each stage. Default ``Costs()``.
+        in_bytes: Whether to count the bytes ``costs.bytes``, in place of forwards of one stage.
     """
     costs = costs or Costs()
     rest = 1 - costs.input_grad_frees
     by_slice = costs.by_slice(schedule.slices)
     slices = schedule.slices
 
-    def amount_of(action: Action) -> float:
+    def bytes_held(action: Action) -> float:
         return by_slice[action.micro_batch % slices].bytes_of(action)
 
-    # Forwards of which nothing is released, and those of which only I is done. They have separate
+    # Forwards of which nothing is released, and those of which only I has run. They have separate
     # sums, which are weighted last, so that no rounding error builds up.
     whole: float = 0
     halves: float = 0
@@ -261,11 +283,11 @@ def amounts_in_flight(
         actions = (item,) if isinstance(item, Action) else item.actions
         for action in actions:
             if action[0] == "F":
-                whole += amount_of(action) if in_bytes else 1
+                whole += bytes_held(action) if in_bytes else 1
         during = whole + rest * halves
         for action in actions:
             kind = action[0]
-            amount = amount_of(action) if in_bytes else 1
+            amount = bytes_held(action) if in_bytes else 1
             if kind == "B" or kind == "I" or schedule.forward_only:
                 whole -= amount
             if kind == "I":
@@ -363,6 +385,7 @@ def simulate(
 
 
 def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = False) -> float:
+    """Returns the most activations in flight on a rank at once."""
     return max(
         amount.during for amount in amounts_in_flight(schedule, rank, costs, in_bytes=in_bytes)
     )
@@ -382,9 +405,9 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
     owners = [rank for rank, row in enumerate(ends) for _ in row]
     items = [iter(row) for row in schedule.actions]
     with collector_paused():
-        emitter = _Emitter(schedule, ordered_edges)
-        following = emitter.following
-        appends = [row.append for row in emitter.rows]
+        writer = _PlanWriter(schedule, ordered_edges)
+        following = writer.following
+        appends = [row.append for row in writer.rows]
         # The sort is stable: a rank's own order is kept, and ranks that tie follow their number.
         for index in sorted(range(len(times)), key=times.__getitem__):
             rank = owners[index]
@@ -394,56 +417,78 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
                 for append, ops in following[kind][stage]:
                     append(ops[micro_batch])
     if not schedule.forward_only:
-        for row in emitter.rows:
+        for row in writer.rows:
             row += (Reduce(), Step())
     return PlanRows(
         schedule.name,
         placement,
         schedule.micro_batches,
         ordered_edges,
-        tuple(map(tuple, emitter.rows)),
+        tuple(map(tuple, writer.rows)),
         schedule.forward_only,
         schedule.slices,
         schedule.options,
     )
 
 
-class _Emitter:
-    """Writes the rows of a plan.
+class _PlanWriter:
+    """The rows of a plan that is being written, and the operations that follow each action.
 
-    The operations after an action are created for all micro-batches at once, since creating
-    millions of them one by one would take most of the time.
+    These are created for all micro-batches at once, since creating millions of them one by one
+    would take most of the time.
+
+    Attributes:
+        rows: The rows of all ranks, as far as they are written.
+        following: By kind and stage of an action: the sends, receives and releases to append after
+            it, each with the row to append them to.
     """
 
     def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
         placement = schedule.placement
-        self.numbers = numbers(schedule.micro_batches, schedule.slices)
+        self.numbers = micro_batch_numbers(schedule.micro_batches, schedule.slices)
         self.rows: list[list[Op]] = [[] for _ in range(placement.ranks)]
         leaving, entering = crossing_edges(placement, edges)
-        #: By kind and stage: the operations that follow its actions.
-        self.following: dict[str, list[list[_Following]]] = {kind: [] for kind in KINDS}
+        self.following: dict[str, list[list[_Appends]]] = {kind: [] for kind in KINDS}
         for stage in range(placement.stages):
             row = self.rows[placement.rank_of(stage)]
-            values = [follow for end in leaving[stage] for follow in self._transfers("F", row, end)]
-            frees: list[_Following] = [(row.append, self._all(Free, stage, letter="FREE"))]
-            grads: list[_Following] = []
+            values = [
+                follow for end in leaving[stage] for follow in self._send_and_receive("F", row, end)
+            ]
+            frees: list[_Appends] = [
+                (row.append, self._one_per_micro_batch(Free, stage, letter="FREE"))
+            ]
+            grads: list[_Appends] = []
             if not schedule.forward_only:
                 for end in entering[stage]:
-                    grads += self._transfers("B", row, end)
+                    grads += self._send_and_receive("B", row, end)
             self.following["F"].append(values + frees * schedule.forward_only)
             self.following["B"].append(grads + frees)
             self.following["I"].append(grads)
             self.following["W"].append(frees)
 
-    def _transfers(self, kind: str, row: list[Op], end: tuple[Edge, int]) -> list[_Following]:
-        """Returns the sends of an edge's value or gradient, with the receives of the other rank."""
+    def _send_and_receive(self, kind: str, row: list[Op], end: tuple[Edge, int]) -> list[_Appends]:
+        """Returns the sends of an edge's values or gradients, and the receives at the other rank.
+
+        Args:
+            kind: "F" for values, "B" for gradients.
+            row: The row of the sending rank.
+            end: The edge, and the receiving rank.
+        """
         edge, peer = end
         return [
-            (row.append, self._all(Send, kind, edge, letter="S")),
-            (self.rows[peer].append, self._all(Recv, kind, edge, letter="R")),
+            (row.append, self._one_per_micro_batch(Send, kind, edge, letter="S")),
+            (self.rows[peer].append, self._one_per_micro_batch(Recv, kind, edge, letter="R")),
         ]
 
-    def _all(self, written: type[_Written], *first: object, letter: str) -> Sequence[_Written]:
-        """Returns an op for each micro-batch or slice, without a Python call for each."""
+    def _one_per_micro_batch(
+        self, written: type[_NewOp], *first: object, letter: str
+    ) -> Sequence[_NewOp]:
+        """Returns one operation for each micro-batch or slice, without a Python call for each.
+
+        Args:
+            written: The class of the operations.
+            first: The fields before the micro-batch.
+            letter: The last field.
+        """
         fields = zip(*map(repeat, first), self.numbers, repeat(letter))
         return list(map(partial(tuple.__new__, written), fields))

@@ -147,7 +147,7 @@ def _placement(paddles: PaddleSchedule) -> Placement:
     """Returns the placement that one of Paddle's schedules has."""
     ranks = len(paddles.members)
     chunks = paddles.stages // ranks
-    for name in (name for name, shape in SHAPES.items() if shape.takes(chunks)):
+    for name in (name for name, shape in SHAPES.items() if shape.allows(chunks)):
         placement = Placement(name, ranks, chunks)
         if [*map(placement.rank_of, range(placement.stages))] == paddles.rank_of:
             break

@@ -68,7 +68,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from fleetpipe.errors import ConfigError, require_whole
-from fleetpipe.schedules.action import Action, numbers
+from fleetpipe.schedules.action import Action, micro_batch_numbers
 from fleetpipe.schedules.placement import Placement
 
 
@@ -201,7 +201,7 @@ def seq_one_f_one_b(
         micro_batches: Micro-batches of a batch, m.
         slices: Slices of each micro-batch's sequence, k.
     """
-    units = numbers(micro_batches, slices)
+    units = micro_batch_numbers(micro_batches, slices)
     firsts = range(0, len(units), slices)
     backwards = [unit for first in firsts for unit in units[first : first + slices][::-1]]
     rows = []

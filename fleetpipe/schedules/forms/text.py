@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.action import Item, Op, parse_item, parse_op
-from fleetpipe.schedules.explain import window
+from fleetpipe.schedules.explain import entries_around
 from fleetpipe.schedules.placement import Edge, Placement, checked_edges, parse_edge
 from fleetpipe.schedules.rows import Options, PlanRows, ScheduleRows
 
@@ -128,7 +128,7 @@ def _read_row(
                 f"cannot read {token!r}",
                 where=f"line {number} (rank {number - 2}), token #{index}",
                 expected=expected,
-                got=window(tokens, index),
+                got=entries_around(tokens, index),
                 fix="write it in one of these ways, with a blank between two tokens",
             )
         row.append(value)

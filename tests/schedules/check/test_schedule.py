@@ -19,7 +19,7 @@ from fleetpipe.schedules import (
     names,
 )
 from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.placement import slice_before
+from fleetpipe.schedules.placement import distance_to_slice_before
 from tests.schedules.sample_schedules import random_edges, random_schedule, schedule_of
 
 pytestmark = pytest.mark.no_paddle
@@ -221,7 +221,7 @@ def dependent_pairs(schedule: Schedule, rank: int) -> list[tuple[int, int]]:
         for need in rule.of(kind, stage)
     ]
     for (kind, stage, unit), position in places.items():
-        away = slice_before(kind, unit % schedule.slices, schedule.slices)
+        away = distance_to_slice_before(kind, unit % schedule.slices, schedule.slices)
         if away:
             waits.append(((kind, stage, unit + away), position))
     return [(places[need], position) for need, position in waits if need in places]
