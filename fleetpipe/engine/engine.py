@@ -1,7 +1,8 @@
 """Walks a plan: collects the inputs of each action, asks the stage to run it, sends the results on.
 
-One engine serves training, evaluation and prediction, a process that is one rank and a process
-that plays all of them. It knows neither the names of schedules nor anything of models.
+A plan is a schedule with its sends, receives, releases and collective operations. One engine serves
+training, evaluation and prediction, a process that is one rank and a process that plays all of
+them. It knows neither the names of schedules nor anything of models.
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ from fleetpipe.transport import MessageKey, Transport, Value, describe
 
 _log = log.logger(__name__)
 
+#: A method of a stage that runs one action, such as :meth:`Stage.forward`.
 Compute = Callable[[int, GlobalMicroBatch, Values], Values]
 
 
 class Walker:
-    """One rank's way through a plan, resumable at every message it has to wait for."""
+    """Runs one rank's operations of a plan, and can stop and resume at each message it waits for.
+
+    Attributes:
+        rank: The rank of the pipeline that it plays.
+        transport: This rank's connections.
+        values: The values that the rank has computed or received and not passed on, by message.
+        held: Forwards whose activations are not released yet, in chunk units.
+        peak_held: The largest ``held`` of the batch.
+    """
 
     def __init__(
         self,
@@ -46,7 +56,7 @@ class Walker:
             rank: The rank of the pipeline to play.
             stage: What runs the compute actions.
             transport: This rank's connections.
-            arrive: Called with the name of each collective operation that the rank reaches.
+            arrive: Called with the text of each collective operation that the rank reaches.
             observers: The observers of the operations; the first one is innermost.
             turns: Runs a fused forward and backward; None: one runs after the other.
         """
@@ -58,55 +68,59 @@ class Walker:
         self._plan = plan
         self._stage = stage
         self._arrive = arrive
-        self._watched = functools.partial(Observers(*observers).wrap, self)
+        self._wrap = functools.partial(Observers(*observers).wrap, self)
         self._turns = turns
-        self._failed: Action | None = None
-        #: The messages that each action waits for.
-        self._messages: defaultdict[Action, list[Blocked]] = defaultdict(list)
-        #: The global number of each micro-batch of the batch.
-        self._global = list(map(GlobalMicroBatch, range(plan.units)))
+        self._failed_action: Action | None = None
+        #: By action, the messages that it waits for.
+        self._messages_of: defaultdict[Action, list[Blocked]] = defaultdict(list)
+        #: By micro-batch of the batch, its global number.
+        self._global_numbers = list(map(GlobalMicroBatch, range(plan.units)))
         self._ops = plan.ops[rank]
         self._program = [tuple(self._compile(op)) for op in self._ops]
-        #: The operations in the order in which they run, and the index in it of the next one.
+        #: The indices of the operations in the order in which they run, and the position in that
+        #: order of the next one, with the first of its instructions that has not run.
         self._sequence: Sequence[int] = range(len(self._ops))
-        self._next = 0
-        self._part = 0
+        self._position = 0
+        self._next_instruction = 0
 
     @property
     def finished(self) -> bool:
-        """Whether every operation of the rank has run."""
-        return self._next == len(self._program)
+        """Whether every operation of the rank has run in this batch."""
+        return self._position == len(self._program)
 
     def restart(self, first_micro_batch: int) -> None:
-        """Goes back to the first operation.
+        """Goes back to the first operation, for the next batch.
 
         Args:
             first_micro_batch: Global number of the batch's micro-batch 0, dp_rank * m.
         """
-        self._next = self._part = 0
+        self._position = self._next_instruction = 0
         numbers = range(first_micro_batch, first_micro_batch + self._plan.units)
-        self._global = list(map(GlobalMicroBatch, numbers))
-        self._failed = None
+        self._global_numbers = list(map(GlobalMicroBatch, numbers))
+        self._failed_action = None
         self.values.clear()
         self.held = self.peak_held = 0
 
     def advance(self, until: int = 0) -> Blocked | None:
-        """Runs the next operation, or returns the message that the rank has to wait for first.
+        """Runs operations until a message is missing.
 
         Args:
-            until: Runs operations until so many of the batch have run, but at least one.
+            until: Stops once so many of the batch's operations have run, but runs at least one.
+
+        Returns:
+            The missing message, without which the rank cannot go on; None if there is none.
         """
-        until = max(until, self._next + 1)
-        while self._next < until:
-            instructions = self._program[self._sequence[self._next]]
-            while self._part < len(instructions):
-                _, instruction = instructions[self._part]
+        until = max(until, self._position + 1)
+        while self._position < until:
+            instructions = self._program[self._sequence[self._position]]
+            while self._next_instruction < len(instructions):
+                _, instruction = instructions[self._next_instruction]
                 blocked = instruction()
                 if blocked is not None:
                     return blocked
-                self._part += 1
-            self._next += 1
-            self._part = 0
+                self._next_instruction += 1
+            self._position += 1
+            self._next_instruction = 0
         return None
 
     def wait(self, blocked: Blocked, timeout: float) -> None:
@@ -119,7 +133,7 @@ class Walker:
         self.values[blocked.key] = self.transport.receive(*blocked, timeout)
 
     def discard(self) -> None:
-        """Drops what an unfinished run left: values of this rank, and messages to it.
+        """Drops the values and the messages that a batch left that did not end.
 
         Call it only if one process plays all ranks, so that none can still send a message.
         """
@@ -130,29 +144,29 @@ class Walker:
                 self.transport.try_receive(source, message_of(op))
 
     def where(self) -> str:
-        """Says which operation the rank is at and which it finished last, for messages."""
-        ran = [self._ops[index] for index in self._sequence[: self._next]]
-        finished = [op for op in ran if isinstance(op, (Action, Fused))]
-        done = f", last finished {finished[-1]}" if finished else ""
+        """Returns in words the rank's present operation and its last finished one, for errors."""
+        operations = [self._ops[index] for index in self._sequence[: self._position]]
+        finished = [op for op in operations if isinstance(op, (Action, Fused))]
+        suffix = f", last finished {finished[-1]}" if finished else ""
         if self.finished:
-            return f"rank {self.rank}, between batches{done}"
-        at = self._at()
-        op, instructions = self._ops[at], self._program[at]
+            return f"rank {self.rank}, between batches{suffix}"
+        index = self._next_index()
+        op, instructions = self._ops[index], self._program[index]
         text = f"rank {self.rank}, operation {op}"
-        action, _ = instructions[min(self._part, len(instructions) - 1)]
-        action = self._failed or action
+        action, _ = instructions[min(self._next_instruction, len(instructions) - 1)]
+        action = self._failed_action or action
         if isinstance(action, Action):
             text += f" (stage {action.stage}, micro-batch {action.micro_batch})"
-        return text + done
+        return text + suffix
 
-    def _at(self) -> int:
-        """Returns the index of the next operation; there must be one."""
-        return self._sequence[self._next]
+    def _next_index(self) -> int:
+        """Returns the index in the plan of the next operation; there must be one."""
+        return self._sequence[self._position]
 
     def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
-        """Yields the calls that an operation consists of, each with its action or operation.
+        """Yields the instructions of an operation, each with the action or operation that it is of.
 
-        The actions of a fused unit run one after another, each after the receives it waits for.
+        The actions of a fused pair run one after another, each after the receives it waits for.
         """
         if isinstance(op, Fused) and self._turns is not None and _takes_turns(op):
             yield from self._compile_pair(op, self._turns)
@@ -165,60 +179,64 @@ class Walker:
                 yield op, functools.partial(self.transport.post, source, message_of(op))
         elif isinstance(op, Send):
             _, target = ranks_of(op, self._plan.placement)
-            yield op, self._watched(op, functools.partial(self._send, target, message_of(op)))
+            yield op, self._wrap(op, functools.partial(self._send, target, message_of(op)))
         elif isinstance(op, Free):
             free = functools.partial(self._free, op.stage, MicroBatch(op.micro_batch))
-            yield op, self._watched(op, free)
+            yield op, self._wrap(op, free)
         else:
-            yield op, self._watched(op, functools.partial(self._arrive, str(op)))
+            yield op, self._wrap(op, functools.partial(self._arrive, str(op)))
 
     def _compile_pair(self, op: Fused, turns: Turns) -> Iterator[tuple[Op, Instruction]]:
-        """Yields the calls of a fused forward and backward that take turns.
+        """Yields the instructions of a fused forward and backward that take turns.
 
-        They begin when the messages of both are there.
+        The two begin when the messages of both are there.
         """
         halves = []
         for action in parts(op):
             *receives, (_, compute) = self._compile_action(action)
             yield from receives
-            halves.append(functools.partial(self._half, action, compute))
+            halves.append(functools.partial(self._run_half, action, compute))
         yield op, functools.partial(turns.run, *halves)
 
-    def _half(self, action: Action, compute: Instruction) -> None:
+    def _run_half(self, action: Action, compute: Instruction) -> None:
+        """Runs one action of a pair that takes turns; notes the action if it fails."""
         try:
             compute()
         except BaseException:
-            self._failed = self._failed or action
+            self._failed_action = self._failed_action or action
             raise
 
     def _compile_action(self, action: Action) -> Iterator[tuple[Op, Instruction]]:
+        """Yields the instructions of an action: a receive of each awaited message, then itself."""
         kind, stage, micro_batch = action
         into = [edge for edge in self._plan.edges if edge.target == stage]
         out = [edge for edge in self._plan.edges if edge.source == stage]
-        takes, gives = {"F": (into, out), "W": ([], [])}.get(kind, (out, into))
-        way = "F" if kind == "F" else "B"
-        incoming = [Recv(way, edge, micro_batch) for edge in takes]
+        # Gradients go from a stage's outgoing edges to its incoming ones.
+        inputs, outputs = {"F": (into, out), "W": ([], [])}.get(kind, (out, into))
+        message_kind = "F" if kind == "F" else "B"
+        incoming = [Recv(message_kind, edge, micro_batch) for edge in inputs]
         for receive in incoming:
             source, _ = ranks_of(receive, self._plan.placement)
             if source != self.rank:
                 message = Blocked(source, message_of(receive))
-                self._messages[action].append(message)
-                yield action, self._watched(receive, functools.partial(self._take, *message))
+                self._messages_of[action].append(message)
+                yield action, self._wrap(receive, functools.partial(self._receive, *message))
         compute = functools.partial(
             self._compute,
             action,
             tuple((receive.edge, message_of(receive)) for receive in incoming),
-            tuple((edge, message_of(Send(way, edge, micro_batch))) for edge in gives),
+            tuple((edge, message_of(Send(message_kind, edge, micro_batch))) for edge in outputs),
             {
                 "F": self._stage.forward,
                 "B": self._stage.backward,
                 "I": self._stage.input_grad,
-                "W": self._weight_grad,
+                "W": self._run_weight_grad,
             }[kind],
         )
-        yield action, self._watched(action, compute)
+        yield action, self._wrap(action, compute)
 
-    def _take(self, source: int, key: MessageKey) -> Blocked | None:
+    def _receive(self, source: int, key: MessageKey) -> Blocked | None:
+        """Takes a message into ``values``; returns it, to wait for, if it has not arrived."""
         if key not in self.values:
             arrived, value = self.transport.try_receive(source, key)
             if not arrived:
@@ -233,6 +251,14 @@ class Walker:
         outgoing: tuple[tuple[Edge, MessageKey], ...],
         run: Compute,
     ) -> None:
+        """Runs an action: hands its inputs to the stage, and stores the outputs.
+
+        Args:
+            action: The action.
+            incoming: The edges whose values it takes, with the keys of their messages.
+            outgoing: The edges whose values it yields, with the keys of their messages.
+            run: The stage's method.
+        """
         if action.kind == "F":
             self.held += 1
             self.peak_held = max(self.peak_held, self.held)
@@ -240,19 +266,22 @@ class Walker:
         inputs = {}
         for edge, key in incoming:
             inputs[edge] = values.pop(key)
-        outputs = run(action.stage, self._global[action.micro_batch], inputs)
+        outputs = run(action.stage, self._global_numbers[action.micro_batch], inputs)
         for edge, key in outgoing:
             values[key] = outputs[edge]
 
-    def _weight_grad(self, stage: int, micro_batch: GlobalMicroBatch, _: Values) -> Values:
+    def _run_weight_grad(self, stage: int, micro_batch: GlobalMicroBatch, _: Values) -> Values:
+        """Runs a weight-gradient action, which has neither inputs nor outputs."""
         self._stage.weight_grad(stage, micro_batch)
         return {}
 
     def _send(self, peer: int, key: MessageKey) -> None:
+        """Sends the value of ``key``, and drops it here."""
         self.transport.send(peer, key, self.values.pop(key))
 
     def _free(self, stage: int, micro_batch: MicroBatch) -> None:
-        self._stage.release(stage, self._global[micro_batch])
+        """Releases the activations of a stage and micro-batch."""
+        self._stage.release(stage, self._global_numbers[micro_batch])
         self.held -= 1
 
 
@@ -293,11 +322,11 @@ class Engine:
 
     @property
     def peak_held(self) -> dict[int, int]:
-        """Most forwards each rank held unreleased at once in the last run, in chunk units."""
+        """By rank, the most unreleased forwards at once in the last run, in chunk units."""
         return {rank: walker.peak_held for rank, walker in self._walkers.items()}
 
     def where(self) -> str:
-        """Says at which operation each rank that this process plays is, for messages."""
+        """Returns in words at which operation each rank of this process is, for errors."""
         return "; ".join(walker.where() for walker in self._walkers.values())
 
     def run(
@@ -321,15 +350,15 @@ class Engine:
             walker.restart(first_micro_batch)
         walker = next(iter(self._walkers.values()))
         try:
-            for rank, until in self._runs:
+            for rank, until in self._rank_turns:
                 walker = self._walkers[rank]
                 while (blocked := walker.advance(until)) is not None:
                     self._wait(walker, blocked)
         except BaseException as error:
             if self._plays_all:
                 # The next batch would take messages of this one for its own.
-                for each in self._walkers.values():
-                    each.discard()
+                for unfinished in self._walkers.values():
+                    unfinished.discard()
             if isinstance(error, Exception):
                 raise _add_location(error, walker) from error.__cause__
             raise
@@ -339,24 +368,29 @@ class Engine:
 
     @property
     def _plays_all(self) -> bool:
+        """Whether this process plays all ranks of the pipeline."""
         return len(self._walkers) == self._plan.placement.ranks
 
     @functools.cached_property
-    def _runs(self) -> list[tuple[int, int]]:
-        """Pairs of a rank that runs next, and how many operations it will have run by then.
+    def _rank_turns(self) -> list[tuple[int, int]]:
+        """For each turn in a batch, the rank that runs, and the operations it has run at its end.
 
-        A process that plays all ranks follows the one linear order of the plan.
+        A process that plays one rank has one turn; one that plays all follows the plan's order.
         """
         if not self._plays_all:
             return [(rank, len(self._plan.ops[rank])) for rank in self._walkers]
-        until, runs = dict.fromkeys(self._walkers, 0), []
+        until, turns = dict.fromkeys(self._walkers, 0), []
         for rank, operations in itertools.groupby(self._plan.order):
             until[rank] += len(list(operations))
-            runs.append((rank, until[rank]))
-        return runs
+            turns.append((rank, until[rank]))
+        return turns
 
     def _wait(self, walker: Walker, blocked: Blocked) -> None:
-        """Waits for the message that a blocked rank needs."""
+        """Waits for the message without which a rank cannot go on.
+
+        Raises:
+            ScheduleError: This process plays all ranks, so that no message can still come.
+        """
         if self._plays_all:
             raise ScheduleError(
                 "the plan's linear order runs an operation too early",
@@ -365,19 +399,20 @@ class Engine:
         walker.wait(blocked, self._timeout)
 
     def _arrive(self, collective: str) -> None:
+        """Runs a collective operation once all ranks of this process have reached it."""
         self._arrived[collective] += 1
         if self._arrived[collective] == len(self._walkers):
             self._collectives[collective]()
 
 
-def _takes_turns(unit: Fused) -> bool:
-    """Whether a unit is a forward fused with a backward of another stage."""
-    kinds = [action.kind for action in unit.actions]
-    return kinds == ["F", "B"] and unit.actions[0].stage != unit.actions[1].stage
+def _takes_turns(pair: Fused) -> bool:
+    """Returns whether a fused pair is a forward and a backward of different stages."""
+    kinds = [action.kind for action in pair.actions]
+    return kinds == ["F", "B"] and pair.actions[0].stage != pair.actions[1].stage
 
 
 def _add_location(error: Exception, walker: Walker) -> Exception:
-    """Adds to ``error`` the operation of the plan at which the rank was, and returns it."""
+    """Adds to an error the operation at which a rank was; returns the error to raise."""
     if isinstance(error, (PipelineTimeout, PeerFailed)):
         return type(error)(f"{walker.where()}: {error}").with_traceback(error.__traceback__)
     if isinstance(error, BoundaryError):

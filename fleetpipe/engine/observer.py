@@ -1,7 +1,7 @@
-"""Observers: objects that watch batches and the operations of the engine.
+"""Observers watch batches and the operations of the engine, as meters, guards and traces do.
 
-An observer may wrap each operation, once, when a plan is compiled; one that wraps none is free. A
-stopwatch times an operation that may be called several times until it is done.
+An observer may wrap each operation, once, when a plan is compiled; one that wraps none costs
+nothing. A stopwatch times an operation that may be called several times until it is done.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fleetpipe.transport import MessageKey, Value
 
 
 class Blocked(NamedTuple):
-    """The message that a rank cannot go on without."""
+    """The message without which a rank cannot go on: the rank that sends it, and its key."""
 
     peer: int
     key: MessageKey
 
 
-#: Runs a part of an operation and returns None, or returns the message it waits for: then it is
-#: called again.
+#: Runs a part of an operation, such as one receive or one action, and returns None. If it lacks a
+#: message, it returns that message instead, and is called again once the message is there.
 Instruction = Callable[[], Blocked | None]
 
 
 class Played(Protocol):
-    """The view of one rank that observers get."""
+    """A rank that the engine plays, as observers see it."""
 
     @property
     def rank(self) -> int:
@@ -37,20 +37,21 @@ class Played(Protocol):
 
     @property
     def values(self) -> Mapping[MessageKey, Value]:
-        """The values that the rank holds now, by the key of the message that carries them."""
+        """The values computed or received and not passed on, by the key of their message."""
 
 
 class Observer(Protocol):
     """Watches the operations of the engine; an operation that it does not wrap costs nothing."""
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns the callable to call instead of ``instruction``: itself, or a wrapper of it.
+        """Returns the instruction to run in place of ``instruction``: itself, or a wrapper of it.
 
         Args:
             played: The rank that runs the instruction.
-            op: What it does: an action without its receives, a receive (which may have to be called
-                again, and is done when it returns None), a send, a release or a collective.
-            instruction: The callable that does it.
+            op: The operation that it runs: an action without its receives, a receive (which may
+                have to be called again, and is done when it returns None), a send, a release or a
+                collective.
+            instruction: The instruction.
         """
 
 
@@ -66,7 +67,7 @@ class BatchObserver:
     in_evaluation = False
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :meth:`Observer.wrap`."""
+        """Returns ``instruction`` itself; see :meth:`Observer.wrap`."""
         return instruction
 
     def begin(self, batch: Any) -> None:
@@ -84,7 +85,7 @@ class BatchObserver:
         """
 
     def reduced(self, loss: Any) -> None:
-        """Called when the gradients are summed over all ranks, with the loss of the batch."""
+        """Called with the batch's loss when the gradients are summed over all ranks."""
 
     def step(self, step: Callable[[], None], optimizer: Any, scaled: bool) -> None:
         """Called instead of the optimizer's step.
@@ -101,7 +102,7 @@ class BatchObserver:
 
 
 class Observers(BatchObserver):
-    """Several observers as one, nested in their order.
+    """Joins several observers to one, nested in their order.
 
     The first one is innermost around an operation and around the optimizer's step. It is called
     first at the other moments, and last at the end.
@@ -112,6 +113,7 @@ class Observers(BatchObserver):
     """
 
     def __init__(self, *members: Observer) -> None:
+        """Joins ``members``, the innermost first."""
         self.members = list(members)
 
     def in_evaluations(self) -> Iterator[Observer]:
@@ -129,32 +131,33 @@ class Observers(BatchObserver):
         return instruction
 
     def begin(self, batch: Any) -> None:
-        """See :meth:`BatchObserver.begin`."""
-        for member in self._of_batches():
+        """Calls the members' :meth:`BatchObserver.begin`."""
+        for member in self._batch_observers():
             member.begin(batch)
 
     def computed(self) -> None:
-        """See :meth:`BatchObserver.computed`."""
-        for member in self._of_batches():
+        """Calls the members' :meth:`BatchObserver.computed`."""
+        for member in self._batch_observers():
             member.computed()
 
     def reduced(self, loss: Any) -> None:
-        """See :meth:`BatchObserver.reduced`."""
-        for member in self._of_batches():
+        """Calls the members' :meth:`BatchObserver.reduced`."""
+        for member in self._batch_observers():
             member.reduced(loss)
 
     def step(self, step: Callable[[], None], optimizer: Any, scaled: bool) -> None:
-        """See :meth:`BatchObserver.step`."""
-        for member in self._of_batches():
+        """Takes the step within the members' :meth:`BatchObserver.step`."""
+        for member in self._batch_observers():
             step = functools.partial(member.step, step, optimizer, scaled)
         step()
 
     def end(self) -> None:
-        """See :meth:`BatchObserver.end`."""
-        for member in reversed(self._of_batches()):
+        """Calls the members' :meth:`BatchObserver.end`, the first member last."""
+        for member in reversed(self._batch_observers()):
             member.end()
 
-    def _of_batches(self) -> list[BatchObserver]:
+    def _batch_observers(self) -> list[BatchObserver]:
+        """Returns the members that watch batches, not only operations."""
         return [member for member in self.members if isinstance(member, BatchObserver)]
 
 
@@ -164,11 +167,11 @@ def message_of(op: Send | Recv) -> MessageKey:
 
 
 class Stopwatch:
-    """An instruction that is timed from its first call to the end of the last one.
+    """An instruction that is timed from its first call to the end of its last one.
 
-    An instruction that is blocked is called again once its message is there; the time includes the
-    wait, also a wait for the first of several messages. An instruction that raises is not counted.
-    If two instructions take turns, each has the time of its own turns.
+    An instruction that lacks a message is called again once the message is there; the time includes
+    the wait, also a wait for the first of several messages. An instruction that raises an error is
+    not recorded. If two instructions take turns, each has the time of its own turns.
     """
 
     __slots__ = ("_begin", "_clock", "_instruction", "_record")
@@ -190,7 +193,7 @@ class Stopwatch:
         self._begin: float | None = None
 
     def __call__(self) -> Blocked | None:
-        """Runs the instruction; see :data:`fleetpipe.engine.observer.Instruction`."""
+        """Runs the instruction and times it; returns as every :data:`Instruction` does."""
         begin = self._clock() - here.idle if self._begin is None else self._begin
         self._begin = None
         blocked = self._instruction()

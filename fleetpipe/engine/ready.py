@@ -1,9 +1,9 @@
-"""A rank that runs the first ready action of its row, instead of waiting for the next one.
+"""Runs the first ready action of a rank's row in the schedule, instead of waiting for the next one.
 
 ``fleetpipe/schedules/envelope.py`` says which actions may run early, and why no order of arrivals
 can block the ranks. An action cannot be interrupted, so the message of the next action may come
 just after an early action has begun. A rank therefore first waits for the next action, for a share
-of the time that the early action would take. With a share of one half, a pipeline in which nothing
+of the time that the early action takes. With a share of one half, a pipeline in which nothing
 is late is as fast as in the fixed order, within two per cent. On a rank of one stage, early
 forwards gain the most with a smaller share.
 """
@@ -23,12 +23,13 @@ from fleetpipe.schedules.envelope import Envelope
 from fleetpipe.transport import MessageKey
 from fleetpipe.transport.base import AnyOrderTransport
 
-#: Shares of its own shortest time for which an early action waits for the next action.
+#: Shares of an early action's shortest time for which a rank first waits for the next action: of
+#: any action, and of a forward on a rank of one stage.
 PATIENCE, PATIENCE_OF_FORWARDS = 0.5, 0.1
 
 
 class ReadyWalker(Walker):
-    """One rank's way through a plan, in an order that depends on what has arrived.
+    """Runs one rank's operations of a plan, in an order that depends on which messages are there.
 
     Attributes:
         early: Number of actions of the batch that ran before an earlier action of the row.
@@ -46,54 +47,59 @@ class ReadyWalker(Walker):
             envelope: Returns, for a batch that begins, what the rank may run early.
             plan: The lowered schedule of the envelope, without fused actions.
             rank: The rank.
-            *arguments: As for :class:`Walker`; the transport waits for any of several messages.
+            *arguments: The other arguments of :class:`Walker`, with an ``AnyOrderTransport``.
         """
         super().__init__(plan, rank, *arguments)
         self.early = 0
-        self._envelope_of, self._envelope = envelope, envelope()
-        #: Operations before the first action; each action with those after it; those at the end.
-        units: list[list[int]] = [[]]
+        self._begin_envelope, self._envelope = envelope, envelope()
+        #: Indices of the operations before the first action; of each action and those after it; of
+        #: those at the end, from the reduction on.
+        segments: list[list[int]] = [[]]
         for index, op in enumerate(self._ops):
             if isinstance(op, (Action, Reduce)):
-                units.append([])
-            units[-1].append(index)
-        self._begin, *self._units, self._end = units
-        self._row = [cast("Action", self._ops[unit[0]]) for unit in self._units]
-        one = len(plan.placement.stages_of(rank)) == 1
-        self._patience = {"F": PATIENCE_OF_FORWARDS if one else PATIENCE}
+                segments.append([])
+            segments[-1].append(index)
+        self._begin, *self._segments, self._end = segments
+        self._row = [cast("Action", self._ops[segment[0]]) for segment in self._segments]
+        has_one_stage = len(plan.placement.stages_of(rank)) == 1
+        self._patience = {"F": PATIENCE_OF_FORWARDS if has_one_stage else PATIENCE}
         #: The shortest time of each kind of action of each stage, over all batches.
         self._shortest: dict[tuple[str, int], float] = {}
         self._idle_since: float | None = None
         self._awaited: list[Blocked] = []
-        self._until = math.inf
+        self._early_at = math.inf
 
     def restart(self, first_micro_batch: int) -> None:
         """Goes back to the first operation; see :meth:`Walker.restart`."""
         super().restart(first_micro_batch)
-        self._envelope = self._envelope_of()
+        self._envelope = self._begin_envelope()
         self._sequence = [*self._begin]
         self.early = 0
         self._idle_since, here.idle = None, 0.0
 
     def advance(self, until: int = 0) -> Blocked | None:
-        """Runs the next operation, or returns the first of the messages that it waits for."""
-        blocked = self._advance()
-        while blocked is None and self._next < until:
-            blocked = self._advance()
+        """Runs operations until no action is ready; see :meth:`Walker.advance`.
+
+        Returns:
+            The first of the messages that the rank waits for; None if it need not wait.
+        """
+        blocked = self._run_next()
+        while blocked is None and self._position < until:
+            blocked = self._run_next()
         return blocked
 
-    def _advance(self) -> Blocked | None:
-        """Runs the next operation, once it is chosen, and times it if it is an action."""
-        if self._next == len(self._sequence):
-            unit = self._choose()
-            if unit is None:
+    def _run_next(self) -> Blocked | None:
+        """Runs the next operation, chosen among the ready ones; times it if it is an action."""
+        if self._position == len(self._sequence):
+            segment = self._choose_segment()
+            if segment is None:
                 return self._awaited[0]
-            self._sequence += unit
+            self._sequence += segment
             self._idle_since = None
-        op = self._ops[self._sequence[self._next]]
+        op = self._ops[self._sequence[self._position]]
         if not isinstance(op, Action):
             return super().advance()
-        if not self._messages[op]:
+        if not self._messages_of[op]:
             here.idle = 0.0
         begin = time.perf_counter()
         blocked = super().advance()
@@ -102,27 +108,29 @@ class ReadyWalker(Walker):
         return blocked
 
     def wait(self, blocked: Blocked, timeout: float) -> None:
-        """Waits for any message that lets an action run, or until one may run early."""
+        """Waits for any message that lets an action run, or until an action may run early."""
         begin = time.perf_counter()
-        self.transport.await_any(self._awaited, timeout, max(self._until - begin, 0.0))
+        self.transport.await_any(self._awaited, timeout, max(self._early_at - begin, 0.0))
         idle = time.perf_counter() - begin
         here.idle += idle
         here.idled += idle
 
-    def _choose(self) -> list[int] | None:
+    def _choose_segment(self) -> list[int] | None:
         """Returns the operations that run next; None if the rank has to wait.
 
-        It then sets the messages to wait for, the next action's first, and until when to wait.
+        In that case it sets the messages to wait for, the next action's first, and until when to
+        wait.
         """
         if self._envelope.finished:
             return self._end
         now = time.perf_counter()
         self._idle_since = since = self._idle_since or now
-        self._awaited, self._until = [], math.inf
-        for place in self._envelope.candidates():
-            action = self._row[place]
-            missing = [one for one in self._messages[action] if not self._has(one)]
-            is_head = place == self._envelope.head
+        self._awaited, self._early_at = [], math.inf
+        for index in self._envelope.candidates():
+            action = self._row[index]
+            messages = self._messages_of[action]
+            missing = [message for message in messages if not self._receive_now(message)]
+            is_head = index == self._envelope.head
             moment = since
             if not is_head:
                 shortest = self._shortest.get(action[:2], math.inf)
@@ -130,24 +138,26 @@ class ReadyWalker(Walker):
             if missing:
                 self._awaited += missing
             elif moment <= now:
-                self._envelope.take(place)
+                self._envelope.take(index)
                 self.early += not is_head
-                return self._units[place]
+                return self._segments[index]
             else:
-                self._until = min(self._until, moment)
+                self._early_at = min(self._early_at, moment)
         return None
 
-    def _has(self, message: Blocked) -> bool:
-        """Whether a message is there; takes it from the transport."""
-        return super()._take(*message) is None
+    def _receive_now(self, message: Blocked) -> bool:
+        """Takes a message from the transport if it has arrived; returns whether it is there."""
+        return super()._receive(*message) is None
 
-    def _take(self, source: int, key: MessageKey) -> Blocked | None:
+    def _receive(self, source: int, key: MessageKey) -> Blocked | None:
+        """Takes a message into ``values``, as the base class does, and ends the counted wait."""
         # A stopwatch around this receive has already counted the wait.
         here.idle = 0.0
-        return super()._take(source, key)
+        return super()._receive(source, key)
 
-    def _at(self) -> int:
-        if self._next < len(self._sequence):
-            return self._sequence[self._next]
+    def _next_index(self) -> int:
+        """Returns the index in the plan of the next operation, or of the one that is awaited."""
+        if self._position < len(self._sequence):
+            return self._sequence[self._position]
         head = self._envelope.head
-        return self._units[head][0] if head < len(self._units) else self._end[0]
+        return self._segments[head][0] if head < len(self._segments) else self._end[0]

@@ -9,7 +9,7 @@ from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import Value
 
-#: By edge into or out of a stage, its inputs or outputs, or their gradients.
+#: The values of a stage's incoming or outgoing edges, or their gradients, by edge.
 Values = Mapping[Edge, Value]
 
 
@@ -50,7 +50,7 @@ class Stage(Protocol):
         """As :meth:`backward`, but leaves the parameters' gradients to :meth:`weight_grad`."""
 
     def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
-        """Adds to the parameters' gradients what :meth:`input_grad` left over."""
+        """Adds the gradients that :meth:`input_grad` left out to those of the parameters."""
 
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
-        """Drops everything kept for this stage and micro-batch."""
+        """Drops the activations that :meth:`forward` stored for this stage and micro-batch."""

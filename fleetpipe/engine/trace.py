@@ -38,21 +38,22 @@ from fleetpipe.transport.hosts import host_name
 
 _log = log.logger(__name__)
 
-#: Steps that a trace keeps unless it is told otherwise.
+#: Steps that a trace stores by default.
 MOST_STEPS = 20
+#: Messages that go back and forth to compare the clocks of two hosts.
 _ROUNDS = 8
 
-#: An event without its rank, as it is sent.
+#: An :class:`Event` without its rank, as ranks send it to rank 0.
 Record = tuple[Any, ...]
 
 
 class Traced(Protocol):
-    """The members of a :class:`fleetpipe.job.job.Job` that a trace uses.
+    """A job as a trace uses it: some members of :class:`fleetpipe.job.job.Job`.
 
     Attributes:
         endings: Functions to call when the job ends.
-        progress: Its ``step`` is the number of steps that are done, and its ``wall_time`` says what
-            passed between two of them.
+        progress: The job's ``RunProgress``: ``step`` is the number of steps that are done, and
+            ``wall_time`` divides the time between two of them.
     """
 
     endings: list[Callable[[], None]]
@@ -65,7 +66,7 @@ class Traced(Protocol):
         """Returns the group of the pipeline's ranks."""
 
     def leads(self, *but: str) -> bool:
-        """Whether this process is first on every axis except those in ``but``."""
+        """Returns whether this process is first on every axis except those in ``but``."""
 
 
 class Trace(BatchObserver):
@@ -91,7 +92,7 @@ class Trace(BatchObserver):
             ranks: The ranks of the pipeline that this process plays.
             group: The group of all ranks of the pipeline.
             most_steps: Number of steps to store; a longer run stores the last ones.
-            progress: The job's; the time between steps is recorded if there is one.
+            progress: The job's ``RunProgress``, for the time between steps; None leaves it out.
         """
         self._records: dict[int, list[Record]] = {rank: [] for rank in ranks}
         self._folder = folder
@@ -103,22 +104,24 @@ class Trace(BatchObserver):
         self._progress = progress
         self._recording = False
         self._now = device_clock()
-        self._offset, self.clock_error = _clock(group)
+        self._offset, self.clock_error = _compare_clocks(group)
         self._queue: systems.ProcessorQueue | None = None
         self._queued = 0.0
-        #: Seconds that a container's limit, and the hypervisor, took before the step; then the
-        #: same of each step, with the seconds of each part of the time since the step before.
-        self._before = [0.0, 0.0]
-        self._taken: deque[dict[str, float]] = deque(maxlen=most_steps)
-        self._machine = _machine(group, len(self._records))
+        #: Seconds for which a container's limit, and the hypervisor, had stopped this process when
+        #: the step began.
+        self._stopped_before = [0.0, 0.0]
+        #: For each stored step, the means over ranks: by "limited" and "stolen" the seconds that
+        #: these two took of it, and by the parts of ``BETWEEN`` the seconds since the step before.
+        self._overheads: deque[dict[str, float]] = deque(maxlen=most_steps)
+        self._machine = _describe_machine(group, len(self._records))
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Records when actions, sends and receives begin and end; see :class:`Observer`."""
+        """Wraps actions, sends and receives: records when they begin and end."""
         if not isinstance(op, (Action, Send, Recv)):
             return instruction
         name, records = str(op), self._records[played.rank]
 
-        def begun() -> Blocked | None:
+        def run_timed() -> Blocked | None:
             here.waited = 0.0
             return instruction()
 
@@ -126,17 +129,17 @@ class Trace(BatchObserver):
             before, self._queued = self._queued, self._queue.seconds() if self._queue else 0.0
             records.append((name, begin, end, here.waited, 0, self._queued - before))
 
-        recorded = Stopwatch(begun, record, self._now)
-        return lambda: recorded() if self._recording else instruction()
+        timed = Stopwatch(run_timed, record, self._now)
+        return lambda: timed() if self._recording else instruction()
 
     def begin_step(self) -> None:
-        """Starts to record a step; drops an earlier one that did not end."""
+        """Begins to record a step; drops an earlier one that did not end."""
         self._recording = True
         for records in self._records.values():
             records.clear()
         self._queue = self._queue or systems.ProcessorQueue()
         self._queued = self._queue.seconds()
-        self._before = [self._queue.limited_seconds(), systems.stolen_seconds()]
+        self._stopped_before = [self._queue.limited_seconds(), systems.stolen_seconds()]
 
     def end_step(self, number: int | None = None) -> None:
         """Gathers the step's events on rank 0 and stops recording. Collective.
@@ -154,37 +157,43 @@ class Trace(BatchObserver):
             for rank, records in self._records.items()
         }
         limited = self._queue.limited_seconds() if self._queue else 0.0
-        taken = {
+        overhead = {
             **({} if self._progress is None else self._progress.wall_time.between),
-            "limited": limited - self._before[0],
-            "stolen": systems.stolen_seconds() - self._before[1],
+            "limited": limited - self._stopped_before[0],
+            "stolen": systems.stolen_seconds() - self._stopped_before[1],
         }
-        gathered = self._group.all_gather([shifted, taken])
+        gathered = self._group.all_gather([shifted, overhead])
         self._count += 1
         self._numbers.append(self._count if number is None else number)
         if self._group.rank == 0:
-            merged = {rank: records for part, _ in gathered for rank, records in part.items()}
-            each = [taken for _, taken in gathered]
-            self._taken.append({part: fmean(one[part] for one in each) for part in taken})
-            step = [Event(int(rank), *one) for rank, records in merged.items() for one in records]
+            step = [
+                Event(int(rank), *fields)
+                for records_of, _ in gathered
+                for rank, records in records_of.items()
+                for fields in records
+            ]
             self._steps.append(with_early(step, self._schedule.actions))
+            of_ranks = [each for _, each in gathered]
+            means = {name: fmean(each[name] for each in of_ranks) for name in overhead}
+            self._overheads.append(means)
 
     def steps(self) -> list[list[Event]]:
-        """Returns the events of the stored steps on rank 0, an empty list elsewhere."""
+        """Returns the events of each stored step on rank 0, an empty list elsewhere."""
         return list(self._steps)
 
     def write(self) -> str | None:
-        """Writes the files on rank 0.
+        """Writes ``trace.json`` and the pictures on rank 0.
 
         Returns:
-            A line with the measured figures; None on other ranks, or if no step was recorded.
+            A line for the user with the measured figures; None on other ranks, or if no step was
+            recorded.
         """
         if not self._steps:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         steps = self.steps()
         begin = min(event.start for step in steps for event in step)
-        measured = [_shift(step, -begin) for step in steps]
+        measured = [_shift_events(step, -begin) for step in steps]
         # The first step of a job also allocates memory and loads code: it is left out.
         cold = 1 if len(steps) == self._count > 1 else 0
         warm = steps[cold:]
@@ -192,19 +201,20 @@ class Trace(BatchObserver):
         predicted = self._schedule.simulate(costs)
         chosen = cold + median_step(warm)
         step = measured[chosen]
-        begun = min(event.start for event in step if event.actions)
+        first_action = min(event.start for event in step if event.actions)
         tracks = {
             "measured": [event for step in measured for event in step],
-            "predicted": _shift(events_of(predicted), begun),
+            "predicted": _shift_events(events_of(predicted), first_action),
         }
         microseconds = dict.fromkeys(tracks, MICROSECONDS_PER_SECOND)
         placement = self._schedule.placement
         path, numbers = self._folder / "trace.json", list(self._numbers)
         kind = device_kind()
-        taken = {part: [one[part] for one in self._taken] for part in self._taken[0]}
+        of_steps = list(self._overheads)
+        overhead = {name: [each[name] for each in of_steps] for name in of_steps[0]}
         machine: dict[str, object] = {**self._machine, "load": systems.load()}
-        machine.update({name: taken.pop(name) for name in ("limited", "stolen")})
-        machine["between"] = taken
+        machine.update({name: overhead.pop(name) for name in ("limited", "stolen")})
+        machine["between"] = overhead
         write_trace(
             path,
             tracks,
@@ -218,7 +228,7 @@ class Trace(BatchObserver):
         title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
         panel = extra("pictures")
         beside = panel.panel_of(predicted, "s", "predicted")
-        shown = panel.Panel(title, _shift(step, -begun), placement, "s")
+        shown = panel.Panel(title, _shift_events(step, -first_action), placement, "s")
         drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
         return (
             f"trace of {len(steps)} of {self._count} steps in {self._folder}: bubble rate "
@@ -230,7 +240,7 @@ class Trace(BatchObserver):
         )
 
     def _draw(self, pictures: Mapping[str, list[Any]]) -> bool:
-        """Draws pictures under their file names; returns whether matplotlib is there."""
+        """Draws pictures, by file name, in the folder; returns whether matplotlib is there."""
         try:
             for name, panels in pictures.items():
                 extra("pictures.picture").draw(panels, self._folder / name)
@@ -243,7 +253,12 @@ class JobTrace(Trace):
     """Traces all steps of a job and writes the files when the job ends."""
 
     def __init__(self, folder: str, schedule: Schedule, job: Traced) -> None:
-        """Begins to record. Collective over the pipeline.
+        """Begins to trace a job. Collective over the pipeline.
+
+        Args:
+            folder: Where rank 0 writes the files.
+            schedule: The schedule that runs.
+            job: The job.
 
         Raises:
             ConfigError: Nothing can be written into the folder, on rank 0.
@@ -264,28 +279,38 @@ class JobTrace(Trace):
         self.end_step(self._progress.step)
 
     def _log_summary(self) -> None:
+        """Writes the files, and logs the line about them."""
         summary = self.write()
         if summary is not None:
             _log.info(summary)
 
 
-def _shift(events: list[Event], seconds: float) -> list[Event]:
+def _shift_events(events: list[Event], seconds: float) -> list[Event]:
+    """Returns events as they would be ``seconds`` later."""
     return [
         event._replace(start=event.start + seconds, end=event.end + seconds) for event in events
     ]
 
 
-def _machine(group: Group, ranks: int) -> dict[str, object]:
-    """Returns for each host how many ranks it has, and how many processors for them. Collective."""
-    counts: defaultdict[str, int] = defaultdict(int)
-    numbers: defaultdict[str, set[int]] = defaultdict(set)
-    for host, count, usable in group.all_gather([host_name(), ranks, systems.processor_numbers()]):
-        counts[host] += count
-        numbers[host].update(usable)
-    return {"ranks": list(counts.values()), "processors": [len(each) for each in numbers.values()]}
+def _describe_machine(group: Group, ranks: int) -> dict[str, object]:
+    """Returns for each host its number of ranks and of processors that they may use. Collective.
+
+    Args:
+        group: All processes of the pipeline.
+        ranks: How many ranks this process plays.
+    """
+    ranks_of: defaultdict[str, int] = defaultdict(int)
+    processors_of: defaultdict[str, set[int]] = defaultdict(set)
+    for host, played, usable in group.all_gather([host_name(), ranks, systems.processor_numbers()]):
+        ranks_of[host] += played
+        processors_of[host].update(usable)
+    return {
+        "ranks": list(ranks_of.values()),
+        "processors": [len(processors) for processors in processors_of.values()],
+    }
 
 
-def _clock(group: Group) -> tuple[float, float]:
+def _compare_clocks(group: Group) -> tuple[float, float]:
     """Returns the offset of this rank's clock to rank 0's, and the largest error of that offset.
 
     Collective. The ranks of one host share a clock. Between hosts, several messages go back and
@@ -307,21 +332,22 @@ def _clock(group: Group) -> tuple[float, float]:
 
 
 def measured_costs(schedule: Schedule, events: list[Event]) -> Costs:
-    """Returns the median cost in seconds of each kind of action on each stage."""
+    """Returns for each stage the median seconds of each kind of action among some events."""
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in events:
         for action in event.actions:
             durations[action.kind, action.stage].append(event.end - event.start)
 
-    def medians(kind: str) -> tuple[float, ...] | None:
+    def medians_of_stages(kind: str) -> tuple[float, ...] | None:
+        """Returns by stage the median of a kind; None if no stage has such an action."""
         stages = range(schedule.placement.stages)
         if not any((kind, stage) in durations for stage in stages):
             return None
         return tuple(median(durations[kind, stage] or [0.0]) for stage in stages)
 
     return Costs(
-        forward=medians("F") or 0,
-        input_grad=medians("I") or 0,
-        weight_grad=medians("W") or 0,
-        backward=medians("B"),
+        forward=medians_of_stages("F") or 0,
+        input_grad=medians_of_stages("I") or 0,
+        weight_grad=medians_of_stages("W") or 0,
+        backward=medians_of_stages("B"),
     )
