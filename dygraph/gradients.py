@@ -1,12 +1,12 @@
-"""The gradient of a parameter, and the errors of failed backwards.
+"""Reads and sets the gradients of parameters, and explains errors of failed backwards.
 
 The gradient is ``main_grad`` for a mixed-precision parameter, else ``grad``: Paddle's
 ``MixPrecisionLayer`` adds up gradients of float16 and bfloat16 parameters in float32, in the
 attribute ``main_grad``, and ``grad`` stays empty.
 
-A forward or a loss that differentiates by a tensor of another stage is refused. A physics loss, for
-example, differentiates the model's output by its input, but the operations between the two are in
-the graphs of several stages.
+``paddle.grad`` in a forward or a loss cannot differentiate by a tensor of another stage. A physics
+loss, for example, differentiates the model's output by its input, but the operations between the
+two are in the graphs of several stages: :func:`grad_across_stages` returns the error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 @paddle.no_grad()
 def dense(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a gradient as a dense tensor; a sparse embedding's gradient has only some rows."""
+    """Returns a gradient as a dense tensor; None stays None.
+
+    A sparse embedding's gradient has only the rows of the ids that were looked up.
+    """
     if gradient is None or not gradient.is_selected_rows():
         return gradient
     return paddle.add_n([paddle.zeros_like(parameter), gradient])
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Sets the gradient of ``parameter``."""
+    """Sets the gradient of ``parameter``: its ``main_grad`` if it has one, else its ``grad``."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad = gradient
     else:
@@ -62,21 +65,20 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 @paddle.no_grad()
 def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
-    """Divides the gradients of ``parameters`` by ``divisor``."""
+    """Divides by ``divisor`` the gradients of those of ``parameters`` that have one."""
     if divisor == 1:
         return
     for parameter in parameters:
         gradient = gradient_of(parameter)
         if gradient is not None and gradient.is_selected_rows():
-            set_gradient(
-                parameter, gradient.multiply(paddle.to_tensor(1 / divisor, gradient.dtype))
-            )
+            factor = paddle.to_tensor(1 / divisor, gradient.dtype)
+            set_gradient(parameter, gradient.multiply(factor))
         elif gradient is not None:
             set_gradient(parameter, gradient / divisor)
 
 
 def cause_of_backward(error: Exception) -> Exception:
-    """Returns the error to raise for a failed backward: a clear one if its cause is known."""
+    """Returns the error to raise for an error of a backward: a clear one if its cause is known."""
     kernel = re.search(r"function .* is not implemented for data type `\w+`", str(error))
     if kernel:
         return BoundaryError(
@@ -90,7 +92,7 @@ def cause_of_backward(error: Exception) -> Exception:
 
 
 def graph_of_another_backward() -> BoundaryError:
-    """Returns the error of a backward that reaches operations of another backward's graph."""
+    """Returns the error of a backward that reaches the graph of an earlier backward."""
     return BoundaryError(
         "a backward came to operations that an earlier one has run through",
         expected="layers that use nothing but what they are given and their parameters",
@@ -101,8 +103,8 @@ def graph_of_another_backward() -> BoundaryError:
     )
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether an error of a forward or a loss was raised within ``paddle.grad``."""
+def is_raised_in_paddle_grad(error: Exception) -> bool:
+    """Whether an error of a layer or a loss was raised within a ``paddle.grad`` that it called."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = Path(paddle.__file__).parent
     return any(
@@ -110,17 +112,17 @@ def is_refusal(error: Exception) -> bool:
     )
 
 
-def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
-    """Returns the error to raise in the place of an error of ``paddle.grad``.
+def grad_across_stages(error: Exception, where: str, value: Nest) -> BoundaryError:
+    """Returns the error to raise if ``paddle.grad`` failed in the forward of a stage.
 
     Args:
-        error: The error.
-        where: The layer or the loss that called it.
+        error: The error of ``paddle.grad``.
+        where: The name of the layer or the loss that called it.
         value: The argument of the layer or the loss.
     """
     return BoundaryError(
         f"{where} differentiates by a tensor from which nothing leads to the result in this stage",
-        where=_line_of(error),
+        where=_line_of_user(error),
         expected="all that lies between the two in one stage: a stage has a graph of its own",
         got=outline(value),
         cause="the tensor came with the value, and what was computed of it in stages before is "
@@ -130,8 +132,8 @@ def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
     )
 
 
-def _line_of(error: Exception) -> str | None:
-    """Returns file and line of the innermost frame outside of Paddle and fleetpipe."""
+def _line_of_user(error: Exception) -> str | None:
+    """Returns ``"file:line"`` of the innermost user code in a traceback; None without any."""
     # The package decorator wraps functions of Paddle 2.6.2.
     foreign = ("paddle", "fleetpipe", "decorator")
     lines = [

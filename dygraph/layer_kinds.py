@@ -1,8 +1,8 @@
-"""Kinds of layers with additional rules in a pipeline, such as experts, and broadcasts of state.
+"""Kinds of layers with additional rules in a pipeline, such as mixtures of experts.
 
 A layer is of a kind if one of its sublayers has the name of the kind in ``KINDS``, whose modules
-are loaded on demand. A broadcast treats experts separately: ranks with copies of a model's part may
-have different experts.
+are loaded on demand. The broadcasts here treat experts separately: ranks with copies of the same
+stages may hold different experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 
-#: The :class:`LayerKind` of layers, as ``module:name``, by the name of a sublayer.
+#: The :class:`LayerKind` of layers, as ``module:name``, by the name of a sublayer that they have.
 KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts:MIXTURES"}
 
 
@@ -27,17 +27,17 @@ def is_spread(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "no_sync", False))
 
 
-def broadcast_copies(state: Mapping[str, Tensor], group: Group, of_experts: Group) -> None:
-    """Sets all copies of a model's part to the values of the first copy. Collective over groups.
+def broadcast_copies(state: Mapping[str, Tensor], group: Group, expert_group: Group) -> None:
+    """Sets all replicas of a stage to the values of the first one. Collective over both groups.
 
     Args:
-        state: Tensors by name, with the same names and shapes on every copy.
-        group: The ranks with copies of everything but experts.
-        of_experts: The ranks with copies of this rank's experts.
+        state: Tensors by name, with the same names and shapes on every replica.
+        group: The ranks with replicas of everything but experts.
+        expert_group: The ranks with replicas of this rank's experts.
     """
-    spread = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
-    broadcast_state({n: t for n, t in state.items() if n not in spread}, group)
-    broadcast_state(spread, of_experts)
+    experts = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
+    broadcast_state({n: t for n, t in state.items() if n not in experts}, group)
+    broadcast_state(experts, expert_group)
 
 
 def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
@@ -45,7 +45,7 @@ def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
 
     Args:
         state: Tensors by name, with the same names and shapes on every member.
-        group: The replicas, or the members that hold the shards of one model.
+        group: The ranks; their first member sends.
     """
     if group.ranks == 1:
         return
@@ -67,31 +67,40 @@ class LayerKind:
     exchanges = False
 
     def take_built(self, layer: Layer) -> None:
-        """Called with a newly built layer.
+        """Called with each newly built layer of this kind, to check or change it.
 
         Raises:
             ConfigError: The layer is not allowed in a pipeline.
         """
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the layer's state as on one device, in order, from its state on this rank.
+        """Returns the state that the layer has on one device, by name and in order.
 
-        Tensors of other ranks are replaced by tensors of this rank with the same shape and dtype.
+        Tensors that other ranks hold are replaced by tensors of this rank with the same shape and
+        dtype: only names, shapes and dtypes mean something.
+
+        Args:
+            layer: A layer of this kind.
+            state: Its parameters and buffers on this rank, by name.
         """
         return state
 
     def spreads(self, layer: Layer) -> bool:
-        """Whether the ranks of a stage have different parameters of a layer."""
+        """Whether the ranks that run the same stage hold different parameters of a layer."""
         return False
 
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Called after the last backward of a batch, with this rank's parameters by name."""
+        """Called after the last backward of a batch, to give experts without tokens a gradient.
+
+        Args:
+            parameters: This rank's parameters by name.
+        """
 
 
 def kinds_in(names: Iterable[str]) -> list[LayerKind]:
-    """Returns the kinds of layers that have parameters or sublayers with these names."""
-    parts = {part for name in names for part in name.split(".")}
-    return [pkgutil.resolve_name(kind) for name, kind in KINDS.items() if name in parts]
+    """Returns the kinds of the layers in a model, from paths of its parameters or sublayers."""
+    sublayers = {sublayer for name in names for sublayer in name.split(".")}
+    return [pkgutil.resolve_name(kind) for name, kind in KINDS.items() if name in sublayers]
 
 
 def kinds_of(layer: Any) -> list[LayerKind]:
@@ -111,6 +120,6 @@ def whole_state(layer: Layer) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Mapping[str, Tensor]) -> None:
-    """Gives parameters the gradients that they would have if their layer were whole."""
+    """Calls :meth:`LayerKind.fill_gradients` of each kind of layer that has parameters here."""
     for kind in kinds_in(parameters):
         kind.fill_gradients(parameters)

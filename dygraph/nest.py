@@ -1,4 +1,4 @@
-"""Functions on nested values that cross between stages: their tensors, and changed copies.
+"""Functions on the nested values that layers and stages pass on: finds and replaces their tensors.
 
 A nested value is a tensor, or tuples, lists and dicts of tensors and other objects.
 """
@@ -11,12 +11,14 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import copy_of
 
-#: The indices and keys that lead from a value to a leaf.
+#: The indices and keys that lead from a nested value to one of its leaves.
 Path = tuple[object, ...]
 
+#: The types of containers of which nested values are made.
 _CONTAINERS = (tuple, list, dict)
 
-_WHOLE = {paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64}
+#: The dtypes that have no gradient.
+_INTEGER_DTYPES = {paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64}
 
 
 def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[Path, Nest]]:
@@ -37,12 +39,12 @@ def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[
 def tensors_of(value: Nest) -> Iterator[Tensor]:
     """Yields the tensors in nested tuples, lists and dicts, in order."""
     tensors: list[Tensor] = []
-    _collect(value, tensors)
+    _append_tensors(value, tensors)
     return iter(tensors)
 
 
-def _collect(value: Nest, tensors: list[Tensor]) -> None:
-    """Adds the tensors in a value to a list; a generator would cost a call for each tensor."""
+def _append_tensors(value: Nest, tensors: list[Tensor]) -> None:
+    """Appends the tensors in a value to a list; a generator would cost a call for each tensor."""
     if isinstance(value, paddle.Tensor):
         tensors.append(value)
     elif isinstance(value, _CONTAINERS):
@@ -50,7 +52,7 @@ def _collect(value: Nest, tensors: list[Tensor]) -> None:
             if isinstance(item, paddle.Tensor):
                 tensors.append(item)
             elif isinstance(item, _CONTAINERS):
-                _collect(item, tensors)
+                _append_tensors(item, tensors)
 
 
 def tensors_by_place(value: Nest) -> dict[str, Tensor]:
@@ -63,18 +65,18 @@ def tensors_by_place(value: Nest) -> dict[str, Tensor]:
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether backward may start from a tensor: it needs a gradient, and is no integer."""
+    """Whether backward may start from a tensor: the tensor needs a gradient, and is no integer."""
     # The indices of topk, for example, are integers without stop_gradient.
-    return not tensor.stop_gradient and tensor.dtype not in _WHOLE
+    return not tensor.stop_gradient and tensor.dtype not in _INTEGER_DTYPES
 
 
 def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
     """Returns the tensors in ``value`` that need a gradient, in order.
 
     Args:
-        value: A value, such as the value on an edge, over which these gradients return.
-        roots: Whether to leave out integers, from which no backward may start. Paddle gives an
-            integer a gradient if it was cast, and this gradient crosses between stages, too.
+        value: A nested value, such as one that a stage sends, and whose gradients it gets back.
+        roots: Whether backward starts from the tensors, so that integers are left out. Integers
+            that were cast need a gradient in Paddle, and stages exchange these gradients, too.
     """
     if isinstance(value, paddle.Tensor) and not roots:
         return [] if value.stop_gradient else [value]
@@ -88,16 +90,16 @@ def rebuild(container: Nest, items: Iterable[Nest]) -> Nest:
 
 
 def join(combine: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
-    """Joins several nested values path by path; ``combine`` joins the parts at a path.
+    """Joins several nested values item by item; ``combine`` joins values that are not containers.
 
-    Containers of one class with as many items, or with the same keys, become one container like the
-    first. Any other values are parts.
+    Containers of one class with the same number of items, or with the same keys, become one
+    container like the first. Unlike containers are passed to ``combine``, too.
     """
     first = values[0]
-    alike = len({*map(type, values)}) == 1
-    if alike and isinstance(first, (tuple, list)) and len({*map(len, values)}) == 1:
-        return rebuild(first, [join(combine, parts) for parts in zip(*values)])
-    if alike and isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
+    same_type = len({*map(type, values)}) == 1
+    if same_type and isinstance(first, (tuple, list)) and len({*map(len, values)}) == 1:
+        return rebuild(first, [join(combine, items) for items in zip(*values)])
+    if same_type and isinstance(first, dict) and all(v.keys() == first.keys() for v in values):
         return {key: join(combine, [value[key] for value in values]) for key in first}
     return combine(values)
 
@@ -114,12 +116,15 @@ def map_tensors(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
 
 
 def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
-    """Returns ``value`` with some tensors replaced; ``replacements`` has the ids of these."""
+    """Returns ``value`` with each tensor whose id is in ``replacements`` replaced."""
     return map_tensors(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
 def copies_of(value: Nest) -> dict[int, Tensor]:
-    """Returns a :func:`copy_of` each tensor in a value, by the ids of the originals."""
+    """Returns a copy of each tensor in a value, by the ids of the originals.
+
+    See :func:`fleetpipe.paddle_api.tensor.copy_of`.
+    """
     return {id(tensor): copy_of(tensor) for tensor in tensors_of(value)}
 
 
@@ -131,18 +136,23 @@ def copy_tensors(value: Nest) -> Nest:
 
 
 def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
-    """Returns a detached tensor with the same data, shared or copied, and ``stop_gradient``."""
-    other = copy_of(tensor.detach()) if copied else tensor.detach()
-    other.stop_gradient = tensor.stop_gradient
-    return other
+    """Returns a detached tensor with the same data and ``stop_gradient``.
+
+    Args:
+        tensor: The tensor.
+        copied: Whether to copy the data instead of sharing its memory.
+    """
+    leaf = copy_of(tensor.detach()) if copied else tensor.detach()
+    leaf.stop_gradient = tensor.stop_gradient
+    return leaf
 
 
 def leaves_like(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Returns a :func:`leaf_like` each of ``tensors``, by their ids."""
+    """Returns a :func:`leaf_like` tensor for each of ``tensors``, by the ids of these."""
     return {id(tensor): leaf_like(tensor) for tensor in tensors}
 
 
 def outline(value: Nest) -> str:
-    """Returns the dtypes and shapes of the tensors in a value, for messages."""
+    """Describes a value in a message: its type, and the dtypes and shapes of its tensors."""
     tensors = [f"{str(t.dtype).split('.')[-1]}{list(t.shape)}" for t in tensors_of(value)]
     return f"{type(value).__name__} of {', '.join(tensors) or 'no tensors'}"

@@ -1,9 +1,10 @@
 """Random streams whose seeds depend on the batch, the micro-batch and the layer, not on the rank.
 
-At the start of a training batch one number is drawn from Paddle's CPU generator. From this number,
-the micro-batch and the layer's number the generators are seeded before each call of a layer. Other
-places have streams too: losses, hooks on gradients, the backward of a ``PyLayer``, the optimizer's
-step and ``apply``. A place is a tuple of numbers. Start with :class:`Keys`.
+At the start of a training batch one number is drawn from Paddle's CPU generator. Before each call
+of a layer all generators are seeded with a hash of this number, the layer's number and the
+micro-batch. Other code has random streams too: losses, hooks on gradients, the backward of a
+``PyLayer``, the optimizer's step and ``apply``. A tuple of whole numbers names each stream, and is
+hashed with the number of the batch. Start with :class:`Keys`, the seeds of one batch.
 """
 
 from __future__ import annotations
@@ -34,19 +35,23 @@ from fleetpipe.paddle_api.random import (
 from fleetpipe.paddle_api.tensor import is_parameter, watch_pylayers
 from fleetpipe.schedules.action import GlobalMicroBatch
 
-#: The values of ``fleetpipe_configs["rng"]``.
+#: The values of ``fleetpipe_configs["rng"]``: streams as described above, or the generators as the
+#: user and Fleet seed them.
 KEYED, FLEET = "keyed", "fleet"
 
-#: The streams of Paddle's tracker from which shards draw; each rank must have its own seed.
+#: The streams of Paddle's tracker from which the shards of a layer draw: each rank along mp must
+#: have a seed of its own there.
 OF_SHARDS = frozenset({"model_parallel_rng", "local_seed"})
 
-#: Replace a layer's number in the places of loss functions, of the step and of ``apply``.
+#: The first number of the streams of loss functions, of the optimizer's step and of ``apply``, in
+#: the place of a layer's number.
 LOSS, STEP, APPLY = -1, -2, -3
-#: Marks a place in backward; it follows the place of the call, or the name of the parameter.
+#: Marks a stream in backward; it follows the stream of the call, or the hash of a parameter's name.
 BACKWARD = -4
-#: Marks the seed of an evaluation; it follows the number drawn.
+#: Marks the seed of an evaluation; it is hashed after the number drawn.
 _EVALUATION = -5
 
+#: The largest number of 64 bits.
 _WORD = 2**64 - 1
 
 _functions: types.ModuleType = paddle.nn.functional
@@ -76,6 +81,7 @@ _QUIET_LAYERS = frozenset(
     )
 )
 
+#: The seeds of the batch that runs; None outside of batches.
 _keys: Keys | None = None
 
 
@@ -95,10 +101,7 @@ def key(*parts: int) -> int:
 
 
 def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
-    """Whether a call of a layer or function certainly draws no random number.
-
-    True only for some of Paddle's own layers and functions, if nobody has patched them.
-    """
+    """Whether a layer or function is one of Paddle's that draw no random number, and unpatched."""
     kind = type(function)
     if kind is functools.partial:
         # A node of a captured model calls the function ``stands_for``.
@@ -110,10 +113,10 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
 
 
 class DrawKinds(NamedTuple):
-    """From which generators some functions draw.
+    """From which generators some functions may draw.
 
     Attributes:
-        any: Whether they may draw random numbers at all.
+        any: Whether they may draw from any generator at all.
         python: Whether they are known to draw from Python's or NumPy's own generators.
     """
 
@@ -121,8 +124,12 @@ class DrawKinds(NamedTuple):
     python: bool
 
 
-def draws_of(functions: Sequence[Callable[..., Any]]) -> DrawKinds:
-    """Returns from which generators functions draw; no functions stand for unknown ones."""
+def find_draw_kinds(functions: Sequence[Callable[..., Any]]) -> DrawKinds:
+    """Returns from which generators functions may draw.
+
+    Args:
+        functions: The functions; empty if they are unknown.
+    """
     if functions and all(map(draws_nothing, functions)):
         return DrawKinds(False, False)
     return DrawKinds(True, any(map(draws_python, functions)))
@@ -132,16 +139,17 @@ class Keys:
     """The random seeds of one batch.
 
     Attributes:
-        micro_batch: The global micro-batch of the calls that :meth:`enter` announces.
+        micro_batch: The global number of the micro-batch whose calls :meth:`enter` announces.
         python: Whether Python's and NumPy's own generators are seeded for each call.
-        common_streams: The used streams that have the same seed on all ranks along mp.
+        common_streams: The names of those used streams of Paddle's tracker that have the same seed
+            on all ranks along mp.
     """
 
     def __init__(self, batch_seed: int, python: bool = False) -> None:
         """Starts with the seed of a batch.
 
         Args:
-            batch_seed: The seed of a call is a hash of this number and the call's place.
+            batch_seed: The seed of a stream is a hash of this number and of the stream's numbers.
             python: Whether to seed Python's and NumPy's own generators for each call, or only for
                 code that is known to draw from them.
         """
@@ -149,61 +157,78 @@ class Keys:
         self.python = python
         self.common_streams: set[str] = set()
         self._batch_seed = batch_seed
-        self._slice = 0
-        self._common: frozenset[str] = frozenset()
+        self._mp_rank = 0
+        self._streams_common_to_shards: frozenset[str] = frozenset()
+        #: The stream of the call that runs; None before the first call.
         self._call: tuple[int, ...] | None = None
-        self._made = 0
-        #: The functions that were called, which stay alive so, and how they draw, by their ids: it
-        #: is found out once in a batch.
-        self._draws: dict[tuple[int, ...], tuple[Sequence[Callable[..., Any]], DrawKinds]] = {}
+        #: The number of streams that the call has made for its backward so far.
+        self._streams_in_backward = 0
+        #: The kinds of draws of the functions that were called, by the ids of the functions. The
+        #: functions are stored too, so that their ids stay theirs.
+        self._kinds_by_functions: dict[
+            tuple[int, ...], tuple[Sequence[Callable[..., Any]], DrawKinds]
+        ] = {}
         #: Returns the parameters of this process by fully qualified name.
         self.parameters: Callable[[], Mapping[str, Tensor]] = dict
+        #: The states at which streams of Paddle's tracker continue within the call, by name.
         self._streams: dict[str, GeneratorStates] = {}
         self._generators: list[Any] = []
-        self._outside: PythonStates | None = None
+        #: The states of Python's generators before the call, if it has seeded these.
+        self._python_states: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
-        """Adopts the seed of the first rank of ``group``, the shards of one layer. Collective.
+        """Adopts the seed of the first rank of a group. Collective over it.
 
-        A stream with one seed on all ranks keeps one seed; any other stream has different seeds.
+        A stream of Paddle's tracker that has one seed on all ranks gets one seed in the batch, too;
+        any other stream gets another seed on each rank.
+
+        Args:
+            group: The ranks that hold shards of the same layers.
         """
         if group.ranks == 1:
             return
         everyone = group.all_gather((self._batch_seed, stream_seeds()))
         self._batch_seed, first = everyone[0]
-        self._slice = group.rank
-        self._common = frozenset(
-            name for name, seed in first.items() if all(s.get(name) == seed for _, s in everyone)
+        self._mp_rank = group.rank
+        self._streams_common_to_shards = frozenset(
+            name
+            for name, seed in first.items()
+            if all(seeds.get(name) == seed for _, seeds in everyone)
         )
 
     def enter(self, layer: int, *functions: Callable[..., Any]) -> None:
-        """Seeds all generators for a call of layer ``layer`` of the whole list.
+        """Seeds the generators for a call of layer ``layer`` of the whole list.
 
         Args:
             layer: The number of the layer, or LOSS.
-            functions: The functions that are called; none if they are unknown.
+            functions: The functions that the call runs; none if they are unknown.
         """
         called = tuple(map(id, functions))
-        if called not in self._draws:
-            self._draws[called] = functions, draws_of(functions)
-        self._enter((layer, self.micro_batch), self._draws[called][1])
+        if called not in self._kinds_by_functions:
+            self._kinds_by_functions[called] = functions, find_draw_kinds(functions)
+        self._enter((layer, self.micro_batch), self._kinds_by_functions[called][1])
 
-    def _enter(self, call: tuple[int, ...], draws: DrawKinds) -> None:
-        """Seeds the generators from which a call at a place draws."""
-        self._call, self._made = call, 0
+    def _enter(self, stream: tuple[int, ...], draws: DrawKinds) -> None:
+        """Begins the call with a stream, and seeds the generators from which the call draws."""
+        self._call, self._streams_in_backward = stream, 0
         self._streams.clear()
-        if self._outside is not None:
+        if self._python_states is not None:
             self.leave()
         if draws.any:
             if draws.python and not self.python:
-                self._outside = PythonStates()
-            self._seed_generators(key(self._batch_seed, *call))
+                self._python_states = PythonStates()
+            self._seed_generators(key(self._batch_seed, *stream))
 
     @contextmanager
-    def within(self, place: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
-        """While it is open, generators are seeded for a place; at the end they are restored."""
+    def within(self, stream: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
+        """While it is open, code draws from a stream; then the states from before are restored.
+
+        Args:
+            stream: The numbers that name the stream.
+            functions: The functions that draw; none if they are unknown.
+        """
         resume, states = self.suspend(), GeneratorStates()
-        self._enter(place, draws_of(functions))
+        self._enter(stream, find_draw_kinds(functions))
         try:
             yield
         finally:
@@ -212,40 +237,40 @@ class Keys:
             resume()
 
     @functools.cached_property
-    def numbers_of_parameters(self) -> dict[int, int]:
-        """A hash of each parameter's name, by the parameter's id; the same on every rank."""
+    def name_hashes(self) -> dict[int, int]:
+        """The hash of each parameter's name, the same on every rank, by the parameter's id."""
         return {id(p): zlib.crc32(name.encode()) for name, p in self.parameters().items()}
 
-    def place_in_backward(self) -> tuple[int, ...] | None:
-        """Returns the place of the next hook or ``PyLayer`` of the current call; None outside."""
+    def next_stream_in_backward(self) -> tuple[int, ...] | None:
+        """Returns the stream of one more hook or ``PyLayer`` of the call; None between calls."""
         if self._call is None:
             return None
-        self._made += 1
-        return (*self._call, BACKWARD, self._made)
+        self._streams_in_backward += 1
+        return (*self._call, BACKWARD, self._streams_in_backward)
 
     def leave(self) -> None:
         """Restores Python's and NumPy's generators, if they were seeded for the current call."""
-        if self._outside is not None:
-            self._outside.put_back()
-            self._outside = None
+        if self._python_states is not None:
+            self._python_states.put_back()
+            self._python_states = None
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
         """While it is open, numbers are drawn from the stream ``name`` of Paddle's tracker.
 
-        If it is used several times within a call of a layer, it continues. A stream that is not
-        common to all shards has another seed on each.
+        A stream that is opened again within the same call of a layer continues. A stream that is
+        not common to all shards has another seed on each.
         """
         states, call = GeneratorStates(), self._call
         resumed = self._streams.get(name)
         if resumed is not None:
             resumed.put_back()
         else:
-            number = zlib.crc32(name.encode())
-            part = 0 if name in self._common else self._slice
-            self.common_streams |= self._common & {name}
-            call_parts = call or (LOSS, self.micro_batch)
-            self._seed_generators(key(self._batch_seed, *call_parts, part, number))
+            name_hash = zlib.crc32(name.encode())
+            rank = 0 if name in self._streams_common_to_shards else self._mp_rank
+            self.common_streams |= self._streams_common_to_shards & {name}
+            numbers = call or (LOSS, self.micro_batch)
+            self._seed_generators(key(self._batch_seed, *numbers, rank, name_hash))
         try:
             yield
         finally:
@@ -254,18 +279,23 @@ class Keys:
             states.put_back()
 
     def suspend(self) -> Callable[[], None]:
-        """Returns a function that resumes the current call after other code has run."""
-        here = self.micro_batch, self._call, self._made, dict(self._streams), self._outside
-        self._outside = None
+        """Returns a function that restores the current call after other code has made calls.
+
+        It does not restore the generators.
+        """
+        micro_batch, call, count = self.micro_batch, self._call, self._streams_in_backward
+        streams, python_states = dict(self._streams), self._python_states
+        self._python_states = None
 
         def resume() -> None:
-            self.micro_batch, self._call, self._made, self._streams, self._outside = here
+            self.micro_batch, self._call, self._streams_in_backward = micro_batch, call, count
+            self._streams, self._python_states = streams, python_states
 
         return resume
 
     def _seed_generators(self, seed: int) -> None:
         """Seeds the generators as ``paddle.seed`` does, but without its search for devices."""
-        if self.python or self._outside is not None:
+        if self.python or self._python_states is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
         self._generators = self._generators or generators()
@@ -274,21 +304,21 @@ class Keys:
 
 
 def current() -> Keys | None:
-    """Returns the seeds of the batch that runs; None outside of batches and for ``"fleet"``."""
+    """Returns the seeds of the batch that runs; None outside of batches and with rng="fleet"."""
     return _keys
 
 
 def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) -> Keys | None:
-    """Returns the seeds of the next batch; None if ``mode`` is "fleet".
+    """Draws the seeds of the batch that begins; None if ``mode`` is "fleet".
 
-    The seed of a training batch is drawn from Paddle's CPU generator. An evaluation does not
-    advance the generator.
+    The seed of a training batch is drawn from Paddle's CPU generator. That of an evaluation is too,
+    but then the generator is put back.
 
     Args:
         mode: The option ``rng``.
         python: As for :class:`Keys`.
-        part: The number of this rank's part of the sequences; each part has another seed.
-        training: Whether the batch is trained.
+        part: The number of this rank among those that split sequences; each has another seed.
+        training: Whether the batch is trained, not evaluated.
     """
     if mode == FLEET:
         return None
@@ -302,7 +332,7 @@ def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) 
 
 @contextmanager
 def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
-    """While it is open, layers run under ``keys``; at the end the generators are restored.
+    """While it is open, layers draw under ``keys``; at the end the generators are restored.
 
     Collective.
 
@@ -315,7 +345,7 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
         yield
         return
     keys.agree(group)
-    track_streams(_stream_of)
+    track_streams(_open_stream)
     before, states = _keys, RandomStates() if keys.python else GeneratorStates()
     _keys = keys
     try:
@@ -326,13 +356,13 @@ def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
         states.put_back()
 
 
-def _stream_of(name: str) -> AbstractContextManager[None] | None:
-    """Returns the context of a stream of Paddle's tracker in a batch; None outside of batches."""
+def _open_stream(name: str) -> AbstractContextManager[None] | None:
+    """Returns the context of a stream of Paddle's tracker, by name; None outside of batches."""
     return None if _keys is None else _keys.stream(name)
 
 
 class GeneratorStates:
-    """The states of Paddle's generators: of the current device, and of the CPU."""
+    """The current states of Paddle's generators: of the current device, and of the CPU."""
 
     def __init__(self) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators()]
@@ -344,7 +374,7 @@ class GeneratorStates:
 
 
 class PythonStates:
-    """The states of NumPy's and Python's own generators."""
+    """The current states of NumPy's and Python's own generators."""
 
     def __init__(self) -> None:
         self._numpy: Any = np.random.get_state()
@@ -365,7 +395,7 @@ class PythonStates:
 
 
 class RandomStates:
-    """The states of all generators: Paddle's, its tracker's streams, NumPy's and Python's."""
+    """The current states of all generators: Paddle's, its tracker's, NumPy's and Python's."""
 
     def __init__(self) -> None:
         self._paddle = GeneratorStates()
@@ -382,13 +412,13 @@ class RandomStates:
 
 
 def suspend() -> Callable[[], None]:
-    """Stores the random states; returns a function that restores them after others have drawn."""
-    states, keys = RandomStates(), None if _keys is None else _keys.suspend()
+    """Returns a function that restores the current random states, and the current call."""
+    states, resume_call = RandomStates(), None if _keys is None else _keys.suspend()
 
     def resume() -> None:
         states.put_back()
-        if keys is not None:
-            keys()
+        if resume_call is not None:
+            resume_call()
 
     return resume
 
@@ -404,31 +434,35 @@ def random_states_kept() -> Iterator[None]:
 
 
 def enter_loss(functions: Sequence[Callable[..., Any]]) -> None:
-    """Seeds the generators for the loss functions, after the last layer of a micro-batch."""
+    """Seeds the generators for the loss functions of the micro-batch whose layers have run."""
     if (keys := current()) is not None:
         keys.enter(LOSS, *functions)
 
 
 def enter_backward(micro_batch: GlobalMicroBatch) -> None:
-    """Sets the micro-batch whose gradients the hooks of parameters get from now on."""
+    """Called before a backward: from now on hooks of parameters draw for this micro-batch."""
     if (keys := current()) is not None:
         keys.micro_batch = micro_batch
 
 
 def in_earlier_backward(micro_batches: int) -> AbstractContextManager[None]:
-    """Returns a context for gradients of an earlier micro-batch, ``micro_batches`` before this."""
+    """Returns a context in which hooks of parameters draw for an earlier micro-batch.
+
+    Args:
+        micro_batches: By how many micro-batches it is earlier.
+    """
     if (keys := current()) is None:
         return nullcontext()
     return replaced((keys, "micro_batch", GlobalMicroBatch(keys.micro_batch - micro_batches)))
 
 
 def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextManager[None]:
-    """Returns the context of an optimizer's step, with its own random stream.
+    """Returns the context of an optimizer's step, in which the optimizer has its own stream.
 
     Args:
         optimizer: The user's optimizer.
-        stage: The first stage of this process: ranks with other stages draw other numbers.
-        shard: The number of this rank's shard of the optimizer's state.
+        stage: The first stage of this process, since ranks with other stages draw other numbers.
+        shard: The number of this rank's shard of the optimizer's state, for the same reason.
     """
     keys = current()
     return nullcontext() if keys is None else keys.within((STEP, stage, shard), optimizer)
@@ -437,13 +471,13 @@ def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextMana
 def in_apply(
     names: Callable[[Layer], str], function: Callable[[Layer], object]
 ) -> Callable[[Layer], None]:
-    """Returns a function for ``Layer.apply`` that draws the same numbers for a layer on any rank.
+    """Returns ``function`` so that it draws the same numbers for a layer on any rank.
 
-    It draws one number from Paddle's CPU generator.
+    ``in_apply`` draws one number from Paddle's CPU generator.
 
     Args:
         names: Returns the fully qualified name of a layer.
-        function: The user's function.
+        function: The user's function, for ``Layer.apply``.
     """
     keys = Keys(drawn_on_host(2**31 - 1))
 
@@ -455,47 +489,52 @@ def in_apply(
 
 
 def keyed_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook on a gradient that has its own random stream in a batch.
+    """Returns a user's hook on a gradient so that it draws from its own stream in a batch.
 
     The stream of a parameter's hook depends on the parameter's name. The stream of another tensor's
     hook depends on the layer in whose forward the hook is registered.
+
+    Args:
+        tensor: The tensor on whose gradient the hook is registered.
+        hook: The hook; one of a library is returned as it is.
     """
     if is_of_library(getattr(hook, "func", hook)):
         return hook
     if is_parameter(tensor):
         tensor.keyed_hooks = number = getattr(tensor, "keyed_hooks", 0) + 1
-        made, parameter = None, id(tensor)
+        call_stream, parameter = None, id(tensor)
     else:
-        made = None if (keys := current()) is None else keys.place_in_backward()
-        if made is None:
+        keys = current()
+        call_stream = None if keys is None else keys.next_stream_in_backward()
+        if call_stream is None:
             return hook
 
     @functools.wraps(hook)
     def keyed(grad: Tensor) -> Any:
         if (keys := current()) is None:
             return hook(grad)
-        place = made
-        if place is None:
-            name = keys.numbers_of_parameters.get(parameter, 0)
-            place = name, keys.micro_batch, BACKWARD, number
-        with keys.within(place, hook):
+        stream = call_stream
+        if stream is None:
+            name_hash = keys.name_hashes.get(parameter, 0)
+            stream = name_hash, keys.micro_batch, BACKWARD, number
+        with keys.within(stream, hook):
             return hook(grad)
 
     return keyed
 
 
-def _place_of_pylayer(kind: type) -> tuple[int, ...] | None:
-    """Returns the place of a ``PyLayer``'s backward; None outside of batches."""
+def _stream_of_pylayer(kind: type) -> tuple[int, ...] | None:
+    """Returns the stream of a ``PyLayer``'s backward, when its forward runs; None for no stream."""
     keys = None if kind.__module__.startswith("fleetpipe.") else current()
-    return None if keys is None else keys.place_in_backward()
+    return None if keys is None else keys.next_stream_in_backward()
 
 
-def _in_pylayer(
-    place: tuple[int, ...] | None, backward: Callable[..., Any]
+def _in_stream_of_pylayer(
+    stream: tuple[int, ...] | None, backward: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Returns a context in which a ``PyLayer``'s backward has the random stream of ``place``."""
-    keys = None if place is None else current()
-    return nullcontext() if keys is None or place is None else keys.within(place, backward)
+    """Returns a context in which a ``PyLayer``'s backward draws from ``stream``, if it has one."""
+    keys = None if stream is None else current()
+    return nullcontext() if keys is None or stream is None else keys.within(stream, backward)
 
 
-watch_pylayers(_place_of_pylayer, _in_pylayer)
+watch_pylayers(_stream_of_pylayer, _in_stream_of_pylayer)

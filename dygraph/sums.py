@@ -1,8 +1,9 @@
 """Sums the gradients of a batch by trees, so that no schedule, cut or degree changes their bits.
 
-There is a tree for each use of a parameter: for each entry of the list of layers that computes with
-it. After each backward of a stage, gradients are removed from the parameters and stored under their
-micro-batch. ``fleetpipe.mesh.sums`` defines the trees. Start with :class:`GradientTrees`.
+There is a tree for each use of a parameter: for each layer of the whole list that computes with it.
+After each backward of a stage the gradients are removed from the parameters, and added to the trees
+in the order of the micro-batches. ``fleetpipe.mesh.sums`` defines the trees. Start with
+:class:`GradientTrees`.
 """
 
 from __future__ import annotations
@@ -27,24 +28,27 @@ from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.tensor import stand_in, take_gradient
 from fleetpipe.schedules import Placement
 
-#: The parameters that an entry of the list uses, by stage and by number of the entry.
-Stages = Mapping[int, Mapping[int, Sequence[Tensor]]]
+#: The parameters that each layer uses, by the stage and then by the number of the layer.
+ParametersByStage = Mapping[int, Mapping[int, Sequence[Tensor]]]
 
 _NOTHING = nullcontext()
 
 
-class TablePlace(NamedTuple):
-    """A layer's dict of parameters, and the name of a parameter in it."""
+class ParameterSlot(NamedTuple):
+    """Where a layer has a parameter: its dict of parameters, and the name there."""
 
     table: dict[str, Tensor]
     name: str
 
 
 class Use(NamedTuple):
-    """A use of a parameter by an entry of the list.
+    """A use of a parameter by a layer of the list, with a gradient of its own.
+
+    If a parameter has several uses, another tensor with the same memory, its stand-in, takes its
+    place in some layers, and has the gradient of the use.
 
     Attributes:
-        number: The entry's number in the whole list.
+        number: The layer's number in the whole list.
         parameter: The parameter.
         source: The tensor that gets gradients from autograd: the parameter, or a stand-in.
         total: The tensor whose gradient becomes the sum over all micro-batches: the parameter, or a
@@ -68,72 +72,74 @@ class Uses:
 
     def __init__(
         self,
-        stages: Stages,
-        slots_of: Callable[[int, Tensor], Iterable[TablePlace]],
+        stages: ParametersByStage,
+        find_slots: Callable[[int, Tensor], Iterable[ParameterSlot]],
         shared: Collection[Tensor],
     ) -> None:
-        """Finds the uses.
+        """Finds the uses, and creates stand-ins for parameters with several uses.
 
         Args:
-            stages: The entries of the stages of this process.
-            slots_of: Returns the places of a parameter in the layers of an entry.
-            shared: The parameters that entries of other ranks use too.
+            stages: The parameters that the layers of this process use.
+            find_slots: Returns where layer ``number`` has a parameter, which may be several
+                attributes.
+            shared: The parameters that layers of other ranks use too.
 
         Raises:
-            ConfigError: Entries of one stage use a parameter whose gradient has a hook.
+            ConfigError: A parameter has several uses, and a hook on its gradient.
         """
-        self._slots_of = slots_of
-        self._swaps: dict[int, list[tuple[TablePlace, Tensor]]] = {}
-        places = [
+        self._find_slots = find_slots
+        self._replacements: dict[int, list[tuple[ParameterSlot, Tensor]]] = {}
+        all_uses = [
             (stage, number, parameter)
-            for stage, entries in sorted(stages.items())
-            for number, parameters in entries.items()
+            for stage, layers in sorted(stages.items())
+            for number, parameters in layers.items()
             for parameter in {id(p): p for p in parameters}.values()
         ]
-        count = Counter(id(parameter) for *_, parameter in places)
+        count = Counter(id(parameter) for *_, parameter in all_uses)
         count.update(id(parameter) for parameter in shared)
         self.several: dict[int, list[Use]] = {key: [] for key, uses in count.items() if uses > 1}
         self.of_stage: dict[int, list[Use]] = {stage: [] for stage in stages}
-        self._copying: list[Callable[[], object]] = []
-        for place in places:
-            self._add(*place)
+        self._hook_removers: list[Callable[[], object]] = []
+        for stage, number, parameter in all_uses:
+            self._add(stage, number, parameter)
 
     def _add(self, stage: int, number: int, parameter: Tensor) -> None:
-        """Adds the use of a parameter by an entry, with stand-ins if it has several uses."""
+        """Adds a use of a parameter by layer ``number``; with a stand-in if there are several."""
         uses = self.several.get(id(parameter))
         if uses is None:
             if is_watched(parameter):
-                self._copying.append(_copy_behind_hooks(parameter))
+                self._hook_removers.append(_copy_behind_hooks(parameter))
             self.of_stage[stage].append(Use(number, parameter, parameter, parameter))
             return
         _refuse_hooks(parameter, stage)
         total = stand_in(parameter)
         first = all(use.parameter is not parameter for use in self.of_stage[stage])
         if not first:
-            swaps = self._swaps.setdefault(number, [])
-            swaps += ((slot, total) for slot in self._slots_of(number, parameter))
+            replacements = self._replacements.setdefault(number, [])
+            replacements += ((slot, total) for slot in self._find_slots(number, parameter))
         use = Use(number, parameter, parameter if first else total, total)
         uses.append(use)
         self.of_stage[stage].append(use)
 
     def end(self) -> None:
-        """Makes all entries compute with the parameters themselves again."""
-        self._swaps.clear()
-        for remove in self._copying:
+        """Makes all layers compute with the parameters themselves again."""
+        self._replacements.clear()
+        for remove in self._hook_removers:
             remove()
-        self._copying.clear()
+        self._hook_removers.clear()
 
     def add_up(self) -> None:
-        """Sets the gradient of each parameter with several uses to the sum over uses, in order."""
+        """Sets the gradient of each parameter with several uses to the sum over its uses."""
         for uses in self.several.values():
-            total = sum_in_order((u.number, g) for u in uses if (g := u.total.grad) is not None)
+            gradients = ((use.number, use.total.grad) for use in uses)
+            total = sum_in_order((n, grad) for n, grad in gradients if grad is not None)
             if total is not None:
                 set_gradient(uses[0].parameter, total.clone() if len(uses) == 1 else total)
 
     def running(self, number: int) -> AbstractContextManager[None]:
-        """Returns a context in which an entry of the list computes with its stand-ins."""
-        swaps = self._swaps.get(number)
-        return _NOTHING if swaps is None else _put_in(swaps)
+        """Returns a context in which layer ``number`` computes with its stand-ins, if any."""
+        replacements = self._replacements.get(number)
+        return _NOTHING if replacements is None else _replace_parameters(replacements)
 
 
 def sum_in_order(numbered: Iterable[tuple[int, Tensor]]) -> Tensor | None:
@@ -145,28 +151,29 @@ def sum_in_order(numbered: Iterable[tuple[int, Tensor]]) -> Tensor | None:
 
 
 def parameters_of(function: Callable[[Nest], Nest]) -> list[Tensor]:
-    """Returns the parameters of the layers of an entry."""
+    """Returns the parameters of a layer, or of the layers that a function of the list calls."""
     return [parameter for layer in layers_in(function) for parameter in layer.parameters()]
 
 
-def slots_in(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[TablePlace]:
-    """Yields the places of a parameter in the layers of an entry."""
+def find_in_layers(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[ParameterSlot]:
+    """Yields where a layer, or the layers that a function of the list calls, have a parameter."""
     for layer in layers_in(function):
-        for part in layer.sublayers(include_self=True):
-            table = parameters_in(part)
-            yield from (TablePlace(table, name) for name, one in table.items() if one is parameter)
+        for sublayer in layer.sublayers(include_self=True):
+            table = parameters_in(sublayer)
+            names = (name for name, value in table.items() if value is parameter)
+            yield from (ParameterSlot(table, name) for name in names)
 
 
 @contextmanager
-def _put_in(swaps: Sequence[tuple[TablePlace, Tensor]]) -> Iterator[None]:
+def _replace_parameters(replacements: Sequence[tuple[ParameterSlot, Tensor]]) -> Iterator[None]:
     """While it is open, layers have other tensors in the places of their parameters."""
-    before = [slot.table[slot.name] for slot, _ in swaps]
-    for slot, other in swaps:
-        slot.table[slot.name] = other
+    originals = [slot.table[slot.name] for slot, _ in replacements]
+    for slot, replacement in replacements:
+        slot.table[slot.name] = replacement
     try:
         yield
     finally:
-        for (slot, _), parameter in zip(swaps, before):
+        for (slot, _), parameter in zip(replacements, originals):
             slot.table[slot.name] = parameter
 
 
@@ -194,7 +201,7 @@ def _refuse_hooks(parameter: Tensor, stage: int) -> None:
 
 
 class GradientTrees:
-    """The sums of one batch's gradients in this process."""
+    """Sums the gradients of one batch in this process by trees."""
 
     def __init__(self, uses: Uses, micro_batches: int) -> None:
         """Starts without gradients, for ``micro_batches`` micro-batches."""
@@ -209,7 +216,8 @@ class GradientTrees:
         Args:
             stage: The stage that has run backward.
             micro_batch: The number of the micro-batch in the batch, from 0.
-            complete: Whether these are the last gradients of the micro-batch: after B or W, not I.
+            complete: Whether these are the last gradients of the micro-batch in the stage: after B
+                or W, not after I.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -218,47 +226,53 @@ class GradientTrees:
 
     @paddle.no_grad()
     def finish(self) -> None:
-        """Sets the gradient of each use, and of each parameter, after all micro-batches."""
+        """Called after all micro-batches: sets the parameters' gradients to the sums."""
         for trees in self._stages.values():
             trees.finish()
         self.uses.add_up()
 
 
 class _StageTrees:
-    """The sums of one stage."""
+    """Sums the gradients of the uses in one stage."""
 
     def __init__(self, uses: Sequence[Use], micro_batches: int) -> None:
+        """Starts without gradients, for ``micro_batches`` micro-batches."""
         self._uses = uses
-        #: A sum of lists, each with a gradient for each use.
-        self._tree = TreeSum[list[Tensor | None]](micro_batches, _add_each)
-        #: The gradients of micro-batches that the tree adds later, and whether they are complete.
-        self._waiting: dict[int, tuple[list[Tensor | None], bool]] = {}
-        self._next = 0
+        #: Adds up lists with a gradient for each use, one list for each micro-batch.
+        self._tree = TreeSum[list[Tensor | None]](micro_batches, _add_lists)
+        #: The gradients of micro-batches that are not in the tree yet, and if they are complete.
+        self._early_gradients: dict[int, tuple[list[Tensor | None], bool]] = {}
+        self._next_micro_batch = 0
 
     @paddle.no_grad()
     def take(self, micro_batch: int, complete: bool) -> None:
+        """See :meth:`GradientTrees.take`."""
         gradients: list[Tensor | None] = []
         for use in self._uses:
             gradient = take_gradient(use.source)
             if gradient is not None and gradient.is_selected_rows():
-                raise _sparse(use)
+                raise _sparse_gradient_error(use)
             gradients.append(gradient)
-        if micro_batch in self._waiting:
-            earlier, _ = self._waiting[micro_batch]
-            gradients = _add_each(earlier, gradients)
-        self._waiting[micro_batch] = gradients, complete
-        while self._next in self._waiting and self._waiting[self._next][1]:
-            gradients, _ = self._waiting.pop(self._next)
+        if micro_batch in self._early_gradients:
+            earlier, _ = self._early_gradients[micro_batch]
+            gradients = _add_lists(earlier, gradients)
+        self._early_gradients[micro_batch] = gradients, complete
+        while (
+            self._next_micro_batch in self._early_gradients
+            and self._early_gradients[self._next_micro_batch][1]
+        ):
+            gradients, _ = self._early_gradients.pop(self._next_micro_batch)
             self._tree.add(gradients)
-            self._next += 1
+            self._next_micro_batch += 1
 
     def finish(self) -> None:
+        """Sets the gradient of each use to the sum over all micro-batches."""
         for use, gradient in zip(self._uses, self._tree.total()):
             if gradient is not None:
                 set_gradient(use.total, gradient)
 
 
-def _sparse(use: Use) -> ConfigError:
+def _sparse_gradient_error(use: Use) -> ConfigError:
     return ConfigError(
         f"the gradient of {use.parameter.name} is sparse, and a tree adds up dense ones",
         cause="an Embedding(sparse=True)",
@@ -266,11 +280,11 @@ def _sparse(use: Use) -> ConfigError:
     )
 
 
-def _add_each(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Adds up two lists of gradients by use, in place in the first; None is no gradient."""
-    for place, (total, gradient) in enumerate(zip(left, right)):
+def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    """Adds each gradient in ``right`` to that at the same index in ``left``; None is none."""
+    for index, (total, gradient) in enumerate(zip(left, right)):
         if total is None:
-            left[place] = gradient
+            left[index] = gradient
         elif gradient is not None:
             add_in_place(total, gradient)
     return left
@@ -279,16 +293,16 @@ def _add_each(left: list[Tensor | None], right: list[Tensor | None]) -> list[Ten
 def refuse_beside_trees(
     parameters: Sequence[Tensor], delayed: bool, sliced: bool, placement: Placement, rng: str
 ) -> None:
-    """Refuses options and layers that add gradients in an order of their own.
+    """Refuses options and layers with which sums by a tree would not have the promised bits.
 
     Args:
         parameters: The parameters of this process.
         delayed: Whether ``delay_scale_loss`` is on.
-        sliced: Whether the schedule cuts micro-batches.
-        placement: The owner of each stage.
+        sliced: Whether the schedule cuts micro-batches into sequence chunks.
+        placement: The rank of each stage.
         rng: The option ``rng``.
     """
-    reasons: Mapping[str, bool] = {
+    conflicts: Mapping[str, bool] = {
         "delay_scale_loss, which divides gradients after they are added up": delayed,
         "slices of sequences, which add up parts of a micro-batch": sliced,
         "a VocabularyHead, whose parts add up over all ranks": placement.has_head,
@@ -298,27 +312,27 @@ def refuse_beside_trees(
             map(is_sequence_parallel_parameter, parameters)
         ),
     }
-    for reason, is_there in reasons.items():
-        if is_there:
+    for conflict, exists in conflicts.items():
+        if exists:
             raise ConfigError(
-                f"sums by a tree do not go with {reason}",
+                f"sums by a tree do not go with {conflict}",
                 where="strategy.fleetpipe_configs['sums'] = 'tree'",
                 fix="leave one of the two out",
             )
 
 
 def refuse_shared_with_losses(
-    entries: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
+    layers: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
 ) -> None:
-    """Refuses a parameter that a layer of the list and a loss use, which autograd would add up.
+    """Refuses a parameter that both a layer of the list and a loss use: autograd adds these up.
 
     Args:
-        entries: The parameters of the last stage's entries, by number.
+        layers: The parameters of each layer of the last stage, by number.
         of_losses: The parameters of the loss functions.
     """
-    for number, parameters in entries.items():
+    for number, parameters in layers.items():
         for parameter in parameters:
-            if any(parameter is one for one in of_losses):
+            if any(parameter is of_loss for of_loss in of_losses):
                 raise ConfigError(
                     "sums by a tree do not go with a loss that uses a weight of the list",
                     where=f"layer {number} of the list, parameter {parameter.name}",
@@ -328,8 +342,8 @@ def refuse_shared_with_losses(
                 )
 
 
-def require_taken(parameters: Iterable[Tensor]) -> None:
-    """Refuses a gradient left on a parameter: it is of a use that the list does not show."""
+def refuse_remaining_gradients(parameters: Iterable[Tensor]) -> None:
+    """Refuses a parameter that still has a gradient: some layer uses it without showing that."""
     for parameter in parameters:
         if gradient_of(parameter) is not None:
             raise ConfigError(

@@ -211,8 +211,8 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
 
 def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
     """Returns the error to raise in the place of an error of a loss function."""
-    if gradients.is_refusal(error):
-        return gradients.refusal(error, "the loss function", output)
+    if gradients.is_raised_in_paddle_grad(error):
+        return gradients.grad_across_stages(error, "the loss function", output)
     texts = (text in str(error) for text in _WITHOUT_MEMORY)
     if isinstance(error, NoNumbersError) or any(texts):
         return BoundaryError(

@@ -93,8 +93,8 @@ def refusal(
     error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:
     """Returns the error to raise in the place of the error of layer ``index`` for ``value``."""
-    if gradients.is_refusal(error):
-        return gradients.refusal(error, _title(partition, index), value)
+    if gradients.is_raised_in_paddle_grad(error):
+        return gradients.grad_across_stages(error, _title(partition, index), value)
     if "one pair of hooks" in str(error):
         return BoundaryError(
             f"{_title(partition, index)} is recomputed, and opens saved_tensors_hooks itself",

@@ -18,7 +18,13 @@ from fleetpipe.dygraph.batch.units import Borders
 from fleetpipe.dygraph.layers import tied
 from fleetpipe.dygraph.layers.entries import Entry
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
-from fleetpipe.dygraph.sums import Stages, Uses, parameters_of, refuse_shared_with_losses, slots_in
+from fleetpipe.dygraph.sums import (
+    ParametersByStage,
+    Uses,
+    find_in_layers,
+    parameters_of,
+    refuse_shared_with_losses,
+)
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Edge
@@ -194,14 +200,14 @@ class OwnedStages:
         """
         self._runner.uses = Uses(
             self._by_stage({n: parameters_of(f) for n, f in self.functions.items()}, of_losses),
-            lambda number, parameter: slots_in(self.functions[number], parameter),
+            lambda number, parameter: find_in_layers(self.functions[number], parameter),
             shared,
         )
         return self._runner.uses
 
     def _by_stage(
         self, parameters: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
-    ) -> Stages:
+    ) -> ParametersByStage:
         """Returns the parameters of entries by stage; the losses are an entry of the last stage."""
         range_of, boundaries = self._partition.range_of, self._partition.boundaries
         stages = {stage: {n: parameters[n] for n in range_of(stage)} for stage in self.owned}

@@ -16,7 +16,7 @@ from fleetpipe.dygraph import random_keys, tensor_parallel
 from fleetpipe.dygraph.batch.losses import carried_in
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.names import ModelWithParts, Place, hidden_buffers
-from fleetpipe.dygraph.sums import Uses, parameters_of, slots_in
+from fleetpipe.dygraph.sums import Uses, find_in_layers, parameters_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import set_data
 
@@ -81,7 +81,7 @@ class SingleModel(ModelWithParts):
     def begin_uses(self) -> Uses:
         """Gives each use of a parameter its own gradient, until :meth:`Uses.end` is called."""
         entries = {n: parameters_of(function) for n, function in enumerate(self._functions)}
-        self._uses = Uses({0: entries}, lambda n, p: slots_in(self._functions[n], p), [])
+        self._uses = Uses({0: entries}, lambda n, p: find_in_layers(self._functions[n], p), [])
         return self._uses
 
     def hidden_buffers(self) -> dict[str, Place]:

@@ -18,7 +18,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.optimizer.replicas import Shards
-from fleetpipe.dygraph.sums import GradientTrees, require_taken
+from fleetpipe.dygraph.sums import GradientTrees, refuse_remaining_gradients
 from fleetpipe.errors import StateError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.job import Job
@@ -191,7 +191,7 @@ class Reductions:
             ConfigError: A parameter has a gradient from a use that its stage's entries do not show.
         """
         if self._trees is not None:
-            require_taken(self._layers.trained_parameters())
+            refuse_remaining_gradients(self._layers.trained_parameters())
             self._trees.finish()
 
     def end_trees(self) -> None:
