@@ -1,7 +1,7 @@
 """The axes along which ranks are split, and groups of the ranks along them.
 
-Start with ``axes.py``: the names, their degrees, and every rank's place on each. ``groups.py`` has
-the collective operations, and ``parts.py`` says which part of a parameter a rank holds.
+Start with ``axes.py``: the axes, their degrees, and every rank's coordinates. ``groups.py`` has the
+collective operations, and ``parts.py`` says which part of a parameter a rank holds.
 """
 
 from fleetpipe.mesh.axes import AXES, COPIES, REPLICA, Coordinate, Degrees, Mesh

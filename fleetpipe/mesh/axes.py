@@ -7,8 +7,8 @@ stage of all replicas a second time, as Fleet does for the layers that are exper
     8 ranks of a stage     dp 2 x sep 2 x mp 2      moe_sharding 2 x ep 4
     their coordinates        (0,0,0) (0,0,1) ..       (0,0) (0,1) (0,2) (0,3) (1,0) ..
 
-Ranks with other contents than their coordinates require are apart from the rest along an axis,
-which says a likely cause.
+Where ranks hold wrong values, the axis along which these ranks lie says a likely cause:
+:func:`axis_between` finds it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh import degree_checks
 
-#: The axes that number the ranks, in Paddle's order: along the last one first.
+#: The axes that number the ranks, in Paddle's order: numbers change fastest along the last one.
 DENSE = ("dp", "pp", "sharding", "sep", "cp", "mp")
 #: The axes that split the ranks of a stage again, for experts.
 EXPERT = ("moe_sharding", "ep")
+#: All axes.
 AXES = (*DENSE, *EXPERT)
 #: The axes of replicas of the model: the ranks along them take different samples.
 REPLICA = ("dp", "sharding")
-#: The axes that cut data: the ranks along them have parts of the same sequences.
+#: The axes that split sequences: the ranks along them have parts of the same sequences.
 SEQUENCE = ("sep", "cp")
 #: The axes along which ranks hold the same parameters.
 COPIES = (*REPLICA, *SEQUENCE)
-#: The axes along which ranks hold parts of the same layers.
+#: The axes along which ranks hold shards of the same layers.
 SHARDS = ("mp",)
 
-#: For each axis that an order leaves out, the axis before which it is inserted.
+#: For each axis that an order leaves out, the axis before which it is inserted; "" for the end.
 _FOLLOWERS = {
     "mp": "",
     "cp": "mp",
@@ -49,7 +50,9 @@ _FOLLOWERS = {
     "ep": "mp",
 }
 
+#: The likely cause of equal dropout on ranks along an axis, for errors; {} stands for the axis.
 STREAMS = "dropout draws the same numbers on ranks along {}, which have different values there"
+#: The likely cause of gradients that are clipped by a wrong norm, for errors.
 NORM = (
     "the norm is not that of all gradients: parts of other ranks are left out, or what ranks share "
     "is counted more than once"
@@ -66,8 +69,7 @@ class Degrees:
         cp_in_sharding: Whether the ranks along cp share the optimizer's state too and count in
             Fleet's ``sharding_degree``, as they do beside ``ep_degree``.
         dp_open: Whether ``dp_degree`` was -1: as many replicas as the ranks allow.
-        asked_pp: The ``pp_degree`` that was asked for, where a job goes on with fewer ranks; else
-            0.
+        asked_pp: The ``pp_degree`` of the script, where a job goes on with fewer stages; else 0.
     """
 
     dp: int = 1
@@ -89,14 +91,14 @@ class Degrees:
         """Reads ``hybrid_configs``, computes the open degrees and checks the products.
 
         ``dp_degree=-1`` means the ranks that the other degrees leave, ``moe_sharding_degree=1``
-        those that ``ep_degree`` leaves. A single process may ask for any ``pp_degree``: it then
-        plays all ranks itself.
+        those that ``ep_degree`` leaves. A single process may have any ``pp_degree``: it then plays
+        all ranks itself.
 
         Args:
             configs: ``strategy.hybrid_configs``.
             world_size: Number of processes of the job.
-            whole_size: Number of processes that the degrees are for, if the job goes on with fewer:
-                the pipeline then has as many stages fewer.
+            whole_size: Number of processes that the degrees are for, if the job goes on with fewer
+                processes: then the pipeline has fewer stages. None if it is ``world_size``.
 
         Raises:
             ConfigError: The degrees do not multiply to ``world_size``, one is below 1, or one does
@@ -106,20 +108,20 @@ class Degrees:
         for axis, degree in wanted.items():
             if axis != "dp" or degree != -1:
                 degree_checks.require_degree(f"{axis}_degree", degree)
-        within = degree_checks.take_context_out(wanted, configs.get("cp_sharding_degree", 1))
-        asked_pp = degree_checks.narrow(wanted, DENSE, world_size, whole_size)
+        cp_in_sharding = degree_checks.separate_cp(wanted, configs.get("cp_sharding_degree", 1))
+        asked_pp = degree_checks.shrink_pipeline(wanted, DENSE, world_size, whole_size)
         rest = {axis: wanted[axis] for axis in DENSE if axis != "dp"}
         product = math.prod(rest.values())
         if world_size == 1:
-            alone = {**rest, "dp": max(wanted["dp"], 1)}
-            if alone["dp"] * product == rest["pp"] and wanted["ep"] * wanted["moe_sharding"] == 1:
-                return cls(**alone)
-            degree_checks.refuse_alone({**alone, **{axis: wanted[axis] for axis in EXPERT}})
-        dp = degree_checks.data_parallel(wanted["dp"], rest, world_size)
+            dense = {**rest, "dp": max(wanted["dp"], 1)}
+            if dense["dp"] * product == rest["pp"] and wanted["ep"] * wanted["moe_sharding"] == 1:
+                return cls(**dense)
+            degree_checks.refuse_alone({**dense, **{axis: wanted[axis] for axis in EXPERT}})
+        dp = degree_checks.infer_dp(wanted["dp"], rest, world_size)
         experts = degree_checks.expert_degrees(wanted, world_size // rest["pp"])
         return cls(
             **{**rest, **experts, "dp": dp},
-            cp_in_sharding=within,
+            cp_in_sharding=cp_in_sharding,
             dp_open=wanted["dp"] == -1,
             asked_pp=asked_pp,
         )
@@ -146,11 +148,11 @@ class Degrees:
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks compute a layer together; with experts all axes of a stage."""
+        """The axes along which ranks compute a layer together; with ep all axes but pp."""
         return tuple(a for a in DENSE if a != "pp" and (self.ep > 1 or a not in REPLICA))
 
     def split(self, *axes: str) -> int:
-        """Returns the number of ranks along some axes."""
+        """Returns the number of ranks along some axes together: the product of their degrees."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def configs(self) -> dict[str, int]:
@@ -159,21 +161,34 @@ class Degrees:
         return {**degrees, "sharding_degree": self.state_shards}
 
     def require_tree(self, dynamic: bool, device: str) -> None:
-        """Refuses degrees with which ranks do not hold whole branches of a sum by a tree.
+        """Refuses degrees with which a rank does not have whole branches of a sum by a tree.
 
         Args:
             dynamic: Whether the job trains in dynamic graph.
-            device: The kind of its devices.
+            device: The kind of its devices, such as "cpu".
+
+        Raises:
+            ConfigError: The degrees, the graph mode or the device do not allow such sums.
         """
         degree_checks.require_tree({axis: getattr(self, axis) for axis in AXES}, dynamic, device)
 
     def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
-        """Refuses degrees that a graph mode does not run."""
-        beyond = {a: n for a in AXES if a not in supported and (n := getattr(self, a)) > 1}
+        """Refuses degrees above 1 along axes that a graph mode does not support.
+
+        Args:
+            supported: The axes that it supports.
+            fix: What to do instead, for the error.
+
+        Raises:
+            ConfigError: A degree is above 1 along another axis.
+        """
+        degrees = {axis: getattr(self, axis) for axis in AXES if axis not in supported}
+        beyond = {axis: degree for axis, degree in degrees.items() if degree > 1}
         if beyond:
             names = ", ".join(f"{axis}_degree" for axis in supported)
             raise ConfigError(
-                f"this version does not run a pipeline with {degree_checks.text_of(beyond)}",
+                "this version does not run a pipeline with "
+                + degree_checks.degrees_in_words(beyond),
                 expected=f"every degree 1 except {names}",
                 fix=fix,
             )
@@ -192,11 +207,7 @@ class Coordinate(NamedTuple):
     ep: int = 0
 
     def leads(self, *but: str) -> bool:
-        """Whether the rank is first on every axis that numbers ranks, except on those in ``but``.
-
-        Args:
-            but: Axes on which its coordinate does not matter.
-        """
+        """Returns whether the rank is first on every axis that numbers ranks, except ``but``."""
         return not any(getattr(self, axis) for axis in DENSE if axis not in but)
 
 
@@ -218,26 +229,26 @@ class Mesh:
 
     @classmethod
     def in_order(cls, degrees: Degrees, order: Sequence[str]) -> Mesh:
-        """Returns the mesh of a job whose ranks are numbered in an order of ``hybrid_configs``.
+        """Returns the mesh of a job whose ranks are numbered by the order of ``hybrid_configs``.
 
         Args:
-            degrees: How many ways each axis is split.
+            degrees: The number of ranks along each axis.
             order: The axes; rank numbers change fastest along the last one.
 
         Raises:
-            ConfigError: It has an unknown axis, or an axis twice.
+            ConfigError: The order has an unknown axis, or an axis twice.
         """
         degree_checks.require_order(order, AXES)
         names = complete_order(order)
-        first, *_ = (axis for axis in names if axis in EXPERT)
+        outer, *_ = (axis for axis in names if axis in EXPERT)
         before = names.index("moe_sharding") < names.index("pp")
-        return cls(degrees, tuple(axis for axis in names if axis in DENSE), first, before)
+        return cls(degrees, tuple(axis for axis in names if axis in DENSE), outer, before)
 
     @functools.cached_property
     def digits(self) -> list[tuple[str, int]]:
         """The axes and sizes by which ranks are numbered, like digits, the slowest one first.
 
-        With experts sharding has two digits, as in Fleet: moe_sharding's and the rest.
+        With experts sharding has two digits, as in Fleet: moe_sharding's, and the rest of it.
         """
         sizes = [(axis, getattr(self.degrees, axis)) for axis in self.order]
         state, outer = self.degrees.state_shards, self.degrees.moe_sharding
@@ -274,7 +285,7 @@ class Mesh:
 
     @property
     def _shares_digit(self) -> bool:
-        """Whether sharding and cp share their digits."""
+        """Whether sharding and cp have one digit together."""
         return self.degrees.cp_in_sharding and ("cp", self.degrees.cp) not in self.digits
 
     def rank(self, coordinate: Coordinate) -> int:
@@ -283,52 +294,55 @@ class Mesh:
 
     @functools.cached_property
     def _coordinates(self) -> list[Coordinate]:
+        """The coordinate of each rank."""
         return [self.coordinate(rank) for rank in range(self.degrees.size)]
 
     @functools.cached_property
     def _ranks(self) -> dict[tuple[int, ...], int]:
-        return {each[: len(DENSE)]: rank for rank, each in enumerate(self._coordinates)}
+        """The rank at each coordinate on the axes of ``DENSE``."""
+        return {c[: len(DENSE)]: rank for rank, c in enumerate(self._coordinates)}
 
     @functools.cached_property
     def _expert_ranks(self) -> dict[tuple[int, ...], int]:
+        """The rank at each coordinate on pp, moe_sharding and ep."""
         return {(c.pp, c.moe_sharding, c.ep): rank for rank, c in enumerate(self._coordinates)}
 
     def along(self, coordinate: Coordinate, axes: Sequence[str]) -> list[int]:
-        """Returns the ranks that differ from one coordinate on the given axes only.
+        """Returns the ranks that differ from one rank on the given axes only, that rank included.
 
         Args:
-            coordinate: The coordinate of one of these ranks.
-            axes: The axes that they span, of :data:`DENSE`, or of :data:`EXPERT` and pp. The ranks
-                are sorted by their coordinate on the last axis, then on the one before.
+            coordinate: The coordinate of the one rank.
+            axes: The axes, of :data:`DENSE`, or of :data:`EXPERT` and pp. The ranks are sorted by
+                their coordinate on the first axis, then on the next.
         """
-        spans = itertools.product(*(range(getattr(self.degrees, axis)) for axis in axes))
-        coordinates = [coordinate._replace(**dict(zip(axes, span))) for span in spans]
+        steps = itertools.product(*(range(getattr(self.degrees, axis)) for axis in axes))
+        coordinates = [coordinate._replace(**dict(zip(axes, step))) for step in steps]
         if {*axes} & {*EXPERT} and self.degrees.ep > 1:
             return [self._expert_ranks[each.pp, each.moe_sharding, each.ep] for each in coordinates]
         return [self.rank(each) for each in coordinates]
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """Returns the ranks of each group along some axes, the group of rank 0 first."""
-        made: dict[int, list[int]] = {}
-        for each in self._coordinates:
-            ranks = self.along(each, axes)
-            made.setdefault(min(ranks), ranks)
-        return list(made.values())
+        ranks_by_lowest: dict[int, list[int]] = {}
+        for coordinate in self._coordinates:
+            ranks = self.along(coordinate, axes)
+            ranks_by_lowest.setdefault(min(ranks), ranks)
+        return list(ranks_by_lowest.values())
 
     def number(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
-        """Returns the index in :meth:`along` of the rank at a coordinate."""
+        """Returns the index, in the result of :meth:`along`, of the rank at a coordinate."""
         number = 0
         for axis in axes:
             number = number * getattr(self.degrees, axis) + getattr(coordinate, axis)
         return number
 
     def replica(self, coordinate: Coordinate) -> int:
-        """Returns the number of the replica of the rank at a coordinate."""
+        """Returns the number of the replica to which the rank at a coordinate belongs."""
         return self.number(coordinate, REPLICA)
 
 
 def complete_order(order: Iterable[str]) -> list[str]:
-    """Adds to an order of ``hybrid_configs`` the axes that it leaves out, where Fleet has them.
+    """Adds to an order of ``hybrid_configs`` the axes that it lacks, where Fleet has them.
 
     Paddle ignores the degree of an axis that the order leaves out.
     """
@@ -340,29 +354,30 @@ def complete_order(order: Iterable[str]) -> list[str]:
 
 
 def axis_between(
-    places: Mapping[int, Mapping[str, int]], wrong: Collection[int], axes: Iterable[str]
+    coordinates: Mapping[int, Mapping[str, int]], wrong: Collection[int], axes: Iterable[str]
 ) -> str:
-    """Returns the first axis whose coordinate decides which ranks are wrong; "" if none does.
+    """Returns the first axis whose coordinates tell wrong ranks from right ones; "" if none.
 
     Args:
-        places: By rank, its coordinates on the axes; 0 where it says none.
-        wrong: Some of these ranks.
+        coordinates: By rank, its coordinates on the axes; an axis that is missing counts as 0.
+        wrong: The wrong ranks, some of these.
         axes: The axes, likely ones first.
     """
-    right = places.keys() - {*wrong}
+    right = coordinates.keys() - {*wrong}
     for axis in axes:
-        sides = [{places[rank].get(axis, 0) for rank in side} for side in (wrong, right)]
-        if all(sides) and sides[0].isdisjoint(sides[1]):
+        of_wrong = {coordinates[rank].get(axis, 0) for rank in wrong}
+        of_right = {coordinates[rank].get(axis, 0) for rank in right}
+        if of_wrong and of_right and of_wrong.isdisjoint(of_right):
             return axis
     return ""
 
 
 def of_unequal(axis: str, step: int) -> str:
-    """Says why ranks that share a weight have different ones.
+    """Returns a likely cause of different values of a weight on ranks that share it, for errors.
 
     Args:
-        axis: The axis along which they differ; "" if unknown.
-        step: The step at whose beginning they differ.
+        axis: The axis along which the ranks with other values lie; "" if unknown.
+        step: The step at whose beginning the values differ, from 0.
     """
     if step:
         return f"the weight was changed on some ranks after the step; they must agree along {axis}"

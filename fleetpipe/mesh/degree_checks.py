@@ -8,7 +8,7 @@ from typing import Any
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
 
-#: split_param is Fleet's version 2 of the sharded optimizer.
+#: Options of ``sharding_configs`` that are refused; split_param is that optimizer's version 2.
 _OTHER_SHARDING = ("split_param", "tensor_fusion", "comm_overlap")
 
 #: The axes along which sums have no tree, with what is added up there.
@@ -20,11 +20,21 @@ _WITHOUT_TREE = {
 }
 
 
-def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
-    """Divides sharding by cp if Fleet counts cp within it; returns whether it does.
+def separate_cp(wanted: dict[str, int], cp_sharding: Any) -> bool:
+    """Makes cp an axis of its own: divides the sharding degree by cp if Fleet counts cp within it.
 
     In Fleet's topology of experts ``sharding_degree`` covers ``cp_degree``; otherwise cp is an axis
     of its own, unless ``cp_sharding_degree`` gives the rest.
+
+    Args:
+        wanted: The degrees by axis; that of sharding may be changed.
+        cp_sharding: The option ``cp_sharding_degree``.
+
+    Returns:
+        Whether Fleet counts cp within sharding.
+
+    Raises:
+        ConfigError: The degrees contradict each other.
     """
     require_degree("cp_sharding_degree", cp_sharding)
     cp, sharding = wanted["cp"], wanted["sharding"]
@@ -49,53 +59,70 @@ def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
     return within
 
 
-def narrow(
+def shrink_pipeline(
     wanted: dict[str, int], axes: Sequence[str], world_size: int, whole_size: int | None
 ) -> int:
     """Lowers ``pp_degree`` in a job that goes on with fewer ranks than it began with.
 
-    Degrees that fit the ranks that are left stay, as if the script has computed them.
+    Degrees that fit the present ranks stay, as if the script has computed them.
+
+    Args:
+        wanted: The degrees by axis; that of pp may be changed.
+        axes: The axes that number ranks.
+        world_size: The present number of ranks.
+        whole_size: The number of ranks when the job began; None if it is the same.
 
     Returns:
-        The ``pp_degree`` that was asked for, if it was changed; else 0.
+        The earlier ``pp_degree``, if it was changed; else 0.
     """
     product = math.prod(wanted[axis] for axis in axes if wanted[axis] > 0)
     if whole_size is None or not 1 < world_size < product:
         return 0
     # With dp_degree -1, stages are taken out once there is one replica only.
-    of_all = whole_size % product == 0 if wanted["dp"] == -1 else whole_size == product
+    fitted_before = whole_size % product == 0 if wanted["dp"] == -1 else whole_size == product
     pp = wanted["pp"]
-    if of_all and pp * world_size % product == 0:
+    if fitted_before and pp * world_size % product == 0:
         wanted["pp"] = pp * world_size // product
         return pp
     return 0
 
 
-def data_parallel(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
-    """Returns dp_degree, and computes it if it is left open."""
+def infer_dp(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
+    """Returns ``dp_degree``, computed from the number of ranks.
+
+    Args:
+        wanted: The script's ``dp_degree``; -1 to compute it.
+        rest: The other degrees that number ranks, by axis.
+        world_size: The number of ranks.
+
+    Raises:
+        ConfigError: The degrees do not multiply to the number of ranks.
+    """
     product = math.prod(rest.values())
     needed = product * max(wanted, 1)
     if world_size % product:
         degrees = {**rest, "dp": wanted} if wanted >= 1 else rest
         raise ConfigError(
-            f"the degrees (={text_of(degrees)}) do not divide the world size (={world_size})",
+            f"the degrees (={degrees_in_words(degrees)}) do not divide "
+            f"the world size (={world_size})",
             expected=f"a multiple of {product} processes",
             got=f"{world_size} processes",
-            fix=f"launch with --nproc_per_node {needed}, or " + _lower(degrees, world_size),
+            fix=f"launch with --nproc_per_node {needed}, or "
+            + _suggest_degree(degrees, world_size),
         )
     inferred = world_size // product
     if wanted >= 1 and wanted != inferred:
         raise ConfigError(
             f"the degrees multiply to {needed}, the job has {world_size} ranks",
             expected=f"dp_degree={inferred}, or -1 to have it worked out",
-            got=f"dp_degree={wanted} with {text_of(rest)}",
+            got=f"dp_degree={wanted} with {degrees_in_words(rest)}",
             fix=f"launch with --nproc_per_node {needed}, or change a degree",
         )
     return inferred
 
 
-def _lower(rest: Mapping[str, int], world_size: int) -> str:
-    """Names one degree whose change would let all divide the ranks."""
+def _suggest_degree(rest: Mapping[str, int], world_size: int) -> str:
+    """Returns a text that names one degree whose change makes all divide the ranks."""
     product = math.prod(rest.values())
     for axis, degree in rest.items():
         rest_of_product = product // degree
@@ -108,7 +135,15 @@ def _lower(rest: Mapping[str, int], world_size: int) -> str:
 
 
 def expert_degrees(wanted: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Returns the degrees that split the ranks of a stage for experts."""
+    """Returns the degrees along ep and moe_sharding; {} if neither is above 1.
+
+    Args:
+        wanted: The script's degrees by axis.
+        ranks: The number of ranks of a stage.
+
+    Raises:
+        ConfigError: They do not multiply to the ranks of a stage.
+    """
     ep, moe_sharding = wanted["ep"], wanted["moe_sharding"]
     if ep == moe_sharding == 1:
         return {}
@@ -130,7 +165,7 @@ def expert_degrees(wanted: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def refuse_alone(degrees: Mapping[str, int]) -> None:
-    """Refuses axes that one process cannot play alone, and says how many ranks they need."""
+    """Raises the error for axes that one process cannot play alone, with the ranks they need."""
     split = {axis: degree for axis, degree in degrees.items() if degree > 1}
     experts = {axis: split[axis] for axis in ("moe_sharding", "ep") if axis in split}
     ranks = math.prod(degree for axis, degree in split.items() if axis not in experts)
@@ -138,7 +173,7 @@ def refuse_alone(degrees: Mapping[str, int]) -> None:
     raise ConfigError(
         "one process plays all ranks of a pipeline, but not those of another axis",
         expected="every degree 1 except pp_degree",
-        got=text_of(split),
+        got=degrees_in_words(split),
         fix=f"fleetpipe run --nproc {ranks} train.py, or leave all but pp_degree out",
     )
 
@@ -150,14 +185,17 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def require_degree(name: str, degree: Any, least: int = 1) -> None:
-    """Refuses a degree that is not a valid number of ranks."""
+    """Refuses a degree that is not a whole number of at least ``least``."""
     fix = f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out"
     require_whole(name, degree, least, where="strategy.hybrid_configs", fix=fix)
 
 
 def require_order(order: Sequence[str], axes: Collection[str]) -> None:
     """Refuses an order of ranks with an unknown axis or with an axis twice."""
-    wrong = next((a for n, a in enumerate(order) if a not in axes or a in order[:n]), None)
+    wrong = next(
+        (axis for index, axis in enumerate(order) if axis not in axes or axis in order[:index]),
+        None,
+    )
     if wrong is not None:
         raise ConfigError(
             "hybrid_configs['order'] names axes, each once",
@@ -172,7 +210,7 @@ def sharding_stage(strategy: Any) -> int:
     """Returns the stage of sharding: 1 shards the optimizer's state, 2 gradients too.
 
     Raises:
-        ConfigError: The strategy asks for more, or for another way.
+        ConfigError: The strategy asks for stage 3, or for options that fleetpipe lacks.
     """
     stage = strategy.sharding_configs.get("stage", 1) if strategy.sharding else 1
     if stage not in (1, 2):
@@ -185,6 +223,7 @@ def sharding_stage(strategy: Any) -> int:
 
 
 def _refuse_sharding(got: str) -> None:
+    """Raises the error for an option of sharding, ``got``, that fleetpipe lacks."""
     raise ConfigError(
         "sharding_degree above 1 runs stages 1 and 2: a rank owns the state, and in stage 2 the "
         "gradients, of whole parameters",
@@ -195,13 +234,19 @@ def _refuse_sharding(got: str) -> None:
     )
 
 
-def text_of(degrees: Mapping[str, int]) -> str:
-    """Writes degrees with their names in ``hybrid_configs``, for messages."""
+def degrees_in_words(degrees: Mapping[str, int]) -> str:
+    """Returns degrees under their names in ``hybrid_configs``, for messages."""
     return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
 
 
 def require_tree(degrees: Mapping[str, int], dynamic: bool, device: str) -> None:
-    """Refuses degrees, a graph mode and a device that do not go with sums by a tree."""
+    """Refuses degrees, a graph mode or a device that do not go with sums by a tree.
+
+    Args:
+        degrees: The degrees by axis.
+        dynamic: Whether the job trains in dynamic graph.
+        device: The kind of its devices, such as "cpu".
+    """
     where = "strategy.fleetpipe_configs['sums'] = 'tree'"
     without = "or leave 'sums' out"
     if not dynamic:

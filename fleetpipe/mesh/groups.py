@@ -1,6 +1,6 @@
 """Collective operations of some ranks, over their own connections or by a group of Paddle's.
 
-The bytes that they send are counted while a profile asks for it.
+The bytes that these operations send are counted while a profile asks for it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from typing import Any, Protocol
 
 from fleetpipe.errors import FleetPipeError, PeerFailed
 from fleetpipe.mesh import turns
-from fleetpipe.mesh.sums import add, added_up, copies
+from fleetpipe.mesh.sums import add, copy_parts, sum_parts
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.structure import MessageKey
 
+#: The open counters of :func:`counting_traffic`.
 _counting: list[Traffic] = []
 
 
 @dataclass
 class Traffic:
-    """Counters of exchanges, tokens and attention.
+    """Counts what this process exchanges, and the tokens and attention that it computes.
 
     Attributes:
         exchanges: Number of all_to_all and reduce_scatter operations.
         nbytes: Bytes sent to other members.
         routed: Bytes of the tokens that go to experts, those of this process included.
-        loads: For each mixture that ran, the tokens that go to each of its experts.
+        loads: For each mixture of experts that ran, the tokens that go to each of its experts.
         expert_seconds: Seconds that the experts of this process computed.
         queries: Bytes of the queries, for attention over whole sequences.
         keys: Bytes of the keys and values of that attention.
         heads: For each attention that ran, the heads of its queries.
-        clock: Returns seconds.
+        clock: Returns seconds, for ``expert_seconds``.
     """
 
     exchanges: int = 0
@@ -49,7 +50,7 @@ class Traffic:
     clock: Callable[[], float] = time.thread_time
 
     def add(self, parts: Iterable[Any]) -> None:
-        """Counts one exchange, with a tensor for each other member."""
+        """Counts one exchange that sends ``parts``, a tensor for each other member."""
         # Late: a mesh is looked at where no Paddle is, too.
         from fleetpipe.paddle_api.tensor import tensor_bytes
 
@@ -57,7 +58,7 @@ class Traffic:
         self.nbytes += sum(map(tensor_bytes, parts))
 
     def attend(self, query: Any, key: Any) -> None:
-        """Counts one attention of queries over keys and as many values."""
+        """Counts one attention of the queries over the keys and as many values."""
         from fleetpipe.paddle_api.tensor import tensor_bytes
 
         self.queries += tensor_bytes(query)
@@ -67,7 +68,11 @@ class Traffic:
 
 @contextmanager
 def counting_traffic(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
-    """While this context is open, counts exchanges, and the seconds of ``clock`` in experts."""
+    """While this context is open, counts exchanges and attention of this process.
+
+    Args:
+        clock: Returns the seconds by which experts are timed.
+    """
     traffic = Traffic(clock=clock)
     _counting.append(traffic)
     try:
@@ -77,19 +82,25 @@ def counting_traffic(clock: Callable[[], float] = time.thread_time) -> Iterator[
 
 
 def note_exchange(parts: Iterable[Any]) -> None:
-    """Reports an exchange to the open counters; see :meth:`Traffic.add`."""
+    """Counts an exchange in the open counters; see :meth:`Traffic.add`."""
     for traffic in _counting:
         traffic.add(parts)
 
 
 def note_attention(query: Any, key: Any) -> None:
-    """Reports an attention to the open counters; see :meth:`Traffic.attend`."""
+    """Counts an attention in the open counters; see :meth:`Traffic.attend`."""
     for traffic in _counting:
         traffic.attend(query, key)
 
 
 def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
-    """Reports to the open counters that experts start on ``rows`` tokens, ``counts`` for each."""
+    """Notes in the open counters that the experts of this process begin to compute.
+
+    Args:
+        rows: Tokens that they compute.
+        row_bytes: Bytes of each token.
+        counts: A tensor of the tokens that go to each expert.
+    """
     for traffic in _counting:
         traffic.routed += rows * row_bytes
         traffic.loads.append(counts.flatten().tolist())
@@ -97,7 +108,7 @@ def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
 
 
 def note_outputs() -> None:
-    """Reports to the open counters that the experts have finished."""
+    """Notes in the open counters that the experts of this process have finished."""
     for traffic in _counting:
         traffic.expert_seconds += traffic.clock()
 
@@ -106,23 +117,23 @@ class Gathering(Protocol):
     """An ``all_gather`` or ``all_to_all`` under way: this member has sent its values."""
 
     def arrived(self) -> bool:
-        """Whether the values of all members have arrived; never blocks."""
+        """Returns whether the values of all members have arrived; never blocks."""
 
     def values(self) -> list[Value]:
         """Waits for the values of all members; returns them by member."""
 
 
 class Group(Protocol):
-    """The members of a collective operation; each of its methods is called by all of them.
+    """Some ranks that exchange values; each method must be called by all members.
 
-    What several ``begin`` methods have begun ends in the order in which it began.
+    Operations that several ``begin`` methods have begun end in the order in which they began.
 
     Attributes:
         rank: This member's number.
         ranks: Number of members.
 
     Raises:
-        PipelineTimeout: Some value did not come within the limit.
+        PipelineTimeout: A member's value did not come within the limit.
     """
 
     rank: int
@@ -142,7 +153,11 @@ class Group(Protocol):
         """Replaces each tensor by the sum over all members. Collective."""
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by the one of the member named beside it. Collective."""
+        """Replaces each tensor by that of one member. Collective.
+
+        Args:
+            tensors: Each tensor with the number of the member that has its values.
+        """
 
     def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
         """Sends a part to each member; returns the parts for this one, by member. Collective.
@@ -187,7 +202,7 @@ class Reduction:
         self._gathering, self._rank = gathering, rank
 
     def arrived(self) -> bool:
-        """Whether the parts of all members have arrived; never blocks."""
+        """Returns whether the parts of all members have arrived; never blocks."""
         return self._gathering.arrived()
 
     def value(self) -> Any:
@@ -196,21 +211,22 @@ class Reduction:
         Raises:
             UsageError: They differ in shape or dtype, or are bools.
         """
-        return added_up(self._gathering.values(), self._rank)
+        return sum_parts(self._gathering.values(), self._rank)
 
 
 class _Gathered:
-    """The gathering of a member that meets no other: its own value, for each member."""
+    """The gathering of a member that does not wait for others: its own value for each member."""
 
     def __init__(self, value: Value, ranks: int = 1) -> None:
+        """Takes this member's value, and the number of members."""
         self._value, self._ranks = value, ranks
 
     def arrived(self) -> bool:
-        """Always true."""
+        """Returns True."""
         return True
 
     def values(self) -> list[Value]:
-        """Returns the value as often as there are members."""
+        """Returns this member's value once for each member."""
         return [self._value] * self._ranks
 
 
@@ -222,7 +238,7 @@ class SoleGroup(Group):
     ranks = 1
 
     def broadcast(self, value: Value, source: int) -> Value:
-        """Returns ``value``."""
+        """Returns ``value``: the only member has sent it."""
         return value
 
     def begin_all_gather(self, value: Value) -> Gathering:
@@ -237,7 +253,7 @@ class SoleGroup(Group):
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Returns a gathering of a copy of the one part."""
-        (part,) = copies(parts, self.rank, self.ranks)
+        (part,) = copy_parts(parts, self.rank, self.ranks)
         return _Gathered(part)
 
 
@@ -249,7 +265,7 @@ class DirectGroup(Group):
 
     Attributes:
         alone: Whether this member does not wait for the others, and takes its own values for
-            theirs: it replaces one that has met them before, and will be given what they have.
+            theirs: its process replaces one that has met them, and gets their state later.
     """
 
     alone = False
@@ -270,6 +286,7 @@ class DirectGroup(Group):
         self._broadcast = MessageKey("C", 0, 0, f"{name} broadcast", 0)
         self._gather = MessageKey("C", 0, 0, f"{name} gather", 0)
         self._exchange = MessageKey("C", 0, 0, f"{name} exchange", 0)
+        #: The gatherings that have begun and not ended, the oldest first.
         self._begun: list[_DirectGathering] = []
 
     def broadcast(self, value: Value, source: int) -> Value:
@@ -288,17 +305,17 @@ class DirectGroup(Group):
             return _Gathered(value, self.ranks)
         for peer in self._peers():
             self.transport.send(peer, self._gather, value)
-        return self._begin(self._gather, value)
+        return self._begin_gathering(self._gather, value)
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Sends each member its part without waiting for the others'. Collective."""
-        outgoing = copies(parts, self.rank, self.ranks)
+        outgoing = copy_parts(parts, self.rank, self.ranks)
         if self.alone:
             return _Gathered(outgoing[self.rank], self.ranks)
         note_exchange([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
-        return _Exchange(self._begin(self._exchange, outgoing[self.rank]))
+        return _Exchange(self._begin_gathering(self._exchange, outgoing[self.rank]))
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum over all members, in their order. Collective."""
@@ -306,7 +323,7 @@ class DirectGroup(Group):
             tensor.set_value(functools.reduce(add, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by the one of the member named beside it. Collective."""
+        """Replaces each tensor by that of the member beside it. Collective."""
         for tensor, source in () if self.alone else tensors:
             # Sent as a copy: the tensor may change before it has left this process.
             copy = tensor.detach().clone() if source == self.rank else None
@@ -315,33 +332,41 @@ class DirectGroup(Group):
                 tensor.set_value(value)
 
     def begin_anew(self) -> None:
-        """Forgets what has begun, and meets the other members from now on."""
+        """Drops unfinished gatherings, and waits for the other members from now on."""
         self.alone = False
         self._begun.clear()
 
-    def _begin(self, key: MessageKey, value: Value) -> _DirectGathering:
+    def _begin_gathering(self, key: MessageKey, value: Value) -> _DirectGathering:
+        """Begins to gather the messages of ``key``; ``value`` is this member's own."""
         gathering = _DirectGathering(self, key, value)
         self._begun.append(gathering)
         return gathering
 
-    def advance(self, wanted: _DirectGathering, wait: bool) -> None:
-        """Takes arrived values for the gatherings up to ``wanted``, in the order of begin."""
+    def receive_for(self, wanted: _DirectGathering, wait: bool) -> None:
+        """Receives values for the gatherings up to one of them, in the order in which they began.
+
+        Args:
+            wanted: The gathering whose values are wanted.
+            wait: Whether to wait until it is complete; if not, takes only what has arrived.
+        """
         while self._begun and not wanted.complete:
-            first = self._begun[0]
+            oldest = self._begun[0]
             for peer in self._peers():
-                if peer in first.by_member:
+                if peer in oldest.by_member:
                     continue
-                arrived, value = self.transport.try_receive(peer, first.key)
+                arrived, value = self.transport.try_receive(peer, oldest.key)
                 if arrived or wait:
-                    first.by_member[peer] = value if arrived else self._receive(peer, first.key)
-            if not first.complete:
+                    oldest.by_member[peer] = value if arrived else self._receive(peer, oldest.key)
+            if not oldest.complete:
                 return
             self._begun.pop(0)
 
     def _receive(self, peer: int, key: MessageKey) -> Value:
+        """Waits for a member's message within this group's limit."""
         return self.transport.receive(peer, key, self._timeout)
 
     def _peers(self) -> list[int]:
+        """Returns the numbers of the other members."""
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
 
@@ -354,6 +379,7 @@ class _DirectGathering:
     """
 
     def __init__(self, group: DirectGroup, key: MessageKey, value: Value) -> None:
+        """Begins with this member's own ``value``."""
         self._group = group
         self.key = key
         self.by_member: dict[int, Value] = {group.rank: value}
@@ -364,25 +390,26 @@ class _DirectGathering:
         return len(self.by_member) == self._group.ranks
 
     def arrived(self) -> bool:
-        """Whether the values of all members have arrived; never blocks."""
-        self._group.advance(self, wait=False)
+        """Returns whether the values of all members have arrived; never blocks."""
+        self._group.receive_for(self, wait=False)
         return self.complete
 
     def values(self) -> list[Value]:
         """Waits for the values of all members; returns them by member."""
-        self._group.advance(self, wait=True)
+        self._group.receive_for(self, wait=True)
         return [self.by_member[member] for member in range(self._group.ranks)]
 
 
 class _Exchange:
-    """An ``all_to_all`` under way, during which the other of two computations may run."""
+    """An ``all_to_all`` under way; while it waits, the other of two computations may run."""
 
     def __init__(self, gathering: Gathering) -> None:
+        """Takes the gathering of the members' parts."""
         self._gathering = gathering
         self.arrived = gathering.arrived
 
     def values(self) -> list[Value]:
-        """Lets the other computation run first; then see :class:`Gathering`."""
+        """Lets the other computation run, then waits for the parts of all members."""
         turns.hand_over()
         since = time.perf_counter()
         values = self._gathering.values()
@@ -428,14 +455,14 @@ class GlooGroup(DirectGroup):
         with self.collective():
             for tensor in tensors:
                 # Gloo's sums of float16 are not numbers.
-                narrow = str(tensor.dtype).endswith("float16") and tensor.place.is_cpu_place()
-                total = tensor.astype("float32") if narrow else tensor
+                is_half = str(tensor.dtype).endswith("float16") and tensor.place.is_cpu_place()
+                total = tensor.astype("float32") if is_half else tensor
                 all_reduce(total, group=self.paddle_group)
-                if narrow:
+                if is_half:
                     tensor.set_value(total.astype(tensor.dtype))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by the one of the member named beside it. Collective."""
+        """Replaces each tensor by that of the member beside it. Collective."""
         from paddle.distributed import broadcast
 
         if self.alone:
@@ -447,7 +474,7 @@ class GlooGroup(DirectGroup):
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Is open while Paddle's own collectives run; the members must have met before.
+        """Runs Paddle's own collectives while it is open; the members must have met before.
 
         Raises:
             PeerFailed: The collective broke, because a member died or stopped meanwhile.

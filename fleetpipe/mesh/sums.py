@@ -18,11 +18,17 @@ from typing import Any, Generic, TypeVar
 
 from fleetpipe.errors import UsageError
 
+#: The type of the values that are added, such as tensors.
 Term = TypeVar("Term")
 
 
-def copies(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
-    """Copies the parts for each other member: a tensor may change before it has left.
+def copy_parts(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
+    """Returns a copy of the part for each member, since a tensor may change before it has left.
+
+    Args:
+        parts: The tensors that this member sends, by member.
+        rank: This member.
+        ranks: Number of members.
 
     Raises:
         UsageError: There is not one part for each member.
@@ -39,14 +45,18 @@ def copies(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
     return [part.detach() if 0 in part.shape else part.detach().clone() for part in parts]
 
 
-def added_up(parts: Sequence[Any], rank: int) -> Any:
-    """Returns the sum of the members' parts for the member ``rank``, in the members' order.
+def sum_parts(parts: Sequence[Any], rank: int) -> Any:
+    """Returns the sum of the tensors that all members have for the member ``rank``, in their order.
+
+    Args:
+        parts: The tensors, by member.
+        rank: This member.
 
     Raises:
-        UsageError: They differ in shape or dtype, or are bools.
+        UsageError: The tensors differ in shape or dtype, or are bools.
     """
     kinds = [(str(part.dtype).rpartition(".")[2], tuple(part.shape)) for part in parts]
-    differing = next((n for n, kind in enumerate(kinds) if kind != kinds[rank]), rank)
+    differing = next((member for member, kind in enumerate(kinds) if kind != kinds[rank]), rank)
     if differing != rank or kinds[rank][0] == "bool":
         (dtype, shape), (other_dtype, other_shape) = kinds[rank], kinds[differing]
         raise UsageError(
@@ -61,7 +71,10 @@ def added_up(parts: Sequence[Any], rank: int) -> Any:
 
 
 def add(total: Any, part: Any) -> Any:
-    """Adds two tensors; tensors of 16 bits in float32, for which CPUs have a kernel, bit-equal."""
+    """Returns the sum of two tensors of one dtype.
+
+    Tensors of 16 bits are added in float32, for which CPUs have a kernel; the bits are the same.
+    """
     dtype = total.dtype
     if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):
         return total + part
@@ -69,30 +82,30 @@ def add(total: Any, part: Any) -> Any:
 
 
 def count_blocks(values: int) -> int:
-    """Returns the largest power of two that divides a number of values."""
+    """Returns into how many blocks a tree divides so many values; see the module."""
     return values & -values
 
 
 class TreeSum(Generic[Term]):
-    """The sum of values that come one after another, by a tree.
+    """Sums up values that come one after another, by a tree.
 
-    It holds one partial sum for each level of the tree at most.
+    At most one partial sum for each level of the tree is stored.
 
     Attributes:
-        count: How many values have come.
+        count: Number of values so far.
     """
 
     def __init__(self, values: int, add: Callable[[Term, Term], Term]) -> None:
         """Begins without a value.
 
         Args:
-            values: How many values will come.
+            values: Number of values to come.
             add: Returns the sum of two values; it may change the first, which is the earlier one.
         """
         self.count = 0
         self._block = values // count_blocks(values)
         self._add = add
-        #: The sums of branches whose sister has not come, from the largest to the smallest.
+        #: The sums of branches whose sister branch is not complete, the largest first.
         self._branches: list[Term] = []
 
     def add(self, value: Term) -> None:
@@ -109,13 +122,18 @@ class TreeSum(Generic[Term]):
         self._branches.append(value)
 
     def total(self) -> Term:
-        """Returns the sum, once all values have come."""
+        """Returns the sum; all values must have come."""
         (total,) = self._branches
         return total
 
 
 def tree(values: Sequence[Term], add: Callable[[Term, Term], Term]) -> Term:
-    """Returns the sum of one value or more by a tree; ``add`` as in :class:`TreeSum`."""
+    """Returns the sum of values by a tree.
+
+    Args:
+        values: The values, at least one.
+        add: Returns the sum of two values; it may change the first, which is the earlier one.
+    """
     block = len(values) // count_blocks(len(values))
     starts = range(0, len(values), block)
     sums = [functools.reduce(add, values[start : start + block]) for start in starts]

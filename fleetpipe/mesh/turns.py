@@ -1,8 +1,8 @@
 """Runs two computations of a rank in turns: one runs while the other exchanges with other ranks.
 
-Each has a thread, and one runs at a time: it hands the turn over when it has begun an exchange with
-other ranks and would wait for it. So the order, all bits and the order of messages depend on what
-the two compute, not on timing.
+Each computation has a thread, and one runs at a time: it hands the turn over when it has begun an
+exchange with other ranks and would wait for it. So the order, all bits and the order of messages
+depend on what the two compute, not on timing. The engine runs a fused forward and backward so.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from fleetpipe.errors import PipelineTimeout
 
 
 class SideState(Protocol):
-    """State of the process, such as random streams, that each computation must have for itself."""
+    """State of the process, such as random streams, of which each computation needs its own."""
 
     def suspend(self) -> Callable[[], None]:
-        """Removes the computation's state from the process; returns a function that restores it."""
+        """Takes the present state out of the process; returns a function that puts it back."""
 
     def inherited(self) -> AbstractContextManager[object]:
-        """Returns a context for another thread, with the modes that this thread has now."""
+        """Returns a context that gives another thread the modes that this thread has now."""
 
 
 class _Side:
-    """One of two computations.
+    """One of two computations that take turns.
 
     Attributes:
         other: The other computation.
-        ended: Whether it has ended, by an error too.
+        ended: Whether this one has ended, in order or by an error.
         away: Seconds that it has waited for its turn since its first turn.
     """
 
     other: _Side
 
     def __init__(self, turns: Turns, errors: list[BaseException]) -> None:
+        """Prepares a computation of ``turns``; its error is added to ``errors``."""
         self.ended = False
         self.away = 0.0
         self._turns, self._errors = turns, errors
@@ -47,10 +48,10 @@ class _Side:
         self._begun = time.perf_counter()
 
     def run(self, computation: Callable[[], None]) -> None:
-        """Runs a computation from its first turn on; stores its error."""
+        """Waits for the first turn, runs the computation, and gives the turn away at its end."""
         here.side = self
         try:
-            self._wait()
+            self._wait_for_turn()
             self.away = 0.0
             computation()
         except BaseException as error:
@@ -58,33 +59,39 @@ class _Side:
         finally:
             here.side = None
             self.ended = True
-            self.other.give()
+            self.other.give_turn()
 
-    def give(self) -> None:
-        """Gives this side the turn."""
+    def give_turn(self) -> None:
+        """Gives this computation the turn."""
         self._turn.release()
 
     def hand_over(self) -> None:
-        """Lets the other side run until it hands over or ends."""
+        """Lets the other computation run until that hands over or ends."""
         if self.other.ended:
             return
         resume = self._turns.state.suspend()
-        self.other.give()
+        self.other.give_turn()
         try:
-            self._wait()
+            self._wait_for_turn()
         finally:
             resume()
 
-    def _wait(self) -> None:
+    def _wait_for_turn(self) -> None:
+        """Waits until the other computation hands over.
+
+        Raises:
+            PipelineTimeout: The turn did not come within the limit.
+            _Abandoned: The other computation has failed.
+        """
         since = time.perf_counter()
         if not self._turn.acquire(timeout=self._turns.limit):
-            raise _stuck(self._turns.limit)
+            raise _stuck_error(self._turns.limit)
         self.away += time.perf_counter() - since
         if self._errors:
             raise _Abandoned
 
     def stretch(self, begin: float, end: float) -> tuple[float, float]:
-        """The same as the function :func:`stretch`, for this side."""
+        """Returns an operation's begin and end without the other's turns; see :func:`stretch`."""
         length = end - begin - self.away
         return (end - length, end) if self.other.ended else (self._begun, self._begun + length)
 
@@ -94,14 +101,14 @@ class _Abandoned(Exception):
 
 
 class _Here(threading.local):
-    """The state of a thread that runs a computation.
+    """What a thread knows of the computation that it runs.
 
     Attributes:
-        side: The computation that runs in the thread.
-        helped: Seconds of processor time that another thread has spent for it.
-        waited: Seconds that it has waited for the parts of exchanges.
-        idle: Seconds that it has waited for the first of several messages, until it takes one.
-        idled: The sum of all ``idle`` seconds.
+        side: The computation, if it takes turns with another one; else None.
+        helped: Seconds of processor time that the other thread has spent on behalf of this one.
+        waited: Seconds that this thread has waited for the parts of exchanges.
+        idle: Seconds that it has now waited for the first of several messages; 0 once it takes one.
+        idled: The sum of all ``idle`` seconds so far.
     """
 
     side: _Side | None = None
@@ -111,11 +118,12 @@ class _Here(threading.local):
     idled = 0.0
 
 
+#: The state of the present thread.
 here = _Here()
 
 
 def hand_over() -> None:
-    """Lets the other computation run, if there is one, while an exchange is under way.
+    """Lets the other computation, if there is one, run while an exchange is under way.
 
     Raises:
         PipelineTimeout: The turn did not come back within the limit.
@@ -125,16 +133,21 @@ def hand_over() -> None:
 
 
 def stretch(begin: float, end: float) -> tuple[float, float]:
-    """Returns the begin and end of an operation as if the two computations ran one by one.
+    """Returns an operation's begin and end as if the two computations ran one after the other.
 
-    The arguments are when it really began and ended; the result leaves out the other's turns.
+    Args:
+        begin: When the operation really began, in seconds of ``time.perf_counter()``.
+        end: When it really ended.
+
+    Returns:
+        Begin and end without the other computation's turns.
     """
     side = here.side
     return (begin, end) if side is None or not side.away else side.stretch(begin, end)
 
 
 class Turns:
-    """Runs pairs of computations.
+    """Runs pairs of computations, each pair in turns.
 
     Attributes:
         state: The state that each computation has for itself.
@@ -165,54 +178,56 @@ class Turns:
         first_side, second_side = _Side(self, errors), _Side(self, errors)
         first_side.other, second_side.other = second_side, first_side
         inherited, done = self.state.inherited(), threading.Event()
-        at_begin = at_end = self.state.suspend()
+        restore_begin = restore_end = self.state.suspend()
         spent = 0.0
 
         def run_first() -> None:
-            nonlocal at_end, spent
+            nonlocal restore_end, spent
             since = time.thread_time()
             with inherited:
                 first()
-                at_end = self.state.suspend()
+                restore_end = self.state.suspend()
             spent = time.thread_time() - since
 
-        def aside() -> None:
+        def run_on_helper() -> None:
             first_side.run(run_first)
             done.set()
 
         def run_second() -> None:
-            at_begin()
+            restore_begin()
             second()
 
-        self._threads().put(aside)
-        first_side.give()
+        self._helper_work().put(run_on_helper)
+        first_side.give_turn()
         second_side.run(run_second)
         if not done.wait(self.limit):
-            raise _stuck(self.limit)
+            raise _stuck_error(self.limit)
         here.helped += spent
         if errors:
             raise errors[0]
-        at_end()
+        restore_end()
 
-    def _threads(self) -> queue.SimpleQueue[Callable[[], None] | None]:
-        """Returns the queue of work for the other thread, which ends with this object."""
+    def _helper_work(self) -> queue.SimpleQueue[Callable[[], None] | None]:
+        """Returns the queue of calls for the second thread, which ends with this object."""
         if self._helper is None:
             self._helper = queue.SimpleQueue()
             serve = threading.Thread(
-                target=_serve, args=(self._helper,), name="fleetpipe-turns", daemon=True
+                target=_run_all, args=(self._helper,), name="fleetpipe-turns", daemon=True
             )
             serve.start()
             weakref.finalize(self, self._helper.put, None)
         return self._helper
 
 
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_all(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Runs the calls of a queue one after another, until it gets None."""
     while (run := work.get()) is not None:
         run()
-        del run
+        del run  # or it would live until the next call
 
 
-def _stuck(limit: float) -> PipelineTimeout:
+def _stuck_error(limit: float) -> PipelineTimeout:
+    """Returns the error that a turn did not come within ``limit`` seconds."""
     return PipelineTimeout(
         "a forward and a backward take turns, and one of them does not go on",
         expected=f"an exchange or its end within {limit:g} s",
