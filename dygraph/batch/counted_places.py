@@ -1,10 +1,10 @@
 """Counts the places of labels over which a loss is averaged, by a table of Paddle's losses.
 
-A place is one entry of the labels that has a loss of its own, such as a token. The table has the
-functions of ``paddle.nn.functional``; a ``functools.partial`` with keywords and the layer of
-``paddle.nn`` are counted by their options. Any other loss declares its count: its
-``counted(labels)`` returns the number of places over which it is averaged. A loss that does neither
-is refused, or, if the script allows it, counts as a mean over all places of the labels.
+A place is a position in the labels that has a loss of its own, such as a token of a sequence. The
+table has the losses of ``paddle.nn.functional``, also as layers of ``paddle.nn`` and in a
+``functools.partial`` with keywords, and counts by their options. Any other loss must have an
+attribute ``counted``: ``counted(labels)`` returns the number of places over which it is averaged.
+A loss without it is refused, or, if the script allows it, taken for a mean over all places.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import mean_leaves_out_below_zero
 from fleetpipe.paddle_api.layer import option_of
 
-#: Sums of class weights are rounded to multiples of 1 / _FINEST, so that the order of addition does
-#: not matter.
-_FINEST = 1 << 20
+#: Sums of class weights are rounded to multiples of 1 / _INVERSE_PRECISION, so that the order in
+#: which they were added up does not matter.
+_INVERSE_PRECISION = 1 << 20
 
 _functional: Any = paddle.nn.functional
+#: The options of a loss function, by the names of its keywords.
 Options = Mapping[str, Any]
 
-#: The function of each layer.
-_LAYERS: Mapping[str, str] = {
+#: The function of ``paddle.nn.functional`` that each layer of ``paddle.nn`` calls.
+_FUNCTIONS_OF_LAYERS: Mapping[str, str] = {
     "CrossEntropyLoss": "cross_entropy",
     "NLLLoss": "nll_loss",
     "MSELoss": "mse_loss",
@@ -50,12 +51,12 @@ _LAYERS: Mapping[str, str] = {
 
 
 class Places(NamedTuple):
-    """The number of places that a loss counts in some labels.
+    """How many places of some labels a loss counts.
 
     Attributes:
         mean_over: The number by which the sum over all places is divided; None if the loss is that
             sum.
-        counted: The number of places that have a loss, or the sum of their classes' weights.
+        counted: The number of places that are not ignored, or the sum of their classes' weights.
     """
 
     mean_over: Fraction | None
@@ -63,8 +64,8 @@ class Places(NamedTuple):
 
     @classmethod
     def mean(cls, number: Any) -> Places:
-        """Returns the places of a mean over ``number`` places, rounded to 1 / _FINEST."""
-        counted = Fraction(round(float(number) * _FINEST), _FINEST)
+        """Describes a mean over ``number`` places, or class weights with that sum, rounded."""
+        counted = Fraction(round(float(number) * _INVERSE_PRECISION), _INVERSE_PRECISION)
         return cls(counted, counted)
 
 
@@ -72,8 +73,8 @@ def places_of(function: Any, label: Nest) -> Places:
     """Counts the places of some labels over which a loss function averages.
 
     Args:
-        function: A loss function; if it ``declares`` another function, that one is counted.
-        label: The labels of a micro-batch, or of a part of one.
+        function: A loss function. One with an attribute ``declares`` counts like that function.
+        label: The labels of a micro-batch, or of a sequence chunk or shard of one.
 
     Raises:
         ConfigError: The function does not say how many places it counts.
@@ -84,10 +85,10 @@ def places_of(function: Any, label: Nest) -> Places:
         return Places.mean(1)
     if hasattr(function, "counted"):
         return Places.mean(function.counted(label))
-    count, options = _row(function)
+    counter, options = _counter_and_options(function)
     reduction = options.get("reduction")
-    if count is not None and reduction in ("mean", "sum") and isinstance(label, paddle.Tensor):
-        places = count(label, options)
+    if counter is not None and reduction in ("mean", "sum") and isinstance(label, paddle.Tensor):
+        places = counter(label, options)
         if places is not None:
             return places._replace(mean_over=None) if reduction == "sum" else places
     name = getattr(function, "__name__", type(function).__name__)
@@ -104,37 +105,37 @@ def places_of(function: Any, label: Nest) -> Places:
         fix=f"set loss.counted, where loss is this {name}, to a function that returns how many "
         "places of some labels the mean is over",
     )
-    return _of_all(next(tensors_of(label)), {})
+    return _count_all(next(tensors_of(label)), {})
 
 
-def _row(function: Any) -> tuple[Count | None, Options]:
-    """Returns the counting function of a loss in the table, and the options of the loss.
+def _counter_and_options(function: Any) -> tuple[Counter | None, Options]:
+    """Returns the counter of a loss in the table, and the options with which the loss is called.
 
-    For any other loss it returns None and no options.
+    For a loss that is not in the table it returns None and no options.
     """
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         keywords, function = {**function.keywords, **keywords}, function.func
     layer = function if isinstance(function, paddle.nn.Layer) else None
     if layer is not None:
-        name = _LAYERS.get(row_of({"paddle.nn": _LAYERS}, layer) or "")
+        name = _FUNCTIONS_OF_LAYERS.get(row_of({"paddle.nn": _FUNCTIONS_OF_LAYERS}, layer) or "")
     else:
-        name = next((n for n in _COUNTS if getattr(_functional, n, None) is function), None)
+        name = next((n for n in _COUNTERS if getattr(_functional, n, None) is function), None)
     if name is None:
         return None, {}
     parameters = inspect.signature(getattr(_functional, name)).parameters
     options = {n: parameter.default for n, parameter in parameters.items()}
     if layer is not None:
         options = {n: option_of(layer, n, default) for n, default in options.items()}
-    return _COUNTS[name], {**options, **keywords}
+    return _COUNTERS[name], {**options, **keywords}
 
 
-def _of_all(label: Tensor, options: Options) -> Places:
-    """Counts every entry of the labels."""
+def _count_all(label: Tensor, options: Options) -> Places:
+    """Counts every element of the labels."""
     return Places.mean(int(label.size))
 
 
-def _of_classes(label: Tensor, options: Options) -> Places | None:
+def _count_classes(label: Tensor, options: Options) -> Places | None:
     """Counts the labels that are not ignored, or adds up the weights of their classes.
 
     With class weights Paddle divides by their sum. Without, if ``ignore_index`` is below 0, the
@@ -144,7 +145,7 @@ def _of_classes(label: Tensor, options: Options) -> Places | None:
     ignored, weight = options["ignore_index"], options["weight"]
     smoothing, soft = options.get("label_smoothing", 0.0), options.get("soft_label", False)
     if soft or smoothing > 0:
-        return _of_soft_labels(label, options, soft or "int" not in str(label.dtype))
+        return _count_soft_labels(label, options, soft or "int" not in str(label.dtype))
     kept = label != ignored
     if weight is not None:
         classes = paddle.where(kept, label, paddle.zeros_like(label)).flatten()
@@ -155,10 +156,16 @@ def _of_classes(label: Tensor, options: Options) -> Places | None:
     return Places(Fraction(int(label.size)) if of_all else counted, counted)
 
 
-def _of_soft_labels(label: Tensor, options: Options, soft: bool) -> Places | None:
+def _count_soft_labels(label: Tensor, options: Options, soft: bool) -> Places | None:
     """Counts soft or smoothed labels, by the weights of their classes if there are any.
 
-    ``soft`` labels have a last axis of class probabilities; others are class numbers to smooth.
+    Args:
+        label: Class probabilities, [.., classes], or class numbers to smooth, [..].
+        options: The options of the loss.
+        soft: Whether ``label`` has class probabilities.
+
+    Returns:
+        None if Paddle counts such labels in another way.
     """
     weight, smoothing = options["weight"], options["label_smoothing"]
     if soft and not smoothing and options["ignore_index"] >= 0:
@@ -166,7 +173,7 @@ def _of_soft_labels(label: Tensor, options: Options, soft: bool) -> Places | Non
     if options["axis"] not in (-1, label.ndim - 1) and (soft or weight is not None):
         return None
     if weight is None:
-        return _of_all(label[..., 0] if soft else label, options)
+        return _count_all(label[..., 0] if soft else label, options)
     if soft:
         weights = (label.astype(weight.dtype) @ weight).sum()
         places = int(label.size) // int(weight.size)
@@ -176,20 +183,20 @@ def _of_soft_labels(label: Tensor, options: Options, soft: bool) -> Places | Non
     return Places.mean((1 - smoothing) * weights + smoothing * weight.mean() * places)
 
 
-#: ``count(label, options)`` counts the places of labels under the options of a loss; None if the
-#: options do not determine the count.
-Count = Callable[[Tensor, Options], Places | None]
-#: What each loss of ``paddle.nn.functional`` counts, on 2.6.2 and 3.3.x, with a mean or a sum.
-_COUNTS: Mapping[str, Count] = {
-    "cross_entropy": _of_classes,
-    "nll_loss": _of_classes,
+#: ``counter(label, options)`` counts the places of labels under the options of a loss; None if the
+#: options do not determine the number.
+Counter = Callable[[Tensor, Options], Places | None]
+#: The counter of each loss of ``paddle.nn.functional``, on 2.6.2 and 3.3.x, with a mean or a sum.
+_COUNTERS: Mapping[str, Counter] = {
+    "cross_entropy": _count_classes,
+    "nll_loss": _count_classes,
     **dict.fromkeys(
         (
             *("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "soft_margin_loss"),
             *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss"),
             *("hinge_embedding_loss", "multi_margin_loss"),
         ),
-        _of_all,
+        _count_all,
     ),
-    "multi_label_soft_margin_loss": lambda label, options: _of_all(label[..., 0], options),
+    "multi_label_soft_margin_loss": lambda label, options: _count_all(label[..., 0], options),
 }

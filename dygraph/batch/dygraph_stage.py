@@ -38,14 +38,16 @@ from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
 _NO_BATCH = Batch(MicroBatches(None, None))
 _NOTHING = nullcontext()
-#: Yields no tensors, and no gradients, from which a backward starts besides the output.
-_NO_MORE: AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]] = nullcontext(((), ()))
-#: Returns ``tensor.grad``; a function in C, since it is called for each received tensor.
-_GRADIENT = operator.attrgetter("grad")
+#: The context of a backward that starts from the outputs alone: no other tensors, no gradients.
+_NO_EXTRA_ROOTS: AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]] = nullcontext(
+    ((), ())
+)
+#: Returns ``tensor.grad``, for each received tensor; faster than a Python function.
+_get_gradient = operator.attrgetter("grad")
 
 
-class _Kept(NamedTuple):
-    """The values that a stage keeps from a forward until its backward.
+class _ForwardValues(NamedTuple):
+    """The values that a stage saves in a forward for the backward of the same micro-batch.
 
     Attributes:
         value: The value that the layers took.
@@ -63,8 +65,8 @@ class _Kept(NamedTuple):
 class DygraphStage:
     """Implements the engine's ``Stage`` for the stages of a ``PipelineLayer``.
 
-    A stage keeps its inputs and outputs from forward to backward. Received tensors that need a
-    gradient are leaves, so autograd ends at the stage's border.
+    A stage saves its inputs and outputs from forward to backward. Received tensors that need a
+    gradient are leaves of the graph, so autograd ends where the stage begins.
     """
 
     def __init__(
@@ -74,32 +76,33 @@ class DygraphStage:
         split: SplitBackward,
         borders: Borders | None = None,
     ) -> None:
-        """Creates a stage object that runs all stages of this process.
+        """Creates an object that runs all stages of this process.
 
         Args:
             run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
             placement: The owner of each stage.
-            split: Stores the values that weight gradients need, from I to W.
-            borders: The borders between stages; None for those of ``placement``.
+            split: Splits backwards into I and W.
+            borders: Translates between the values of layers and those on edges; None for a list of
+                layers, by ``placement``.
         """
         # Called once for each stage in a batch.
         self._run_of = functools.cache(run_of)
         self.split = split
         self._last = placement.stages - 1
         self._borders = borders or borders_of(placement)
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._saved: dict[tuple[int, int], _ForwardValues] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
         self._trees: GradientTrees | None = None
         self._first_micro_batch = 0
-        #: Whether any loss so far had a gradient, and how many losses of this batch have none.
-        self._trains, self._constant = False, 0
+        #: Whether any loss so far had a gradient, and how many losses of this batch had none.
+        self._had_gradient, self._constant_losses = False, 0
         self._units: UnitStates | None = None
         self._crossings: dict[int, Crossing] | None = None
-        #: Watches the batches; None if nothing need be watched.
+        #: Finds stages that use values of other stages; None if there is nothing to find.
         self.watch: StageWatch | None = None
-        #: The watch to call before each action of this batch; None if it has nothing to watch.
-        self._entered: StageWatch | None = None
+        #: The same, if it has anything to do in this batch; None otherwise.
+        self._watch_of_batch: StageWatch | None = None
         #: The number in the batch of the micro-batch whose forward runs, or runs next.
         self.micro_batch_id = 0
 
@@ -136,8 +139,8 @@ class DygraphStage:
             batch: The batch.
             first_micro_batch: The global number of its micro-batch 0.
             hooks: The functions to call around its forwards and backwards.
-            units: The units into which micro-batches are cut. If they are cut, methods take the
-                number of a unit wherever they say micro-batch.
+            units: Cuts micro-batches into sequence chunks. If it does, methods take the number of
+                a chunk wherever they say micro-batch.
             trees: Sums the gradients of the micro-batches; None lets autograd add them up.
         """
         self._batch = batch
@@ -145,34 +148,43 @@ class DygraphStage:
         self._units = None if units is WHOLE else units.states()
         self._run_of.cache_clear()
         watches = self.watch is not None and self.watch.watches
-        self._entered = self.watch if watches else None
+        self._watch_of_batch = self.watch if watches else None
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
-        self._constant = 0
+        self._constant_losses = 0
         self.micro_batch_id = 0
 
     def end(self) -> None:
-        """Drops the batch and all values kept for it, whether the batch is finished or not."""
+        """Drops the batch and all values saved for it, whether the batch is finished or not."""
         self._batch = _NO_BATCH
         self._hooks = self._trees = None
         self._units = None
-        self._kept.clear()
+        self._saved.clear()
         self.split.end()
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
-        """Runs the layers of ``stage``; the last stage also computes the loss."""
-        if self._entered is not None:
-            self._entered.enter(stage, True)
+        """Runs F: the layers of ``stage``; the last stage also computes the loss.
+
+        Args:
+            stage: The global number of the stage.
+            micro_batch: The global number of the micro-batch.
+            inputs: The received values by edge; stage 0 takes the inputs of the batch instead.
+
+        Returns:
+            The value to send on each edge.
+        """
+        if self._watch_of_batch is not None:
+            self._watch_of_batch.enter(stage, True)
         number = self.micro_batch_id = self._number_in_batch(micro_batch)
         received: dict[Edge, Nest] = {}
         leaves: dict[Edge, list[Tensor]] = {}
-        for edge, part in inputs.items():
+        for edge, received_value in inputs.items():
             # A value from another stage of this rank may come with its graph, or be a leaf of that
             # stage: a parameter, or a received tensor that it returns unchanged. This stage's
             # gradients must not be added to the gradients of that leaf.
-            received[edge] = part = map_tensors(leaf_like, part)
+            received[edge] = leaf_value = map_tensors(leaf_like, received_value)
             # Before the layers run: they may set stop_gradient of a tensor after its use.
-            leaves[edge] = differentiable(part)
+            leaves[edge] = differentiable(leaf_value)
         value = self._borders.join(received) if stage else self._batch.data.inputs[number]
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
@@ -185,38 +197,48 @@ class DygraphStage:
             if self._hooks is not None:
                 self._hooks.after_forward(stage, value, output)
             if stage == self._last:
-                output = self._finish(number, output)
+                output = self._compute_losses(number, output)
             else:
                 labels = self._batch.data.labels
                 labels = None if labels is None else labels[number]
-                for edge, part in self._borders.split(stage, output, labels).items():
-                    outputs[edge] = part = map_tensors(_outgoing, part)
-                    sent[edge] = differentiable(part)
+                for edge, edge_value in self._borders.split(stage, output, labels).items():
+                    outputs[edge] = map_tensors(_prepare_to_send, edge_value)
+                    sent[edge] = differentiable(outputs[edge])
         except Exception:
-            self._raise_refusal()
+            self._raise_error_of_split()
             raise
         if self._batch.elsewhere:
             require_nothing_kept(self._batch.elsewhere, stage)
-        self._kept[stage, micro_batch] = _Kept(value, output, leaves, sent)
+        self._saved[stage, micro_batch] = _ForwardValues(value, output, leaves, sent)
         self.micro_batch_id += 1
         return outputs
 
-    def _raise_refusal(self) -> None:
-        """Raises the error of a split backward, if there is one: it names the leaf layer."""
+    def _raise_error_of_split(self) -> None:
+        """Raises the error of a split backward that Paddle has replaced, if there is one."""
         refusal = self.split.refusal()
         if refusal is not None:
             raise refusal from None
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
-        """Runs autograd from the outputs, or from the loss, back to the received tensors."""
-        if self._entered is not None:
-            self._entered.enter(stage, False)
+        """Runs B: autograd from the outputs, or from the loss, back to the received tensors.
+
+        Args:
+            stage: The global number of the stage.
+            micro_batch: The global number of the micro-batch.
+            output_grads: For each edge out of the stage, the gradients of the tensors on it that
+                need one.
+
+        Returns:
+            For each edge into the stage, the gradients to send back.
+        """
+        if self._watch_of_batch is not None:
+            self._watch_of_batch.enter(stage, False)
         random_keys.enter_backward(micro_batch)
         number = self._number_in_batch(micro_batch)
-        value, output, received, sent = self._kept[stage, micro_batch]
+        value, output, received, sent = self._saved[stage, micro_batch]
         outputs: list[Tensor] = []
         incoming: list[Tensor] = []
-        # Autograd adds gradients in this order, the last consumer first, in a model without stages.
+        # In a model without stages, autograd adds gradients in this order: the last consumer first.
         for edge in reversed(sent):
             outputs += sent[edge]
             incoming += output_grads[edge]
@@ -224,14 +246,16 @@ class DygraphStage:
         if self._hooks is not None:
             self._hooks.before_backward(stage, value, output, arrived)
         if arrived is not None:
-            self._run_backward(stage, number, *_roots(outputs, arrived))
+            self._run_backward(stage, number, *_join_equal_roots(outputs, arrived))
         elif output.stop_gradient:
             # One micro-batch may have a constant loss, as if all its labels are masked.
-            self._constant += 1
-            if not self._trains and self._constant == len(self._batch.data.labels or ()):
-                _refuse_constant()
+            self._constant_losses += 1
+            if not self._had_gradient and self._constant_losses == len(
+                self._batch.data.labels or ()
+            ):
+                _refuse_constant_loss()
         else:
-            self._trains = True
+            self._had_gradient = True
             self._run_backward(stage, number, [output], [None])
         if WeightGradStore.cache:
             # A schedule of Paddle's would add them later, but in the same order and so with the
@@ -242,31 +266,33 @@ class DygraphStage:
             self._crossings[stage] = crossing_of(differentiable(value), differentiable(output))
         grads: dict[Edge, tuple[Tensor, ...]] = {}
         for edge, leaves in received.items():
-            grads[edge] = tuple(map(_GRADIENT, leaves))
+            grads[edge] = tuple(map(_get_gradient, leaves))
         if self._hooks is not None:
-            joined = tuple(grad for part in grads.values() for grad in part) if stage else None
-            self._hooks.after_backward(stage, value, output, arrived, joined)
+            of_all_edges = tuple(grad for of_edge in grads.values() for grad in of_edge)
+            input_grads = of_all_edges if stage else None
+            self._hooks.after_backward(stage, value, output, arrived, input_grads)
         if self._trees is not None and not self.split.splits(stage, number):
             self._trees.take(stage, number, complete=True)
         return grads
 
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
-        """Runs :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
+        """Runs I: like :meth:`backward`, but the weight gradients of leaf layers wait for W.
 
-        It keeps only the values that these gradients need.
+        Afterwards only the values that these gradients need are saved. The arguments and the result
+        are those of :meth:`backward`.
         """
         number = self._number_in_batch(micro_batch)
         with self.split.input_grads(stage, number):
             grads = self.backward(stage, micro_batch, output_grads)
         if self._trees is not None:
             self._trees.take(stage, number, complete=False)
-        del self._kept[stage, micro_batch]
+        del self._saved[stage, micro_batch]
         return grads
 
     def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
-        """Computes and adds the weight gradients that :meth:`input_grad` has delayed."""
-        if self._entered is not None:
-            self._entered.enter(stage, False)
+        """Runs W: computes and adds the weight gradients that :meth:`input_grad` has delayed."""
+        if self._watch_of_batch is not None:
+            self._watch_of_batch.enter(stage, False)
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
         random_keys.enter_backward(micro_batch)
@@ -276,8 +302,8 @@ class DygraphStage:
             self._trees.take(stage, number, complete=True)
 
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
-        """Drops the activations of a stage and micro-batch."""
-        self._kept.pop((stage, micro_batch), None)
+        """Drops all values that are saved for a stage and micro-batch."""
+        self._saved.pop((stage, micro_batch), None)
         number = self._number_in_batch(micro_batch)
         if self._units is not None:
             self._units.release(stage, number)
@@ -303,8 +329,15 @@ class DygraphStage:
         tensors: list[Tensor],
         grads: list[Tensor | None],
     ) -> None:
-        """Runs autograd from ``tensors``, and from tensors that layers kept for later units."""
-        in_unit = _NO_MORE if self._units is None else self._units.backward(stage, number)
+        """Runs autograd from ``tensors``, and from values kept for later sequence chunks.
+
+        Args:
+            stage: The global number of the stage.
+            number: The number of the micro-batch in the batch.
+            tensors: The outputs of the stage, or its loss.
+            grads: The gradient of each; None for 1.
+        """
+        in_unit = _NO_EXTRA_ROOTS if self._units is None else self._units.backward(stage, number)
         try:
             with self.split.in_backward(stage, number), in_unit as (kept, kept_grads):
                 roots = [*tensors, *kept]
@@ -312,27 +345,29 @@ class DygraphStage:
                     run_backward(roots, [*grads, *kept_grads])
         except Exception as error:
             cause = cause_of_backward(recompute.cause_of(error))
-            self._raise_refusal()
+            self._raise_error_of_split()
             raise cause  # noqa: B904
 
     def _number_in_batch(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
+        """Returns the number of a micro-batch in this process's batch, from 0."""
         return MicroBatch(micro_batch - self._first_micro_batch)
 
-    def _finish(self, index: MicroBatch, output: Nest) -> Nest:
+    def _compute_losses(self, index: MicroBatch, output: Nest) -> Nest:
         """Computes the losses of the last stage's output; returns the loss that starts backward.
 
-        Without loss functions it stores the output, and returns it.
+        In a batch without losses it stores the output, and returns it.
         """
         batch = self._batch
         if batch.losses is None:
             batch.collect(index, output)
             return output
         random_keys.enter_loss(batch.losses.functions)
-        share = batch.losses.take(index, output, copy_tensors(batch.data.labels[index]))
-        return share if batch.scale is None else batch.scale(share)
+        loss = batch.losses.take(index, output, copy_tensors(batch.data.labels[index]))
+        return loss if batch.scale is None else batch.scale(loss)
 
 
-def _refuse_constant() -> NoReturn:
+def _refuse_constant_loss() -> NoReturn:
+    """Refuses a batch in which no loss has a gradient."""
     raise BoundaryError(
         "the loss does not depend on any parameter that is trained",
         where="last stage, in all micro-batches of the first batch",
@@ -343,27 +378,30 @@ def _refuse_constant() -> NoReturn:
     )
 
 
-def _outgoing(tensor: Tensor) -> Tensor:
+def _prepare_to_send(tensor: Tensor) -> Tensor:
     """Returns a tensor to send, copied if it needs no gradient.
 
-    It may be a buffer, which the next micro-batch changes before this value is sent.
+    It may be a buffer, which the next micro-batch may change before it is sent.
     """
     return copy_of(tensor) if tensor.stop_gradient else tensor
 
 
-def _roots(
+def _join_equal_roots(
     tensors: list[Tensor], grads: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns the tensors and gradients from which backward starts, each tensor once.
+    """Returns the tensors from which backward starts, each once, and their gradients.
 
-    Gradients of one tensor are added up, and a tensor without a gradient is left out.
+    Args:
+        tensors: Sent tensors, of which some may appear several times.
+        grads: The gradient of each, to be added up for a tensor that appears several times; None
+            if the next stage did not use the tensor, which is left out.
     """
     if len(tensors) == len(grads) == 1 and grads[0] is not None:
         return tensors, [grads[0]]
     roots: dict[int, tuple[Tensor, Tensor]] = {}
     for tensor, grad in zip(tensors, grads):
-        # None: the next stage did not use the tensor. Paddle would replace None by ones.
+        # Paddle would replace None by ones.
         if grad is not None:
-            root = roots.get(id(tensor))
-            roots[id(tensor)] = (tensor, grad if root is None else root[1] + grad)
+            _, earlier = roots.get(id(tensor), (tensor, None))
+            roots[id(tensor)] = (tensor, grad if earlier is None else earlier + grad)
     return [tensor for tensor, _ in roots.values()], [grad for _, grad in roots.values()]

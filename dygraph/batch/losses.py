@@ -1,8 +1,8 @@
-"""The losses of a batch: each loss function on each micro-batch, weighted and summed.
+"""Computes the losses of a batch: each loss function on each micro-batch, weighted and summed.
 
-A user may give one loss function, a list, or none. A loss function that runs on another rank must
-not read tensors that layers store here, such as auxiliary losses in a list: :func:`kept_for` finds
-these tensors. Start with :class:`Losses`.
+A user may give one loss function, a list, or none. A loss function that runs on another rank cannot
+read tensors that layers store on this rank, such as auxiliary losses in a list: :func:`kept_for`
+finds such tensors. Start with :class:`Losses`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from fleetpipe.paddle_api.tensor import NoNumbersError
 #: ``criterion(output, label)`` gives a Tensor with one element.
 Criterion = Callable[[Nest, Nest], Tensor]
 
-#: Parts of Paddle's messages about a tensor without memory.
+#: Words of Paddle's messages about a tensor without memory.
 _WITHOUT_MEMORY = ("holder_ should not be null", "> memory_size():0")
 
-#: The path of the loss function itself in messages.
+#: How messages name the loss function itself; the paths of what it refers to begin with it.
 _LOSS = "loss_fn"
 
 #: A list or dict with more entries is data, or a vocabulary, and is not searched.
-_MOST = 1000
+_MOST_ITEMS = 1000
 
 
 def functions_in(loss_fn: Any) -> list[Any]:
-    """Returns the loss functions of ``loss_fn`` as a list; None in it stands for no function."""
+    """Returns the argument ``loss_fn`` of a model as a list of functions; [None] without one."""
     return list(loss_fn) if isinstance(loss_fn, (list, tuple)) else [loss_fn]
 
 
@@ -69,14 +69,15 @@ def required_functions(loss_fn: Any) -> list[Criterion]:
     return functions
 
 
-def carried_in(loss_fn: Any) -> Any:
+def find_loss_with_extra_values(loss_fn: Any) -> Any:
     """Returns the first loss function that takes extra values of the layers; None if none does.
 
-    Its method ``carrying(layers, loss_fns)`` returns layers, by number, that add the extra values
-    to their output. Its method ``value_of(output)`` removes the extra values from an output.
+    An example is a loss with the auxiliary losses of experts. Its method ``carrying(layers,
+    loss_fns)`` returns layers, by number, that add the extra values to their outputs. Its method
+    ``value_of(output)`` returns an output without the extra values.
     """
-    carried = (one for one in functions_in(loss_fn) if hasattr(type(one), "carrying"))
-    return next(carried, None)
+    functions = functions_in(loss_fn)
+    return next((one for one in functions if hasattr(type(one), "carrying")), None)
 
 
 class Losses:
@@ -100,10 +101,11 @@ class Losses:
             chosen: The number of the function whose loss backward starts from.
             delayed: Whether backward starts from the loss without its weight, and the caller
                 weights all gradients afterwards (``delay_scale_loss``).
-            weight_of: Returns the weight of a micro-batch, or of a unit, from the numbers of the
-                function and of the micro-batch; None to use ``weights``.
-            units: The number of units of a micro-batch. If it is more than 1, methods take the
-                number of a unit wherever they say micro-batch.
+            weight_of: ``weight_of(function, micro_batch)`` returns the weight of a micro-batch in
+                the loss of a function, both by number; None to use ``weights``.
+            units: The number of sequence chunks into which a micro-batch is cut. If it is more than
+                1, methods and ``weight_of`` take the number of a chunk in the batch wherever they
+                say micro-batch.
             by_tree: Whether the losses of micro-batches are added by a tree, not one after another.
         """
         self._units = units
@@ -112,27 +114,28 @@ class Losses:
         self._weights = weights
         self._weight_of = weight_of or (lambda _, index: weights[index])
         self._chosen = chosen
-        self._delayed = delayed
-        #: Called once all micro-batches are taken.
+        self._weights_later = delayed
+        #: Called once :meth:`take` was called for all micro-batches.
         self.complete: Callable[[], None] | None = None
-        self._shares: list[dict[int, Tensor]] = [{} for _ in functions]
+        #: For each function, the losses by micro-batch, weighted unless that is delayed.
+        self._weighted_losses: list[dict[int, Tensor]] = [{} for _ in functions]
 
     def take(self, index: int, output: Nest, label: Nest) -> Tensor:
-        """Computes all losses of micro-batch ``index``; returns the loss that starts backward.
+        """Computes all losses of micro-batch ``index``; returns that from which backward starts.
 
         Raises:
             BoundaryError: A loss function cannot take the values, or returns something else.
         """
         start = None
         for number, function in enumerate(self.functions):
-            share = _loss(function, output, label)
-            if not self._delayed:
-                share = weighted(share, self._weight_of(number, index))
-            self._shares[number][index] = share.detach()
+            loss = _call_loss(function, output, label)
+            if not self._weights_later:
+                loss = weighted(loss, self._weight_of(number, index))
+            self._weighted_losses[number][index] = loss.detach()
             if number == self._chosen:
-                start = share
+                start = loss
         count = len(self._weights) * self._units
-        if self.complete is not None and len(self._shares[0]) == count:
+        if self.complete is not None and len(self._weighted_losses[0]) == count:
             self.complete()
         return start
 
@@ -142,13 +145,13 @@ class Losses:
         The losses are added up in the order of the micro-batches, whatever order these ran in.
         """
         totals = []
-        for shares in self._shares:
-            in_order = [shares[index] for index in sorted(shares)]
+        for by_number in self._weighted_losses:
+            in_order = [by_number[index] for index in sorted(by_number)]
             if self._by_tree:
                 total = tree(in_order, operator.add)
             else:
                 total = functools.reduce(operator.add, in_order)
-            totals.append(weighted(total, self._weights[0]) if self._delayed else total)
+            totals.append(weighted(total, self._weights[0]) if self._weights_later else total)
         return totals
 
     def by_micro_batch(self) -> list[Tensor]:
@@ -157,15 +160,15 @@ class Losses:
         They are weighted, unless the caller weights gradients later.
         """
         stacked = [
-            paddle.stack([shares[index].reshape([]) for index in sorted(shares)])
-            for shares in self._shares
+            paddle.stack([by_number[index].reshape([]) for index in sorted(by_number)])
+            for by_number in self._weighted_losses
         ]
         if self._units == 1:
             return stacked
         return [losses.reshape([-1, self._units]).sum(axis=1) for losses in stacked]
 
     def __bool__(self) -> bool:
-        return bool(self._shares[0])
+        return bool(self._weighted_losses[0])
 
 
 def weighted(loss: Tensor, weight: Fraction) -> Tensor:
@@ -179,17 +182,21 @@ def weighted(loss: Tensor, weight: Fraction) -> Tensor:
     return loss
 
 
-def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
-    """Calls a loss function, and refuses a result that is not a Tensor with one element."""
+def _call_loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
+    """Calls a loss function on a micro-batch; refuses a result that is no Tensor with one element.
+
+    Raises:
+        BoundaryError: The function fails, or returns something else.
+    """
     try:
         loss = criterion(output, label)
     except NoNumbersError as error:
-        raise _refusal(error, output, label) from error
+        raise _loss_error(error, output, label) from error
     except (FleetPipeError, MemoryError):
         # A collective within the loss has failed; the arguments of the loss are not to blame.
         raise
     except Exception as error:
-        raise _refusal(error, output, label) from error
+        raise _loss_error(error, output, label) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:
         half = loss.dtype == paddle.float16
@@ -209,12 +216,12 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     )
 
 
-def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
-    """Returns the error to raise in the place of an error of a loss function."""
+def _loss_error(error: Exception, output: Nest, label: Nest) -> BoundaryError:
+    """Returns the error to raise if a loss function failed with ``error``."""
     if gradients.is_raised_in_paddle_grad(error):
         return gradients.grad_across_stages(error, "the loss function", output)
-    texts = (text in str(error) for text in _WITHOUT_MEMORY)
-    if isinstance(error, NoNumbersError) or any(texts):
+    has_no_memory = any(text in str(error) for text in _WITHOUT_MEMORY)
+    if isinstance(error, NoNumbersError) or has_no_memory:
         return BoundaryError(
             "the loss function uses a parameter that lies on another rank",
             where="last stage",
@@ -244,7 +251,7 @@ def may_read(function: Any) -> bool:
 
 
 def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
-    """Refuses tensors that layers of ``stage`` store for losses that another rank computes."""
+    """Refuses tensors that layers of ``stage`` store, and losses on another rank read."""
     for function in functions:
         path, tensor = next(kept_for(function), ("", None))
         if tensor is not None:
@@ -261,40 +268,43 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
 
 
 def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each tensor with a graph that a loss function can reach."""
+    """Yields path and value of each computed tensor that a loss function can read."""
     if not may_read(function):
         return
     names: set[str] = set()
-    count, reached = -1, list(_reachable(function, names))
+    number_before, reached = -1, list(_reachable(function, names))
     # The search follows attributes that the code names, and these may hold code with more names.
-    while names and count < len(names):
-        count, reached = len(names), list(_reachable(function, names))
+    while names and number_before < len(names):
+        number_before, reached = len(names), list(_reachable(function, names))
     for path, value in reached:
         if isinstance(value, paddle.Tensor) and has_gradient(value) and not value.is_leaf:
             yield path, value
 
 
 def _reachable(function: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each object that a function can reach.
+    """Yields the path and value of each object that a loss function can reach.
 
-    Adds the names in the code of these objects to ``names``, the attribute names to follow.
+    Args:
+        function: The loss function.
+        names: The names of the attributes to follow. The names in the code of the objects are
+            added to it.
     """
     seen: set[int] = set()
-    waiting = [(_LOSS, function)]
-    while waiting:
-        path, value = waiting.pop()
+    stack = [(_LOSS, function)]
+    while stack:
+        path, value = stack.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         yield path, value
-        waiting += _parts(path, value, names)
+        stack += _iterate_parts(path, value, names)
 
 
-def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yields path and value of each part of an object: entries, closures, named attributes."""
+def _iterate_parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yields path and value of each item, closure and named attribute of an object."""
     if isinstance(value, (list, tuple, set, deque, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        yield from ((f"{path}[{key!r}]", item) for key, item in items if len(value) <= _MOST)
+        yield from ((f"{path}[{key!r}]", item) for key, item in items if len(value) <= _MOST_ITEMS)
     elif isinstance(value, functools.partial):
         yield from ((path, part) for part in (value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
@@ -302,7 +312,7 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, FunctionType):
         yield path, held_by(value)
         if not is_of_library(value):
-            names |= _words_in(value.__code__)
+            names |= _names_and_strings_in(value.__code__)
             yield from variables_of(value).items()
     elif isinstance(value, ModuleType):
         if not is_of_library(value.__name__):
@@ -320,17 +330,18 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
             # A layer of a library may contain the user's loss.
             inner = [*vars(value).values(), *(sublayers_in(value).values() if layer else ())]
             yield from ((path, part) for part in inner if callable(part))
-        for place, part in value.named_sublayers(path, True) if layer else [(path, value)]:
-            tables = (vars(part), buffers_in(part)) if layer else (vars(part),)
+        owners = value.named_sublayers(path, True) if layer else [(path, value)]
+        for owner_path, owner in owners:
+            tables = (vars(owner), buffers_in(owner)) if layer else (vars(owner),)
             for table in tables:
-                yield from ((f"{place}.{name}", table[name]) for name in names & table.keys())
+                yield from ((f"{owner_path}.{name}", table[name]) for name in names & table.keys())
         if layer:
-            parts = sublayers_in(value)
-            yield from ((f"{path}.{name}", parts[name]) for name in names & parts.keys())
+            sublayers = sublayers_in(value)
+            yield from ((f"{path}.{name}", sublayers[name]) for name in names & sublayers.keys())
 
 
 @functools.cache
-def _words_in(code: CodeType) -> frozenset[str]:
+def _names_and_strings_in(code: CodeType) -> frozenset[str]:
     """Returns the names and the strings in code; ``getattr`` may take a string for a name."""
-    constants = chain.from_iterable(one.co_consts for one in codes_in(code))
-    return names_in(code).union(one for one in constants if isinstance(one, str))
+    constants = chain.from_iterable(inner.co_consts for inner in codes_in(code))
+    return names_in(code).union(value for value in constants if isinstance(value, str))

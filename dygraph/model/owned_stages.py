@@ -144,7 +144,10 @@ class OwnedStages:
             functions: The layers and functions of the stages that this process owns, by number.
             loss_fn: The model's loss functions; one of them may take extra values of the layers.
         """
-        carried, loss_fns = losses.carried_in(loss_fn), losses.functions_in(loss_fn)
+        carried, loss_fns = (
+            losses.find_loss_with_extra_values(loss_fn),
+            losses.functions_in(loss_fn),
+        )
         self.functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
         self._carried = carried
         self._runner = StageRunner(self.functions, self._partition, *self._recompute)

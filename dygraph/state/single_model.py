@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys, tensor_parallel
-from fleetpipe.dygraph.batch.losses import carried_in
+from fleetpipe.dygraph.batch.losses import find_loss_with_extra_values
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.names import ModelWithParts, Place, hidden_buffers
 from fleetpipe.dygraph.sums import Uses, find_in_layers, parameters_of
@@ -59,7 +59,7 @@ class SingleModel(ModelWithParts):
 
     def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
         super().__init__()
-        carried = carried_in(loss_fns)
+        carried = find_loss_with_extra_values(loss_fns)
         functions = carried.carrying(built.functions, loss_fns) if carried else built.functions
         self._functions = list(functions.values())
         self._uses: Uses | None = None

@@ -122,7 +122,7 @@ def trained(ranks: int, schedule: str, error: BaseException | None, **options: A
             with pytest.raises(type(error)):
                 model.train_batch(batch(4, seed=7), optimizer)
             assert all(parameter.grad is None for parameter in model.parameters())
-            assert model._runtime.stage._kept == model._runtime.stage.split._tapes == {}
+            assert model._runtime.stage._saved == model._runtime.stage.split._tapes == {}
             assert model._runtime.stage._batch.data.inputs is None
         paddle.seed(11)
         loss = model.train_batch(batch(4, seed=1), optimizer)
@@ -343,7 +343,7 @@ def test_dropout_and_batch_norm_do_not_run_and_the_mode_is_left_alone() -> None:
 def test_nothing_is_kept_of_an_evaluation() -> None:
     with model_in_job(3, 4) as model:
         model.eval_batch(batch())
-        assert model._runtime.stage._kept == {}
+        assert model._runtime.stage._saved == {}
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
