@@ -1,7 +1,9 @@
-"""Parts of a parameter: which region of a full tensor a rank holds, to save, load, clip or compare.
+"""Describes which region of a full tensor a rank holds, for whoever saves, loads or compares it.
 
-The number of parts, and which process has which, depend on the ranks that train; the full tensor
-does not. A process that has several parts of a tensor saves and restores them as one.
+A full tensor is one of the single-device model. A part of it is what one rank holds, along pp or as
+a shard along mp. The number of parts, and which process has which, depend on the ranks that train;
+the full tensor does not. A process that has several parts of a tensor saves and restores them as
+one.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.groups import Group
 from fleetpipe.transport.wire.structure import SIZES
 
+#: What names a full tensor, such as its fully qualified name.
 Name = TypeVar("Name", bound=Hashable)
-#: Returns a process's coordinate along an axis of the mesh, and the number of ranks there.
-Place = Callable[[], tuple[int, int]]
+#: Returns a process's coordinate along mp, and the number of ranks along mp.
+ShardPosition = Callable[[], tuple[int, int]]
 
 
 class Region(NamedTuple):
-    """The part of a tensor that a rank holds.
+    """The region of a full tensor that a part covers: some indices along one axis of the tensor.
 
     Attributes:
-        axis: The axis that is cut.
-        start: The first index along it.
-        stop: The index after the last.
-        size: Size of the full tensor along it.
+        axis: The axis of the tensor along which it is split.
+        start: The part's first index along the axis.
+        stop: The index after the part's last one.
+        size: Size of the full tensor along the axis.
     """
 
     axis: int
@@ -41,30 +44,35 @@ class Region(NamedTuple):
     size: int
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the full tensor, given that of the part."""
+        """Returns the shape of the full tensor, given the part's ``shape``."""
         return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
 
     def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part, given that of the full tensor."""
+        """Returns the shape of the part, given the full tensor's ``shape``."""
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
     def is_of(self, value: Any) -> bool:
-        """Whether a tensor or array has the size of the full tensor along the axis."""
+        """Returns whether a tensor or array has the full tensor's size along the axis."""
         shape = tuple(value.shape)
         return len(shape) > self.axis and shape[self.axis] == self.size
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the part in the full tensor."""
+        """The index that selects the part from the full tensor."""
         return (*[slice(None)] * self.axis, slice(self.start, self.stop))
 
     def taken_from(self, whole: Any) -> Any:
-        """Returns the part of a full tensor or array."""
+        """Returns the part of the full tensor or array ``whole``."""
         return whole[self.slices]
 
 
 class Described(NamedTuple):
-    """A full tensor without its values: Paddle's name of the dtype, and the shape."""
+    """The dtype and shape of a full tensor.
+
+    Attributes:
+        dtype: Paddle's name of the dtype.
+        shape: The shape.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -80,16 +88,18 @@ class Described(NamedTuple):
         return math.prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
+        """Describes the tensor in words, for messages."""
         return f"{self.dtype} of shape {list(self.shape)}"
 
 
 class LocalTensor(NamedTuple):
-    """A tensor, or the part of one that this rank has.
+    """A full tensor, or the part of one that this rank holds.
 
     Attributes:
-        tensor: A tensor of Paddle's, or an array.
-        cut: The part of the full tensor that it is; None if it is the full tensor.
-        differs: Whether other ranks may have other values, as running statistics of replicas do.
+        tensor: A tensor of Paddle's, or an array, with the values.
+        cut: The region of the full tensor that it covers; None if it is the full tensor.
+        differs: Whether ranks that hold the same region may have other values, as replicas have
+            other running statistics.
     """
 
     tensor: Tensor | np.ndarray
@@ -106,7 +116,7 @@ class LocalTensor(NamedTuple):
 
 @cache
 def _dtype_name(dtype: Any) -> str:
-    """Returns Paddle's name of a dtype; the cache saves a save its many calls into Paddle."""
+    """Returns Paddle's name of a dtype; the cache spares each save many calls into Paddle."""
     if isinstance(dtype, np.dtype):
         # NumPy has no bfloat16: Paddle exports its bits as uint16.
         return "bfloat16" if dtype == np.uint16 else dtype.name
@@ -114,7 +124,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 class PartOfWhole(NamedTuple):
-    """Which part of a full parameter a parameter is: the value of its attribute ``part_of_whole``.
+    """Says which part of a full parameter a parameter is; its attribute ``part_of_whole``.
 
     A part along pp has a name of its own, and a process may have several. A part along one of
     :data:`SHARDS`, a shard, has the name of the full parameter.
@@ -122,7 +132,7 @@ class PartOfWhole(NamedTuple):
     Attributes:
         number: The number of the part, from 0. Along pp, its layer's index is that of the first
             part's layer plus this number.
-        cut: The region of the full parameter that it is.
+        cut: The region of the full parameter that the part covers.
         axis: The axis of the mesh along which ranks hold the parts.
     """
 
@@ -132,11 +142,11 @@ class PartOfWhole(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        """Whether every rank along the axis has a part of this name."""
+        """Whether it is a shard: each rank along the axis has a part of the same name."""
         return self.axis in SHARDS
 
     def whole_name(self, name: str) -> str:
-        """Returns the fully qualified name of the full parameter, given that of the part."""
+        """Returns the fully qualified name of the full parameter, given the part's ``name``."""
         if self.is_shard:
             return name
         *path, attribute = name.split(".")
@@ -156,7 +166,7 @@ class ModelParts(NamedTuple):
         shapes: The names and full shapes of the whole model's tensors, in its order.
         buffers: Buffers that no state dict has, by fully qualified name; a checkpoint may lack
             them.
-        late: Buffers that a forward has registered after the model was built.
+        late: Buffers that a forward has registered after the model was built, by their names.
         root: The layer that has the late buffers at their names; they are added to it if a
             restored model lacks them.
         plain_names: The fully qualified name of each name of the plain model from which a list of
@@ -186,34 +196,37 @@ def attached_part(tensor: Tensor) -> PartOfWhole | None:
     return part
 
 
-def part_of(tensor: Tensor, place: Place) -> PartOfWhole | None:
+def part_of(tensor: Tensor, mp_position: ShardPosition) -> PartOfWhole | None:
     """Returns which part of a full parameter a parameter is; None if it is full itself.
 
-    Layers of Paddle and of libraries mark on a shard along mp which axis of the tensor is cut.
+    Layers of Paddle and of libraries mark on a shard along mp the axis of the tensor that is split.
 
     Args:
         tensor: The parameter, or a buffer.
-        place: Returns this process's coordinate along mp, and the number of ranks there.
+        mp_position: Returns this process's coordinate along mp, and the number of ranks there.
     """
     part, axis = attached_part(tensor), split_axis(tensor)
     if part is not None or axis is None:
         return part
-    (number, count), size = place(), int(tensor.shape[axis])
+    (number, count), size = mp_position(), int(tensor.shape[axis])
     cut = Region(axis % len(tensor.shape), number * size, (number + 1) * size, count * size)
     return PartOfWhole(number, cut, "mp") if count > 1 else None
 
 
 def split_axis(tensor: Tensor) -> int | None:
-    """Returns the axis along which Paddle's marks say that a parameter is cut; None for a full one.
+    """Returns the axis of a parameter that Paddle's marks name as split; None for a full parameter.
 
-    A library's layer may set ``is_distributed`` on a parameter that it did not cut.
+    A library's layer may set ``is_distributed`` on a parameter that it did not split.
     """
     axis: int | None = getattr(tensor, "split_axis", None) if _is_distributed(tensor) else None
     return axis
 
 
 def shard_axis(tensor: Tensor) -> str:
-    """Returns the axis of the mesh along which ranks have other shards; "" for no shard."""
+    """Returns the axis of the mesh along which ranks hold the other shards of a parameter.
+
+    It is "" for a parameter that is no shard.
+    """
     part = attached_part(tensor)
     if part is not None and part.is_shard:
         return part.axis
@@ -221,17 +234,23 @@ def shard_axis(tensor: Tensor) -> str:
 
 
 def _is_distributed(tensor: Tensor) -> bool:
+    """Returns whether Paddle's mark says that a parameter is a shard along mp."""
     return bool(getattr(tensor, "is_distributed", False))
 
 
-def local_tensor_of(tensor: Tensor, place: Place) -> LocalTensor:
-    """Describes a parameter or buffer; the arguments are those of :func:`part_of`.
+def local_tensor_of(tensor: Tensor, mp_position: ShardPosition) -> LocalTensor:
+    """Describes what this rank holds of a parameter or buffer.
+
+    Args:
+        tensor: The parameter or buffer.
+        mp_position: As for :func:`part_of`.
 
     Raises:
-        CheckpointError: It is a shard, and does not say along which axis it is cut.
+        CheckpointError: It is a shard, and does not say along which axis it is split.
     """
-    part = part_of(tensor, place)
-    if part is None and _is_distributed(tensor) and place()[1] > 1:
+    part = part_of(tensor, mp_position)
+    _, mp_ranks = mp_position()
+    if part is None and _is_distributed(tensor) and mp_ranks > 1:
         raise CheckpointError(
             "a parameter is distributed over the tensor-parallel ranks in a way that nobody knows",
             got=f"{tensor.name}: is_distributed, and no split_axis",
@@ -242,45 +261,53 @@ def local_tensor_of(tensor: Tensor, place: Place) -> LocalTensor:
 
 
 def whole_name(name: str, tensor: Tensor) -> str:
-    """Returns the fully qualified name of the full parameter that ``tensor`` is or is a part of."""
+    """Returns the full parameter's name, given that of ``tensor``, which is it or a part of it."""
     part = attached_part(tensor)
     return name if part is None else part.whole_name(name)
 
 
-def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Place) -> dict[str, Any]:
+def parted(
+    state: Mapping[str, Any], tensors: Mapping[str, Tensor], mp_position: ShardPosition
+) -> dict[str, Any]:
     """Returns a state in which full tensors are replaced by the parts that a process holds.
 
     Args:
-        state: Tensors or arrays by name.
-        tensors: By name, the parameters of the process.
-        place: As for :func:`part_of`.
+        state: Full tensors or arrays, or parts already, by name.
+        tensors: The parameters of the process, by name.
+        mp_position: As for :func:`part_of`.
+
+    Returns:
+        The state with each part under its own name; other values are unchanged.
     """
-    parts = {name: part for name, t in tensors.items() if (part := part_of(t, place)) is not None}
-    wholes = {name: part.whole_name(name) for name, part in parts.items()}
+    split: dict[str, Any] = {}
+    used: set[str] = set()
+    for name, tensor in tensors.items():
+        part = part_of(tensor, mp_position)
+        full_name = name if part is None else part.whole_name(name)
+        if part is not None and full_name in state and part.cut.is_of(state[full_name]):
+            split[name] = part.cut.taken_from(state[full_name])
+            used.add(full_name)
     # The first part may have the name of the full parameter.
-    split = {
-        name: part.cut.taken_from(state[wholes[name]])
-        for name, part in parts.items()
-        if wholes[name] in state and part.cut.is_of(state[wholes[name]])
-    }
-    used = {wholes[name] for name in split}
     return {**{name: value for name, value in state.items() if name not in used}, **split}
 
 
 class JoinedParts(Generic[Name]):
-    """The tensors that a process holds, where parts of one tensor are joined.
+    """The tensors that a process holds, with adjacent parts of one full tensor joined.
 
     Attributes:
-        tensors: The tensors, by name; one that is joined of several parts is a copy.
+        tensors: The tensors, by the full tensor's name; one that joins several parts is a copy.
     """
 
     def __init__(self, tensors: Iterable[tuple[Name, LocalTensor]]) -> None:
-        """Takes tensors, those of one name in the order of their parts."""
+        """Takes each tensor with its full tensor's name; parts of one name in their order."""
         parts: dict[Name, list[LocalTensor]] = {}
         for name, local in tensors:
             parts.setdefault(name, []).append(local)
-        self.tensors = {name: _joined(ones) for name, ones in parts.items()}
-        self._parts = [(self.tensors[name], ones) for name, ones in parts.items() if len(ones) > 1]
+        self.tensors = {name: _join(of_name) for name, of_name in parts.items()}
+        #: Each joined tensor with its parts.
+        self._parts = [
+            (self.tensors[name], of_name) for name, of_name in parts.items() if len(of_name) > 1
+        ]
 
     def hand_out(self) -> None:
         """Copies the values of the joined tensors into their parts."""
@@ -297,50 +324,55 @@ class JoinedParts(Generic[Name]):
                     target.set_value(value)
 
 
-def _joined(parts: list[LocalTensor]) -> LocalTensor:
+def _join(parts: list[LocalTensor]) -> LocalTensor:
+    """Returns one tensor with the values of some adjacent parts, in their order."""
     first, last = parts[0], parts[-1]
     if first.cut is None or last.cut is None or len(parts) == 1:
         # One number, such as the powers of Adam, is the same for all parts.
         return first
     from fleetpipe.paddle_api import paddle
 
-    values = paddle.concat([_detached(part) for part in parts], first.cut.axis)
+    values = paddle.concat([_detach(part) for part in parts], first.cut.axis)
     return LocalTensor(values, first.cut._replace(stop=last.cut.stop), first.differs)
 
 
 def joined_on_first(group: Group, parts: Iterable[tuple[Name, LocalTensor]]) -> dict[Name, Tensor]:
-    """Returns copies of full tensors on the first rank of a group, {} on the others. Collective.
+    """Joins all parts of full tensors on the first rank of a group. Collective.
 
     The ranks broadcast their parts in turn, so that a rank other than the first holds the parts of
     at most one rank besides its own.
 
     Args:
-        group: The ranks that have all parts between them, each on one rank.
+        group: The ranks that have all parts between them, each part on one rank.
         parts: The parts of this rank, by the names of the full tensors.
+
+    Returns:
+        Copies of the full tensors, by name, on the first rank; {} on the others.
     """
     from fleetpipe.paddle_api import paddle
 
-    whole: dict[Name, Tensor] = {}
+    full_tensors: dict[Name, Tensor] = {}
     for source in range(group.ranks):
-        passed = None
+        sent = None
         if source == group.rank:
-            # Copies: what these are may change before they have left this process.
-            passed = [
-                (name, local.cut and tuple(local.cut), _detached(local).clone())
+            # Copies: the tensors may change before they have left this process.
+            sent = [
+                (name, local.cut and tuple(local.cut), _detach(local).clone())
                 for name, local in parts
             ]
-        for name, cut, part in group.broadcast(passed, source):
+        for name, cut, part in group.broadcast(sent, source):
             if group.rank == 0 and cut is None:
-                whole[name] = part
+                full_tensors[name] = part
             elif group.rank == 0:
                 region = Region(*cut)
-                if name not in whole:
+                if name not in full_tensors:
                     shape = region.whole(tuple(part.shape))
-                    whole[name] = paddle.empty(list(shape), part.dtype)
-                whole[name][region.slices] = part
-    return whole
+                    full_tensors[name] = paddle.empty(list(shape), part.dtype)
+                full_tensors[name][region.slices] = part
+    return full_tensors
 
 
-def _detached(local: LocalTensor) -> Tensor:
+def _detach(local: LocalTensor) -> Tensor:
+    """Returns the tensor without its history of operations."""
     tensor: Tensor = local.tensor
     return tensor.detach()
