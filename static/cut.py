@@ -1,6 +1,7 @@
 """Assigns the operations of a user's program to stages, and finds the values that cross.
 
-It works with numbers and names, not with Paddle's operations; start with :func:`split`.
+An operation is its index in ``Graph.operations``, a value its number in the graph; Paddle's own
+objects are not needed. The *cut* is the stage of each operation: start with :func:`split`.
 :class:`GraphReader` and :class:`StageProgram` are the interface between ``ir``, which builds
 programs, and ``run``, which runs them; both name the variables of a scope by :class:`Names`.
 """
@@ -18,9 +19,12 @@ from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.schedules import Edge
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation, dependencies
 
+#: The beginning of the names of all variables that fleetpipe adds to a scope or a program.
 PREFIX = "fleetpipe@"
-_pipelines = itertools.count()
+#: Numbers the pipelines of this process, so that the names of two never coincide.
+_pipeline_numbers = itertools.count()
 
+#: Advice of error messages: how a script puts layers into stages.
 GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
 
 
@@ -32,28 +36,28 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._prefix = f"{PREFIX}{next(_pipelines)}."
+        self._prefix = f"{PREFIX}{next(_pipeline_numbers)}."
         #: The variable of the factor of all gradients, if the norm of all stages is clipped.
         self.clip_factor = f"{self._prefix}clip"
 
     def fed(self, name: str) -> str:
-        """Returns the variable from which stages read the data of a feed."""
+        """Returns the variable from which stages read the feed ``name`` of a micro-batch."""
         return f"{self._prefix}fed.{name}"
 
     def incoming(self, stage: int, value: int) -> str:
-        """Returns the variable from which a stage reads a value of an earlier stage."""
+        """Returns the variable from which ``stage`` reads a value of an earlier stage."""
         return f"{self._prefix}{stage}.in.{value}"
 
     def outgoing(self, stage: int, value: int) -> str:
-        """Returns the variable in which a stage puts a value that it computes."""
+        """Returns the variable in which ``stage`` puts a value that it computes."""
         return f"{self._prefix}{stage}.out.{value}"
 
     def gradient(self, stage: int, value: int, target: int) -> str:
-        """Returns the variable of the gradient that stage ``target`` sends for a stage's value."""
+        """Returns the variable of the gradient that ``target`` sends for a value of ``stage``."""
         return f"{self._prefix}{stage}.grad.{value}.{target}"
 
     def incoming_gradient(self, stage: int, value: int) -> str:
-        """Returns the variable in which a stage puts the gradient of an incoming value."""
+        """Returns the variable in which ``stage`` puts the gradient of an incoming value."""
         return f"{self._prefix}{stage}.in.{value}.grad"
 
     def accumulator(self, parameter: str) -> str:
@@ -61,23 +65,23 @@ class Names:
         return f"{self._prefix}{parameter}.sum"
 
     def waiting(self, stage: int, number: int) -> str:
-        """Returns the variable in which I puts its value ``number`` for W."""
+        """Returns the variable in which I of ``stage`` saves its ``number``-th result for W."""
         return f"{self._prefix}{stage}.waiting.{number}"
 
 
 @dataclass(frozen=True)
 class Split:
-    """The stage of each operation, and the values that travel between stages.
+    """The cut of a program: the stage of each operation, and the values that cross between stages.
 
     Attributes:
-        graph: The program.
-        stages: Number of stages, S.
+        graph: The description of the program.
+        stages: The number of stages, S.
         stage_of: The stage of each operation by number; None if every stage has its own copy.
         crossing: For each edge the values that travel along it, in the order of computation.
         checkpoints: The values from which the backward recomputes all others; None if the user does
             not ask for recompute.
         names: The names of the pipeline's variables.
-        trained: The names of the parameters that the optimizer has; None if it has all.
+        trained: The names of the parameters that the optimizer trains; None if it trains all.
     """
 
     graph: Graph
@@ -94,9 +98,9 @@ class Split:
         return tuple(sorted(self.crossing))
 
     def operations_of(self, stage: int) -> list[int]:
-        """Returns the numbers of the operations that a stage computes, with its own copies."""
-        placed = [number for number, at in enumerate(self.stage_of) if at == stage]
-        replicated = {number for number, at in enumerate(self.stage_of) if at is None}
+        """Returns the operations that a stage computes: those in it, and its copies of others."""
+        placed = [number for number, owner in enumerate(self.stage_of) if owner == stage]
+        replicated = {number for number, owner in enumerate(self.stage_of) if owner is None}
         return sorted({*placed, *dependencies(self.graph, placed, replicated)})
 
     @cached_property
@@ -108,25 +112,26 @@ class Split:
             for value in op.writes
         }
 
-    def first_of(self, stage: int) -> str:
-        """Returns the name of the first operation of a stage, for messages."""
+    def first_operation_of(self, stage: int) -> str:
+        """Returns the text of the first operation of a stage, for error messages."""
         return str(self.graph.operations[self.stage_of.index(stage)])
 
     def readers(self, stage: int) -> dict[int, list[int]]:
-        """Returns the values that leave a stage, each with the stages that take it."""
+        """Returns the stages that take each value which leaves ``stage``, by value."""
         stages_by_value: dict[int, list[int]] = {}
-        for edge, numbers in self.crossing.items():
-            for number in numbers if edge.source == stage else ():
-                stages_by_value.setdefault(number, []).append(edge.target)
+        for edge, values in self.crossing.items():
+            if edge.source == stage:
+                for value in values:
+                    stages_by_value.setdefault(value, []).append(edge.target)
         return stages_by_value
 
     @property
     def persistable(self) -> set[str]:
-        """The names of all parameters and statistics."""
+        """The names of the parameters and running statistics of all stages."""
         return {self.graph.names[value] for value in self.graph.persistable}
 
     def persistable_of(self, stage: int) -> list[str]:
-        """Returns the names of the parameters and statistics that a stage uses, sorted."""
+        """Returns the names of the parameters and running statistics that a stage uses, sorted."""
         graph = self.graph
         return sorted(
             {
@@ -139,7 +144,7 @@ class Split:
 
 
 def split(graph: Graph) -> Split:
-    """Cuts a program along the guards of its operations.
+    """Returns the cut of a program along the ``device_guard`` of its operations.
 
     An operation without a guard, or under ``device_guard("cpu")``, belongs to the latest stage from
     which it takes a value, else to stage 0.
@@ -160,23 +165,24 @@ def split(graph: Graph) -> Split:
             fix=f"build each part of the network in a guard: {GUARD}",
         )
     stage_of: list[int | None] = []
-    at: dict[int, int | None] = {}
+    stage_of_value: dict[int, int | None] = {}
     producers = graph.producers()
     for number, op in enumerate(graph.operations):
-        stage = _stage(graph, number, [at[value] for value in op.reads if value in at])
+        sources = [stage_of_value[value] for value in op.reads if value in stage_of_value]
+        stage = _stage_of_operation(graph, number, sources)
         for value in op.reads:
-            source = at.get(value)
+            source = stage_of_value.get(value)
             if source is not None and (stage is None or source > stage):
-                raise _backwards(graph, producers[value], number, source, stage)
+                raise _backwards_error(graph, producers[value], number, source, stage)
         stage_of.append(stage)
-        at.update(dict.fromkeys(op.writes, stage))
-    stages = _count(graph, stage_of)
+        stage_of_value.update(dict.fromkeys(op.writes, stage))
+    stages = _count_stages(graph, stage_of)
     _refuse_changed_elsewhere(graph, stage_of)
-    _refuse_parted_branches(graph, stage_of)
-    return Split(graph, stages, tuple(stage_of), _crossing(graph, stage_of, at))
+    _refuse_branches_in_several_stages(graph, stage_of)
+    return Split(graph, stages, tuple(stage_of), _values_by_edge(graph, stage_of, stage_of_value))
 
 
-def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
+def _stage_of_operation(graph: Graph, number: int, sources: list[int | None]) -> int | None:
     """Returns the stage of an operation; None if each stage has its own copy.
 
     Args:
@@ -188,7 +194,7 @@ def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
     inner = {tag for tag in op.inner if tag >= 0}
     if len(inner | ({op.tag} if op.tag is not None and op.tag >= 0 else set())) > 1:
         itself = f", itself in stage {op.tag}" if op.tag is not None and op.tag >= 0 else ""
-        raise _over_stages(op, f"operations of stages {sorted(inner)} in it{itself}")
+        raise _control_flow_error(op, f"operations of stages {sorted(inner)} in it{itself}")
     if op.floating:
         return None
     if op.tag is not None and op.tag >= 0:
@@ -196,13 +202,13 @@ def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
     if inner:
         return inner.pop()
     if op.tag == EVERYWHERE:
-        _refuse_different(graph, number)
+        _refuse_random_or_changing(graph, number)
         return None
     return max((source for source in sources if source is not None), default=0)
 
 
-def _over_stages(op: Operation, got: str) -> BoundaryError:
-    """Returns the error of control flow in several stages."""
+def _control_flow_error(op: Operation, got: str) -> BoundaryError:
+    """Returns the error of a cond or while_loop in several stages; ``got`` tells which stages."""
     return BoundaryError(
         "control flow reaches over several stages",
         where=str(op),
@@ -213,57 +219,70 @@ def _over_stages(op: Operation, got: str) -> BoundaryError:
     )
 
 
-def _refuse_parted_branches(graph: Graph, stage_of: Sequence[int | None]) -> None:
-    """Refuses a ``cond`` of an older Program, an operation for each branch, in several stages."""
+def _refuse_branches_in_several_stages(graph: Graph, stage_of: Sequence[int | None]) -> None:
+    """Refuses a ``cond`` whose branches are in several stages.
+
+    In an older Program each branch is an operation, and ``select_input`` chooses their results.
+    """
     producers = graph.producers()
     for number, op in enumerate(graph.operations):
         if op.name == "select_input":
-            makers = [producers[value] for value in op.reads]
-            branches = [n for n in makers if graph.operations[n].name == "conditional_block"]
+            inputs = [producers[value] for value in op.reads]
+            branches = [n for n in inputs if graph.operations[n].name == "conditional_block"]
             stages = {stage_of[n] for n in (*branches, number)}
             if len(stages) > 1:
                 listed = ", ".join(sorted(map(str, stages)))
-                raise _over_stages(graph.operations[branches[0]], f"branches of stages {listed}")
+                raise _control_flow_error(
+                    graph.operations[branches[0]], f"branches of stages {listed}"
+                )
 
 
-def _refuse_different(graph: Graph, number: int) -> None:
-    """Refuses an operation for all stages that is random or changes a variable."""
+def _refuse_random_or_changing(graph: Graph, number: int) -> None:
+    """Refuses an operation of all stages that draws random numbers or changes a variable."""
     op = graph.operations[number]
-    if op.draws or number in graph.written:
+    if op.is_random or number in graph.written:
         raise PartitionError(
             "an operation under device_guard('gpu:all') would not be the same in every stage",
             where=str(op),
             expected="operations that give the same wherever they are computed",
             got="random numbers, which each stage draws from a stream of its own"
-            if op.draws
-            else f"a change of {_name(graph, graph.written[number][0])} by every stage",
+            if op.is_random
+            else f"a change of {_value_name(graph, graph.written[number][0])} by every stage",
             fix="put it under the guard of the first stage that uses it: values travel from there",
         )
 
 
-def _backwards(
+def _backwards_error(
     graph: Graph, producer: int, reader: int, source: int, target: int | None
 ) -> PartitionError:
-    """Returns the error of an operation that takes a value of a later stage, ``source``."""
-    made, taken = graph.operations[producer], graph.operations[reader]
+    """Returns the error of an operation that takes a value of a later stage.
+
+    Args:
+        graph: The program.
+        producer: The operation that computes the value.
+        reader: The operation that takes the value.
+        source: The stage of the producer.
+        target: The stage of the reader; None if every stage computes the reader.
+    """
+    producing, reading = graph.operations[producer], graph.operations[reader]
     if target is None:
         return PartitionError(
             "an operation under device_guard('gpu:all') takes a value that one stage makes",
-            where=str(taken),
+            where=str(reading),
             expected="inputs that every stage has: parameters, fed data, constants",
-            got=f"the result of {made} of stage {source}",
+            got=f"the result of {producing} of stage {source}",
             fix="put it under the guard of the stage that uses its result",
         )
     return PartitionError(
         "a value would have to travel backwards in the forward computation",
-        where=f"{taken} of stage {target}",
+        where=f"{reading} of stage {target}",
         expected=f"inputs from stage {target} or earlier",
-        got=f"the result of {made} of stage {source}",
+        got=f"the result of {producing} of stage {source}",
         fix="stages follow the order of the network: give the later operation the later guard",
     )
 
 
-def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
+def _count_stages(graph: Graph, stage_of: Sequence[int | None]) -> int:
     """Returns the number of stages; refuses a stage without operations."""
     used = {stage for stage in stage_of if stage is not None}
     stages = max(used) + 1
@@ -286,14 +305,15 @@ def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> N
     It is allowed if the stage computes the value itself and other stages take the final value.
     """
     producers = graph.producers()
-    for writer, value in [(n, value) for n, values in graph.written.items() for value in values]:
+    changes = [(writer, value) for writer, values in graph.written.items() for value in values]
+    for writer, value in changes:
         users = [number for number, op in enumerate(graph.operations) if value in op.reads]
         if value not in graph.persistable:
             users = [producers[value], *(number for number in users if number < writer)]
         for number in users:
             if stage_of[number] != stage_of[writer]:
                 raise BoundaryError(
-                    f"{_name(graph, value)} is changed by one stage and used by another",
+                    f"{_value_name(graph, value)} is changed by one stage and used by another",
                     where=f"{graph.operations[number]} of stage {stage_of[number]}",
                     expected="values that only the stage that uses them changes in place",
                     got=f"{graph.operations[writer]} of stage {stage_of[writer]} changes it",
@@ -301,20 +321,20 @@ def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> N
                 )
 
 
-def _name(graph: Graph, value: int) -> str:
-    """Returns a value's name for messages; under PIR few values have names."""
+def _value_name(graph: Graph, value: int) -> str:
+    """Returns a value's name for error messages; under PIR few values have names."""
     return repr(graph.names[value]) if value in graph.names else "a value"
 
 
-def _crossing(
-    graph: Graph, stage_of: Sequence[int | None], at: Mapping[int, int | None]
+def _values_by_edge(
+    graph: Graph, stage_of: Sequence[int | None], stage_of_value: Mapping[int, int | None]
 ) -> dict[Edge, tuple[int, ...]]:
-    """Returns the values that travel along each edge; ``at`` has the stage of each value."""
+    """Returns the values that travel along each edge, from the stages of operations and values."""
     values_by_edge: dict[Edge, set[int]] = {}
     for number, op in enumerate(graph.operations):
         target = stage_of[number]
         for value in op.reads:
-            source = at.get(value)
+            source = stage_of_value.get(value)
             if source is not None and target is not None and source != target:
                 values_by_edge.setdefault(Edge(source, target), set()).add(value)
     return {edge: tuple(sorted(values)) for edge, values in values_by_edge.items()}
@@ -322,6 +342,8 @@ def _crossing(
 
 def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
     """Returns the number of ranks of a pipeline, and the number of stages on each rank.
+
+    ``minimize`` calls it: without ``pp_degree`` the program's guards determine the ranks.
 
     Args:
         cut: The cut of the program, into S stages.
@@ -340,7 +362,7 @@ def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) 
     if stages % ranks:
         raise ConfigError(
             f"the {stages} stages of the program cannot be placed on {ranks} ranks alike",
-            where=f"stage {stages - 1}, the last, begins with {cut.first_of(stages - 1)}",
+            where=f"stage {stages - 1}, the last, begins with {cut.first_operation_of(stages - 1)}",
             expected=f"a multiple of {ranks} stages (stage s is on rank s % {ranks})",
             got=f"{stages} stages",
             fix="use as many guards, or another pp_degree in strategy.hybrid_configs",
@@ -349,7 +371,7 @@ def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) 
         beyond = min(world_size, stages - 1)
         raise ConfigError(
             f"the program has {stages} stages for {ranks} ranks, the job has {world_size}",
-            where=f"stage {beyond} begins with {cut.first_of(beyond)}",
+            where=f"stage {beyond} begins with {cut.first_operation_of(beyond)}",
             expected=f"a multiple of {ranks} processes",
             fix=f"launch with --nproc_per_node {ranks}, use fewer guards, or a schedule with "
             "several stages on a rank: schedule_mode 'Interleaved1F1B'",
@@ -357,24 +379,24 @@ def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) 
     return ranks, stages // ranks
 
 
-class ProgramPiece(NamedTuple):
-    """A native program of a stage's backward.
+class BackwardProgram(NamedTuple):
+    """Paddle's program of one backward action of a stage: of B, I or W.
 
     Attributes:
         program: The program; None if there is nothing to compute.
-        kept: Names of the variables that it takes from the forward or from the forward's inputs.
+        saved: Names of the variables that it takes from the forward or from the forward's inputs.
         waiting: Names of the variables that a W takes from its I, or from the inputs of I.
-        shapes: The names in ``kept`` of variables of which it needs only the shape.
+        shape_only: The names in ``saved`` of variables of which it needs only the shape.
     """
 
     program: Program | None = None
-    kept: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
-    shapes: frozenset[str] = frozenset()
+    shape_only: frozenset[str] = frozenset()
 
 
-class Pieces(NamedTuple):
-    """The native programs of a stage.
+class NativePrograms(NamedTuple):
+    """Paddle's programs of a stage, one for each kind of action.
 
     Attributes:
         forward: Computes the values that leave the stage, and those stored for its backward.
@@ -385,22 +407,22 @@ class Pieces(NamedTuple):
     """
 
     forward: Program
-    backward: ProgramPiece = ProgramPiece()
-    input_grad: ProgramPiece = ProgramPiece()
-    weight_grad: ProgramPiece = ProgramPiece()
+    backward: BackwardProgram = BackwardProgram()
+    input_grad: BackwardProgram = BackwardProgram()
+    weight_grad: BackwardProgram = BackwardProgram()
 
     @property
-    def kept(self) -> dict[str, bool]:
-        """The variables that backwards take; the value tells whether only the shape is needed."""
-        by_shape: dict[str, bool] = {}
-        for piece in (self.backward, self.input_grad, self.weight_grad):
-            for name in piece.kept:
-                by_shape[name] = by_shape.get(name, True) and name in piece.shapes
-        return by_shape
+    def saved(self) -> dict[str, bool]:
+        """The variables to save for the backward, each with whether only its shape is needed."""
+        shape_only: dict[str, bool] = {}
+        for backward in (self.backward, self.input_grad, self.weight_grad):
+            for name in backward.saved:
+                shape_only[name] = shape_only.get(name, True) and name in backward.shape_only
+        return shape_only
 
 
 class StageProgram(Protocol):
-    """A stage with its own backward, to be cut into pieces.
+    """A stage with its own backward, from which :meth:`cut` makes a program for each action.
 
     Attributes:
         feeds: The variable of each data input of the stage, by name.
@@ -424,16 +446,17 @@ class StageProgram(Protocol):
     def outgoing(self, value: int) -> str:
         """Returns the variable in which the stage puts a value that it computes."""
 
-    def cut(self, exports: Iterable[int], kinds: Collection[str]) -> Pieces:
-        """Cuts the stage into pieces; its forward puts ``exports`` into their variables.
+    def cut(self, exports: Iterable[int], kinds: Collection[str]) -> NativePrograms:
+        """Returns the programs of the stage's actions.
 
         Args:
-            exports: Values that the stage computes.
+            exports: Values of the stage that its forward puts into their :meth:`outgoing`
+                variables.
             kinds: The kinds of backward actions in the schedule: ``"B"``, or ``"I"`` and ``"W"``.
         """
 
 
-class Kept(NamedTuple):
+class OptimizerVariables(NamedTuple):
     """The variables of the optimizer's state for a parameter.
 
     Attributes:
@@ -454,14 +477,14 @@ class Update(NamedTuple):
         startup: The native program that creates the optimizer's own variables.
         rate_name: The variable of the learning rate.
         variables: Names of the optimizer's own variables.
-        kept: The variables that belong to a parameter, by its name.
+        state: The optimizer's variables of each parameter, by the parameter's name.
     """
 
     step: Program
     startup: Program
     rate_name: str
     variables: tuple[str, ...]
-    kept: Mapping[str, Kept]
+    state: Mapping[str, OptimizerVariables]
 
 
 class GraphReader(Protocol):
@@ -490,7 +513,14 @@ class GraphReader(Protocol):
         """Returns the number of a value to fetch; None if it is not in this program."""
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
-        """Builds a stage with its backward; ``weight`` is the gradient of value ``loss``."""
+        """Builds a stage with its backward.
+
+        Args:
+            split: The cut.
+            stage: The stage to build.
+            loss: The number of the loss as a value.
+            weight: The gradient of the loss in each micro-batch.
+        """
 
     def update(
         self,
@@ -499,11 +529,15 @@ class GraphReader(Protocol):
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Builds the optimizer step of the parameters.
+        """Builds the optimizer step of a process.
 
-        The gradients of the parameters ``clipped`` are multiplied by ``names.clip_factor``, a
-        variable of the scope, before the step.
+        Args:
+            names: The names of the pipeline's variables.
+            optimizer: The user's optimizer.
+            parameters: The names of the parameters to update.
+            clipped: Those of which the gradient is multiplied by ``names.clip_factor`` before the
+                step.
         """
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns a program that initializes only the named variables, to the same values."""
+        """Returns a program that initializes the variables ``names`` as ``program`` does."""

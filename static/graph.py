@@ -1,7 +1,7 @@
-"""The description of a forward program: its operations, the values between them, and stages.
+"""Describes a forward program: its operations, the values between them, and their stages.
 
-Readers of both representations describe programs so; values are numbers. ``gpu:k`` in a
-``device_guard`` means stage k on any device.
+The readers of both of Paddle's representations return a :class:`Graph`, in which each operation
+and each value has a number. ``gpu:k`` in a ``device_guard`` means stage k on any device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ DROPOUTS = ("dropout_prob", "dropout_rate", "attn_dropout_rate")
 Item = Mapping[str, Any]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE + os.sep)
+#: Beginnings of the paths of files that are not the user's: Paddle's, fleetpipe's, importlib's.
+_NOT_USERS = (os.path.dirname(paddle.__file__), _PACKAGE + os.sep, "<frozen ")
+#: A frame in Paddle's text of a call stack.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_IMPORTLIB = "<frozen "
 
 
-def draws(name: str) -> bool:
-    """Whether an operation with this name draws random numbers."""
+def has_random_name(name: str) -> bool:
+    """Returns whether an operation with Paddle's name ``name`` draws random numbers."""
     return any(word in name for word in _RANDOM)
 
 
@@ -58,11 +59,11 @@ class Operation:
         reads: Numbers of the values that it and its inner blocks take.
         writes: Numbers of the values that it computes.
         tag: The stage of its guard; None without a guard, :data:`EVERYWHERE` for ``gpu:all``.
-        floating: Whether it has no inputs and a fixed result: a parameter, fed data, a constant.
-            Each stage that needs it has its own copy.
+        floating: Whether it is a parameter, fed data or a constant, which belongs to no stage: each
+            stage that needs it has its own copy.
         line: The line of the user's script that created it; empty if unknown.
         inner: Tags of the operations in its blocks, if it is control flow.
-        draws: Whether it draws random numbers.
+        is_random: Whether it draws random numbers.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Operation:
     floating: bool = False
     line: str = ""
     inner: frozenset[int] = frozenset()
-    draws: bool = False
+    is_random: bool = False
 
     def __str__(self) -> str:
         return f"operation {self.name!r}" + (f" ({self.line})" if self.line else "")
@@ -88,7 +89,7 @@ class Graph:
         persistable: Values that live from batch to batch: parameters, running statistics.
         differentiable: Values that may get a gradient.
         rowwise: Values whose first axis may have any length, as the axis of rows has.
-        written: The values that an operation changes in place, by the operation's number.
+        written: The values that each operation changes in place, by the operation's number.
     """
 
     operations: Sequence[Operation]
@@ -102,8 +103,8 @@ class Graph:
         """Returns the number of the operation that computes each value."""
         return {value: number for number, op in enumerate(self.operations) for value in op.writes}
 
-    def outline(self) -> str:
-        """Returns a text of the program, equal on all ranks that have built the same program."""
+    def text(self) -> str:
+        """Returns a line for each operation, equal on all ranks that built the same program."""
         lines = (
             f"{op.name} {list(op.reads)} {list(op.writes)} {op.tag} "
             f"{[self.names[value] for value in op.writes if value in self.persistable]}"
@@ -113,37 +114,52 @@ class Graph:
 
 
 def dependencies(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) -> list[int]:
-    """Returns the replicated operations on which some operations depend, in order.
+    """Returns the operations of ``replicated`` on which ``numbers`` depend, ascending.
 
     Args:
         graph: The program.
-        numbers: The operations.
-        replicated: The operations of which each stage has a copy; others are ignored.
+        numbers: The numbers of the dependent operations.
+        replicated: The operations of which each stage has a copy; others are not followed.
     """
     producers = graph.producers()
-    replicas_needed: set[int] = set()
-    waiting = list(numbers)
-    while waiting:
-        for value in graph.operations[waiting.pop()].reads:
+    needed: set[int] = set()
+    unvisited = list(numbers)
+    while unvisited:
+        for value in graph.operations[unvisited.pop()].reads:
             number = producers.get(value, -1)
-            if number in replicated and number not in replicas_needed:
-                replicas_needed.add(number)
-                waiting.append(number)
-    return sorted(replicas_needed)
+            if number in replicated and number not in needed:
+                needed.add(number)
+                unvisited.append(number)
+    return sorted(needed)
 
 
 def user_line(stack: Iterable[str]) -> str:
-    """Returns file and line of the innermost frame of a stack outside of Paddle and fleetpipe."""
+    """Returns ``"FILE, line N"`` of the innermost frame in the user's script; "" without one.
+
+    Args:
+        stack: The frames of a call as Paddle records them, outermost first.
+    """
     line = ""
     for frame in stack:
         match = _FRAME.search(frame)
-        if match and not match[1].startswith((*_FOREIGN, _IMPORTLIB)):
-            line = f"{match[1]}, line {match[2]}"
+        if match is None:
+            continue
+        path, number = match.groups()
+        if not path.startswith(_NOT_USERS):
+            line = f"{path}, line {number}"
     return line
 
 
 def stage_of_device(device: str | None) -> int | None:
-    """Returns k for ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``, else None."""
+    """Returns the stage that a ``device_guard`` names.
+
+    Returns:
+        k for ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``; None for ``cpu``, a device without a
+        number, and no device.
+
+    Raises:
+        ConfigError: What stands behind the colon is no stage.
+    """
     kind, _, index = (device or "").partition(":")
     if not kind or kind == "cpu" or not index:
         return None

@@ -1,7 +1,7 @@
 """Finds the pipeline of a program: ``minimize`` stores it at the program and its startup.
 
-Attributes of programs record facts; the ``refuse_`` functions refuse programs that a pipeline does
-not run.
+What is known of a program is stored as attributes of Paddle's program object; the ``refuse_``
+functions refuse programs that a pipeline does not run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from fleetpipe.paddle_api.static import found_tensor, is_parsed_from, operation_
 from fleetpipe.static import ir
 from fleetpipe.static.run.pipeline import StaticPipeline
 
+#: The attributes of a main program and of a startup program with ``(program, pipeline)``. A clone
+#: has the attribute of the program that it was cloned from.
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
 #: The attribute of a program with the number of operations that it had when it was minimized.
 _SIZE = "_fleetpipe_size"
 #: The prefix of values that Paddle 2.6.2 adds to a program when it is exported.
 _EXPORTED = "save_infer_model/"
-_mains: weakref.WeakSet[Program] = weakref.WeakSet()
+#: The main programs of this process's pipelines.
+_main_programs: weakref.WeakSet[Program] = weakref.WeakSet()
 #: The attribute of a program with the names of parameters and statistics that it takes.
 _TAKEN = "_fleetpipe_taken"
 #: The attribute of a program with the class of an average of its parameters.
 _AVERAGE = "_fleetpipe_average"
+#: The pipelines of this process.
 _pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
 
 
@@ -34,20 +38,20 @@ def attach(program: Program, startup: Program, pipeline: StaticPipeline) -> None
     setattr(program, _PIPELINE, (program, pipeline))
     setattr(program, _SIZE, operation_count(program))
     _pipelines.add(pipeline)
-    _mains.add(program)
+    _main_programs.add(program)
     setattr(startup, _STARTUP, (startup, pipeline))
 
 
 def note_clone(program: Program, clone: Program) -> None:
     """Marks a clone of a pipeline's program as a copy; under PIR clones are not marked."""
-    noted = getattr(program, _PIPELINE, None)
-    if noted is not None:
-        setattr(clone, _PIPELINE, noted)
+    program_and_pipeline = getattr(program, _PIPELINE, None)
+    if program_and_pipeline is not None:
+        setattr(clone, _PIPELINE, program_and_pipeline)
 
 
 def note_parsed(description: bytes, parsed: Program) -> None:
-    """Marks a program as a copy if it was parsed from a pipeline program's description."""
-    for program in _mains:
+    """Marks ``parsed`` as a copy of a pipeline's program if it was parsed from that one's bytes."""
+    for program in _main_programs:
         if is_parsed_from(program, description):
             note_clone(program, parsed)
 
@@ -88,17 +92,19 @@ def _refuse_average(name: str | None) -> None:
 
 
 def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
-    """Refuses a program that has changed since it was minimized."""
+    """Refuses a program to which operations were appended since it was minimized.
+
+    Operations that Paddle 2.6.2 appends when it exports a program are allowed.
+    """
     if operation_count(program) == getattr(program, _SIZE):
         return
-    now = ir.read(program).graph
-    before, after = (
-        [op for op in graph.operations if not op.floating] for graph in (pipeline.split.graph, now)
-    )
+    graph = ir.read(program).graph
+    before = [op for op in pipeline.split.graph.operations if not op.floating]
+    after = [op for op in graph.operations if not op.floating]
     appended = [
         op
         for op in after[len(before) :]
-        if not any(now.names.get(value, "").startswith(_EXPORTED) for value in op.writes)
+        if not any(graph.names.get(value, "").startswith(_EXPORTED) for value in op.writes)
     ]
     setattr(program, _SIZE, operation_count(program) - len(appended))
     if appended:
@@ -112,13 +118,13 @@ def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
 
 
 def refuse_foreign(program: Program, scope: Scope) -> None:
-    """Refuses a program that needs variables of other ranks; a pipeline's program is not checked.
+    """Refuses a program that takes parameters or statistics which only other ranks have.
 
-    It is called before the program runs: a clone for evaluation would change running statistics
-    before it fails.
+    ``Executor.run`` calls it before a program that is no pipeline's runs: a clone for evaluation
+    would change running statistics before it fails.
 
     Args:
-        program: A program of any kind.
+        program: A program that is no pipeline's.
         scope: The scope that it will run in; None for the global scope.
     """
     for pipeline in _pipelines:
@@ -151,7 +157,7 @@ def _taken_names(program: Program) -> frozenset[str]:
 
 
 def is_attached(program: Program) -> bool:
-    """Whether a program is a pipeline's main or startup program, or a clone of one."""
+    """Returns whether a program is a pipeline's main or startup program, or a clone of one."""
     return (
         getattr(program, _PIPELINE, None) is not None
         or getattr(program, _STARTUP, None) is not None
@@ -159,7 +165,12 @@ def is_attached(program: Program) -> bool:
 
 
 def of_main(program: Program) -> tuple[StaticPipeline | None, bool]:
-    """Returns the pipeline of a main program or None, and whether the program is no clone."""
+    """Returns the pipeline of a program, and whether the program itself was minimized.
+
+    Returns:
+        The pipeline and True for the program that was minimized; the pipeline and False for a clone
+        of it; None and False for any other program.
+    """
     main, pipeline = getattr(program, _PIPELINE, None) or (None, None)
     return pipeline, main is program
 

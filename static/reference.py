@@ -1,4 +1,4 @@
-"""The unsplit program, trained by Paddle's own calls: the reference for a pipeline."""
+"""Trains the unsplit program by Paddle's own calls: the reference for a static pipeline."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class SingleProgram:
             with static.program_guard(self._main, startup):
                 self._fetches = list(build())
                 # Divided before backward: dividing gradients afterwards rounds differently.
-                share = paddle.scale(self._fetches[0], 1.0 / micro_batches)
-                pairs = static.append_backward(share)
+                loss = paddle.scale(self._fetches[0], 1.0 / micro_batches)
+                pairs = static.append_backward(loss)
             self._gradients = {p.name: grad for p, grad in pairs if grad is not None}
             self.optimizer = optimizer()
             with static.program_guard(self._update, update_startup):
-                _apply(self.optimizer, [p for p, grad in pairs if grad is not None])
+                _append_step(self.optimizer, [p for p, grad in pairs if grad is not None])
         with static.scope_guard(self._scope):
             # The first program creates the optimizer's state; the second one sets the parameters.
             self._executor.run(update_startup)
@@ -67,7 +67,7 @@ class SingleProgram:
             overwrite(self._scope.find_var(name).get_tensor(), value)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Returns its parameters and running statistics by name, sorted."""
+        """Returns the program's parameters and running statistics by name, sorted."""
         names = sorted(v.name for v in self._main.list_vars() if v.persistable)
         variables = {name: self._scope.find_var(name) for name in names}
         return {
@@ -85,7 +85,7 @@ class SingleProgram:
         Returns:
             The mean over micro-batches of each fetched value.
         """
-        shares = []
+        values_by_micro_batch = []
         sums: dict[str, np.ndarray] = {}
         count = self._micro_batches
         with static.scope_guard(self._scope):
@@ -95,7 +95,7 @@ class SingleProgram:
                     feed={name: np.split(array, count)[index] for name, array in feed.items()},
                     fetch_list=[*self._fetches, *self._gradients.values()],
                 )
-                shares.append(fetched[: len(self._fetches)])
+                values_by_micro_batch.append(fetched[: len(self._fetches)])
                 for name, grad in zip(self._gradients, fetched[len(self._fetches) :]):
                     sums[name] = sums[name] + grad if name in sums else grad
             self._executor.run(
@@ -106,22 +106,28 @@ class SingleProgram:
             rate.step()
         return [
             functools.reduce(np.add, [value / np.float32(count) for value in values])
-            for values in zip(*shares)
+            for values in zip(*values_by_micro_batch)
         ]
 
 
-def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
-    """Appends Paddle's optimizer step, whose gradients are fed, for parameters with these names."""
-    pairs = []
-    for one in parameters:
+def _append_step(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
+    """Appends the optimizer's step to the current program, which gets the gradients as feeds.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: The parameters of the main program; the current program gets its own, of the
+            same names, and for each a feed ``"<name>.sum"``.
+    """
+    copies, gradients = [], []
+    for parameter in parameters:
         attr = paddle.ParamAttr(
-            name=one.name,
+            name=parameter.name,
             initializer=paddle.nn.initializer.Constant(0.0),
-            learning_rate=(one.optimize_attr or {}).get("learning_rate", 1.0),
-            regularizer=one.regularizer,
-            need_clip=one.need_clip,
+            learning_rate=(parameter.optimize_attr or {}).get("learning_rate", 1.0),
+            regularizer=parameter.regularizer,
+            need_clip=parameter.need_clip,
         )
-        parameter = static.create_parameter(one.shape, "float32", attr=attr)
-        pairs.append((parameter, static.data(f"{one.name}.sum", one.shape, "float32")))
-    set_dtype(optimizer, pairs[0][0].dtype)
-    optimizer.apply_gradients(pairs)
+        copies.append(static.create_parameter(parameter.shape, "float32", attr=attr))
+        gradients.append(static.data(f"{parameter.name}.sum", parameter.shape, "float32"))
+    set_dtype(optimizer, copies[0].dtype)
+    optimizer.apply_gradients([*zip(copies, gradients)])

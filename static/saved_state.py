@@ -27,17 +27,20 @@ from fleetpipe.paddle_api.static import dynamic, found_tensor, overwrite, static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
 
+#: The origin of a state in error messages, if no file is its origin.
 _STATE = "the state"
 
+#: The suffixes of the files that Paddle writes for one program.
 _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
-#: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
+#: The option ``names`` of :class:`fleetpipe.CheckpointManager`: the fully qualified name of each
+#: parameter, ``_BY_ORDER``, or None for the program's own names.
 _Names = Mapping[str, str] | str | None
 _BY_ORDER = "order"
 
 
 def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
-    """Returns the parameters and statistics of this process's stages.
+    """Returns the parameters and running statistics of this process's stages, by name.
 
     Args:
         program: The program of the pipeline; None for the default main program.
@@ -52,7 +55,9 @@ def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.nda
 
 
 def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
-    """Returns the parameters and statistics of all stages, on every rank. Collective.
+    """Returns the parameters and running statistics of all stages by name, on every rank.
+
+    Collective over the pipeline.
 
     Args:
         program: As for :func:`state_dict`.
@@ -65,9 +70,13 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
         pipeline.job.healing.hinder("the script gathers the state of all stages within its step")
     with dynamic_mode(), pipeline.job.calling("gathers the state of all stages", replicas=False):
         tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
-        everyone = pipeline.job.group().all_gather(tensors)
-        whole = {name: np.array(value) for by_name in everyone for name, value in by_name.items()}
-    return dict(sorted(whole.items()))
+        tensors_by_rank = pipeline.job.group().all_gather(tensors)
+        state = {
+            name: np.array(tensor)
+            for by_name in tensors_by_rank
+            for name, tensor in by_name.items()
+        }
+    return dict(sorted(state.items()))
 
 
 def load_state_dict(
@@ -84,32 +93,36 @@ def load_state_dict(
         CheckpointError: A name is missing, or a value has another shape or dtype; nothing was
             changed.
     """
-    assign(parameters(state, program, scope))
+    assign(pair_parameters(state, program, scope))
 
 
-def parameters(
+def pair_parameters(
     state: Mapping[str, np.ndarray | Tensor],
     program: Program = None,
     scope: Scope = None,
     source: str = _STATE,
 ) -> list[tuple[ScopeTensor, np.ndarray]]:
-    """Returns the tensors that :func:`load_state_dict` sets, each with its checked value.
+    """Returns the tensors that :func:`load_state_dict` sets, each with its new, checked value.
 
-    ``source`` names the origin of the state in messages.
+    Args:
+        state: Arrays or tensors by name.
+        program: As for :func:`state_dict`.
+        scope: As for :func:`state_dict`.
+        source: The origin of the state, for error messages.
     """
     names = pipeline_of(program).persistable
     scope = paddle.static.global_scope() if scope is None else scope
-    return fitting(state, names, scope, source)
+    return pair_with_values(state, names, scope, source)
 
 
-def fitting(
+def pair_with_values(
     state: Mapping[str, np.ndarray | Tensor],
     names: Sequence[str],
     scope: Scope,
     source: str = _STATE,
     fix: str = "name the values as the program does: {p.name: p for p in model.parameters()}",
 ) -> list[tuple[ScopeTensor, np.ndarray]]:
-    """Pairs the tensor of each variable with its value in ``state``, after checking them.
+    """Returns the tensor of each variable with its new value from ``state``, after checking both.
 
     Args:
         state: Arrays or tensors by name.
@@ -130,18 +143,19 @@ def fitting(
             got=f"{len(state)} names, such as {', '.join(map(repr, list(state)[:3])) or 'none'}",
             fix=fix,
         )
-    return [_fitting(name, state[name], tensor_in(scope, name), source) for name in names]
+    return [_pair_with_value(name, state[name], tensor_in(scope, name), source) for name in names]
 
 
-def _fitting(
+def _pair_with_value(
     name: str, value: np.ndarray | Tensor, tensor: ScopeTensor, source: str
 ) -> tuple[ScopeTensor, np.ndarray]:
-    value, arrays = np.array(value), np.array(tensor)
-    if (value.shape, value.dtype) != (arrays.shape, arrays.dtype):
+    """Returns a tensor and its new value as an array; refuses another shape or dtype."""
+    value, current = np.array(value), np.array(tensor)
+    if (value.shape, value.dtype) != (current.shape, current.dtype):
         raise CheckpointError(
             f"{name!r} does not fit",
             where=source,
-            expected=f"{arrays.dtype} of shape {list(arrays.shape)}",
+            expected=f"{current.dtype} of shape {list(current.shape)}",
             got=f"{value.dtype} of shape {list(value.shape)}",
             fix="build the program with the layers and the dtype that the state is from",
         )
@@ -149,7 +163,7 @@ def _fitting(
 
 
 def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
-    """Sets tensors to the values that :func:`fitting` has paired with them."""
+    """Sets each tensor of the pairs that :func:`pair_with_values` returns to its new value."""
     for tensor, value in pairs:
         overwrite(tensor, value)
 
@@ -171,7 +185,7 @@ def save(
     protocol: int = 4,
     describe: Callable[[str], object] | None = None,
 ) -> Path:
-    """Saves this process's stages, with the optimizer's state.
+    """Saves the parameters and statistics of this process's stages, with the optimizer's state.
 
     Args:
         prefix: The beginning of the files' paths; each of several ranks adds its number.
@@ -185,7 +199,7 @@ def save(
         process that plays all ranks; the optimizer's state is beside it, in ``.pdopt``.
     """
     pipeline, scope = pipeline_of(program), static.global_scope()
-    base = Path(_base(os.fspath(prefix), pipeline))
+    base = Path(_prefix_of_process(os.fspath(prefix), pipeline))
     tensors = {name: found_tensor(scope, name) for name in pipeline.optimizer_variables}
     state = {name: np.array(tensor) for name, tensor in tensors.items() if tensor is not None}
     parameters_file, state_file = f"{base.name}.pdparams", f"{base.name}.pdopt"
@@ -198,7 +212,7 @@ def save(
 
 
 def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
-    """Loads files of :func:`save`, on the same number of ranks or from a process with all stages.
+    """Loads the files that :func:`save` wrote on as many ranks, or in a process with all stages.
 
     Args:
         prefix: As for :func:`save`, or the path of one of the files.
@@ -209,16 +223,16 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
             nothing was changed.
     """
     pipeline, prefix = pipeline_of(program), prefix_of(prefix)
-    base = _base(prefix, pipeline)
+    base = _prefix_of_process(prefix, pipeline)
     if not os.path.exists(f"{base}.pdparams"):
         base = prefix
     path = f"{base}.pdparams"
-    pairs = parameters(_read(path, prefix, pipeline), program, source=path)
+    pairs = pair_parameters(_read_arrays(path, prefix, pipeline), program, source=path)
     names = pipeline.optimizer_variables
     if names:
         path = f"{base}.pdopt"
-        pairs += fitting(
-            _read(path, prefix, pipeline),
+        pairs += pair_with_values(
+            _read_arrays(path, prefix, pipeline),
             names,
             static.global_scope(),
             source=path,
@@ -229,29 +243,36 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
 
 
 def prefix_of(path: str | os.PathLike[str]) -> str:
-    """Returns the beginning of the files' paths, from the path of one file or from itself."""
+    """Returns the beginning of the files' paths: ``path`` without a suffix of one of the files."""
     prefix = os.fspath(path)
     for suffix in _SUFFIXES:
         prefix = prefix.removesuffix(suffix)
     return prefix
 
 
-def of_rank(prefix: str, rank: int) -> str:
+def prefix_of_rank(prefix: str, rank: int) -> str:
     """Returns the beginning of the paths of a rank's files."""
     return f"{prefix}.rank{rank}"
 
 
-def _base(prefix: str, pipeline: StaticPipeline) -> str:
+def _prefix_of_process(prefix: str, pipeline: StaticPipeline) -> str:
     """Returns the beginning of the paths of this process's files."""
-    return prefix if pipeline.local else of_rank(prefix, pipeline.rank)
+    return prefix if pipeline.local else prefix_of_rank(prefix, pipeline.rank)
 
 
-def _read(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, np.ndarray]:
+def _read_arrays(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, np.ndarray]:
+    """Returns the arrays in a file by name; refuses a missing file.
+
+    Args:
+        path: The file.
+        prefix: The beginning of the files' paths, for the error.
+        pipeline: The pipeline that loads them, for the error.
+    """
     if not os.path.exists(path):
         raise CheckpointError(
             f"there is no {path}",
-            expected=f"{_base(prefix, pipeline)}.pdparams and .pdopt, or those of one process, "
-            f"{prefix}.pdparams and .pdopt",
+            expected=f"{_prefix_of_process(prefix, pipeline)}.pdparams and .pdopt, or those of one "
+            f"process, {prefix}.pdparams and .pdopt",
             fix="save and load on as many ranks, with the same path on each",
         )
     return fleet_files.arrays(path)
@@ -264,7 +285,7 @@ def save_inference_model(
     executor: object,
     program: Program = None,
 ) -> None:
-    """Exports the whole network, with the parameters of all stages, as one inference program.
+    """Exports the network of all stages as one inference program, with the parameters.
 
     Collective over the pipeline; the process of the first rank of the first replica writes.
 
@@ -290,8 +311,8 @@ def save_inference_model(
         stock(str(draft / target.name), *network, program=program)
 
 
-def offer(program: Program, pipeline: StaticPipeline) -> None:
-    """Gives a program the method by which checkpoints get its parts."""
+def add_checkpoint_part(program: Program, pipeline: StaticPipeline) -> None:
+    """Gives a program the method by which a checkpoint finds its state, :class:`ProgramParts`."""
     program.checkpoint_part_of_program = functools.partial(ProgramParts, pipeline)
 
 
@@ -305,7 +326,11 @@ class ProgramParts:
     """
 
     def __init__(self, pipeline: StaticPipeline, names: _Names) -> None:
-        """Finds the variables in the global scope; ``names`` is an option of checkpoints.
+        """Finds the variables in the global scope.
+
+        Args:
+            pipeline: The pipeline of the program.
+            names: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
 
         Raises:
             ConfigError: ``names`` does not fit the program.
@@ -314,10 +339,11 @@ class ProgramParts:
         """
         pipeline.require_current()
         self._pipeline, self._scope = pipeline, static.global_scope()
+        #: The fully qualified name of each parameter and statistic.
         self._names = _full_names(pipeline.declared, names)
         trained = set(pipeline.parameters)
         tensors = {
-            self._names[name]: LocalTensor(self._share(name), differs=name not in trained)
+            self._names[name]: LocalTensor(self._shared_tensor(name), differs=name not in trained)
             for name in pipeline.declared
             if name in pipeline.persistable
         }
@@ -332,36 +358,54 @@ class ProgramParts:
         Raises:
             ConfigError: The optimizer has state that belongs to no parameter.
         """
-        _require_expected(self._pipeline)
+        _refuse_other_variables(self._pipeline)
         return {
             self._names[name]: (
-                {kind: LocalTensor(self._share(variable)) for kind, variable in kept.kinds.items()},
-                None if kept.master is None else LocalTensor(self._share(kept.master)),
+                {
+                    kind: LocalTensor(self._shared_tensor(variable))
+                    for kind, variable in variables.kinds.items()
+                },
+                None
+                if variables.master is None
+                else LocalTensor(self._shared_tensor(variables.master)),
             )
-            for name, kept in self._pipeline.kept.items()
+            for name, variables in self._pipeline.optimizer_state.items()
         }
 
     def streams(self) -> tuple[int, bool, Mapping[int, Any]]:
         """Returns the random streams of this process's stages.
 
         Returns:
-            The number of stages, whether the default generator is the stream of a stage here, and
-            the state of each other stream, by stage.
+            The number of stages of the pipeline; whether a stage of this process draws from the
+            default generator; and the state of each other stream of this process, by stage.
         """
         pipeline = self._pipeline
         return pipeline.split.stages, pipeline.leads_random, pipeline.streams
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Restores states from the last item of :meth:`streams`; other stages start again."""
+        """Restores the random streams of this process's stages.
+
+        Args:
+            streams: The states by stage, as :meth:`streams` returned them. A stage without one
+                starts from the current seed.
+        """
         self._pipeline.begin_streams(streams)
 
-    def _share(self, name: str) -> Any:
+    def _shared_tensor(self, name: str) -> Any:
         """Returns a dynamic tensor that shares the memory of a variable."""
         return dynamic(tensor_in(self._scope, name))
 
 
 def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, str]:
-    """Returns the fully qualified name of each parameter and statistic."""
+    """Returns the fully qualified name of each parameter and statistic.
+
+    Args:
+        declared: The parameters and statistics, by the program's names.
+        names: The option ``names`` of :class:`fleetpipe.CheckpointManager`.
+
+    Raises:
+        ConfigError: ``names`` has a name that the program lacks, or one name for two parameters.
+    """
     wanted = {} if names is None or names == _BY_ORDER else names
     if isinstance(wanted, str):
         raise ConfigError(
@@ -387,11 +431,11 @@ def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[st
     return full_names
 
 
-def _require_expected(pipeline: StaticPipeline) -> None:
+def _refuse_other_variables(pipeline: StaticPipeline) -> None:
     """Refuses an optimizer with a variable that belongs to no parameter."""
     expected = {pipeline.rate_name}
-    for kept in pipeline.kept.values():
-        expected.update(kept.kinds.values(), (kept.master,))
+    for variables in pipeline.optimizer_state.values():
+        expected.update(variables.kinds.values(), (variables.master,))
     unexpected = sorted(set(pipeline.optimizer_variables) - expected)
     if unexpected:
         raise ConfigError(

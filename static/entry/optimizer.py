@@ -44,7 +44,7 @@ from fleetpipe.static.run.pipeline import StaticPipeline
 #: ``begin(degrees, config)`` begins the job, or returns the current job if it has these degrees.
 Begin = Callable[[Degrees, PipelineConfig], Job]
 #: Switches of a strategy that a static pipeline does not support.
-_REFUSED = (
+_REFUSED_SWITCHES = (
     *("amp", "sharding", "gradient_merge", "tensor_parallel", "localsgd", "adaptive_localsgd"),
     *("dgc", "lars", "lamb", "qat", "asp", "fp16_allreduce"),
 )
@@ -60,7 +60,10 @@ _loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKey
 
 @shows("wrapped", schedule="_config.schedule")
 class StaticOptimizer:
-    """Cuts the program at :meth:`minimize`; other attributes are those of the user's optimizer."""
+    """Wraps the user's optimizer: :meth:`minimize` makes a pipeline of the loss's program.
+
+    All other attributes are those of the user's optimizer.
+    """
 
     def __init__(
         self, optimizer: Optimizer, strategy: Strategy, begin: Begin, world_size: int
@@ -70,7 +73,7 @@ class StaticOptimizer:
         Args:
             optimizer: Any Paddle optimizer.
             strategy: Fleet's strategy with ``pipeline`` switched on.
-            begin: Begins the job when the number of stages is known.
+            begin: Begins the job, when ``minimize`` knows the number of stages.
             world_size: The number of processes of the job.
 
         Raises:
@@ -80,14 +83,14 @@ class StaticOptimizer:
         self.wrapped, self._checkpoints = unwrap(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
-        of_dygraph = {"guards": self._config.guards > 0, "order": self._config.order != "fixed"}
-        for option, is_set in of_dygraph.items():
+        dygraph_only = {"guards": self._config.guards > 0, "order": self._config.order != "fixed"}
+        for option, is_set in dygraph_only.items():
             if is_set:
                 raise ConfigError(
                     f"{option} is for dynamic graph: a static pipeline has none",
                     fix="leave it out of strategy.fleetpipe_configs",
                 )
-        switched_on = [name for name in _REFUSED if getattr(strategy, name, False) is True]
+        switched_on = [name for name in _REFUSED_SWITCHES if getattr(strategy, name, False) is True]
         if switched_on:
             raise ConfigError(
                 f"this version does not run strategy.{switched_on[0]} in a static pipeline",
@@ -147,13 +150,14 @@ class StaticOptimizer:
         reader = ir.read(program)
         number = reader.number(loss)
         trained = _names_to_train(self.wrapped, parameters or parameter_list)
-        cut = mark(replace(split(reader.graph), trained=trained), reader, self._checkpoints)
+        cut = replace(split(reader.graph), trained=trained)
+        cut = mark_checkpoints(cut, reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError(
                 "the loss is not computed by any stage of its program",
                 fix="compute it under the guard of the last stage",
             )
-        degrees, chunks = self._degrees(cut)
+        degrees, chunks = self._resolve_degrees(cut)
         schedule = self._config.schedule_for(degrees.pp, chunks, cut.edges)
         _refuse_slices(schedule)
         if not is_pir(program):
@@ -166,18 +170,18 @@ class StaticOptimizer:
                 got="fleetpipe_configs['loss_reduction'] = 'tokens'",
                 fix="set it to 'mean' or 'sum', or use dynamic graph",
             )
-        share = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
-        averaged = degrees.dp if scale_strategy(self._strategy) == "avg" else 1
-        weight = 1.0 / (share * averaged)
+        micro_batches = self._config.micro_batches if self._config.loss_reduction == "mean" else 1
+        replicas = degrees.dp if scale_strategy(self._strategy) == "avg" else 1
+        weight = 1.0 / (micro_batches * replicas)
         pipeline = StaticPipeline(
             reader, cut, schedule, job, self._config, self.wrapped, (number, weight)
         )
         attach(program, startup, pipeline)
-        saved_state.offer(program, pipeline)
+        saved_state.add_checkpoint_part(program, pipeline)
         return [], []
 
-    def _degrees(self, cut: Split) -> tuple[Degrees, int]:
-        """Returns the degrees of the job, and the number of stages on each rank."""
+    def _resolve_degrees(self, cut: Split) -> tuple[Degrees, int]:
+        """Returns the degrees of the job, and the number of stages on each rank, for a cut."""
         configs = self._strategy.hybrid_configs
         pp_degree = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
         interleaved = default_chunks(self._config.schedule)
@@ -208,7 +212,7 @@ class StaticOptimizer:
 
 
 def refuse_stages(program: Program) -> None:
-    """Refuses to train a program as a whole if it was built in stages."""
+    """Refuses a program that was built in stages, if ``strategy.pipeline`` is off."""
     graph = ir.read(program).graph
     tagged = {op.tag: op for op in graph.operations if op.tag is not None and op.tag >= 0}
     if len(tagged) > 1:
@@ -220,7 +224,7 @@ def refuse_stages(program: Program) -> None:
 
 
 def amp_refusal() -> ConfigError:
-    """Returns the error of an optimizer that scales losses, in or around a pipeline's optimizer."""
+    """Returns the error of ``paddle.static.amp.decorate`` in or around a pipeline's optimizer."""
     return ConfigError(
         "this version does not run paddle.static.amp.decorate in a static pipeline",
         fix="give distributed_optimizer the optimizer itself; build layers under "
@@ -229,7 +233,7 @@ def amp_refusal() -> ConfigError:
 
 
 def _refuse_slices(schedule: Schedule) -> None:
-    """Refuses a schedule that cuts sequences."""
+    """Refuses a schedule with sequence chunks."""
     if schedule.slices > 1:
         raise ConfigError(
             f"a static pipeline does not run {schedule.name}, which cuts sequences into slices",
@@ -239,7 +243,7 @@ def _refuse_slices(schedule: Schedule) -> None:
 
 
 def _refuse_split_backward(schedule: Schedule) -> None:
-    """Refuses a schedule with I and W for an older Program."""
+    """Refuses a schedule that splits the backward into I and W, for an older Program."""
     kinds = {action.kind for row in schedule.actions for item in row for action in parts(item)}
     if not kinds <= {"F", "B"}:
         raise ConfigError(
@@ -261,7 +265,8 @@ def _names_to_train(
             fix="pass one list; a rate of a parameter's own is ParamAttr(learning_rate=..)",
         )
     chosen = parameters or optimized_parameters(optimizer)
-    return frozenset(one if isinstance(one, str) else one.name for one in chosen) or None
+    names = [item if isinstance(item, str) else item.name for item in chosen]
+    return frozenset(names) or None
 
 
 def unwrap(
@@ -299,8 +304,16 @@ def unwrap(
     return optimizer, checkpoints
 
 
-def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None) -> Split:
-    """Returns a cut with the values that are marked for recompute; None marks none.
+def mark_checkpoints(
+    split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None
+) -> Split:
+    """Returns a cut with its checkpoints of recompute.
+
+    Args:
+        split: The cut.
+        reader: The reader of the program.
+        checkpoints: The values that the script marks for recompute, or their names; None without
+            recompute.
 
     Raises:
         ConfigError: A marked value is not in the program.
@@ -335,9 +348,9 @@ class DataLoader:
         Args:
             feed_list: Results of ``paddle.static.data``, in the order of the entries of a sample.
         """
-        self._names = [one.name for one in feed_list]
-        self._shapes = [tuple(one.shape) for one in feed_list]
-        self._dtypes = [numpy_dtype_name(one) for one in feed_list]
+        self._names = [feed.name for feed in feed_list]
+        self._shapes = [tuple(feed.shape) for feed in feed_list]
+        self._dtypes = [numpy_dtype_name(feed) for feed in feed_list]
         self._source: Callable[[], Iterator[Item]] | None = None
         self._items: Iterator[Item] | None = None
         _loaders.setdefault(paddle.static.default_main_program(), []).append(self)
@@ -390,15 +403,15 @@ class DataLoader:
                 fix="pass drop_last=True",
             )
 
-        def groups() -> Iterator[Sequence[Sample]]:
-            waiting: list[Sample] = []
+        def micro_batches() -> Iterator[Sequence[Sample]]:
+            samples: list[Sample] = []
             for sample in reader():
-                waiting.append(sample)
-                if len(waiting) == batch_size:
-                    yield waiting
-                    waiting = []
+                samples.append(sample)
+                if len(samples) == batch_size:
+                    yield samples
+                    samples = []
 
-        return self.set_sample_list_generator(groups)
+        return self.set_sample_list_generator(micro_batches)
 
     def set_sample_list_generator(self, reader: Samples, places: object = None) -> DataLoader:
         """Takes a generator of lists of samples; each list is a micro-batch.
@@ -409,7 +422,7 @@ class DataLoader:
         """
         return self.set_batch_generator(
             lambda: (
-                [self._stack(index, part) for index, part in enumerate(zip(*samples))]
+                [self._stack_entries(feed, entries) for feed, entries in enumerate(zip(*samples))]
                 for samples in reader()
             )
         )
@@ -440,11 +453,16 @@ class DataLoader:
         """Stops reading, so that the next :meth:`start` begins a new epoch."""
         self._items = None
 
-    def _stack(self, index: int, parts: Sample) -> np.ndarray:
-        """Returns the array of feed ``index`` from the entries of several samples."""
-        array = np.stack([np.asarray(part) for part in parts]).astype(self._dtypes[index])
-        shape = self._shapes[index][1:]
-        return array if -1 in shape else array.reshape(len(parts), *shape)
+    def _stack_entries(self, feed: int, entries: Sequence[Any]) -> np.ndarray:
+        """Returns the array of a feed, one row for each sample.
+
+        Args:
+            feed: The index of the feed in ``feed_list``.
+            entries: Numbers or arrays for this feed, one of each sample.
+        """
+        array = np.stack([np.asarray(entry) for entry in entries]).astype(self._dtypes[feed])
+        shape = self._shapes[feed][1:]
+        return array if -1 in shape else array.reshape(len(entries), *shape)
 
 
 def items_for(program: Program, feed: object) -> Iterator[Item] | None:
@@ -463,12 +481,12 @@ def items_for(program: Program, feed: object) -> Iterator[Item] | None:
     if feed:
         return None
     loaders = _loaders.get(program, ())
-    started = [one._items for one in loaders if one._items is not None]
+    started = [loader._items for loader in loaders if loader._items is not None]
     if loaders and not started:
         raise StateError(
             "the program reads from a loader that was not started",
             fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
         )
     if len(started) > 1:
-        return (merge(parts) for parts in zip(*started))
+        return (merge(dicts) for dicts in zip(*started))
     return started[0] if started else None

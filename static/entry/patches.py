@@ -47,30 +47,34 @@ from fleetpipe.static.pipeline_programs import (
     refuse_foreign,
 )
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.saved_state import assign, fitting, tensor_in
+from fleetpipe.static.saved_state import assign, pair_with_values, tensor_in
 
-#: The entry of a state by Paddle 2.6.2's ``paddle.save``: a dict from its names to the program's.
-_OTHER_NAMES = "StructuredToParameterName@@"
+#: The key that Paddle 2.6.2's ``paddle.save`` adds to a state: its value maps the names of the
+#: state to those of the program.
+_NAMES_ENTRY = "StructuredToParameterName@@"
 
-_restore: list[Callable[[], None]] = []
+#: Each undoes one hook; empty while no hooks are installed.
+_undo: list[Callable[[], None]] = []
 
 
 def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yields a module or class of Paddle, the name of a function in it, and its replacement."""
     for serve in SERVED:
-        for place in (static, static_io):
-            yield place, serve.__name__, _serving(vars(place)[serve.__name__], serve)
-    for method in SERVED_METHODS:
-        for kind in program_classes():
-            yield kind, method.__name__, _serving(vars(kind)[method.__name__], method)
-    for place, name in WHOLE_PROGRAM_STATE:
-        yield place, name, _refusing(vars(place)[name], name)
-    for kind in AVERAGES:
-        yield kind, "__init__", _refusing_average(kind.__init__, kind.__name__)
+        name = serve.__name__
+        for module in (static, static_io):
+            yield module, name, _replacement_of(vars(module)[name], serve)
+    for serve in SERVED_METHODS:
+        name = serve.__name__
+        for program_class in program_classes():
+            yield program_class, name, _replacement_of(vars(program_class)[name], serve)
+    for module, name in WHOLE_PROGRAM_STATE:
+        yield module, name, _refusing_pipeline_state(vars(module)[name], name)
+    for average in AVERAGES:
+        yield average, "__init__", _refusing_average(average.__init__, average.__name__)
 
 
-def _serving(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of Paddle's function that calls ``serve(original, ..)``."""
+def _replacement_of(original: Callable[..., Any], serve: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement of Paddle's ``original`` that calls ``serve(original, ..)``."""
 
     @functools.wraps(original)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -90,7 +94,7 @@ def save(
 
     The files have Paddle's form; a process with all stages also describes the network.
     """
-    pipeline = _pipeline_read(program)
+    pipeline = _pipeline_to_read(program)
     if pipeline is None:
         original(program, model_path, protocol, **configs)
         return
@@ -134,7 +138,9 @@ def load_program_state(
     """
     job = current_job()
     path = saved_state.prefix_of(model_path)
-    prefix = path if job is None or job.local else saved_state.of_rank(path, job.group().rank)
+    prefix = path
+    if job is not None and not job.local:
+        prefix = saved_state.prefix_of_rank(path, job.group().rank)
     saved_here = os.path.exists(f"{prefix}.pdparams")
     state = original(prefix if saved_here else os.fspath(model_path), var_list)
     if not state:
@@ -154,7 +160,7 @@ def set_program_state(
     if pipeline is None:
         original(program, state_dict)
     else:
-        _assign(pipeline, state_dict, static.global_scope())
+        _assign_state(pipeline, state_dict, static.global_scope())
 
 
 def save_inference_model(
@@ -171,7 +177,7 @@ def save_inference_model(
         ConfigError: The program is a pipeline's, and this process has some of its stages only.
     """
     program = named.get("program") or static.default_main_program()
-    pipeline = _pipeline_read(program)
+    pipeline = _pipeline_to_read(program)
     if pipeline is not None and not pipeline.local:
         raise ConfigError(
             "paddle.static.save_inference_model of a pipeline needs the parameters of all ranks",
@@ -193,7 +199,7 @@ def state_dict(
         ConfigError: This process has some of the stages only, and the script does not allow that.
         UsageError: ``mode`` is none of Paddle's.
     """
-    pipeline = _pipeline_read(program, scope)
+    pipeline = _pipeline_to_read(program, scope)
     if pipeline is None:
         return original(program, mode, scope)
     modes = {"param": pipeline.persistable, "opt": [*pipeline.optimizer_variables]}
@@ -227,9 +233,9 @@ def set_state_dict(
     if pipeline is None:
         original(program, state_dict, *(() if scope is None else (scope,)))
         return
-    renamed = state_dict.get(_OTHER_NAMES, {})
-    named = {renamed.get(n, n): v for n, v in state_dict.items() if n != _OTHER_NAMES}
-    _assign(pipeline, named, static.global_scope() if scope is None else scope)
+    renamed = state_dict.get(_NAMES_ENTRY, {})
+    named = {renamed.get(n, n): v for n, v in state_dict.items() if n != _NAMES_ENTRY}
+    _assign_state(pipeline, named, static.global_scope() if scope is None else scope)
 
 
 #: The replacements of functions of ``paddle.static``, and of methods of a program, by their names.
@@ -237,8 +243,12 @@ SERVED = (save, load, load_program_state, set_program_state, save_inference_mode
 SERVED_METHODS = (state_dict, set_state_dict)
 
 
-def _assign(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) -> None:
-    """Sets the variables of this process that a state has; refuses a state without any."""
+def _assign_state(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) -> None:
+    """Sets the variables of this process that a state names.
+
+    Raises:
+        CheckpointError: The state names no variable of the program.
+    """
     names = [
         name for name in (*pipeline.persistable, *pipeline.optimizer_variables) if name in state
     ]
@@ -249,22 +259,30 @@ def _assign(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) ->
             got=f"{len(state)} names, such as {', '.join(map(repr, [*state][:3])) or 'none'}",
             fix="name the values as the program does",
         )
-    assign(fitting(state, names, scope))
+    assign(pair_with_values(state, names, scope))
 
 
-def _pipeline_read(program: Program, scope: Scope = None) -> StaticPipeline | None:
-    """Returns the pipeline of a program, or None; refuses a program with other ranks' variables."""
+def _pipeline_to_read(program: Program, scope: Scope = None) -> StaticPipeline | None:
+    """Returns the pipeline of a program whose state is read; None for any other program.
+
+    Raises:
+        ConfigError: The program is no pipeline's, and takes variables that other ranks have.
+    """
     pipeline, _ = of_main(program)
     if pipeline is None:
         refuse_foreign(program, scope)
     return pipeline
 
 
-def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a replacement of Paddle's function ``name`` that refuses a pipeline's program.
+def _refusing_pipeline_state(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns a replacement of a function of Paddle's that refuses a pipeline's program.
 
     It accepts variables of this process that the script names. If one process plays all ranks, it
     accepts a copy of the program, which has no optimizer.
+
+    Args:
+        original: Paddle's function, which saves or loads the state of a whole program.
+        name: Its name.
     """
     signature = inspect.signature(original)
 
@@ -275,9 +293,10 @@ def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         chosen = bound.get("main_program") or bound.get("program")
         pipeline, is_main = of_main(within(chosen or static.default_main_program()))
         if pipeline is not None:
-            wanted = {getattr(one, "name", one) for one in bound.get("vars") or ()}
-            copies = pipeline.local and (not is_main or "serialize" in name)
-            if not copies and (not wanted or pipeline.elsewhere & wanted):
+            wanted = {getattr(variable, "name", variable) for variable in bound.get("vars") or ()}
+            is_copy = pipeline.local and (not is_main or "serialize" in name)
+            is_here = bool(wanted) and pipeline.elsewhere.isdisjoint(wanted)
+            if not is_copy and not is_here:
                 raise ConfigError(
                     f"{name} takes the state of a whole program, and a pipeline's is elsewhere: "
                     "the optimizer's beside it, the parameters on all ranks",
@@ -290,20 +309,27 @@ def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _refusing_average(original: Callable[..., None], name: str) -> Callable[..., None]:
-    """Returns a constructor of an average that refuses a pipeline's program, and marks others."""
+    """Returns a replacement of an average's constructor that refuses a pipeline's program.
+
+    Another program is marked, so that it cannot become a pipeline's later.
+
+    Args:
+        original: The constructor.
+        name: The name of Paddle's class, an average of parameters.
+    """
 
     @functools.wraps(original)
-    def begin(*arguments: Any, **named: Any) -> None:
+    def construct(*arguments: Any, **named: Any) -> None:
         if not paddle.in_dynamic_mode():
             note_average(static.default_main_program(), name)
         original(*arguments, **named)
 
-    return begin
+    return construct
 
 
 def install() -> None:
-    """Installs the hooks, once."""
-    if _restore:
+    """Installs the hooks; does nothing if they are installed. ``fleet.init`` calls it."""
+    if _undo:
         return
     original = Executor.run
 
@@ -313,30 +339,32 @@ def install() -> None:
         if not is_attached(chosen):
             refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
             return original(self, program, *more, **named)
-        return _run(functools.partial(original, self), self, chosen, *more, **named)
+        return _run_attached(functools.partial(original, self), self, chosen, *more, **named)
 
-    _put(Executor, "run", run)
-    _put(Executor, "train_from_dataset", _refusing_datasets(Executor.train_from_dataset))
-    _put(OlderProgram, "clone", _noting_clones(OlderProgram.clone))
+    _install_replacement(Executor, "run", run)
+    _install_replacement(
+        Executor, "train_from_dataset", _refusing_datasets(Executor.train_from_dataset)
+    )
+    _install_replacement(OlderProgram, "clone", _noting_clones(OlderProgram.clone))
     parse = _noting_parsed(OlderProgram.parse_from_string)
-    _put(OlderProgram, "parse_from_string", staticmethod(parse))
-    for place, name, replacement in replacements():
-        _put(place, name, replacement)
-    _restore.append(count_seedings())
-    _put(static.amp, "decorate", _refusing_pipelines(static.amp.decorate))
-    _restore.extend(extra("program_ir").note_starts())
-    stamp = _stamp()
+    _install_replacement(OlderProgram, "parse_from_string", staticmethod(parse))
+    for module_or_class, name, replacement in replacements():
+        _install_replacement(module_or_class, name, replacement)
+    _undo.append(count_seedings())
+    _install_replacement(static.amp, "decorate", _refusing_pipeline_optimizers(static.amp.decorate))
+    _undo.extend(extra("program_ir").note_starts())
+    stamp = _pir_stamp()
     if stamp is not None:
-        _restore.append(_hook_guard(stamp))
+        _undo.append(_hook_guard(stamp))
 
 
 def uninstall() -> None:
-    """Removes the hooks."""
-    while _restore:
-        _restore.pop()()
+    """Removes the hooks; ``fleet.shutdown`` calls it."""
+    while _undo:
+        _undo.pop()()
 
 
-def _run(
+def _run_attached(
     original: Callable[..., Any],
     executor: Any,
     program: Program,
@@ -349,18 +377,33 @@ def _run(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Runs a program of a pipeline; the arguments are those of ``Executor.run``."""
+    """Runs a pipeline's main or startup program, or a clone of one.
+
+    Args:
+        original: ``executor.run`` of Paddle.
+        executor: Paddle's executor.
+        program: The program.
+        feed: This and the others are the arguments of ``Executor.run``.
+        fetch_list: As for ``Executor.run``.
+        feed_var_name: As for ``Executor.run``.
+        fetch_var_name: As for ``Executor.run``.
+        scope: As for ``Executor.run``.
+        return_numpy: As for ``Executor.run``.
+        *more: As for ``Executor.run``.
+        **named: As for ``Executor.run``.
+    """
     variables = scope if scope is not None else paddle.static.global_scope()
-    owner = of_startup(program)
-    if owner is not None:
-        owner.start(functools.partial(original, scope=variables), program, variables)
-        fetched = [] if fetch_list is None else [*_flat(fetch_list)]
-        values = [found_tensor(variables, getattr(one, "name", one)) for one in fetched]
-        return [one if one is None or not return_numpy else np.array(one) for one in values] or None
+    fetches = [] if fetch_list is None else list(_flatten(fetch_list))
+    started = of_startup(program)
+    if started is not None:
+        started.start(functools.partial(original, scope=variables), program, variables)
+        tensors = [found_tensor(variables, getattr(fetch, "name", fetch)) for fetch in fetches]
+        if not return_numpy:
+            return tensors or None
+        return [None if tensor is None else np.array(tensor) for tensor in tensors] or None
     pipeline, is_main = of_main(program)
     if pipeline is not None and is_main:
         refuse_appended(program, pipeline)
-        wanted = [] if fetch_list is None else list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
             loader = extra("program_ir")
@@ -371,7 +414,7 @@ def _run(
             healing.follow(program, None, guards=0, drawn=False)
             if variables is not paddle.static.global_scope():
                 healing.refuse("a program trains in another scope than the global one")
-        return pipeline.run(executor.place, feeds, wanted, variables, return_numpy)
+        return pipeline.run(executor.place, feeds, fetches, variables, return_numpy)
     if pipeline is not None:
         raise ConfigError(
             "a copy of a pipeline's program that was made after minimize trains nothing",
@@ -399,7 +442,7 @@ def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
     return train_from_dataset
 
 
-def _refusing_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_pipeline_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a replacement of ``amp.decorate`` that refuses a pipeline's optimizer."""
 
     @functools.wraps(original)
@@ -436,23 +479,27 @@ def _noting_parsed(original: Callable[[bytes], Program]) -> Callable[[bytes], Pr
     return parse_from_string
 
 
-def _put(place: Any, name: str, replacement: object) -> None:
-    """Installs a replacement, and stores how to remove it."""
-    _restore.append(functools.partial(setattr, place, name, vars(place)[name]))
-    setattr(place, name, replacement)
+def _install_replacement(module_or_class: Any, name: str, replacement: object) -> None:
+    """Sets an attribute of a module or class of Paddle, and stores how to undo that."""
+    original = vars(module_or_class)[name]
+    _undo.append(functools.partial(setattr, module_or_class, name, original))
+    setattr(module_or_class, name, replacement)
 
 
-def _flat(fetches: object) -> Iterator[Variable | str]:
-    """Yields the values to fetch; ``Executor.run`` also takes nested lists."""
+def _flatten(fetches: object) -> Iterator[Variable | str]:
+    """Yields the values to fetch; ``Executor.run`` also takes nested lists of them."""
     if isinstance(fetches, (list, tuple)):
-        for one in fetches:
-            yield from _flat(one)
+        for nested in fetches:
+            yield from _flatten(nested)
     else:
         yield fetches
 
 
-def _stamp() -> Callable[[int | None], None] | None:
-    """Returns the function that marks new operations with a stage; None if guards mark them."""
+def _pir_stamp() -> Callable[[int | None], None] | None:
+    """Returns the function that marks new PIR operations with a stage.
+
+    It is None on a Paddle without PIR, where ``device_guard`` itself marks operations.
+    """
     if not hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
         return None
     from fleetpipe.static.ir.pir_reader import stamp
@@ -461,7 +508,7 @@ def _stamp() -> Callable[[int | None], None] | None:
 
 
 def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
-    """Makes guards call ``stamp`` with their stage; returns a function that undoes this."""
+    """Makes each ``device_guard`` call ``stamp`` with its stage; returns what undoes that."""
 
     def switch(device: str | None) -> object:
         stamp(stage_of_device(device))

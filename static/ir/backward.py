@@ -1,4 +1,4 @@
-"""Builds the backward of a stage, in either representation, and finds its optimizer's variables.
+"""Appends the backward to a stage's forward, and names the optimizer's variables, for both IRs.
 
 The backward leads from the values that leave the stage, or from the loss, to the parameters and the
 incoming values. Start with :func:`append`.
@@ -14,10 +14,12 @@ from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import master_weight_of, state_of
 from fleetpipe.paddle_api.static import dtype_name, static
-from fleetpipe.static.cut import Kept, Split
+from fleetpipe.static.cut import OptimizerVariables, Split
 
 
-def kept_of(optimizer: Optimizer, parameter: str, name_of: Callable[[Variable], str]) -> Kept:
+def optimizer_variables_of(
+    optimizer: Optimizer, parameter: str, name_of: Callable[[Variable], str]
+) -> OptimizerVariables:
     """Returns the variables of the optimizer's state for a parameter.
 
     Args:
@@ -27,7 +29,7 @@ def kept_of(optimizer: Optimizer, parameter: str, name_of: Callable[[Variable], 
     """
     master = master_weight_of(optimizer, parameter)
     state = state_of(optimizer, parameter, name_of)
-    return Kept(
+    return OptimizerVariables(
         {kind: name_of(variable) for kind, variable in state.items()},
         None if master is None else name_of(master),
     )
@@ -59,19 +61,27 @@ class Forward(Protocol):
         """Returns the variable to differentiate for a value that leaves the stage."""
 
     def fed(self, name: str, like: Variable) -> Variable:
-        """Returns a variable of the scope, with the shape of the variable ``like``."""
+        """Returns the scope's variable ``name``, of the shape and dtype of ``like``."""
 
     def add(self, parts: Sequence[Variable]) -> Variable:
-        """Returns the sum of the parts, added in their order."""
+        """Returns the sum of ``parts``, added in their order."""
 
     def add_to(self, total: Variable, grad: Variable) -> None:
-        """Adds a gradient to an accumulator."""
+        """Adds the gradient ``grad`` to the accumulator ``total`` in place."""
 
     def is_sparse(self, grad: Variable) -> bool:
-        """Whether a gradient has only some of the rows."""
+        """Returns whether a gradient has only some of the rows."""
 
     def leave(self, grad: Variable, name: str) -> str:
-        """Puts a gradient into a variable of the scope; returns that variable's name."""
+        """Puts a gradient into a variable of the scope.
+
+        Args:
+            grad: The gradient.
+            name: The name for the variable, if the gradient has none yet.
+
+        Returns:
+            The name of the variable that has the gradient.
+        """
 
 
 def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) -> Gradients:
@@ -83,26 +93,29 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
         stage: The number of the stage.
         loss: The number of the loss as a value, and the gradient of the loss.
 
+    Returns:
+        The variables that have the gradients after the backward.
+
     Raises:
         ConfigError: A gradient is sparse.
     """
     gradients = Gradients({}, {})
     trained = split.trained
     parameters = {
-        name: one
-        for name, one in forward.parameters().items()
+        name: parameter
+        for name, parameter in forward.parameters().items()
         if trained is None or name in trained
     }
     entering = [value for value in incoming(split, stage) if value in split.graph.differentiable]
     inputs = [*parameters.values(), *map(forward.variable, entering)]
-    targets, grads = _targets(forward, split, stage, loss) if inputs else ([], [])
+    targets, grads = _targets_and_gradients(forward, split, stage, loss) if inputs else ([], [])
     if not targets:
         return gradients
     results = static.gradients(targets, inputs, grads)
     for name, grad in zip(parameters, results):
         if grad is not None:
             gradients.accumulators[name] = split.names.accumulator(name)
-            _accumulate(forward, name, grad, gradients.accumulators[name])
+            _add_to_accumulator(forward, name, grad, gradients.accumulators[name])
     for value, grad in zip(entering, results[len(parameters) :]):
         if grad is not None:
             name = split.names.incoming_gradient(stage, value)
@@ -111,13 +124,17 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
 
 
 def incoming(split: Split, stage: int) -> list[int]:
-    """Returns the incoming values of a stage, by edge."""
+    """Returns the values that enter a stage, in the order of the edges."""
     edges = sorted(edge for edge in split.crossing if edge.target == stage)
     return [value for edge in edges for value in split.crossing[edge]]
 
 
 def through_control_flow(where: str) -> BoundaryError:
-    """Returns the error of a backward that needs a value of control flow, at ``where``."""
+    """Returns the error of a backward that needs a value of control flow.
+
+    Args:
+        where: The operation and its stage or line.
+    """
     return BoundaryError(
         "a gradient passes through control flow, which a pipeline cannot cut",
         where=where,
@@ -126,10 +143,10 @@ def through_control_flow(where: str) -> BoundaryError:
     )
 
 
-def _targets(
+def _targets_and_gradients(
     forward: Forward, split: Split, stage: int, loss: tuple[int, float]
 ) -> tuple[list[Variable], list[Variable]]:
-    """Returns the variables to differentiate, and the gradient of each."""
+    """Returns the variables that the backward starts from, and the gradient of each."""
     number, weight = loss
     readers = split.readers(stage)
     leaving = sorted(split.graph.differentiable.intersection(readers))
@@ -151,7 +168,7 @@ def _targets(
     return targets, grads
 
 
-def _accumulate(forward: Forward, name: str, grad: Variable, accumulator: str) -> None:
+def _add_to_accumulator(forward: Forward, name: str, grad: Variable, accumulator: str) -> None:
     """Adds the gradient of parameter ``name`` to its accumulator; refuses a sparse gradient."""
     if forward.is_sparse(grad):
         raise ConfigError(

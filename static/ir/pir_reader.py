@@ -14,24 +14,25 @@ from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable, set_dty
 from fleetpipe.paddle_api.static import is_pir, no_place, pir, pir_creation, pir_operations, static
 from fleetpipe.static.cut import PREFIX, Names, Split, Update
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
-from fleetpipe.static.ir.backward import kept_of
+from fleetpipe.static.ir.backward import optimizer_variables_of
 from fleetpipe.static.ir.pir_stage import PirStage
 from fleetpipe.static.ir.pir_values import (
     DATA,
     PARAMETER,
     SET_PARAMETER,
     Versions,
-    draws_of,
-    inside,
+    append_at_end,
+    inner_operations,
     is_constant,
+    is_random,
     line_of,
+    location,
     name_of,
     operands,
-    place,
     placeholder,
-    to_end,
 )
 
+#: The attribute of an operation with its stage.
 _STAGE = "chunk_id"
 #: The prefix of an operation's attributes with the names of its results, for :func:`give_name`.
 _NAME = "fleetpipe_name"
@@ -52,7 +53,7 @@ def stamp(stage: int | None) -> None:
 
 
 def give_name(value: Variable) -> str:
-    """Returns the name of a value, after giving it one if it has none."""
+    """Returns the name of a value; gives the value one if it has none."""
     op = value.get_defining_op()
     if op.name() in (PARAMETER, DATA):
         return name_of(op)
@@ -65,33 +66,37 @@ def give_name(value: Variable) -> str:
 
 
 class PirReader:
-    """Reads a PIR program."""
+    """Reads a PIR program; see ``cut.GraphReader``.
+
+    A result of an operation is ``(operation, position)``: the index of the operation in the main
+    block, or its id, and the position of the result in ``op.results()``.
+    """
 
     def __init__(self, program: Program) -> None:
         """Describes ``program``, which must have no backward."""
         self._program = program
-        self._places: list[tuple[int, int]] = []
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._result_by_number: list[tuple[int, int]] = []
+        self._number_by_result: dict[tuple[int, int], int] = {}
         self._versions = Versions()
         ops = program.global_block().ops
-        self.graph = self._read(ops)
-        parameters = {name_of(op): op.result(0) for op in _parameters(program)}
+        self.graph = self._read_operations(ops)
+        parameters = {name_of(op): op.result(0) for op in _parameter_operations(program)}
         self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
         # Paddle puts each new parameter before the earlier ones.
         self.declared = {name: tuple(parameters[name].shape) for name in reversed(parameters)}
-        self.data = {name_of(op): _declaration(op.result(0)) for op in ops if op.name() == DATA}
+        self.data = {name_of(op): _declare(op.result(0)) for op in ops if op.name() == DATA}
 
     def number(self, target: Variable | str) -> int | None:
-        """Returns the number of a value or of the value with a name; None if there is none."""
+        """Returns the number of ``target``, a value or its name; None if the program lacks it."""
         if isinstance(target, str):
             return next((n for n, name in self.graph.names.items() if name == target), None)
-        return _find(self._numbers, self._versions.now(target))
+        return _number_of(self._number_by_result, self._versions.current(target))
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> PirStage:
-        """Builds a stage with its backward; ``weight`` is the gradient of value ``loss``."""
-        return PirStage(self._program, self._places, split, stage, (loss, weight))
+        """Builds a stage with its backward; see ``cut.GraphReader.stage``."""
+        return PirStage(self._program, self._result_by_number, split, stage, (loss, weight))
 
-    def _read(self, ops: Sequence[Op]) -> Graph:
+    def _read_operations(self, ops: Sequence[Op]) -> Graph:
         """Describes the operations of the program's main block, and numbers their values."""
         operations = []
         names: dict[int, str] = {}
@@ -100,13 +105,13 @@ class PirReader:
         rowwise: set[int] = set()
         written: dict[int, tuple[int, ...]] = {}
         for index, op in enumerate(ops):
-            taken_now = map(self._versions.now, operands(op))
-            reads = tuple(dict.fromkeys(_numbers(self._numbers, taken_now)))
+            inputs = map(self._versions.current, operands(op))
+            reads = tuple(dict.fromkeys(_existing_numbers(self._number_by_result, inputs)))
             writes = []
             for position, value in enumerate(op.results()):
-                number = len(self._places)
-                self._places.append((index, position))
-                self._numbers[op.id(), position] = number
+                number = len(self._result_by_number)
+                self._result_by_number.append((index, position))
+                self._number_by_result[op.id(), position] = number
                 writes.append(number)
                 if op.name() in (PARAMETER, DATA):
                     names[number] = name_of(op)
@@ -120,12 +125,12 @@ class PirReader:
                     differentiable.add(number)
                 if value.is_dense_tensor_type() and value.shape[:1] == [-1]:
                     rowwise.add(number)
-            changed = [v for v in self._versions.add(op) if self._versions.now(v).is_same(v)]
+            changed = [v for v in self._versions.record(op) if self._versions.current(v).is_same(v)]
             if changed:
-                written[index] = tuple(_numbers(self._numbers, changed))
-            operations.append(_describe(op, reads, tuple(writes)))
-        lasting, trainable = frozenset(persistable), frozenset(differentiable)
-        return Graph(operations, names, lasting, trainable, frozenset(rowwise), written)
+                written[index] = tuple(_existing_numbers(self._number_by_result, changed))
+            operations.append(_describe_operation(op, reads, tuple(writes)))
+        persistable_values, trainable = frozenset(persistable), frozenset(differentiable)
+        return Graph(operations, names, persistable_values, trainable, frozenset(rowwise), written)
 
     def update(
         self,
@@ -134,102 +139,123 @@ class PirReader:
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Builds the optimizer step for the named parameters."""
+        """Builds the optimizer step of the named parameters; see ``cut.GraphReader.update``."""
         if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
             raise ConfigError(
                 "Paddle has no ClipGradByValue for PIR",
                 fix="ClipGradByNorm or ClipGradByGlobalNorm; paddlepaddle 2.6.2 has it",
             )
-        originals = {name_of(op): op.result(0) for op in _parameters(self._program)}
+        originals = {name_of(op): op.result(0) for op in _parameter_operations(self._program)}
         step, startup = self._program.clone(), static.Program()
         for op in reversed(step.global_block().ops):
             if op.name() != PARAMETER or name_of(op) not in parameters:
                 op.erase()
-        values = {name_of(op): op.result(0) for op in _parameters(step)}
-        pairs, sums = [], []
+        values = {name_of(op): op.result(0) for op in _parameter_operations(step)}
+        pairs, accumulators = [], []
         with static.program_guard(step, startup):
-            factor: Variable = _factor(names.clip_factor) if clipped else None
+            factor: Variable = _add_clip_factor(names.clip_factor) if clipped else None
             for name in parameters:
                 parameter = values[name]
                 for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
                     setattr(parameter, attribute, getattr(originals[name], attribute))
                 grad = placeholder(names.accumulator(name), parameter)
-                sums.append(grad)
+                accumulators.append(grad)
                 if name in clipped:
                     grad = grad * factor.astype(grad.dtype)
                 pairs.append((parameter, grad))
             set_dtype(optimizer, pairs[0][0].dtype)
             optimizer.apply_gradients(pairs)
-            for sum_ in sums:
-                pir_operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, no_place())
+            for accumulator in accumulators:
+                shape, dtype = accumulator.shape, accumulator.dtype
+                pir_operations.full_(accumulator, shape, 0.0, dtype, no_place())
         fed = [names.clip_factor, *map(names.accumulator, parameters)]
         sources = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
         variables = sorted({*sources} - {*parameters, *fed})
-        kept = {name: kept_of(optimizer, name, _variable) for name in parameters}
-        rate = _variable(rate_variable(optimizer, step))
-        return Update(step, startup, rate, tuple(variables), kept)
+        state = {
+            name: optimizer_variables_of(optimizer, name, _variable_name) for name in parameters
+        }
+        rate = _variable_name(rate_variable(optimizer, step))
+        return Update(step, startup, rate, tuple(variables), state)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns a program that initializes the named variables, with the same random numbers."""
+        """Returns a program that initializes the variables ``names`` as ``program`` does.
+
+        It draws all random numbers of ``program``, so that each variable gets the same ones.
+        """
         wanted = set(names)
-        mine = program.clone()
-        for op in reversed(mine.global_block().ops):
+        reduced = program.clone()
+        for op in reversed(reduced.global_block().ops):
             if op.name() == SET_PARAMETER and name_of(op) not in wanted:
                 value = op.operand_source(0)
                 op.erase()
                 value.persistable = False
-            elif op.results() and not draws_of(op) and all(v.use_empty() for v in op.results()):
+            elif op.results() and not is_random(op) and all(v.use_empty() for v in op.results()):
                 op.erase()
-        return mine
+        return reduced
 
 
-def _describe(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
-    """Describes an operation that takes and computes the values with some numbers."""
-    tag = _tag(op)
-    inner = frozenset(
-        inner_tag for one in inside(op) if (inner_tag := _tag(one)) is not None and one.operands()
+def _describe_operation(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
+    """Returns the description of an operation; ``reads`` and ``writes`` are numbers of values."""
+    inner = list(inner_operations(op))
+    return Operation(
+        name=op.name(),
+        reads=reads,
+        writes=writes,
+        tag=_stage_tag(op),
+        floating=is_constant(op),
+        line=line_of(op),
+        inner=frozenset(
+            tag
+            for tag in (_stage_tag(inner_op) for inner_op in inner if inner_op.operands())
+            if tag is not None
+        ),
+        is_random=any(map(is_random, (op, *inner))),
     )
-    line, random = line_of(op), any(map(draws_of, (op, *inside(op))))
-    return Operation(op.name(), reads, writes, tag, is_constant(op), line, inner, random)
 
 
-def _numbers(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
-    """Yields the numbers of values; values of inner blocks have none."""
+def _existing_numbers(
+    number_by_result: dict[tuple[int, int], int], values: Iterable[Variable]
+) -> Iterator[int]:
+    """Yields the numbers of values, except for values of inner blocks, which have none."""
     for value in values:
-        number = _find(numbers, value)
+        number = _number_of(number_by_result, value)
         if number is not None:
             yield number
 
 
-def _find(numbers: dict[tuple[int, int], int], value: Variable) -> int | None:
-    """Returns the number of a value; None if the value has none."""
+def _number_of(number_by_result: dict[tuple[int, int], int], value: Variable) -> int | None:
+    """Returns the number of a value; None for a value of an inner block."""
     op = value.get_defining_op()
-    return None if op is None else numbers.get(place(value))
+    return None if op is None else number_by_result.get(location(value))
 
 
-def _tag(op: Op) -> int | None:
-    """Returns the stage with which :func:`stamp` has marked an operation."""
+def _stage_tag(op: Op) -> int | None:
+    """Returns the stage with which :func:`stamp` has marked an operation; None without a mark."""
     tag = op.attrs().get(_STAGE, -1)
-    return EVERYWHERE if tag == _ALL else None if tag < 0 else int(tag)
+    if tag == _ALL:
+        return EVERYWHERE
+    return None if tag < 0 else int(tag)
 
 
-def _parameters(program: Program) -> list[Op]:
+def _parameter_operations(program: Program) -> list[Op]:
+    """Returns the operations of a program whose results are its parameters."""
     return [op for op in program.global_block().ops if op.name() == PARAMETER]
 
 
-def _factor(name: str) -> Variable:
-    """Adds the variable of the factor of a clip to the current program."""
+def _add_clip_factor(name: str) -> Variable:
+    """Adds a variable ``name`` to the current program: the factor that clips all gradients."""
     pir.reset_insertion_point_to_start()
     value = pir_creation.data(name, [1], paddle.float32, no_place())
     value.persistable = True
-    to_end(value.get_defining_op().get_parent_block())
+    append_at_end(value.get_defining_op().get_parent_block())
     return value
 
 
-def _variable(value: Variable) -> str:
+def _variable_name(value: Variable) -> str:
     """Returns the name of the scope's variable behind a value."""
     return name_of(value.get_defining_op())
 
 
-def _declaration(value: Variable) -> Declared:
+def _declare(value: Variable) -> Declared:
+    """Returns the shape and dtype with which ``paddle.static.data`` declared a value."""
     return Declared(tuple(value.shape), str(value.dtype).rpartition(".")[2])

@@ -1,8 +1,9 @@
 """Inspects, moves and creates operations and values of PIR, and splits a backward into I and W.
 
-PIR is Paddle's newer representation. I computes the gradients that leave the stage, and the
-gradients of values that are computed from data; W computes the gradients of parameters. An
-operation may run in one of them or in both: see :func:`divide`.
+PIR is Paddle's newer representation of programs. I computes the gradients that leave the stage, and
+the gradients of values that are computed from data; W computes the gradients of parameters. An
+operation may run in one of them or in both: see :func:`divide`. A *result* of an operation is the
+operation's index in the program, and the position of the value among the operation's results.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Block, Op, Program, Variable
 from fleetpipe.paddle_api.static import no_place, pir, pir_creation, pir_operations
-from fleetpipe.static.graph import DROPOUTS, draws, user_line
+from fleetpipe.static.graph import DROPOUTS, has_random_name, user_line
 
+# Paddle's names of operations.
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
 _ASSIGN_VALUE, _DETACH, _EINSUM = "pd_op.assign_value_", "pd_op.share_data_", "pd_op.einsum"
@@ -31,20 +33,25 @@ DIVISIBLE = frozenset(
         *("conv2d", "depthwise_conv2d", "conv3d", "conv2d_transpose", "bilinear"),
     )
 )
+#: The operation that adds a gradient to an accumulator.
 _ACCUMULATE = "pd_op.add_"
 
 
 def placeholder(name: str, like: Variable) -> Variable:
-    """Adds a variable of the scope, with the shape of ``like``, at the start of the program."""
+    """Adds a read of the scope's variable ``name`` at the start of the current program.
+
+    Returns:
+        The value that is read, of the shape and dtype of ``like``.
+    """
     pir.reset_insertion_point_to_start()
     value = pir_creation.data(name, like.shape, like.dtype, no_place())
     value.stop_gradient = like.stop_gradient
     value.persistable = True
-    to_end(value.get_defining_op().get_parent_block())
+    append_at_end(value.get_defining_op().get_parent_block())
     return value
 
 
-def to_end(block: Block) -> None:
+def append_at_end(block: Block) -> None:
     """Puts operations that are created from now on at the end of a block.
 
     At any other place, memory would be overwritten when the operation at that place is erased.
@@ -53,13 +60,13 @@ def to_end(block: Block) -> None:
 
 
 def export(value: Variable, name: str) -> None:
-    """Puts a value into a variable of the scope."""
-    maker = value.get_defining_op()
-    if maker.name() == PARAMETER or value.index() in in_place(maker) or maker.num_regions():
+    """Makes the current program put a value into the scope's variable ``name``."""
+    op = value.get_defining_op()
+    if op.name() == PARAMETER or value.index() in in_place_operands(op) or op.num_regions():
         # A copy: a parameter or a value changed in place shares its variable with later changes,
         # and the variable of a result of control flow belongs to the inner block.
         value = pir_operations.assign(value)
-    elif maker.name() in _VIEWS:
+    elif op.name() in _VIEWS:
         # An entry of a list has no variable of its own.
         value = pir_operations.share_data_(value)
     value.persistable = True
@@ -72,58 +79,69 @@ def name_of(op: Op) -> str:
     return str(attributes.get("parameter_name", attributes.get("name", "")))
 
 
-def draws_of(op: Op) -> bool:
-    """Whether an operation draws random numbers, also by a built-in dropout."""
-    inner = next((op.attrs()[name] for name in DROPOUTS if op.has_attr(name)), 0.0)
-    return draws(op.name()) or inner > 0.0
+def is_random(op: Op) -> bool:
+    """Returns whether an operation draws random numbers, also by a built-in dropout."""
+    dropout = next((op.attrs()[name] for name in DROPOUTS if op.has_attr(name)), 0.0)
+    return has_random_name(op.name()) or dropout > 0.0
 
 
-def place(value: Variable) -> tuple[int, int]:
-    """Returns the id of the operation that computes a value, and the index of the result."""
+def location(value: Variable) -> tuple[int, int]:
+    """Returns the id of the operation that computes a value, and the value's position in it."""
     return value.get_defining_op().id(), value.index()
 
 
-def inside(op: Op) -> Iterator[Op]:
+def inner_operations(op: Op) -> Iterator[Op]:
     """Yields the operations inside the blocks of an operation, at any depth."""
     for block in op.blocks():
-        for one in block.ops:
-            yield one
-            yield from inside(one)
+        for inner in block.ops:
+            yield inner
+            yield from inner_operations(inner)
 
 
 def operands(op: Op) -> Iterator[Variable]:
     """Yields the values that an operation and the operations in its blocks take."""
-    for one in (op, *inside(op)):
-        for operand in one.operands():
+    for reader in (op, *inner_operations(op)):
+        for operand in reader.operands():
             value = operand.source()
             if value.initialized():
                 yield value
 
 
 def line_of(op: Op) -> str:
-    """Returns the line of the user's script that created an operation, or one inside it."""
-    lines = (user_line(one.callstack) for one in (op, *inside(op)))
+    """Returns the line of the user's script that created an operation, or one inside it.
+
+    It is empty if Paddle has not recorded the line.
+    """
+    lines = (user_line(created.callstack) for created in (op, *inner_operations(op)))
     return next((line for line in lines if line), "")
 
 
 def is_source(op: Op) -> bool:
-    """Whether an operation computes nothing, as data and parameters do."""
+    """Returns whether an operation is fed data or a parameter, and so computes nothing."""
     return op.name() in (PARAMETER, DATA)
 
 
 def is_constant(op: Op) -> bool:
-    """Whether an operation always has the same result: a parameter, fed data, or constants."""
+    """Returns whether an operation computes nothing from other values: parameter, data, constant.
+
+    In ``Operation`` this is ``floating``.
+    """
     if op.name() == _ASSIGN_VALUE:
         # paddle.assign and to_tensor of numbers write these over new zeros.
-        makers = [value.get_defining_op() for value in operands(op)]
+        producers = [value.get_defining_op() for value in operands(op)]
         return all(
-            maker is not None and is_constant(maker) and not is_source(maker) for maker in makers
+            producer is not None and is_constant(producer) and not is_source(producer)
+            for producer in producers
         )
-    return not op.operands() and not op.num_regions() and not draws_of(op)
+    return not op.operands() and not op.num_regions() and not is_random(op)
 
 
-def in_place(op: Op) -> dict[int, int]:
-    """Returns the results that are operands changed in place: ``{result: operand}``, by index."""
+def in_place_operands(op: Op) -> dict[int, int]:
+    """Returns which operands an operation changes in place.
+
+    Returns:
+        For each result that shares an operand's memory, by position, the position of the operand.
+    """
     if op.name() == _ASSIGN_VALUE and is_constant(op) and op.operand_source(0).has_one_use():
         return {}
     if op.name() == _DETACH:
@@ -135,56 +153,62 @@ class Versions:
     """Tracks values that share memory because operations change it in place.
 
     The first value represents all values in its memory. The exception are constants, of which each
-    stage has its own copy: for these, each change makes another value.
+    stage has its own copy: for these, each change makes another value. :meth:`record` is called for
+    each operation in program order.
     """
 
     def __init__(self) -> None:
+        #: The first value in the memory of each changed value, by :func:`location`.
         self._first: dict[tuple[int, int], Variable] = {}
-        self._floating: dict[tuple[int, int], Variable] = {}
+        #: The last change of each constant, by the location of its first value.
+        self._changed_constants: dict[tuple[int, int], Variable] = {}
 
     def first(self, value: Variable) -> Variable:
-        """Returns the first value in the memory of a value."""
+        """Returns the first value in the memory of ``value``."""
         if value.get_defining_op() is None:
             return value  # an argument of a block of control flow
-        return self._first.get(place(value), value)
+        return self._first.get(location(value), value)
 
-    def now(self, value: Variable) -> Variable:
-        """Returns the present value for an operation that takes ``value``."""
+    def current(self, value: Variable) -> Variable:
+        """Returns the value that an operation gets now if its operand is ``value``."""
         first = self.first(value)
         if first.get_defining_op() is None:
             return first
-        return self._floating.get(place(first), first)
+        return self._changed_constants.get(location(first), first)
 
-    def add(self, op: Op) -> list[Variable]:
+    def record(self, op: Op) -> list[Variable]:
         """Records the changes of an operation; returns the first value in each changed memory."""
         changed = []
-        for one in (op, *inside(op)):
-            for result, operand in in_place(one).items():
-                first = self.first(one.operand_source(operand))
-                self._first[place(one.result(result))] = first
-                maker = first.get_defining_op()
-                if maker is None:
+        for writer in (op, *inner_operations(op)):
+            for result, operand in in_place_operands(writer).items():
+                first = self.first(writer.operand_source(operand))
+                self._first[location(writer.result(result))] = first
+                producer = first.get_defining_op()
+                if producer is None:
                     continue
                 changed.append(first)
-                if is_constant(maker) and maker.name() != PARAMETER:
-                    self._floating[place(first)] = one.result(result)
+                if is_constant(producer) and producer.name() != PARAMETER:
+                    self._changed_constants[location(first)] = writer.result(result)
         return changed
 
 
 def is_free(op: Op) -> bool:
-    """Whether an operation costs almost nothing: a constant, or a list of tensors."""
+    """Returns whether an operation costs almost nothing: a constant, or a list of tensors.
+
+    The backward computes it again instead of saving its result.
+    """
     return is_constant(op) or op.name() == COMBINE
 
 
-def by_shape(user: Op, value: Variable) -> bool:
-    """Whether an operation needs only the shape of a value."""
+def needs_only_shape(user: Op, value: Variable) -> bool:
+    """Returns whether operation ``user`` needs only the shape of ``value``."""
     if user.num_regions() or user.name() == COMBINE or not value.is_dense_tensor_type():
         return False
-    times = sum(1 for one in user.operands_source() if one.is_same(value))
-    return times == 1 and bool(user.is_no_need_buffer(value))
+    uses = sum(1 for operand in user.operands_source() if operand.is_same(value))
+    return uses == 1 and bool(user.is_no_need_buffer(value))
 
 
-def take_operands(ops: Iterable[Op]) -> None:
+def read_einsum_operands(ops: Iterable[Op]) -> None:
     """Makes the backward of an einsum take the einsum's operands for their shapes.
 
     Otherwise it takes other results of the einsum, which have no memory and cannot be put into
@@ -194,60 +218,66 @@ def take_operands(ops: Iterable[Op]) -> None:
         if op.name() == _EINSUM:
             operands = op.operand_source(0).get_defining_op().operands_source()
             shapes = op.result(2)
-            for parted in shapes.all_used_ops_in_same_block():
-                for shape, operand in zip(parted.results(), operands):
+            for split_list in shapes.all_used_ops_in_same_block():
+                for shape, operand in zip(split_list.results(), operands):
                     shape.replace_all_uses_with(operand)
 
 
-def changes(op: Op) -> bool:
-    """Whether an operation changes an operand, other than running statistics."""
-    return bool(in_place(op)) and not op.name().startswith(NORMS)
+def changes_operand(op: Op) -> bool:
+    """Returns whether an operation changes an operand, other than running statistics."""
+    return bool(in_place_operands(op)) and not op.name().startswith(NORMS)
 
 
-def place_repeated(piece: Program, repeated: Collection[int]) -> None:
-    """Places recomputed operations right before the operations that need them.
+def move_recomputed_operations(program: Program, recomputed: Collection[int]) -> None:
+    """Moves recomputed operations right before the operations that need them.
 
-    They change copies of running statistics, which the forward has already updated.
+    Those that change running statistics, which the forward has already updated, get copies.
+
+    Args:
+        program: The program of a backward.
+        recomputed: The ids of the operations.
     """
-    ops = list(piece.global_block().ops)
+    ops = list(program.global_block().ops)
     order = {op.id(): number for number, op in enumerate(ops)}
-    waiting = {op.id() for op in ops if op.id() in repeated}
+    unplaced = {op.id() for op in ops if op.id() in recomputed}
     for op in ops:
-        if op.id() in repeated:
+        if op.id() in recomputed:
             continue
-        needed, following = [], [op]
-        while following:
-            for value in operands(following.pop()):
+        needed, unvisited = [], [op]
+        while unvisited:
+            for value in operands(unvisited.pop()):
                 source = value.get_defining_op()
-                if source is not None and source.id() in waiting:
-                    waiting.discard(source.id())
+                if source is not None and source.id() in unplaced:
+                    unplaced.discard(source.id())
                     needed.append(source)
-                    following.append(source)
-        for source in sorted(needed, key=lambda one: order[one.id()]):
+                    unvisited.append(source)
+        for source in sorted(needed, key=lambda source: order[source.id()]):
             source.move_before(op)
     for op in ops:
-        for operand in in_place(op).values() if op.id() in repeated else ():
+        if op.id() not in recomputed:
+            continue
+        for operand in in_place_operands(op).values():
             copy = pir_operations.assign(op.operand_source(operand))
             copy.get_defining_op().move_before(op)
             op.operand(operand).set_source(copy)
 
 
-class Halves(NamedTuple):
-    """A backward in two halves; operations are indices in the stage's program.
+class DividedBackward(NamedTuple):
+    """The division of a backward; an operation is its index in the stage's program.
 
     Attributes:
-        inputs: The operations of I.
-        weights: The operations of W.
-        crossing: The results of I that W takes: the operation and the index of the result.
+        input_grad: The operations of I.
+        weight_grad: The operations of W.
+        crossing: The results of I that W takes.
     """
 
-    inputs: frozenset[int]
-    weights: frozenset[int]
+    input_grad: frozenset[int]
+    weight_grad: frozenset[int]
     crossing: tuple[tuple[int, int], ...]
 
 
-def ask_for_less(ops: Iterable[Op]) -> None:
-    """Makes divisible operations compute only the results that are used."""
+def skip_unused_results(ops: Iterable[Op]) -> None:
+    """Makes the :data:`DIVISIBLE` of ``ops`` compute only the results that are used."""
     nothing = pir.fake_value().type()
     for op in ops:
         if op.name() in DIVISIBLE:
@@ -256,11 +286,15 @@ def ask_for_less(ops: Iterable[Op]) -> None:
                     value.set_type(nothing)
 
 
-def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
+def reuse_gradient_of_sum(ops: Sequence[Op], forward: Collection[int]) -> None:
     """Replaces the gradient of ``x`` in ``x + bias`` by the gradient of the sum, its equal.
 
     They are equal if the bias is broadcast and ``x`` is not. Otherwise both would be stored from I
     to W.
+
+    Args:
+        ops: The operations of the stage's program.
+        forward: The indices of the forward's operations, which do not change.
     """
     for index, op in enumerate(ops):
         if index in forward or op.name() != "pd_op.add_grad":
@@ -272,143 +306,157 @@ def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
             op.result(0).replace_all_uses_with(grad)
 
 
-def divide(ops: Sequence[Op], forward: Collection[int]) -> Halves:
-    """Divides the backward of a stage into I and W.
+def divide(ops: Sequence[Op], forward: Collection[int]) -> DividedBackward:
+    """Returns the operations of I and of W in the backward of a stage.
 
     Args:
         ops: The operations of the stage's program.
         forward: The indices of the forward's operations.
     """
-    return _Division(ops, forward).halves()
+    return _BackwardGraph(ops, forward).divide()
 
 
-class _Division:
-    """The graph of a stage's backward; operations are indices."""
+class _BackwardGraph:
+    """The graph of a stage's backward; an operation is its index in the stage's program."""
 
     def __init__(self, ops: Sequence[Op], forward: Collection[int]) -> None:
         self._ops = ops
-        self._index = {op.id(): index for index, op in enumerate(ops)}
+        self._index_by_id = {op.id(): index for index, op in enumerate(ops)}
         self._backward = [
             index
             for index, op in enumerate(ops)
             if index not in forward and not is_source(op) and not is_constant(op)
         ]
-        self._within = frozenset(self._backward)
+        self._backward_set = frozenset(self._backward)
+        #: The operations that take each result.
         self._users: dict[tuple[int, int], list[int]] = {}
         for index in self._backward:
-            for maker, number in self._operands(index):
-                self._users.setdefault((maker, number), []).append(index)
+            for result in self._operand_results(index):
+                self._users.setdefault(result, []).append(index)
 
-    def halves(self) -> Halves:
+    def divide(self) -> DividedBackward:
         """Returns the operations of I and of W; see :func:`divide`."""
-        ends, wanted = self._ends()
+        ends, for_weights = self._last_operations_of_input_grad()
         inputs = self._dependencies(ends)
-        # A list of gradients, as rnn_grad returns, cannot wait for W, but its parts can.
-        inputs |= {index for index in self._backward if self._parts_one_of(index, inputs)}
+        # A list of gradients, as rnn_grad returns, cannot be saved for W, but its tensors can.
+        inputs |= {index for index in self._backward if self._splits_list_of(index, inputs)}
         weights = {index for index in self._backward if index not in inputs}
         # An operation with results for both runs in both.
-        divided = {index for index in inputs if self._is_divided(index, inputs, wanted)}
-        weights |= divided
-        weights |= self._lists_of(weights)
-        crossing = {
-            (maker, number)
-            for index in weights
-            for maker, number in self._operands(index)
-            if maker in inputs and not (maker in weights and maker not in divided)
-            if not (maker in divided and self._is_for_weights(maker, number, inputs, wanted))
-        }
-        return Halves(frozenset(inputs), frozenset(weights), tuple(sorted(crossing)))
+        in_both = {index for index in inputs if self._can_skip_results(index, inputs, for_weights)}
+        weights |= in_both
+        weights |= self._lists_for(weights)
+        crossing = set()
+        for index in weights:
+            for result in self._operand_results(index):
+                producer, _ = result
+                if producer in in_both:
+                    if not self._only_weights_use(result, inputs, for_weights):
+                        crossing.add(result)
+                elif producer in inputs and producer not in weights:
+                    crossing.add(result)
+        return DividedBackward(frozenset(inputs), frozenset(weights), tuple(sorted(crossing)))
 
-    def _parts_one_of(self, index: int, makers: Collection[int]) -> bool:
-        """Whether an operation splits a list that one of ``makers`` created."""
-        parts = self._ops[index].name() == "builtin.split"
-        return parts and any(maker in makers for maker, _ in self._operands(index))
+    def _splits_list_of(self, index: int, producers: Collection[int]) -> bool:
+        """Returns whether an operation splits a list of tensors that one of ``producers`` made."""
+        splits = self._ops[index].name() == "builtin.split"
+        return splits and any(op in producers for op, _ in self._operand_results(index))
 
-    def _operands(self, index: int) -> Iterator[tuple[int, int]]:
-        """Yields the results of the backward that an operation takes."""
+    def _operand_results(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yields the results of backward operations that operation ``index`` takes."""
         for value in operands(self._ops[index]):
-            maker = value.get_defining_op()
-            if maker is not None and self._index.get(maker.id()) in self._within:
-                yield self._index[maker.id()], value.index()
+            producer = value.get_defining_op()
+            if producer is not None and self._index_by_id.get(producer.id()) in self._backward_set:
+                yield self._index_by_id[producer.id()], value.index()
 
     def _dependencies(self, ends: Collection[int]) -> set[int]:
-        """Returns the operations of the backward on which ``ends`` depend, and these."""
+        """Returns ``ends`` and the operations of the backward on which they depend."""
         needed: set[int] = set()
-        waiting = list(ends)
-        while waiting:
-            index = waiting.pop()
+        unvisited = list(ends)
+        while unvisited:
+            index = unvisited.pop()
             if index not in needed:
                 needed.add(index)
-                waiting += [maker for maker, _ in self._operands(index)]
+                unvisited += [producer for producer, _ in self._operand_results(index)]
         return needed
 
-    def _ends(self) -> tuple[set[int], set[tuple[int, int]]]:
-        """Returns the last operations of I, and their results that W takes.
+    def _last_operations_of_input_grad(self) -> tuple[set[int], set[tuple[int, int]]]:
+        """Returns the last operations of I, and those of their results that W takes.
 
-        These operations export a gradient for another stage, or compute the gradient of a value of
-        data, from which a parameter's gradient is computed.
+        They export a gradient for another stage, or compute the gradient of a value that depends on
+        data, from which W computes a parameter's gradient.
         """
         ends: set[int] = set()
-        wanted: set[tuple[int, int]] = set()
+        for_weights: set[tuple[int, int]] = set()
         for index in self._backward:
             if self._accumulates(index):
-                wanted |= self._sources(index)
+                for_weights |= self._data_gradients(index)
             elif not self._ops[index].num_results():
                 ends.add(index)
-        return ends | {maker for maker, _ in wanted}, wanted
+        return ends | {producer for producer, _ in for_weights}, for_weights
 
     def _accumulates(self, index: int) -> bool:
-        """Whether an operation adds to the accumulator of a parameter."""
+        """Returns whether an operation adds to the accumulator of a parameter."""
         op = self._ops[index]
         if op.name() != _ACCUMULATE:
             return False
         return bool(op.operand_source(0).get_defining_op().name() == DATA)
 
-    def _sources(self, end: int) -> set[tuple[int, int]]:
-        """Returns the gradients of data from which ``end`` gets a parameter's gradient."""
-        sources: set[tuple[int, int]] = set()
-        waiting, seen = [end], set()
-        while waiting:
-            index = waiting.pop()
+    def _data_gradients(self, end: int) -> set[tuple[int, int]]:
+        """Returns the gradients of data-dependent values that a parameter's gradient needs.
+
+        Args:
+            end: The operation that adds the parameter's gradient to its accumulator.
+        """
+        gradients: set[tuple[int, int]] = set()
+        unvisited, seen = [end], set()
+        while unvisited:
+            index = unvisited.pop()
             if index in seen:
                 continue
             seen.add(index)
             if index != end and any(map(self._is_from_data, operands(self._ops[index]))):
-                sources.update(self._operands(index))
+                gradients.update(self._operand_results(index))
             else:
-                waiting += [maker for maker, _ in self._operands(index)]
-        return sources
+                unvisited += [producer for producer, _ in self._operand_results(index)]
+        return gradients
 
     def _is_from_data(self, value: Variable) -> bool:
-        """Whether a value of the forward is computed from data, not from parameters only."""
+        """Returns whether a value of the forward depends on data, not on parameters only."""
         op = value.get_defining_op()
-        if op is None or self._index.get(op.id()) in self._within:
+        if op is None or self._index_by_id.get(op.id()) in self._backward_set:
             return False
         return not (op.name() == PARAMETER or is_free(op))
 
-    def _is_divided(
-        self, index: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
+    def _can_skip_results(
+        self, index: int, inputs: Collection[int], for_weights: Collection[tuple[int, int]]
     ) -> bool:
-        """Whether an operation of I can leave out some results, which only W takes."""
+        """Returns whether operation ``index`` of I can skip some results, which only W takes."""
         op = self._ops[index]
-        results = [n for n in range(op.num_results()) if (index, n) in self._users]
-        late = [self._is_for_weights(index, number, inputs, wanted) for number in results]
-        return op.name() in DIVISIBLE and any(late) and not all(late)
+        used = [(index, n) for n in range(op.num_results()) if (index, n) in self._users]
+        skipped = [self._only_weights_use(result, inputs, for_weights) for result in used]
+        return op.name() in DIVISIBLE and any(skipped) and not all(skipped)
 
-    def _is_for_weights(
-        self, index: int, number: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
+    def _only_weights_use(
+        self,
+        result: tuple[int, int],
+        inputs: Collection[int],
+        for_weights: Collection[tuple[int, int]],
     ) -> bool:
-        """Whether only W takes a used result of an operation."""
-        used = any(user in inputs for user in self._users[index, number])
-        return not used and (index, number) not in wanted
+        """Returns whether no operation of I takes a result, nor must I compute it for W."""
+        taken = any(user in inputs for user in self._users[result])
+        return not taken and result not in for_weights
 
-    def _lists_of(self, weights: Collection[int]) -> set[int]:
-        """Returns the operations that make lists of tensors for W: it takes no lists from I."""
+    def _lists_for(self, weights: Collection[int]) -> set[int]:
+        """Returns the operations that make the lists of tensors which W takes.
+
+        They run again in W, because no variable can save a list from I.
+        """
         lists: set[int] = set()
-        waiting = list(weights)
-        while waiting:
-            for maker, _ in self._operands(waiting.pop()):
-                if maker not in weights and maker not in lists and is_free(self._ops[maker]):
-                    lists.add(maker)
-                    waiting.append(maker)
+        unvisited = list(weights)
+        while unvisited:
+            for producer, _ in self._operand_results(unvisited.pop()):
+                is_new = producer not in weights and producer not in lists
+                if is_new and is_free(self._ops[producer]):
+                    lists.add(producer)
+                    unvisited.append(producer)
         return lists

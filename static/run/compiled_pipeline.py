@@ -33,9 +33,9 @@ from fleetpipe.static.run.static_stage import ProgramRunner, StaticStage, Stream
 
 
 def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
-    """Sums the gradients of parameters that several ranks use. Collective over the pipeline.
+    """Sums the gradients of tied parameters over the ranks that use them, in place.
 
-    All ranks add in the order of the ranks, and so get the same bits.
+    Collective over the pipeline. All ranks add in the order of the ranks, and so get the same bits.
 
     Args:
         gradients: The accumulators of this rank's parameters, dynamic tensors by name.
@@ -44,10 +44,10 @@ def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Gro
     """
     if not names or group.ranks == 1:
         return
-    mine = {name: gradients[name].clone() for name in names if name in gradients}
-    everyone = group.all_gather(mine)
-    for name in mine:
-        terms = [by_name[name] for by_name in everyone if name in by_name]
+    local = {name: gradients[name].clone() for name in names if name in gradients}
+    gradients_by_rank = group.all_gather(local)
+    for name in local:
+        terms = [by_name[name] for by_name in gradients_by_rank if name in by_name]
         paddle.assign(functools.reduce(operator.add, terms), gradients[name])
 
 
@@ -58,40 +58,40 @@ def global_norm(optimizer: Optimizer, job: Job) -> float | None:
         ConfigError: The clip is not known to be right over several processes.
     """
     clip = gradient_clip(optimizer)
-    tried = require_clip(clip, job)
-    if not tried or not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
+    is_supported = require_clip(clip, job)
+    if not is_supported or not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
         return None
     return float(clip.clip_norm)
 
 
-def gradient_norm(gradients: Mapping[str, Tensor], owned: Sequence[str], group: Group) -> Tensor:
-    """Returns the norm of the gradients of all ranks, float32 of shape [1]. Collective.
+def gradient_norm(gradients: Mapping[str, Tensor], counted: Sequence[str], group: Group) -> Tensor:
+    """Returns the norm of the gradients of all ranks, float32 of shape [1].
 
-    Each gradient is counted on one rank. The squares are added up in the order of the names, as in
-    Paddle.
+    Collective over the pipeline. Each gradient is counted on one rank. The squares are added up in
+    the order of the names, as in Paddle.
 
     Args:
         gradients: Gradients of this rank's parameters, dynamic tensors by name.
-        owned: The names of the gradients that this rank counts.
+        counted: The names of the gradients that this rank counts.
         group: The ranks of the pipeline.
     """
-    squares = {name: (gradients[name] * gradients[name]).sum() for name in owned}
-    everyone: dict[str, Tensor] = {}
-    for by_name in group.all_gather(squares):
-        everyone.update(by_name)
-    ordered = [everyone[name].reshape([1]).astype("float32") for name in sorted(everyone)]
+    local = {name: (gradients[name] * gradients[name]).sum() for name in counted}
+    squares: dict[str, Tensor] = {}
+    for by_name in group.all_gather(local):
+        squares.update(by_name)
+    ordered = [squares[name].reshape([1]).astype("float32") for name in sorted(squares)]
     return paddle.sqrt(paddle.add_n(ordered))
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Returns limit / max(norm, limit)."""
+    """Returns limit / max(norm, limit), the factor by which all gradients are multiplied."""
     bound = paddle.full([1], limit, "float32")
     return bound / paddle.clip(norm, min=limit)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts from which a pipeline is compiled.
+    """What a pipeline is compiled from: the same for every scope, device and fetch.
 
     Attributes:
         split: The cut.
@@ -120,21 +120,25 @@ class Recipe:
     trace: Trace | None
 
     def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
-        """Returns the numbers of the fetched values that a stage computes, ascending."""
-        of = self.split.stage_of_value
-        return sorted(number for number in fetches if of[number] == stage)
+        """Returns those of the values ``fetches`` that a stage computes, ascending."""
+        stage_of_value = self.split.stage_of_value
+        return sorted(number for number in fetches if stage_of_value[number] == stage)
 
-    def cut(self, fetches: frozenset[int]) -> dict[int, cut.Pieces]:
-        """Cuts every stage into pieces from which fetched values can be read; needs static mode."""
+    def cut(self, fetches: frozenset[int]) -> dict[int, cut.NativePrograms]:
+        """Returns the programs of each stage of this process; needs static mode.
+
+        Args:
+            fetches: The values to fetch, which the stages export.
+        """
+        actions = [
+            action
+            for row in self.plan.ops
+            for op in row
+            if isinstance(op, (Action, Fused))
+            for action in parts(op)
+        ]
         kinds = {
-            stage: {
-                action.kind
-                for row in self.plan.ops
-                for op in row
-                if isinstance(op, (Action, Fused))
-                for action in parts(op)
-                if action.stage == stage
-            }
+            stage: {action.kind for action in actions if action.stage == stage}
             for stage in self.stages
         }
         return {
@@ -151,7 +155,7 @@ class Compiled:
     def __init__(
         self,
         recipe: Recipe,
-        pieces: Mapping[int, cut.Pieces],
+        programs: Mapping[int, cut.NativePrograms],
         streams: Streams,
         fetches: frozenset[int],
         scope: Scope,
@@ -159,19 +163,27 @@ class Compiled:
     ) -> None:
         """Creates the executors; needs dynamic mode.
 
+        Args:
+            recipe: What the pipeline is compiled from.
+            programs: The programs of each stage of this process.
+            streams: The random streams of the stages.
+            fetches: The values that can be fetched.
+            scope: The scope of the variables.
+            place: The device.
+
         Raises:
             ConfigError: The startup program has not run in ``scope``.
         """
         self.fetches, self.scope, self.place = fetches, scope, place
         self._recipe = recipe
         for name in recipe.parameters:
-            self._zero(name)
+            self._create_accumulator(name)
         for name in () if recipe.update is None else recipe.update.variables:
-            self._require(name, "optimizer's variable")
+            self._initialized_tensor(name, "optimizer's variable")
         runners = {
             stage: ProgramRunner(
                 program,
-                pieces[stage],
+                programs[stage],
                 recipe.split,
                 stage,
                 recipe.fetched(fetches, stage),
@@ -224,14 +236,19 @@ class Compiled:
         tensor.set(numbers, self.place)
         self._run_step([], False)
 
-    def _zero(self, parameter: str) -> None:
+    def _create_accumulator(self, parameter: str) -> None:
         """Creates a parameter's accumulator, filled with 0."""
-        zeros = np.zeros_like(np.array(self._require(parameter, "parameter")))
+        zeros = np.zeros_like(np.array(self._initialized_tensor(parameter, "parameter")))
         accumulator = self._recipe.split.names.accumulator(parameter)
         tensor_of(self.scope, accumulator).set(zeros, self.place)
 
-    def _require(self, name: str, kind: str) -> ScopeTensor:
-        """Returns the tensor of a variable; refuses one that the startup program has not set."""
+    def _initialized_tensor(self, name: str, kind: str) -> ScopeTensor:
+        """Returns the tensor of a variable; refuses a variable that has no value yet.
+
+        Args:
+            name: The variable.
+            kind: What the variable is, for the error message.
+        """
         tensor = found_tensor(self.scope, name)
         if tensor is None:
             raise ConfigError(

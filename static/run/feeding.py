@@ -20,7 +20,7 @@ from fleetpipe.static.cut import GraphReader, Split
 from fleetpipe.static.graph import Declared, Item
 
 #: A digest reads all numbers of an array up to this size, and about so many of a larger one.
-_MOST_NUMBERS = 4096
+_MOST_DIGESTED = 4096
 
 
 class FedBatch:
@@ -47,7 +47,7 @@ class FedBatch:
             declared: The program's declaration of each feed, by name.
             micro_batches: The number of micro-batches of a batch, m.
             rows: The number of rows of a micro-batch.
-            place: The device of the parts.
+            place: The device of the micro-batches.
             copied: Whether to copy arrays, which the caller may change before their last use.
 
         Raises:
@@ -55,49 +55,55 @@ class FedBatch:
             UsageError: A feed is not an array, or has another dtype than the program's.
         """
         self._place = place
-        self._parts: dict[str, Sequence[np.ndarray]] = {}
+        #: The array of each micro-batch, by feed.
+        self._arrays: dict[str, Sequence[np.ndarray]] = {}
         for name, value in _as_dict(feed).items():
             if name in declared:
-                array = _array(name, value, declared[name])
+                array = _checked_array(name, value, declared[name])
                 array = array.copy() if copied else array
-                self._parts[name] = _cut(name, array, declared[name], micro_batches, rows)
-        self._refuse_labels_of_one(rows)
+                self._arrays[name] = _split_rows(name, array, declared[name], micro_batches, rows)
+        self._refuse_labels_of_one_micro_batch(rows)
 
-    def _refuse_labels_of_one(self, rows: int) -> None:
-        """Refuses labels of one micro-batch if other feeds are cut: labels are no constant."""
-        whole = {name for name, parts in self._parts.items() if parts[0] is parts[-1]}
-        for name in sorted(whole) if len(whole) < len(self._parts) else ():
-            part = self._parts[name][0]
-            if part.dtype.kind in "iu" and part.shape in ((rows,), (rows, 1)):
+    def _refuse_labels_of_one_micro_batch(self, rows: int) -> None:
+        """Refuses integers with the rows of one micro-batch, if another feed is cut into rows.
+
+        They are labels of a batch that is too short, not a constant for all micro-batches.
+        """
+        constants = {name for name, arrays in self._arrays.items() if arrays[0] is arrays[-1]}
+        if len(constants) == len(self._arrays):
+            return
+        for name in sorted(constants):
+            array = self._arrays[name][0]
+            if array.dtype.kind in "iu" and array.shape in ((rows,), (rows, 1)):
                 raise ConfigError(
                     f"the feed {name!r} has the rows of one micro-batch, and others have those of "
                     "all",
-                    got=f"shape {list(part.shape)}",
+                    got=f"shape {list(array.shape)}",
                     fix="feed the whole mini-batch; declare a constant of this length as [1, n]",
                 )
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuses a feed without some of ``names``, which this process's stages need."""
-        missing = sorted(set(names) - set(self._parts))
+        """Refuses a batch that lacks some of the feeds ``names`` of this process's stages."""
+        missing = sorted(set(names) - set(self._arrays))
         if missing:
             raise ConfigError(
                 f"this rank's stages need {', '.join(map(repr, missing))}, which was not fed",
-                got=f"a feed of {', '.join(map(repr, sorted(self._parts))) or 'nothing'}",
+                got=f"a feed of {', '.join(map(repr, sorted(self._arrays))) or 'nothing'}",
                 fix="feed the whole mini-batch on every rank alike",
             )
 
     def put(self, name: str, micro_batch: int, tensor: ScopeTensor) -> None:
-        """Copies a micro-batch's part of a feed into a dense tensor."""
-        tensor.set(self._parts[name][micro_batch], self._place)
+        """Copies the feed ``name`` of a micro-batch into a dense tensor."""
+        tensor.set(self._arrays[name][micro_batch], self._place)
 
     def digest(self) -> int:
-        """Returns a digest of the rows, of large arrays from some of their numbers."""
+        """Returns a CRC-32 of all feeds; of large arrays it reads numbers at equal distances."""
         digest = 0
-        for _, parts in sorted(self._parts.items()):
-            for part in parts:
-                numbers = part.reshape(-1)
-                some = numbers[:: 1 + numbers.size // _MOST_NUMBERS]
-                digest = zlib.crc32(np.ascontiguousarray(some).tobytes(), digest)
+        for _, arrays in sorted(self._arrays.items()):
+            for array in arrays:
+                numbers = array.reshape(-1)
+                sample = numbers[:: 1 + numbers.size // _MOST_DIGESTED]
+                digest = zlib.crc32(np.ascontiguousarray(sample).tobytes(), digest)
         return digest
 
 
@@ -109,13 +115,21 @@ class ProgramBatch:
     """
 
     def __init__(self, fed: FedBatch | None, run: Callable[[], list[np.ndarray | None]]) -> None:
-        """Creates a batch; ``run`` trains on ``fed``, and returns the fetched values."""
+        """Creates a batch.
+
+        Args:
+            fed: The feed of the batch; None at the end of the data.
+            run: Trains on the batch, and returns the fetched values.
+        """
         self._fed, self._run = fed, run
         self.results: list[np.ndarray | None] = []
 
     @property
     def digests(self) -> tuple[int | None, None]:
-        """The digest of the rows, or None at the end of the data; and None for labels."""
+        """The digest of the feed (None at the end of the data), and None: labels are in the feed.
+
+        Healing compares a batch by digests of inputs and labels.
+        """
         return None if self._fed is None else self._fed.digest(), None
 
     def train(self, optimizer: Optimizer = None) -> None:
@@ -141,8 +155,11 @@ def _as_dict(feed: object) -> Mapping[str, Any]:
     )
 
 
-def _array(name: str, value: object, declared: Declared) -> np.ndarray:
-    """Returns a feed as an array of the declared dtype; only Python numbers are converted."""
+def _checked_array(name: str, value: object, declared: Declared) -> np.ndarray:
+    """Returns a feed as an array; refuses another dtype than the declared one.
+
+    Only Python numbers are converted to it.
+    """
     if isinstance(value, (paddle.Tensor, DenseTensor)):
         if lengths_of(value):
             raise UsageError(
@@ -154,7 +171,7 @@ def _array(name: str, value: object, declared: Declared) -> np.ndarray:
     elif isinstance(value, np.ndarray):
         array = value
     else:
-        array = _convert(name, value, declared)
+        array = _from_numbers(name, value, declared)
     stored = "uint16" if declared.dtype == "bfloat16" else declared.dtype
     if array.dtype.name != stored:
         raise UsageError(
@@ -166,7 +183,7 @@ def _array(name: str, value: object, declared: Declared) -> np.ndarray:
     return array
 
 
-def _convert(name: str, value: object, declared: Declared) -> np.ndarray:
+def _from_numbers(name: str, value: object, declared: Declared) -> np.ndarray:
     """Converts Python numbers to an array of the declared dtype."""
     try:
         return np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
@@ -180,18 +197,27 @@ def _convert(name: str, value: object, declared: Declared) -> np.ndarray:
         ) from error
 
 
-def _cut(
+def _split_rows(
     name: str, array: np.ndarray, declared: Declared, micro_batches: int, rows: int
 ) -> Sequence[np.ndarray]:
-    """Cuts an array into micro-batches; refuses a shape that does not fit the declaration."""
+    """Returns the array of each micro-batch; refuses a shape that does not fit the declaration.
+
+    Args:
+        name: The feed, for error messages.
+        array: The feed of the whole mini-batch; or of exactly the declared shape, for a constant
+            that every micro-batch gets.
+        declared: The feed's declaration.
+        micro_batches: The number of micro-batches, m.
+        rows: The number of rows of a micro-batch, if the declaration leaves it open.
+    """
     shape = declared.shape
-    whole = tuple(array.shape) == shape and all(size >= 0 for size in shape)
-    if whole and not (shape and shape[0] == micro_batches * rows):
+    is_exact = tuple(array.shape) == shape and all(size >= 0 for size in shape)
+    if is_exact and not (shape and shape[0] == micro_batches * rows):
         return [array] * micro_batches
     expected = rows if not shape or shape[0] < 0 else shape[0]
     array_rows = array.shape[0] if array.ndim else 0
     fits = len(shape) == array.ndim and all(
-        size in (-1, there) for size, there in zip(shape[1:], array.shape[1:])
+        size in (-1, array_size) for size, array_size in zip(shape[1:], array.shape[1:])
     )
     if not shape or array_rows != micro_batches * expected or not fits:
         raise ConfigError(
@@ -204,56 +230,68 @@ def _cut(
     return [array[index * expected : (index + 1) * expected] for index in range(micro_batches)]
 
 
-def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
-    """Takes ``count`` micro-batches and joins them; returns None if there are too few.
+def take_micro_batches(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
+    """Takes ``count`` micro-batches from an iterator, and joins them along the rows.
 
-    A last micro-batch with fewer rows is incomplete, and does not count.
+    Args:
+        items: Yields micro-batches: dicts of arrays by name, or lists of the dicts of several
+            loaders.
+        count: The number of micro-batches of a mini-batch.
+
+    Returns:
+        The mini-batch; None if too few micro-batches are left. A last one with fewer rows is
+        incomplete, and does not count.
 
     Raises:
         ConfigError: Micro-batches have different shapes.
     """
-    drawn: list[dict[str, np.ndarray]] = []
-    while len(drawn) < count:
+    taken: list[dict[str, np.ndarray]] = []
+    while len(taken) < count:
         try:
             # Not by a for loop: its iter() would make a loader of Paddle begin another epoch.
             item = next(items)
         except StopIteration:
             return None
-        parts = merge([item]) if isinstance(item, Mapping) else merge(item)
-        drawn.append({name: np.asarray(value) for name, value in parts.items()})
-        if _rows(drawn[-1]) < _rows(drawn[0]):
+        micro_batch = merge([item]) if isinstance(item, Mapping) else merge(item)
+        taken.append({name: np.asarray(value) for name, value in micro_batch.items()})
+        if _row_counts(taken[-1]) < _row_counts(taken[0]):
             if next(items, None) is None:
                 return None
-            raise _unequal_shapes(drawn, "drop those with other rows, or fill them up")
+            raise _unequal_shapes(taken, "drop those with other rows, or fill them up")
     try:
-        return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
+        return {name: np.concatenate([arrays[name] for arrays in taken]) for name in taken[0]}
     except (KeyError, ValueError) as error:
-        raise _unequal_shapes(drawn, "pad all micro-batches of a run to one length") from error
+        raise _unequal_shapes(taken, "pad all micro-batches of a run to one length") from error
 
 
-def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
-    """Returns the number of rows of each array, in the order of the names."""
+def _row_counts(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
+    """Returns the first axis of each array's shape, in the order of the names."""
     return [item[name].shape[:1] for name in sorted(item)]
 
 
-def _unequal_shapes(drawn: Sequence[Mapping[str, np.ndarray]], fix: str) -> ConfigError:
-    shapes = [{name: list(value.shape) for name, value in item.items()} for item in drawn]
+def _unequal_shapes(taken: Sequence[Mapping[str, np.ndarray]], fix: str) -> ConfigError:
+    """Returns the error of micro-batches of different shapes in one mini-batch."""
+    shapes = [{name: list(value.shape) for name, value in item.items()} for item in taken]
     return ConfigError(
         "the micro-batches of a run have the same shapes",
-        got="; ".join(str(one) for one in shapes),
+        got="; ".join(map(str, shapes)),
         fix=f"{fix}; a last one with fewer rows ends the data",
     )
 
 
-def merge(parts: object) -> Item:
-    """Joins the parts of a micro-batch: the dicts of one or several loaders."""
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
+def merge(dicts: object) -> Item:
+    """Returns one dict of the arrays of a micro-batch, which several loaders may have given.
+
+    Raises:
+        UsageError: ``dicts`` is no list of dicts.
+    """
+    if not isinstance(dicts, (list, tuple)) or not all(isinstance(d, Mapping) for d in dicts):
         raise UsageError(
             "a micro-batch of an iterator is a dict of arrays by name",
-            got=type(parts).__name__,
+            got=type(dicts).__name__,
             fix="for a paddle.io.DataLoader: feed_list=[..] and return_list=False",
         )
-    return {name: value for part in parts for name, value in part.items()}
+    return {name: array for arrays in dicts for name, array in arrays.items()}
 
 
 class Fetch(NamedTuple):
@@ -275,7 +313,7 @@ class Fetch(NamedTuple):
 
     @classmethod
     def of(cls, target: Variable | str, reader: GraphReader, split: Split) -> Fetch:
-        """Finds the value that a user fetches: ``target`` is the value or its name.
+        """Returns the entry for a value that the user fetches, or for its name.
 
         Raises:
             ConfigError: The program has no such value, or no stage computes it.
@@ -287,7 +325,7 @@ class Fetch(NamedTuple):
                 got=type(target).__name__,
                 fix="put values, or their names, into fetch_list",
             )
-        label = _label(target)
+        label = _fetch_name(target)
         number = reader.number(target)
         if number is None:
             raise ConfigError(
@@ -307,7 +345,7 @@ class Fetch(NamedTuple):
         return cls(label, number, stage, None, number in split.graph.rowwise)
 
 
-def _label(target: Variable | str) -> str:
+def _fetch_name(target: Variable | str) -> str:
     """Returns the name of a value for messages."""
     if isinstance(target, str):
         return target
@@ -325,6 +363,9 @@ def combine(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
             in their dtype (float64 for integers); values with rows are concatenated, as in the
             whole batch. ``"last"``: the value of the last micro-batch. ``"all"``: the values are
             stacked along a new first axis.
+
+    Returns:
+        The result that ``Executor.run`` returns for the entry.
 
     Raises:
         ConfigError: The values do not fit together.

@@ -23,10 +23,10 @@ from fleetpipe.paddle_api.optimizer import current_rate
 from fleetpipe.paddle_api.static import EOFException, dynamic, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
-from fleetpipe.static.cut import GraphReader, Kept, Split
+from fleetpipe.static.cut import GraphReader, OptimizerVariables, Split
 from fleetpipe.static.run import compiled_pipeline
 from fleetpipe.static.run.compiled_pipeline import Compiled, Recipe
-from fleetpipe.static.run.feeding import FedBatch, Fetch, ProgramBatch, combine, draw
+from fleetpipe.static.run.feeding import FedBatch, Fetch, ProgramBatch, combine, take_micro_batches
 from fleetpipe.static.run.static_stage import Streams
 
 
@@ -62,11 +62,11 @@ class StaticPipeline:
         self.split, self.schedule = split, schedule
         self._reader, self._job, self._config = reader, job, config
         with job.guarded(lambda: "building the static pipeline"):
-            self._stages = self._own_stages()
-            facts = self._facts(*loss)
+            self._stages = self._stages_of_process()
+            facts = self._facts_to_agree(*loss)
             self._digest = facts["program"][:8]
             job.require_agreement(facts)
-            self._recipe = self._make(optimizer, loss)
+            self._recipe = self._build_recipe(optimizer, loss)
         self._compiled: Compiled | None = None
         self._streams: Streams | None = None
         self._streams_to_begin: Mapping[int, Any] = {}
@@ -108,10 +108,10 @@ class StaticPipeline:
         return self._recipe.optimizer
 
     @property
-    def kept(self) -> Mapping[str, Kept]:
-        """The optimizer's variables of each parameter that this process trains."""
+    def optimizer_state(self) -> Mapping[str, OptimizerVariables]:
+        """The optimizer's variables of each parameter that this process trains, by its name."""
         update = self._recipe.update
-        return {} if update is None else update.kept
+        return {} if update is None else update.state
 
     @property
     def rate_name(self) -> str | None:
@@ -136,7 +136,15 @@ class StaticPipeline:
         return {} if self._compiled is None else self._compiled.engine.peak_held
 
     def start(self, run: Callable[[Program], object], startup: Program, scope: Scope) -> None:
-        """Initialises the variables of this process's stages and the optimizer. Collective."""
+        """Initialises the variables of this process's stages and the optimizer.
+
+        Collective over the job: replicas get the parameters of the first.
+
+        Args:
+            run: Runs a program in ``scope``.
+            startup: The startup program of the whole program.
+            scope: The scope of the variables.
+        """
         self.require_current()
         local = self._job.local
         run(startup if local else self._reader.startup(startup, self.persistable))
@@ -153,7 +161,7 @@ class StaticPipeline:
     @property
     def leads_random(self) -> bool:
         """Whether this process has the first stage that draws, from the default generator."""
-        return bool({*self._drawing()[:1]}.intersection(self._stages))
+        return bool({*self._random_stages()[:1]}.intersection(self._stages))
 
     @property
     def streams(self) -> Mapping[int, Any]:
@@ -161,7 +169,12 @@ class StaticPipeline:
         return self._streams_to_begin if self._streams is None else self._streams.states
 
     def begin_streams(self, states: Mapping[int, Any]) -> None:
-        """Sets states of :attr:`streams`; streams without a state start from the current seed."""
+        """Restarts the random streams of this process's stages.
+
+        Args:
+            states: States that :attr:`streams` has returned, by stage. A stream without a state
+                starts from the current seed.
+        """
         self._streams_to_begin = states
         if self._streams is not None:
             self._streams.begin(states)
@@ -198,21 +211,28 @@ class StaticPipeline:
         """
         self.require_current()
         config, healing = self._config, self._job.healing
-        reads = isinstance(feed, Iterator)
-        with self._telling(lambda: "taking the next mini-batch"):
-            drawn = draw(feed, config.micro_batches) if isinstance(feed, Iterator) else feed
-        with self._telling(self._where):
+        mini_batch = feed
+        with self._sharing_errors(lambda: "taking the next mini-batch"):
+            if isinstance(feed, Iterator):
+                mini_batch = take_micro_batches(feed, config.micro_batches)
+        with self._sharing_errors(self._where):
             wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
             fed = None
-            if drawn is not None or not reads:
-                sizes = config.micro_batches, config.micro_batch_size
-                fed = FedBatch(drawn, self._reader.data, *sizes, place, copied=healing is not None)
+            if mini_batch is not None or not isinstance(feed, Iterator):
+                fed = FedBatch(
+                    mini_batch,
+                    self._reader.data,
+                    config.micro_batches,
+                    config.micro_batch_size,
+                    place,
+                    copied=healing is not None,
+                )
                 needed = {name for stage in self._recipe.stages.values() for name in stage.feeds}
                 fed.require(needed)
             self._compile(wanted, scope, place)
         if self._streams is not None:
             self._streams.follow_seed()
-        train = functools.partial(self._train, wanted, fed, scope, place)
+        train = functools.partial(self._train_batch, wanted, fed, scope, place)
         batch = ProgramBatch(fed, train)
         if healing is None:
             batch.train()
@@ -221,20 +241,27 @@ class StaticPipeline:
         if return_numpy:
             return batch.results
         with dynamic_mode():
-            return [None if one is None else paddle.to_tensor(one) for one in batch.results]
+            return [None if array is None else paddle.to_tensor(array) for array in batch.results]
 
-    def _train(
+    def _train_batch(
         self, wanted: Sequence[Fetch], fed: FedBatch | None, scope: Scope, place: Place
     ) -> list[np.ndarray | None]:
         """Trains on a mini-batch, and returns the fetched values. Collective over the job.
 
-        If some rank has no more data, no rank trains: the epoch ends.
+        Args:
+            wanted: The values to fetch.
+            fed: The mini-batch; None at the end of this rank's data.
+            scope: The scope of the variables.
+            place: The device.
+
+        Raises:
+            EOFException: Some rank has no more data: the epoch ends, and no rank trains.
         """
         # Compiled anew if a batch that fetched other values has run in between.
         job, compiled = self._job, self._compile(wanted, scope, place)
         job.call("runs the program")
         with dynamic_mode(), job.guarded(self._where):
-            ends = self._meet(fed is None)
+            ends = self._any_data_ended(fed is None)
         if fed is None or ends:
             raise EOFException("there is no data: the epoch ends on every rank")
         with dynamic_mode(), job.guarded(self._where):
@@ -248,36 +275,47 @@ class StaticPipeline:
             except BaseException:
                 compiled.drop_gradients()
                 raise
-            results = [self._result(one, compiled, scope) for one in wanted]
+            results = [self._fetched_value(fetch, compiled, scope) for fetch in wanted]
             if self._config.fetch_broadcast:
-                return [self._everywhere(*pair) for pair in zip(wanted, results)]
+                return [self._broadcast_from_owner(*pair) for pair in zip(wanted, results)]
             return results
 
-    def _meet(self, ends: bool) -> bool:
-        """Whether the data of some rank has ended; refuses different programs. Collective."""
+    def _any_data_ended(self, ends: bool) -> bool:
+        """Returns whether the data of some rank has ended. Collective over the job.
+
+        Args:
+            ends: Whether the data of this rank has ended.
+
+        Raises:
+            StateError: The ranks run different programs, or have different learning rates.
+        """
         rate = current_rate(self.optimizer)
-        mine = (f"the program {self._digest} with the learning rate {rate!r}", ends)
+        program = f"the program {self._digest} with the learning rate {rate!r}"
         for group in (self._job.group(), self._job.replicas()):
-            everyone = group.all_gather(mine)
-            for rank, (runs, _) in enumerate(everyone):
-                if runs != everyone[0][0]:
+            programs, ends_by_rank = zip(*group.all_gather((program, ends)))
+            for rank, rank_program in enumerate(programs):
+                if rank_program != programs[0]:
                     raise StateError(
                         "the ranks of a pipeline do not run the same",
-                        expected=f"as on rank 0: {everyone[0][0]}",
-                        got=f"on rank {rank}: {runs}",
+                        expected=f"as on rank 0: {programs[0]}",
+                        got=f"on rank {rank}: {rank_program}",
                         cause="each rank runs the same programs in one order, and steps its "
                         "scheduler alike; a loss that is fetched is None on all ranks but one",
                         fix="strategy.fleetpipe_configs = {'fetch_broadcast': True}, for "
                         "scheduler.step(loss) on every rank",
                     )
-            mine = (mine[0], any(end for _, end in everyone))
-        return mine[1]
+            ends = any(ends_by_rank)
+        return ends
 
     @contextmanager
-    def _telling(self, where: Callable[[], str]) -> Iterator[None]:
-        """While it is open, an error of this rank reaches all ranks, which may wait for it.
+    def _sharing_errors(self, where: Callable[[], str]) -> Iterator[None]:
+        """Opens a context in which an error of this rank is raised on all ranks too.
 
-        The death of another rank is noticed only in the batch, which can run again.
+        The others may wait for this rank. The death of another rank is noticed only in the batch,
+        which can run again.
+
+        Args:
+            where: Returns what this rank does, for messages of all ranks.
         """
         self._job.progress.action = where
         try:
@@ -287,7 +325,7 @@ class StaticPipeline:
                 raise
 
     def require_current(self) -> None:
-        """Checks that the job of the pipeline is the current one."""
+        """Raises StateError if the job of the pipeline is no longer the current one."""
         if current_job() is not self._job:
             raise StateError(
                 "the job that this pipeline belongs to has ended",
@@ -295,8 +333,8 @@ class StaticPipeline:
             )
 
     def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
-        """Returns the compiled pipeline; builds another one for a new scope or new fetches."""
-        fetches = frozenset(one.number for one in wanted if one.stage is not None)
+        """Returns the compiled pipeline, compiled anew for another scope or new fetches."""
+        fetches = frozenset(fetch.number for fetch in wanted if fetch.stage is not None)
         compiled = self._compiled
         if compiled is not None and compiled.scope is scope and fetches <= compiled.fetches:
             return compiled
@@ -305,15 +343,15 @@ class StaticPipeline:
         if paddle.in_dynamic_mode():
             raise StateError("a pipeline runs in static mode", fix="paddle.enable_static()")
         if self._streams is None:
-            self._streams = Streams(self._drawing(), self._stages, place)
+            self._streams = Streams(self._random_stages(), self._stages, place)
             self._streams.begin(self._streams_to_begin)
-        pieces = self._recipe.cut(fetches)
+        programs = self._recipe.cut(fetches)
         with dynamic_mode():
-            self._compiled = Compiled(self._recipe, pieces, self._streams, fetches, scope, place)
+            self._compiled = Compiled(self._recipe, programs, self._streams, fetches, scope, place)
         return self._compiled
 
-    def _result(self, fetch: Fetch, compiled: Compiled, scope: Scope) -> np.ndarray | None:
-        """Returns a fetched value; None if this process does not have it."""
+    def _fetched_value(self, fetch: Fetch, compiled: Compiled, scope: Scope) -> np.ndarray | None:
+        """Returns the value of a fetch in the last batch; None if this process does not have it."""
         if fetch.variable is not None:
             if fetch.variable not in self.persistable:
                 return None
@@ -323,31 +361,39 @@ class StaticPipeline:
             return None
         return combine(fetch, [values[k] for k in sorted(values)], self._config.fetch)
 
-    def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
-        """Broadcasts a result from its owner. Collective over the pipeline."""
-        owner = self.schedule.placement.rank_of(self._owner(fetch))
+    def _broadcast_from_owner(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
+        """Returns a fetched value on every rank. Collective over the pipeline.
+
+        Args:
+            fetch: The entry of ``fetch_list``.
+            result: The value on the rank that owns it, else None.
+        """
+        owner = self.schedule.placement.rank_of(self._stage_of_fetch(fetch))
         value = None if result is None else paddle.to_tensor(result)
         return np.array(self._job.group().broadcast(value, owner))
 
-    def _owner(self, fetch: Fetch) -> int:
-        """Returns the stage that has a fetched value."""
+    def _stage_of_fetch(self, fetch: Fetch) -> int:
+        """Returns the stage that computes a fetched value, or has the fetched parameter."""
         if fetch.stage is not None:
             return fetch.stage
         stages = range(self.split.stages)
         return next(s for s in stages if fetch.variable in self.split.persistable_of(s))
 
-    def _make(self, optimizer: Optimizer, loss: tuple[int, float]) -> Recipe:
+    def _build_recipe(self, optimizer: Optimizer, loss: tuple[int, float]) -> Recipe:
         """Builds the stages and the optimizer step of this process. Collective."""
         group = self._job.group()
         stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._stages}
-        parameters = sorted({name for one in stages.values() for name in one.accumulators})
-        # A process that replaces a rank is not connected yet, and computes what ranks gather.
-        alone = self._job.alone
-        everyone = self._parameters_by_rank(loss) if alone else group.all_gather(parameters)
-        users = {
-            name: [rank for rank, names in enumerate(everyone) if name in names]
-            for name in sorted({name for names in everyone for name in names})
-        }
+        parameters = sorted({name for stage in stages.values() for name in stage.accumulators})
+        if self._job.alone:
+            # A process that replaces a rank is not connected yet: it builds what the ranks gather.
+            parameters_by_rank = self._parameters_by_rank(loss)
+        else:
+            parameters_by_rank = group.all_gather(parameters)
+        users: dict[str, list[int]] = {}
+        for rank, names in enumerate(parameters_by_rank):
+            for name in names:
+                users.setdefault(name, []).append(rank)
+        users = dict(sorted(users.items()))
         clipped = [name for name in parameters if name not in self._reader.unclipped]
         limit = compiled_pipeline.global_norm(optimizer, self._job) if group.ranks > 1 else None
         if self._reader.unclipped.issuperset(users):
@@ -367,7 +413,7 @@ class StaticPipeline:
             counted=[name for name in clipped if users[name][0] == group.rank],
             limit=limit,
             job=self._job,
-            trace=self._trace(),
+            trace=self._new_trace(),
         )
 
     def _parameters_by_rank(self, loss: tuple[int, float]) -> list[list[str]]:
@@ -378,31 +424,33 @@ class StaticPipeline:
             trained[self.schedule.placement.rank_of(stage)].update(built.accumulators)
         return [*map(sorted, trained)]
 
-    def _trace(self) -> Trace | None:
+    def _new_trace(self) -> Trace | None:
+        """Returns the trace that the option ``trace`` asks for, on the rank that writes it."""
         folder = self._config.trace
         if folder is None or not self._job.leads("pp"):
             return None
         return JobTrace(folder, self.schedule, self._job)
 
-    def _own_stages(self) -> list[int]:
+    def _stages_of_process(self) -> list[int]:
+        """Returns the stages that this process trains: all of them if it plays all ranks."""
         placement = self.schedule.placement
         if self._job.local:
             return list(range(placement.stages))
         return list(placement.stages_of(self._job.group().rank))
 
-    def _drawing(self) -> list[int]:
+    def _random_stages(self) -> list[int]:
         """Returns the stages that draw random numbers, ascending."""
         pairs = zip(self.split.stage_of, self.split.graph.operations)
-        return sorted({stage for stage, op in pairs if op.draws and stage is not None})
+        return sorted({stage for stage, op in pairs if op.is_random and stage is not None})
 
-    def _facts(self, loss: int, weight: float) -> dict[str, str]:
+    def _facts_to_agree(self, loss: int, weight: float) -> dict[str, str]:
         """Returns texts that must be equal on all ranks, by their names in messages."""
         facts = meeting.facts(self._config)
-        outline = self.split.graph.outline()
-        facts["program"] = hashlib.sha256(outline.encode()).hexdigest()
+        facts["program"] = hashlib.sha256(self.split.graph.text().encode()).hexdigest()
         facts["cut"] = f"{self.split.stages} stages, edges {list(map(str, self.split.edges))}"
         facts["loss"] = f"value {loss}, gradient {weight!r}"
         return facts
 
     def _where(self) -> str:
+        """Returns what this rank does now, for error messages."""
         return "compiling" if self._compiled is None else self._compiled.engine.where()

@@ -16,7 +16,7 @@ from typing import Any
 from fleetpipe.aliases import Block, DType, Op, Program, Tensor, Variable
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import static
-from fleetpipe.static.graph import DROPOUTS, Item, draws, user_line
+from fleetpipe.static.graph import DROPOUTS, Item, has_random_name, user_line
 
 _READ = "read"
 _ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
@@ -25,7 +25,7 @@ _ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
 def draws_of(op: Op) -> bool:
     """Whether an operation draws random numbers, by itself or in a fused dropout."""
     inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
-    return draws(op.type) or inner > 0.0
+    return has_random_name(op.type) or inner > 0.0
 
 
 def takes(program: Program, op: Op) -> list[tuple[str, bool]]:

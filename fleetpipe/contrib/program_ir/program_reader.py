@@ -21,7 +21,7 @@ from fleetpipe.paddle_api.static import (
 )
 from fleetpipe.static.cut import Names, Split, Update
 from fleetpipe.static.graph import Declared, Graph, Operation, stage_of_device
-from fleetpipe.static.ir.backward import kept_of
+from fleetpipe.static.ir.backward import optimizer_variables_of
 
 _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
 
@@ -122,7 +122,7 @@ class ProgramReader:
                     attrs={"shape": list(total.shape), "dtype": total.dtype, "value": 0.0},
                 )
         made = {name for op in startup.global_block().ops for name in op.output_arg_names}
-        kept = {name: kept_of(optimizer, name, _variable) for name in parameters}
+        kept = {name: optimizer_variables_of(optimizer, name, _variable) for name in parameters}
         rate = _variable(rate_variable(optimizer, step))
         return Update(step, startup, rate, tuple(sorted(made)), kept)
 

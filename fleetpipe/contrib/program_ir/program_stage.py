@@ -18,7 +18,7 @@ from fleetpipe.paddle_api.static import (
     rename_input,
     static,
 )
-from fleetpipe.static.cut import Pieces, ProgramPiece, Split
+from fleetpipe.static.cut import BackwardProgram, NativePrograms, Split
 from fleetpipe.static.ir import backward
 
 #: Operations that update running statistics in place.
@@ -26,7 +26,7 @@ _NORMS = ("batch_norm", "sync_batch_norm")
 
 
 class ProgramStage:
-    """One stage with its own backward; see ``cut.contract.StageProgram``.
+    """One stage with its own backward; see ``cut.StageProgram``.
 
     Values keep the names of their variables: stages that share a scope run one after another, and
     no value of a micro-batch is left in it.
@@ -97,7 +97,7 @@ class ProgramStage:
         """Returns the name of the variable with a value that the stage computes."""
         return self._names[value]
 
-    def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
+    def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> NativePrograms:
         """Cuts the stage into forward and backward; the forward leaves ``exports`` in the scope."""
         copies = {name: f"{name}.kept" for name in self._changed}
         lasting = {
@@ -116,11 +116,11 @@ class ProgramStage:
                 type="assign", inputs={"X": [like]}, outputs={"Out": [kept]}
             )
         if self._forward == len(self._block.ops):
-            return Pieces(forward)
+            return NativePrograms(forward)
         again = self._piece(self._backward_order(), lasting, self._repeated, copies)
         kept = tuple(sorted({*self._kept, *copies.values()}))
         shapes = frozenset(self._shapes)
-        return Pieces(forward, ProgramPiece(again, kept, shapes=shapes))
+        return NativePrograms(forward, BackwardProgram(again, kept, shape_only=shapes))
 
     def _piece(
         self,

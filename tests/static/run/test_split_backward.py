@@ -123,7 +123,7 @@ def held_bytes(exe: Any, fetches: Sequence[Any]) -> list[int]:
     release = stage.release
 
     def measured(number: int, micro_batch: int) -> None:
-        kept, _ = stage._kept[number, micro_batch]
+        kept, _ = stage._saved[number, micro_batch]
         tensors = [tensor for tensor in kept.values() if not isinstance(tensor, list)]
         found[number] = sum(np.array(tensor).nbytes for tensor in tensors)
         release(number, micro_batch)
