@@ -126,10 +126,10 @@ class Plan(PlanRows):
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """One linear order of all ranks' operations: the rank to run next, again and again.
+        """An order of the operations of all ranks: again and again the rank that runs its next one.
 
-        One process that plays all ranks follows it and never has to wait: what an op needs was
-        done before. All ranks' REDUCE come after all computations, and all STEP after those.
+        A process that runs all ranks follows it and never waits, since what an operation needs has
+        run before. REDUCE of all ranks come after all computations, and all STEP after those.
 
         Raises:
             ScheduleError: The plan deadlocks, so there is no such order.

@@ -17,7 +17,6 @@ from fleetpipe.schedules.placement import Placement
 PerStage = float | tuple[float, ...]
 
 _PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes", "comm", "exchange")
-_SCALAR = ("overlapped", "input_grad_frees")
 
 _SOURCE = Source(
     "these are no costs of a schedule",
@@ -75,11 +74,13 @@ class Costs:
             if isinstance(value, list):
                 value = tuple(value)
                 object.__setattr__(self, name, value)
+            if value is None and name in ("backward", "bytes"):
+                continue
             for figure in value if isinstance(value, tuple) else (value,):
-                whole = figure is value and name in ("backward", "bytes")
-                _check(name, figure, optional=whole)
-        for name in _SCALAR:
-            _check(name, getattr(self, name), optional=name == "overlapped")
+                _require_figure(name, figure)
+        if self.overlapped is not None:
+            _require_figure("overlapped", self.overlapped)
+        _require_figure("input_grad_frees", self.input_grad_frees)
         if self.input_grad_frees > 1:
             raise ConfigError(
                 "`input_grad_frees` is a share",
@@ -92,12 +93,17 @@ class Costs:
             self._check_slices()
 
     def _check_slices(self) -> None:
-        for one in self.each_slice or (None,):
-            costs = one if isinstance(one, Costs) else None
-            if costs is None or costs.each_slice or (costs.bytes is None) != (self.bytes is None):
+        """Refuses ``each_slice`` if it is empty, or has anything but plain costs of one slice."""
+        for costs in self.each_slice or (None,):
+            valid = (
+                isinstance(costs, Costs)
+                and costs.each_slice is None
+                and (costs.bytes is None) == (self.bytes is None)
+            )
+            if not valid:
                 raise ConfigError(
                     "`each_slice` has the costs of each slice, with bytes where the others have",
-                    got=reprlib.repr(one),
+                    got=reprlib.repr(costs),
                     fix="each_slice=(Costs(forward=1), Costs(forward=1.2))",
                 )
 
@@ -112,7 +118,7 @@ class Costs:
         Raises:
             ConfigError: No JSON object, an unknown key, or a figure that is not allowed.
         """
-        return cls._of(parse(text, _SOURCE))
+        return cls._from_json_value(parse(text, _SOURCE))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Costs:
@@ -120,36 +126,37 @@ class Costs:
         return read(path, _SOURCE, cls._of)
 
     @classmethod
-    def _of(cls, content: JsonValue) -> Costs:
+    def _from_json_value(cls, content: JsonValue) -> Costs:
+        """Reads the JSON object of :meth:`from_json`, and raises the same errors."""
         # "profile" has the figures of each layer.
-        values = {name: one for name, one in content.fields().items() if name != "profile"}
+        values = {name: value for name, value in content.fields().items() if name != "profile"}
         names = [field.name for field in fields(cls)]
         for name in values:
             if name not in names:
                 raise ConfigError(f"unknown cost {name!r}", fix=nearest(name, names))
         slices = values.pop("each_slice", None)
-        costs: dict[str, Any] = {name: one.content for name, one in values.items()}
+        costs: dict[str, Any] = {name: value.content for name, value in values.items()}
         if slices is not None and slices.content is not None:
-            costs["each_slice"] = tuple(map(cls._of, slices.items()))
+            costs["each_slice"] = tuple(map(cls._from_json_value, slices.items()))
         return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
-        """Raises ConfigError if a per-stage figure does not have one entry for each stage."""
-        for name, value in (
-            (name, getattr(one, name))
-            for one in (self, *(self.each_slice or ()))
-            for name in _PER_STAGE
-        ):
-            if isinstance(value, tuple) and len(value) != stages:
-                raise ConfigError(
-                    f"`{name}` must have one figure for each stage",
-                    expected=f"{stages} figures",
-                    got=f"{len(value)}",
-                    fix=f"give {stages} figures, or one number for all stages",
-                )
+        """Raises ConfigError if costs are given for each of another number of stages."""
+        for costs in (self, *(self.each_slice or ())):
+            for name in _PER_STAGE:
+                value = getattr(costs, name)
+                if isinstance(value, tuple) and len(value) != stages:
+                    raise ConfigError(
+                        f"`{name}` must have one figure for each stage",
+                        expected=f"{stages} figures",
+                        got=f"{len(value)}",
+                        fix=f"give {stages} figures, or one number for all stages",
+                    )
 
     def without_loss(self, placement: Placement) -> Costs:
-        """Returns these costs with no time for the loss after a head, where one figure is for all.
+        """Returns these costs for a model with a vocabulary head, whose last stage is the loss.
+
+        A time that is one figure for all stages becomes a tuple with 0 for the loss.
 
         Args:
             placement: The placement of the stages. Without a head the costs are returned unchanged.
@@ -157,15 +164,19 @@ class Costs:
         if not placement.has_head:
             return self
         stages = placement.stages - 1
-        changes: dict[str, Any] = {
-            name: (value,) * stages + (0,)
-            for name in ("forward", "input_grad", "weight_grad", "backward")
-            if not isinstance(value := getattr(self, name), tuple) and value is not None
-        }
+        changes: dict[str, Any] = {}
+        for name in ("forward", "input_grad", "weight_grad", "backward"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                changes[name] = (value,) * stages + (0,)
         return replace(self, **changes)
 
     def by_slice(self, slices: int) -> tuple[Costs, ...]:
-        """Returns the costs of each slice of a schedule, or of its whole micro-batches.
+        """Returns the costs of each slice of a micro-batch, in order.
+
+        Args:
+            slices: Slices of each micro-batch of a schedule. 1: the result has the costs of whole
+                micro-batches alone.
 
         Raises:
             ConfigError: ``each_slice`` has another number of slices.
@@ -182,9 +193,11 @@ class Costs:
         return self.each_slice
 
     def of(self, kind: str, stage: int) -> float:
-        """Returns the time of one action of ``kind`` on ``stage``."""
+        """Returns the time of one action, from its kind and its stage."""
         if kind == "B" and self.backward is None:
-            return _of_stage(self.input_grad, stage) + _of_stage(self.weight_grad, stage)
+            return _figure_of_stage(self.input_grad, stage) + _figure_of_stage(
+                self.weight_grad, stage
+            )
         values = {
             "F": self.forward,
             "I": self.input_grad,
@@ -192,14 +205,14 @@ class Costs:
             "B": self.backward,
         }
         value = values[kind]
-        return 0 if value is None else _of_stage(value, stage)
+        return 0 if value is None else _figure_of_stage(value, stage)
 
     def comm_of(self, stage: int) -> float:
-        """Returns the latency of the values that leave ``stage``, and of their gradients."""
-        return _of_stage(self.comm, stage)
+        """Returns the latency of the values that leave a stage, and of their gradients."""
+        return _figure_of_stage(self.comm, stage)
 
     def of_fused(self, unit: Fused) -> float:
-        """Returns the time of a fused unit."""
+        """Returns the time of a fused unit, in which exchanges may be hidden."""
         times = [self.of(action.kind, action.stage) for action in unit.actions]
         if sorted(action.kind for action in unit.actions) != ["B", "F"]:
             return sum(times)
@@ -208,30 +221,37 @@ class Costs:
         stages = {action.stage for action in unit.actions}
         if len(stages) == 1:
             return sum(times)
-        return max(sum(times) - sum(_of_stage(self.exchange, stage) for stage in stages), *times)
+        return max(
+            sum(times) - sum(_figure_of_stage(self.exchange, stage) for stage in stages), *times
+        )
 
     def exchange_in(self, item: Item) -> float:
-        """Returns the part of an action or of a fused unit in which its rank only waits."""
-        each = [(self.of(one.kind, one.stage), self._exchange_of(one)) for one in parts(item)]
-        waits, computing = sum(wait for _, wait in each), sum(time - wait for time, wait in each)
-        whole = self.of_fused(item) if isinstance(item, Fused) else each[0][0]
-        return min(max(whole - computing, 0), waits, whole) if waits else 0
+        """Returns the time of an action or a fused unit in which its rank waits for an exchange."""
+        actions = parts(item)
+        waits = [self._exchange_of(action) for action in actions]
+        if not any(waits):
+            return 0
+        times = [self.of(action.kind, action.stage) for action in actions]
+        whole = self.of_fused(item) if isinstance(item, Fused) else times[0]
+        computing = sum(time - wait for time, wait in zip(times, waits))
+        return min(max(whole - computing, 0), sum(waits), whole)
 
     def _exchange_of(self, action: Action) -> float:
-        return 0 if action.kind == "W" else _of_stage(self.exchange, action.stage)
+        """Returns the time of an action, run alone, in which its rank waits for an exchange."""
+        return 0 if action.kind == "W" else _figure_of_stage(self.exchange, action.stage)
 
     def bytes_of(self, action: Action) -> float:
-        """Returns the activation bytes that a forward of the action's stage holds."""
-        return 0 if self.bytes is None else _of_stage(self.bytes, action.stage)
+        """Returns the bytes of activations that a forward of the action's stage holds."""
+        return 0 if self.bytes is None else _figure_of_stage(self.bytes, action.stage)
 
 
-def _of_stage(value: PerStage, stage: int) -> float:
+def _figure_of_stage(value: PerStage, stage: int) -> float:
+    """Returns the figure of one stage, from one for all stages or one for each."""
     return value[stage] if isinstance(value, tuple) else value
 
 
-def _check(name: str, figure: object, *, optional: bool) -> None:
-    if figure is None and optional:
-        return
+def _require_figure(name: str, figure: object) -> None:
+    """Refuses anything but a number of 0..MOST."""
     number = isinstance(figure, (int, float)) and not isinstance(figure, bool)
     if not number or not 0 <= figure <= MOST:  # type: ignore[operator]
         raise ConfigError(

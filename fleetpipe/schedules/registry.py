@@ -1,4 +1,4 @@
-"""Schedules by name: the families, and users' own; built, and verified at once."""
+"""Builds schedules by name: those of the families, and users' own, which it registers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleetpipe.schedules.check import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
 from fleetpipe.schedules.placement import SHAPES, Edge, Placement
-from fleetpipe.schedules.rows import ScheduleRows, names_of
+from fleetpipe.schedules.rows import ScheduleRows, option_names_of
 
 #: Names of earlier versions, and what to do without each.
 _REMOVED = {
@@ -25,36 +25,52 @@ _INTERLEAVED = "Interleaved1F1B"
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names that :func:`build` knows, without aliases."""
+    """Returns the names of all schedules that :func:`build` builds, without aliases."""
     return tuple(table.FAMILIES)
 
 
 def canonical_name(name: str) -> str:
-    """Returns the name in the table for ``name``, whose case, ``-``, ``_`` and spaces do not count.
+    """Returns the name of a schedule as :func:`names` spells it.
 
-    A leading "Schedule", as in torch's ``Schedule1F1B``, does not count either.
+    Args:
+        name: The name or an alias. Case, ``-``, ``_`` and spaces do not count, and neither does a
+            leading "Schedule", as in torch's ``Schedule1F1B``.
 
     Raises:
         ConfigError: No such schedule; the message names the nearest ones.
     """
-    names_by_spelling = {_plain(spelling): canonical for spelling, canonical in _spellings()}
-    plain = _plain(name)
+    names_by_spelling = {
+        _normalize(spelling): canonical for spelling, canonical in _names_and_aliases()
+    }
+    normalized = _normalize(name)
     try:
-        return names_by_spelling.get(plain) or names_by_spelling[plain.removeprefix("schedule")]
+        return (
+            names_by_spelling.get(normalized)
+            or names_by_spelling[normalized.removeprefix("schedule")]
+        )
     except KeyError:
         raise ConfigError(
             f"there is no schedule {name!r}",
-            fix=_REMOVED.get(plain) or nearest(name, [spelling for spelling, _ in _spellings()]),
+            fix=_REMOVED.get(normalized)
+            or nearest(name, [spelling for spelling, _ in _names_and_aliases()]),
         ) from None
 
 
 def default_chunks(name: str) -> int:
-    """Returns the default number of chunks on a rank, by canonical name."""
+    """Returns the number of chunks on a rank that a schedule has by default.
+
+    Args:
+        name: The schedule's canonical name.
+    """
     return table.FAMILIES[name].chunks
 
 
 def default_slices(name: str) -> int:
-    """Returns the default number of slices of a micro-batch, by canonical name."""
+    """Returns the number of slices that a schedule cuts each micro-batch into by default.
+
+    Args:
+        name: The schedule's canonical name.
+    """
     return int(table.slices_of(name, {}))
 
 
@@ -105,9 +121,9 @@ def register(
             fix='register("my-schedule", rows), where rows is a function',
         )
     replaced = name in table.FAMILIES and table.FAMILIES[name].registered
-    wanted = {_plain(spelling) for spelling in (name, *aliases)}
-    for spelling, other in _spellings():
-        if _plain(spelling) in wanted and not (replaced and other == name):
+    wanted = {_normalize(spelling) for spelling in (name, *aliases)}
+    for spelling, other in _names_and_aliases():
+        if _normalize(spelling) in wanted and not (replaced and other == name):
             raise ConfigError(
                 f"there is a schedule {spelling!r} already",
                 got=f"register({name!r}, ..)",
@@ -123,12 +139,12 @@ def register(
 
 
 def _with_verification(name: str, rows: table.Rows) -> table.Rows:
-    """Returns a function that verifies the rows that ``rows`` returns."""
+    """Returns the function ``rows`` of a user's schedule with a check of the rows it returns."""
 
     @functools.wraps(rows)
     def verify_rows(placement: Placement, micro_batches: int, **options: object) -> Any:
-        made = tuple(map(tuple, rows(placement, micro_batches, **options)))
-        for rank, row in enumerate(made):
+        returned_rows = tuple(map(tuple, rows(placement, micro_batches, **options)))
+        for rank, row in enumerate(returned_rows):
             for entry in row:
                 if not isinstance(entry, (Action, Fused)):
                     raise ScheduleError(
@@ -139,10 +155,10 @@ def _with_verification(name: str, rows: table.Rows) -> table.Rows:
                         fix="let the function return rows of Action and Fused values",
                     )
         try:
-            verify(ScheduleRows(name, placement, micro_batches, made))
+            verify(ScheduleRows(name, placement, micro_batches, returned_rows))
         except ScheduleError as error:
             raise ScheduleError(f"{name} made no valid schedule: {error}") from error
-        return made
+        return returned_rows
 
     return verify_rows
 
@@ -156,7 +172,7 @@ def build(
     head: bool = False,
     **options: Any,
 ) -> Schedule:
-    """Builds a schedule by name.
+    """Builds a schedule by name. Verifies nothing but the rows of a user's schedule.
 
     Args:
         name: One of :func:`names`, or an alias. Case, ``-``, ``_`` and spaces do not count.
@@ -184,7 +200,7 @@ def build(
         table.schedule_rows(canonical, ranks, micro_batches, chunks, options, head)
     )
     if schedule.name == _INTERLEAVED and options.get("groups") is not None:
-        refuse_groups(schedule, options["groups"])
+        require_groups_without_deadlock(schedule, options["groups"])
     return schedule
 
 
@@ -217,24 +233,30 @@ def rebuild(schedule: Schedule, micro_batches: int) -> Schedule:
 
 
 def option_names() -> frozenset[str]:
-    """Returns the names of all options of all schedules, registered ones included."""
+    """Returns the names of the options of all schedules together, users' own included."""
     families = table.FAMILIES.values()
-    return frozenset(name for family in families for name in names_of(family.rows))
+    return frozenset(name for family in families for name in option_names_of(family.rows))
 
 
-def _spellings() -> Iterator[tuple[str, str]]:
-    """Yields every name and alias, each with the canonical name."""
+def _names_and_aliases() -> Iterator[tuple[str, str]]:
+    """Yields each name and each alias of all schedules, with the canonical name."""
     for name, family in table.FAMILIES.items():
         for spelling in (name, *family.aliases):
             yield spelling, name
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
+    """Returns a name in small letters, without ``-``, ``_`` and spaces."""
     return re.sub(r"[-_\s]", "", name).lower()
 
 
-def refuse_groups(schedule: ScheduleRows, groups: Iterable[object]) -> None:
-    """Raises the ConfigError of groups with which an interleaved schedule deadlocks."""
+def require_groups_without_deadlock(schedule: ScheduleRows, groups: Iterable[object]) -> None:
+    """Refuses groups of micro-batches with which an interleaved schedule deadlocks.
+
+    Args:
+        schedule: The schedule that was built with these groups.
+        groups: The sizes that the user gave.
+    """
     try:
         verify(schedule)
     except ScheduleError as error:
@@ -262,15 +284,15 @@ def build_verified(
     edges: Iterable[Edge] | None = None,
     head: bool = False,
 ) -> Schedule:
-    """Builds and verifies a schedule from options, each of which may be left out.
+    """Builds a schedule by name and verifies it, against a memory cap and the model's edges too.
 
     Args:
         name: As for :func:`build`.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
         chunks: Model parts of each rank, v; None for the schedule's own default.
-        options: Options of the schedule, as ``groups``, ``warmup_slack``, ``slices``; one that is
-            None is left out.
+        options: Options of the schedule, such as ``groups``, ``warmup_slack`` and ``slices``. None
+            as a value means the schedule's default.
         memory_cap: Most that a rank may hold: forwards of one stage and a whole micro-batch, or
             bytes where ``costs`` has bytes. A schedule that exceeds it is refused.
         costs: The memory of the stages; times do not matter here.

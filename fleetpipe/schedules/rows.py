@@ -1,7 +1,7 @@
 """Schedules and plans as plain values: options, and a row of actions or operations for each rank.
 
-Functions of other modules take them as arguments; ``Schedule`` and ``Plan`` in ``api.py`` add
-methods for users. While millions of their values are created, the cyclic garbage collector pauses.
+Functions of other modules take these values; ``Schedule`` and ``Plan`` in ``api.py`` add methods
+for users.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fleetpipe.errors import ConfigError, ScheduleError, require_whole
 from fleetpipe.schedules.action import Action, Fused, Item, Op, flatten
 from fleetpipe.schedules.placement import Edge, Placement
 
-#: Pairs of a name and a value, sorted by name.
+#: The options of a schedule: pairs of a name and a value, sorted by name.
 Options = tuple[tuple[str, Any], ...]
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the collector, if it is on, while many small values without cycles are created.
+    """Pauses the cyclic garbage collector while many small values without cycles are created.
 
     A full collection visits all live values, and happens each time their number has grown by a
     quarter: lowering 262,144 actions took 1.8 times as long with it.
@@ -40,12 +40,19 @@ def collector_paused() -> Iterator[None]:
 
 
 @cache
-def names_of(rows: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the names of a rows function's options, its parameters after placement and m."""
+def option_names_of(rows: Callable[..., object]) -> tuple[str, ...]:
+    """Returns the names of a schedule's options.
+
+    Args:
+        rows: The function that builds its rows. Its parameters after the placement and the number
+            of micro-batches are the options.
+    """
     return tuple(inspect.signature(rows).parameters)[2:]
 
 
-def non_defaults(name: str, rows: Callable[..., object], options: Mapping[str, object]) -> Options:
+def options_to_store(
+    name: str, rows: Callable[..., object], options: Mapping[str, object]
+) -> Options:
     """Returns the options to store with a schedule: those that differ from their defaults.
 
     Args:
@@ -58,13 +65,14 @@ def non_defaults(name: str, rows: Callable[..., object], options: Mapping[str, o
         ConfigError: A value that has no text form.
     """
     parameters = inspect.signature(rows).parameters
-    pairs = ((option, _value(name, option, value)) for option, value in options.items())
+    pairs = ((option, _storable_value(name, option, value)) for option, value in options.items())
     return tuple(sorted(pair for pair in pairs if pair[1] != parameters[pair[0]].default))
 
 
-def _value(name: str, option: str, value: object) -> Any:
+def _storable_value(name: str, option: str, value: object) -> Any:
+    """Returns the value of an option with tuples for lists; refuses one without a text form."""
     if isinstance(value, (list, tuple)):
-        return tuple(_value(name, option, item) for item in value)
+        return tuple(_storable_value(name, option, item) for item in value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ConfigError(
@@ -130,12 +138,12 @@ class ScheduleRows:
 
     @property
     def units(self) -> int:
-        """The number of micro-batches of a batch, or of slices of all micro-batches."""
+        """The number of units of a batch: of its micro-batches, or of all their slices."""
         return self.micro_batches * self.slices
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some weight gradients are computed apart from input gradients."""
+        """Whether the schedule splits backwards into I and W."""
         return any(action.kind == "I" for row in self.actions for action in flatten(row))
 
     def __repr__(self) -> str:
@@ -149,7 +157,7 @@ class ScheduleRows:
 
 @dataclass(frozen=True, repr=False)
 class PlanRows:
-    """A schedule lowered: each rank's row with sends, receives, releases and the step. Hashable.
+    """A plan: a schedule with sends, receives, releases and the step in its rows. Hashable.
 
     Args:
         name: Name of the schedule.
@@ -173,7 +181,7 @@ class PlanRows:
 
     @property
     def units(self) -> int:
-        """The same as :attr:`ScheduleRows.units`."""
+        """The number of units of a batch, as :attr:`ScheduleRows.units`."""
         return self.micro_batches * self.slices
 
     def __repr__(self) -> str:
@@ -185,7 +193,7 @@ class PlanRows:
 
 
 def computations(plan: PlanRows) -> ScheduleRows:
-    """Returns the computations of a plan alone."""
+    """Returns the schedule of a plan: its rows with nothing but actions and fused units."""
     rows = tuple(tuple([op for op in row if isinstance(op, (Action, Fused))]) for row in plan.ops)
     return ScheduleRows(
         plan.name,
@@ -199,5 +207,5 @@ def computations(plan: PlanRows) -> ScheduleRows:
 
 
 def in_slices(slices: int) -> str:
-    """Returns the words that follow a number of micro-batches in messages."""
+    """Returns `` of 4 slices``, to follow a number of micro-batches in a message; empty for 1."""
     return f" of {slices} slices" if slices > 1 else ""

@@ -23,8 +23,8 @@ from fleetpipe.schedules.registry import build_verified
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.simulation import Timeline
 
-#: More digits than any number of a schedule has.
-_NO_COUNT = re.compile(r"\d{19,}")
+#: A number with more digits than any number of a schedule has.
+_TOO_MANY_DIGITS = re.compile(r"\d{19,}")
 _TOKEN = re.compile(r"[FBIW](\d+)\.\d+")
 
 #: The largest schedules that are built here: some seconds of work. ``build`` itself has no limit.
@@ -53,7 +53,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--groups",
-        type=_sizes,
+        type=_list_of_sizes,
         metavar="G,G,..",
         help="of Interleaved1F1B: micro-batches that pass a chunk before the next one begins;"
         " of kFkB: forwards, and then backwards, in a row",
@@ -136,7 +136,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plot-window",
-        type=_window,
+        type=_span_of_times,
         metavar="FROM:TO",
         help="draw what runs between two times: a part of a large schedule",
     )
@@ -153,7 +153,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run_schedule(arguments: argparse.Namespace) -> int:
     """Builds, verifies, simulates and prints a schedule; returns the exit code."""
-    costs = _costs(arguments)
+    costs = _costs_from_arguments(arguments)
     _check_size(arguments)
     schedule = build_verified(
         arguments.name,
@@ -184,7 +184,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 
 
 def _check_size(arguments: argparse.Namespace) -> None:
-    """Refuses sizes that would take minutes to compute."""
+    """Refuses a schedule that would take minutes to build."""
     name = registry.canonical_name(arguments.name)
     chunks = arguments.chunks or registry.default_chunks(name)
     slices = arguments.slices or registry.default_slices(name)
@@ -200,7 +200,7 @@ def _check_size(arguments: argparse.Namespace) -> None:
 
 
 def as_json(timeline: Timeline) -> dict[str, object]:
-    """Returns the figures and actions of a timeline for ``--format json``."""
+    """Returns the figures and the actions of a timeline, as ``--format json`` prints them."""
     schedule = timeline.schedule
     figures: dict[str, object] = {
         "name": schedule.name,
@@ -238,11 +238,11 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Verifies a file and prints what it holds; returns the exit code."""
+    """Verifies the schedule or plan in a file and prints what it is; returns the exit code."""
     with using("FILE", arguments.file, "a schedule or plan, or - for standard input"):
         from_input = arguments.file == "-"
         text = sys.stdin.read() if from_input else Path(arguments.file).read_text(encoding="utf-8")
-    value = _read(text, arguments.micro_batches, arguments.placement)
+    value = _read_schedule_or_plan(text, arguments.micro_batches, arguments.placement)
     value.verify()
     kind, rows = ("plan", value.ops) if isinstance(value, Plan) else ("schedule", value.actions)
     _print(
@@ -254,7 +254,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
+def _read_schedule_or_plan(
+    text: str, micro_batches: int | None, placement: str | None
+) -> Schedule | Plan:
     """Reads a schedule or plan in its text form, or the schedule in a file of `fleetpipe plan`."""
     if text.lstrip().startswith("{"):
         fix = (
@@ -262,7 +264,7 @@ def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedu
         )
         source = Source("FILE: this is JSON, and no plan of `fleetpipe plan`", ConfigError, fix)
         text = parse(text, source)["schedule"].text()
-    digits = _NO_COUNT.search(text)
+    digits = _TOO_MANY_DIGITS.search(text)
     if digits:
         raise ConfigError(
             "FILE: a number has too many digits",
@@ -270,12 +272,18 @@ def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedu
             got=f"{digits[0][:20]} ..",
             fix="give a schedule or plan whose numbers count ranks, stages and micro-batches",
         )
-    text = _with_header(text, micro_batches, placement)
+    text = _complete_header(text, micro_batches, placement)
     return Plan.parse(text) if text.startswith("# fleetpipe-plan") else Schedule.parse(text)
 
 
-def _with_header(text: str, micro_batches: int | None, placement: str | None) -> str:
-    """Returns ``text`` with its header completed from the options."""
+def _complete_header(text: str, micro_batches: int | None, placement: str | None) -> str:
+    """Returns a text form with the header that the options ask for.
+
+    Args:
+        text: The text of a schedule or plan; a schedule may lack its header.
+        micro_batches: Micro-batches of a batch, in place of the header's; None to keep those.
+        placement: The name of the placement, in place of the header's; None to keep that.
+    """
     header, line_break, rows = text.partition("\n")
     if not header.startswith("#"):
         if micro_batches is None:
@@ -293,8 +301,8 @@ def _with_header(text: str, micro_batches: int | None, placement: str | None) ->
     return header + line_break + rows
 
 
-def _costs(arguments: argparse.Namespace) -> Costs:
-    """Returns the costs of the given file, or the default ones, changed by the options."""
+def _costs_from_arguments(arguments: argparse.Namespace) -> Costs:
+    """Returns the costs in the file of ``--costs``, or the default ones, changed by options."""
     costs = Costs()
     if arguments.costs is not None:
         with using("--costs", arguments.costs, "a JSON file with costs per stage"):
@@ -320,14 +328,16 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     return dataclasses.replace(costs, **changes)
 
 
-def _sizes(text: str) -> list[int]:
+def _list_of_sizes(text: str) -> list[int]:
+    """Reads the argument of ``--groups``: numbers with commas between them."""
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid list of numbers: {text!r}; say 6,4") from None
 
 
-def _window(text: str) -> tuple[float, float]:
+def _span_of_times(text: str) -> tuple[float, float]:
+    """Reads the argument of ``--plot-window``: two times with a colon between them."""
     begin, _, end = text.partition(":")
     try:
         return float(begin), float(end)

@@ -82,7 +82,8 @@ def forward_rows(placement: Placement, micro_batches: int) -> list[list[Action]]
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
         row = [Action("F", stage, k) for stage in stages for k in range(micro_batches)]
-        rows.append(sorted(row, key=lambda one: (one.stage + one.micro_batch, -one.stage)))
+        row.sort(key=lambda action: (action.stage + action.micro_batch, -action.stage))
+        rows.append(row)
     return rows
 
 
@@ -107,7 +108,8 @@ def one_f_one_b(placement: Placement, micro_batches: int) -> list[list[Action]]:
     Bubble (p-1)(F+B); rank r holds the activations of min(m, p-r) micro-batches.
     """
     return [
-        _row(stage, placement.ranks - 1 - stage, micro_batches) for stage in range(placement.ranks)
+        _one_f_one_b_row(stage, placement.ranks - 1 - stage, micro_batches)
+        for stage in range(placement.ranks)
     ]
 
 
@@ -118,12 +120,13 @@ def eager_one_f_one_b(placement: Placement, micro_batches: int) -> list[list[Act
     holds the activations of min(m, 2(p-r)-1) micro-batches.
     """
     return [
-        _row(stage, 2 * (placement.ranks - 1 - stage), micro_batches)
+        _one_f_one_b_row(stage, 2 * (placement.ranks - 1 - stage), micro_batches)
         for stage in range(placement.ranks)
     ]
 
 
-def _row(stage: int, warm_up: int, micro_batches: int) -> list[Action]:
+def _one_f_one_b_row(stage: int, warm_up: int, micro_batches: int) -> list[Action]:
+    """Returns the row of the rank of a stage: ``warm_up`` forwards, then F and B in turn."""
     forwards = [Action("F", stage, k) for k in range(micro_batches)]
     backwards = [Action("B", stage, k) for k in range(micro_batches)]
     warm_up = min(warm_up, micro_batches)
@@ -152,14 +155,21 @@ def k_f_k_b(
     Raises:
         ConfigError: Not a list of sizes, or more groups than micro-batches can fill.
     """
-    bounds = _bounds(groups, micro_batches)
+    bounds = _bounds_of_groups(groups, micro_batches)
     return [
-        _row_by_groups(stage, placement.ranks - 1 - stage, bounds)
-        for stage in range(placement.ranks)
+        _k_f_k_b_row(stage, placement.ranks - 1 - stage, bounds) for stage in range(placement.ranks)
     ]
 
 
-def _row_by_groups(stage: int, warm_up: int, bounds: Sequence[tuple[int, int]]) -> list[Action]:
+def _k_f_k_b_row(stage: int, warm_up: int, bounds: Sequence[tuple[int, int]]) -> list[Action]:
+    """Returns the row of the rank of a stage, by groups of micro-batches.
+
+    Args:
+        stage: The stage.
+        warm_up: The number of groups of forwards before the first group of forwards and backwards
+            in turn.
+        bounds: The result of :func:`_bounds_of_groups`.
+    """
     row: list[Action] = []
     for index in range(len(bounds) + warm_up):
         if index < len(bounds):
@@ -169,8 +179,13 @@ def _row_by_groups(stage: int, warm_up: int, bounds: Sequence[tuple[int, int]]) 
     return row
 
 
-def _bounds(groups: Sequence[int], micro_batches: int) -> list[tuple[int, int]]:
-    """Returns for each group its first micro-batch and the one after its last."""
+def _bounds_of_groups(groups: Sequence[int], micro_batches: int) -> list[tuple[int, int]]:
+    """Returns for each group its first micro-batch and the one after its last.
+
+    Args:
+        groups: Sizes of the groups; the last one is repeated until all micro-batches are in groups.
+        micro_batches: Micro-batches of a batch, m.
+    """
     if not isinstance(groups, (list, tuple)) or not groups:
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[2]")
     groups = [require_whole("groups", size) for size in groups]
@@ -254,11 +269,19 @@ def interleaved_one_f_one_b(
         sizes = _check_groups(groups, micro_batches)
     slacks = [warmup_slack * (placement.ranks - 1 - rank) for rank in range(placement.ranks)]
     return [
-        _row_of_chunks(placement.stages_of(rank), sizes, slack) for rank, slack in enumerate(slacks)
+        _interleaved_row(placement.stages_of(rank), sizes, slack)
+        for rank, slack in enumerate(slacks)
     ]
 
 
-def _row_of_chunks(stages: Sequence[int], groups: Sequence[int], slack: int) -> list[Action]:
+def _interleaved_row(stages: Sequence[int], groups: Sequence[int], slack: int) -> list[Action]:
+    """Returns the row of a rank with several stages.
+
+    Args:
+        stages: The rank's stages, ascending.
+        groups: Sizes of the groups of micro-batches.
+        slack: Forwards of the warm-up, beside those that lead the first group to the last chunk.
+    """
     forwards = in_groups("F", stages, groups)
     backwards = in_groups("B", stages[::-1], groups)
     warm_up = min(slack + (len(stages) - 1) * groups[0], len(forwards))
@@ -270,7 +293,15 @@ def _row_of_chunks(stages: Sequence[int], groups: Sequence[int], slack: int) -> 
 
 
 def in_groups(kind: str, stages: Sequence[int], groups: Sequence[int]) -> list[Action]:
-    """Returns the actions of a rank's stages: one group through each stage, then the next group."""
+    """Returns the actions of a kind on a rank's stages, group by group of micro-batches.
+
+    The first group runs on the first of ``stages``, on the second, and so on; then the next group.
+
+    Args:
+        kind: "F", "B", "I" or "W".
+        stages: The rank's stages, in the order in which a group passes them.
+        groups: Sizes of the groups.
+    """
     row: list[Action] = []
     first = 0
     for size in groups:
@@ -280,9 +311,10 @@ def in_groups(kind: str, stages: Sequence[int], groups: Sequence[int]) -> list[A
 
 
 def balanced_groups(ranks: int, micro_batches: int) -> list[int]:
-    """Returns the sizes of groups of at least ``ranks`` micro-batches, as equal as can be.
+    """Returns the sizes of groups that micro-batches are divided into, which differ by at most 1.
 
-    No group is larger than the first, since the warm-up fits that one. Equal sizes hold the fewest
+    A group has at least as many micro-batches as there are ranks, if there are that many. Larger
+    groups come first, since the warm-up fits the first one. Equal sizes hold the fewest
     activations.
     """
     count = max(1, micro_batches // ranks)
@@ -291,7 +323,7 @@ def balanced_groups(ranks: int, micro_batches: int) -> list[int]:
 
 
 def _check_groups(groups: Sequence[int], micro_batches: int) -> list[int]:
-    """Returns ``groups`` as a list, after checking that they sum to a batch."""
+    """Returns a user's sizes of groups as a list; refuses sizes that do not sum to a batch."""
     if not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
     groups = [require_whole("groups", size) for size in groups]

@@ -1,9 +1,9 @@
-"""The options of each family's schedule that a planner tries."""
+"""The options of each family of schedules that the planner tries."""
 
 from __future__ import annotations
 
 from fleetpipe.schedules.families.table import FAMILIES
-from fleetpipe.schedules.rows import names_of
+from fleetpipe.schedules.rows import option_names_of
 
 
 def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, object]]:
@@ -12,20 +12,20 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
     Args:
         name: A key of the families' table, of a family that does not cut sequences into slices.
         micro_batches: Micro-batches of a batch, m.
-        hidden: The latency divided by the time of a forward and a backward. Groups of k in kFkB
-            hide it if k - 1 is at least twice that; larger groups only take memory.
+        hidden: The latency to hide, divided by the time of a forward and a backward. Groups of k in
+            kFkB hide it if k - 1 is at least twice that; larger groups only take memory.
     """
-    options = names_of(FAMILIES[name].rows)
+    options = option_names_of(FAMILIES[name].rows)
     if "warmup_slack" in options:
         return [{"warmup_slack": 1}, {"warmup_slack": 2}]
     if name == "kFkB":
         most = max(2, 1 + min(micro_batches, -int(-2 * hidden // 1)))
-        return [{"groups": [size]} for size in counts(min(most, max(2, micro_batches)))]
+        return [{"groups": [size]} for size in _numbers_to_try(min(most, max(2, micro_batches)))]
     return [{}]
 
 
-def counts(most: int) -> list[int]:
-    """Returns the values of an option that a planner tries: 2, 3, 4, 6, 8, .. and ``most``."""
+def _numbers_to_try(most: int) -> list[int]:
+    """Returns 2, 3, 4, 6, 8, 12, .. up to ``most``, and ``most`` itself, ascending."""
     numbers = {most}
     for power in range(most.bit_length()):
         numbers |= {2 << power, 3 << power}

@@ -43,40 +43,47 @@ def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
         placement: A wave of p ranks with 2w chunks each.
         micro_batches: Micro-batches of a batch, m.
     """
-    waves = _Waves(placement, micro_batches)
-    waves.run()
-    return waves.rows
+    simulation = _HanayoSimulation(placement, micro_batches)
+    simulation.run()
+    return simulation.rows
 
 
-class _Waves:
-    """The state of all ranks at one time: the actions that each could run, and the running ones.
+class _HanayoSimulation:
+    """Simulates all ranks with nominal times; each runs the best of its ready actions.
 
-    An action is a number; a rank runs the smallest first: backwards come first, then the oldest
-    micro-batch, and within it the deepest stage.
+    An action is a number, and a rank runs the smallest first: with S stages and m micro-batches,
+    the backward of stage s and micro-batch k is k * S + (S-1-s), and the forward m * S more. So
+    backwards come first, then the oldest micro-batch, and within it the deepest stage.
+
+    Attributes:
+        forwards: The number of the first forward, m * S.
+        owners: The rank of each stage, from the last stage to the first.
+        order: For each rank the actions that it has begun, in order.
+        ready: For each rank the actions whose inputs are there, as a heap.
+        running: The time at which an action ends, its rank and its number, as a heap.
+        free: For each rank whether it runs nothing.
+        woken: Ranks that may begin an action, since they became free or an action became ready.
     """
 
     def __init__(self, placement: Placement, micro_batches: int) -> None:
         self.stages = placement.stages
-        #: The number of the first forward.
         self.forwards = self.stages * micro_batches
         self.owners = [placement.rank_of(stage) for stage in reversed(range(self.stages))]
         self.order: list[list[int]] = [[] for _ in range(placement.ranks)]
         self.ready: list[list[int]] = [[] for _ in self.order]
-        #: End, rank and action.
         self.running: list[tuple[int, int, int]] = []
         self.free = [True] * placement.ranks
-        #: Ranks that may begin an action, since they became free or an action became ready.
         self.woken: set[int] = set()
         for micro_batch in range(micro_batches):
-            self._add(self.forwards + micro_batch * self.stages + self.stages - 1)
+            self._add_ready(self.forwards + micro_batch * self.stages + self.stages - 1)
 
     @property
     def rows(self) -> list[list[Action]]:
-        """The actions that each rank has run."""
-        return [list(map(self._action, row)) for row in self.order]
+        """The row of each rank."""
+        return [[self._decode(number) for number in row] for row in self.order]
 
     def run(self) -> None:
-        """Lets each free rank run its first possible action, until nothing is left."""
+        """Runs all actions: each free rank begins the first of its ready actions."""
         now = 0
         while self.woken:
             for rank in self.woken:
@@ -88,33 +95,35 @@ class _Waves:
                 _, rank, number = heappop(self.running)
                 self.free[rank] = True
                 self.woken.add(rank)
-                self._follow(number)
+                self._release_successor(number)
 
     def _begin(self, rank: int, number: int, now: int) -> None:
-        """Records that a rank runs an action from now on."""
+        """Lets a rank begin the action ``number`` at time ``now``."""
         self.order[rank].append(number)
         self.free[rank] = False
         time = _FORWARD if number >= self.forwards else _BACKWARD
         heappush(self.running, (now + time, rank, number))
 
-    def _follow(self, number: int) -> None:
-        """Adds the action that waited for action ``number`` to those that are ready."""
-        above = number % self.stages
+    def _release_successor(self, number: int) -> None:
+        """Adds the one action that waits for action ``number``, if any, to those that are ready."""
+        distance = number % self.stages
         if number < self.forwards:
-            if above < self.stages - 1:
-                self._add(number + 1)
+            if distance < self.stages - 1:
+                self._add_ready(number + 1)
         else:
-            self._add(number - 1 if above > 0 else number - self.forwards)
+            self._add_ready(number - 1 if distance > 0 else number - self.forwards)
 
-    def _add(self, number: int) -> None:
+    def _add_ready(self, number: int) -> None:
+        """Adds an action to those that its rank can run, and wakes the rank."""
         rank = self.owners[number % self.stages]
         heappush(self.ready[rank], number)
         self.woken.add(rank)
 
-    def _action(self, number: int) -> Action:
+    def _decode(self, number: int) -> Action:
+        """Returns the action that a number stands for."""
         kind, rest = divmod(number, self.forwards)
-        micro_batch, above = divmod(rest, self.stages)
-        return Action("BF"[kind], self.stages - 1 - above, micro_batch)
+        micro_batch, distance = divmod(rest, self.stages)
+        return Action("BF"[kind], self.stages - 1 - distance, micro_batch)
 
 
 def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
@@ -128,14 +137,21 @@ def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
     filled = max(micro_batches, 2 * placement.ranks)
     rows = []
     for rank in range(placement.ranks):
-        writer = _Writer(placement.stages_of(rank))
-        _write(writer, rank, placement.ranks, filled)
-        rows.append(_trim(writer.row, micro_batches) if filled > micro_batches else writer.row)
+        writer = _RowWriter(placement.stages_of(rank))
+        _write_row(writer, rank, placement.ranks, filled)
+        rows.append(_trim_row(writer.row, micro_batches) if filled > micro_batches else writer.row)
     return rows
 
 
-def _write(writer: _Writer, rank: int, ranks: int, micro_batches: int) -> None:
-    """Writes the row of a rank; the eight parts are those of the published schedule."""
+def _write_row(writer: _RowWriter, rank: int, ranks: int, micro_batches: int) -> None:
+    """Adds all actions of a rank's row to ``writer``, in the eight steps of the published schedule.
+
+    Args:
+        writer: The writer of the rank's row.
+        rank: The rank.
+        ranks: Ranks of the pipeline, p.
+        micro_batches: Micro-batches of a batch, at least 2p.
+    """
     after = ranks - 1 - rank
     for _ in range(2 * after):
         writer.add("F0")
@@ -162,8 +178,12 @@ def _write(writer: _Writer, rank: int, ranks: int, micro_batches: int) -> None:
         writer.add("W")
 
 
-class _Writer:
-    """Builds a row from tokens of a kind and a chunk, each chunk's micro-batches ascending."""
+class _RowWriter:
+    """Writes a rank's row from tokens: a kind and a chunk such as ``F0``, or ``W`` alone.
+
+    Each token is the next micro-batch of its kind and chunk. ``B1`` and ``I1`` count together.
+    ``W`` is the weight gradient of the oldest I that has none.
+    """
 
     def __init__(self, stages: Sequence[int]) -> None:
         self.row: list[Item] = []
@@ -172,15 +192,15 @@ class _Writer:
         self.weights: deque[Action] = deque()
 
     def add(self, *tokens: str) -> None:
-        """Adds actions one by one."""
-        self.row += map(self._action, tokens)
+        """Adds the actions of some tokens, one after another."""
+        self.row += map(self._next_action, tokens)
 
     def fuse(self, *tokens: str) -> None:
-        """Adds actions as one unit."""
-        self.row.append(Fused(tuple(map(self._action, tokens))))
+        """Adds the actions of some tokens as one fused unit."""
+        self.row.append(Fused(tuple(map(self._next_action, tokens))))
 
-    def _action(self, token: str) -> Action:
-        """Returns the next action of ``F0``, ``B1`` or ``I1``; ``W`` is the oldest pending one."""
+    def _next_action(self, token: str) -> Action:
+        """Returns the action that a token stands for now."""
         if token == "W":
             return self.weights.popleft()
         kind, chunk = token[0], int(token[1])
@@ -192,11 +212,14 @@ class _Writer:
         return action
 
 
-def _trim(row: Sequence[Item], micro_batches: int) -> list[Item]:
-    """Returns ``row`` without the micro-batches from ``micro_batches`` on."""
-    kept: list[Item] = []
+def _trim_row(row: Sequence[Item], micro_batches: int) -> list[Item]:
+    """Returns a row without the actions of micro-batch ``micro_batches`` and later ones.
+
+    An action whose partner in a fused unit is dropped stands alone.
+    """
+    shortened: list[Item] = []
     for item in row:
-        left = tuple(action for action in parts(item) if action.micro_batch < micro_batches)
-        if left:
-            kept.append(left[0] if len(left) == 1 else Fused(left))
-    return kept
+        actions = tuple(action for action in parts(item) if action.micro_batch < micro_batches)
+        if actions:
+            shortened.append(actions[0] if len(actions) == 1 else Fused(actions))
+    return shortened

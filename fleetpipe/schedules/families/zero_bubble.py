@@ -52,10 +52,11 @@ from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.families.one_f_one_b import balanced_groups, in_groups
 from fleetpipe.schedules.placement import Placement
 
-#: Time from a micro-batch to the next in the repeated block: F, I and W of two chunks.
+#: The time from the block of a micro-batch to that of the next one: F, I and W of two chunks.
 _PERIOD = 6
 
-#: The times in the block of a rank's F of the first and second chunk, I of the second and first.
+#: The block of a rank: when, for micro-batch 0, it begins F of its first and of its second chunk,
+#: I of the second and I of the first.
 _Block = tuple[int, int, int, int]
 
 
@@ -73,7 +74,7 @@ def zb_h1(placement: Placement, micro_batches: int) -> list[list[Action]]:
         placement: A loop of p ranks with v chunks each.
         micro_batches: Micro-batches of a batch, m.
     """
-    return _rows(placement, micro_batches, 1)
+    return _zb_rows(placement, micro_batches, 1)
 
 
 def zb_h2(placement: Placement, micro_batches: int) -> list[list[Action]]:
@@ -87,20 +88,35 @@ def zb_h2(placement: Placement, micro_batches: int) -> list[list[Action]]:
         placement: A loop of p ranks with one chunk each.
         micro_batches: Micro-batches of a batch, m.
     """
-    return _rows(placement, micro_batches, 2)
+    return _zb_rows(placement, micro_batches, 2)
 
 
-def _rows(placement: Placement, micro_batches: int, k: int) -> list[list[Action]]:
+def _zb_rows(placement: Placement, micro_batches: int, slack_per_rank: int) -> list[list[Action]]:
+    """Returns the rows of ZB-H1 (a slack of 1) or ZB-H2 (a slack of 2).
+
+    Args:
+        placement: A loop.
+        micro_batches: Micro-batches of a batch, m.
+        slack_per_rank: Forwards of a rank's warm-up for each rank after it, and input gradients by
+            which its W are late for each rank before it.
+    """
     groups = balanced_groups(placement.ranks, micro_batches)
     rows = []
     for rank in range(placement.ranks):
-        slack = k * (placement.ranks - 1 - rank)
-        rows.append(_row(placement.stages_of(rank), groups, slack, lag=k * rank))
+        slack = slack_per_rank * (placement.ranks - 1 - rank)
+        rows.append(_zb_row(placement.stages_of(rank), groups, slack, lag=slack_per_rank * rank))
     return rows
 
 
-def _row(stages: Sequence[int], groups: Sequence[int], slack: int, lag: int) -> list[Action]:
-    """Returns the row of a rank on which each W runs ``lag`` input gradients after its own."""
+def _zb_row(stages: Sequence[int], groups: Sequence[int], slack: int, lag: int) -> list[Action]:
+    """Returns the row of one rank.
+
+    Args:
+        stages: The rank's stages, ascending.
+        groups: Sizes of the groups in which micro-batches pass the stages.
+        slack: Forwards of the warm-up, beside those that lead the first group to the last chunk.
+        lag: Input gradients that run between an I and its W.
+    """
     forwards = in_groups("F", stages, groups)
     gradients = in_groups("I", stages[::-1], groups)
     weights = in_groups("W", stages[::-1], groups)
@@ -131,13 +147,16 @@ def zb_v(placement: Placement, micro_batches: int) -> list[list[Action]]:
             for kind in "FIW"
             for chunk, stage in enumerate(placement.stages_of(rank))
         }
-        row = [next(streams[token]) for token in _pattern(rank, ranks, filled)]
+        row = [next(streams[token]) for token in _zb_v_pattern(rank, ranks, filled)]
         rows.append([action for action in row if action[2] < micro_batches])
     return rows
 
 
-def _pattern(rank: int, ranks: int, micro_batches: int) -> list[str]:
-    """Returns a rank's order as kinds and chunks, each chunk's micro-batches ascending."""
+def _zb_v_pattern(rank: int, ranks: int, micro_batches: int) -> list[str]:
+    """Returns a rank's row as kinds and chunks such as ``F0``, without micro-batches.
+
+    Each is the next micro-batch of its kind and chunk. There are at least 2p-1 micro-batches.
+    """
     after = ranks - rank
     pattern = ["F0"] * (2 * after - 1)
     pattern += ["F1", "F0"] * rank
@@ -199,68 +218,87 @@ def v_min(placement: Placement, micro_batches: int) -> list[list[Action]]:
 def _rows_of_blocks(
     placement: Placement, micro_batches: int, blocks: Sequence[_Block], cap: int, swaps: bool
 ) -> list[list[Action]]:
-    """Returns the rows of a block that is repeated for each micro-batch, without its gaps.
+    """Returns the rows of blocks that are repeated for each micro-batch, without their gaps.
 
-    In time slots of one action each rank runs the next of its repeated block. If that has to wait,
-    it runs the one after it, if ``swaps`` allows that, or else its oldest W.
+    Time runs in slots of one action. In each slot a rank runs the next action of its repeated
+    block. If that has to wait, it runs the one after it, if ``swaps`` allows that, or its oldest W.
 
     This never deadlocks. Of all actions left, the one that comes first in the repeated blocks is
     first on its rank and has its inputs. If it is an F, there is room in memory as soon as all
     pending W are done: the block holds at most ``cap`` with any W later than its I, and a swap,
     which happens within ``cap``, does not change what is in flight at a later F.
+
+    Args:
+        placement: A vee.
+        micro_batches: Micro-batches of a batch, m.
+        blocks: The block of each rank.
+        cap: Most forwards of one chunk that a rank may hold.
+        swaps: Whether a rank may run the action after one that has to wait.
     """
     ranks = [
-        _Rank(placement.stages_of(rank), block, micro_batches, cap, swaps)
+        _RankInSlots(placement.stages_of(rank), block, micro_batches, cap, swaps)
         for rank, block in enumerate(blocks)
     ]
-    # Forwards and input gradients of each stage that are done; beyond the stages, all of them.
+    # By kind and stage, how many micro-batches are done. The item after the last stage, which is
+    # index -1 too, stands for the model's inputs and its loss: all of these are there.
     done = {kind: [0] * placement.stages + [micro_batches] for kind in "FI"}
-    left = list(ranks)
-    while left:
-        # All choose before any is noted: other ranks see an action in the next slot.
-        chosen = [(rank, rank.choose(done)) for rank in left]
+    unfinished = list(ranks)
+    while unfinished:
+        # All choose before any is recorded: other ranks see an action in the next slot.
+        chosen = [(rank, rank.choose(done)) for rank in unfinished]
         for rank, action in chosen:
             if action is not None:
-                rank.note(action)
+                rank.record(action)
                 if action[0] != "W":
                     done[action[0]][action[1]] += 1
-        left = [rank for rank in left if rank.ahead or rank.weights]
+        unfinished = [rank for rank in unfinished if rank.ahead or rank.weights]
     return [rank.row for rank in ranks]
 
 
-class _Rank:
-    """One rank on its way through the repeated block."""
+class _RankInSlots:
+    """One rank that runs its repeated block in slots of time.
+
+    Attributes:
+        ahead: The F and I of the repeated block that have not run, the next one last.
+        row: The actions that have run.
+        weights: The W whose I has run, the oldest first.
+        free: Forwards of one chunk that the rank may hold in addition.
+        indices: The indices in ``ahead`` of the actions that may run next.
+    """
 
     def __init__(
         self, stages: Sequence[int], block: _Block, micro_batches: int, cap: int, swaps: bool
     ) -> None:
         first, second = stages
         timed = [
-            (offset + _PERIOD * k, Action(kind, stage, k))
-            for offset, kind, stage in zip(block, "FFII", (first, second, second, first))
+            (start + _PERIOD * k, Action(kind, stage, k))
+            for start, kind, stage in zip(block, "FFII", (first, second, second, first))
             for k in range(micro_batches)
         ]
-        # Backwards, so that the next action is the last.
         self.ahead = [action for _, action in sorted(timed, reverse=True)]
         self.row: list[Action] = []
         self.weights: deque[Action] = deque()
         self.free = cap
-        self.looks = (-1, -2) if swaps else (-1,)
+        self.indices = (-1, -2) if swaps else (-1,)
 
     def choose(self, done: dict[str, list[int]]) -> Action | None:
-        """Removes and returns the action that the rank runs in this slot; None if it waits."""
-        for look in self.looks[: len(self.ahead)]:
-            kind, stage, micro_batch = self.ahead[look]
+        """Removes and returns the action that the rank runs in this slot; None if it waits.
+
+        Args:
+            done: By kind and stage, the number of micro-batches that are done.
+        """
+        for index in self.indices[: len(self.ahead)]:
+            kind, stage, micro_batch = self.ahead[index]
             if kind == "F":
                 ready = self.free > 0 and done["F"][stage - 1] > micro_batch
             else:
                 ready = done["F"][stage] > micro_batch and done["I"][stage + 1] > micro_batch
             if ready:
-                return self.ahead.pop(look)
+                return self.ahead.pop(index)
         return self.weights.popleft() if self.weights else None
 
-    def note(self, action: Action) -> None:
-        """Records that the rank ran ``action``."""
+    def record(self, action: Action) -> None:
+        """Adds an action to the rank's row, and counts what it holds from now on."""
         self.row.append(action)
         if action[0] == "F":
             self.free -= 1

@@ -11,7 +11,7 @@ from fleetpipe.schedules.action import Action, Item
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.simulation import Timeline
 
-#: The width where the output is no terminal.
+#: The number of characters in a line if the output is no terminal.
 _WIDTH_OF_A_FILE = 160
 
 #: The events of one rank: entry, start, end.
@@ -45,7 +45,7 @@ def render(timeline: Timeline, width: int | None = None) -> str:
     for style in drawing.styles(columns):
         if style.columns <= columns:
             rows = [drawing.wide_row(row, style) for row in drawing.rows()]
-            legend = f"time 1 = {_count(style.scale)}"
+            legend = f"time 1 = {_count_characters(style.scale)}"
             small = style.small
             break
     else:
@@ -79,10 +79,10 @@ def summary(timeline: Timeline) -> str:
 
 
 class _Style(NamedTuple):
-    """One way to write actions out.
+    """A way to draw actions with their micro-batches.
 
     Args:
-        scale: Characters for time 1.
+        scale: Characters for one unit of time.
         columns: Characters for the makespan.
         small: Whether small letters mark the second stage of a rank, in place of numbers.
         space: Characters after each action.
@@ -95,7 +95,15 @@ class _Style(NamedTuple):
 
 
 class _Drawing:
-    """Draws the rows of one timeline."""
+    """Draws the rows of one timeline.
+
+    Attributes:
+        makespan: The time from 0 to the end of the last action.
+        chunks: Chunks on each rank.
+        second: The stages that are drawn in small letters, if their letters are small at all.
+        shortest: The time of the shortest action.
+        slices: The number of characters in a row that show nearly everything in narrow rows.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         placement = timeline.schedule.placement
@@ -124,7 +132,11 @@ class _Drawing:
             yield zip(*row)
 
     def styles(self, columns: int) -> Iterator[_Style]:
-        """Yields the styles that fit the width, the widest first; none if no style fits."""
+        """Yields the styles, the widest first; none if even the narrowest could not fit.
+
+        Args:
+            columns: Characters that a row may have.
+        """
         # An action takes at least two characters; this check saves a look at each action.
         if 2 * self.makespan / self.shortest > columns + 1:
             return
@@ -133,6 +145,7 @@ class _Drawing:
             yield self._style(small=self.chunks == 2, space=0)
 
     def _style(self, small: bool, space: int) -> _Style:
+        """Returns the style whose scale is the smallest at which each action has room."""
         sizes = [
             (start, end, len(self.token(item, small)) + space)
             for row in self.rows()
@@ -146,7 +159,12 @@ class _Drawing:
         return _Style(scale, round(self.makespan * scale), small, space)
 
     def token(self, item: Item, small: bool) -> str:
-        """Returns the text for an action; its stage only if a rank has several."""
+        """Returns the text of an entry: ``F3``, or with several stages on a rank ``F4.3``.
+
+        Args:
+            item: The entry.
+            small: Whether the second stage of a rank is told by small letters, not by its number.
+        """
         if not isinstance(item, Action):
             return "(" + "|".join(self.token(part, small) for part in item.actions) + ")"
         if self.chunks == 1 or small:
@@ -154,10 +172,11 @@ class _Drawing:
         return str(item)
 
     def _letter(self, action: Action) -> str:
+        """Returns the kind of an action, in small letters for the second stage of a rank."""
         return action.kind.lower() if action.stage in self.second else action.kind
 
     def wide_row(self, row: _Row, style: _Style) -> str:
-        """Returns a rank's row with each token at the column of its time."""
+        """Draws a rank's row in one of :meth:`styles`."""
         cell = max(1, round(self.shortest * style.scale)) if style.space else 1
         idle = ".".ljust(cell) * (style.columns // cell + 1)
         line = ""
@@ -174,7 +193,10 @@ class _Drawing:
         return line + idle[len(line) : style.columns]
 
     def narrow_row(self, row: _Row, slices: int) -> str:
-        """Returns for each of ``slices`` slices of time the character of what fills most of it."""
+        """Draws a rank's row as ``slices`` characters, each for an equal slice of time.
+
+        The character is that of the action that fills most of the slice, ``.`` for idle time.
+        """
         length = self.makespan / slices
         filled: list[dict[str, float]] = [{".": length} for _ in range(slices)]
         for item, start, end in row:
@@ -192,5 +214,6 @@ class _Drawing:
         return "".join(max(amounts, key=amounts.__getitem__) for amounts in filled)
 
 
-def _count(characters: float) -> str:
+def _count_characters(characters: float) -> str:
+    """Writes a number of characters with its unit."""
     return "1 character" if characters == 1 else f"{characters:g} characters"

@@ -19,7 +19,7 @@ _PLAN = "fleetpipe-plan"
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _KEYS = ("name", "ranks", "micro_batches", "chunks", "placement")
 
-#: Where an error of the first line happened.
+#: The place that an error of the header names.
 _HEADER = "line 1, the header"
 
 #: The line of a rank that does nothing.
@@ -30,7 +30,7 @@ Entry = TypeVar("Entry")
 
 def write_schedule(schedule: ScheduleRows) -> str:
     """Returns the text form of a schedule, without a final line break."""
-    return _write(_SCHEDULE, schedule, schedule.actions)
+    return _write_document(_SCHEDULE, schedule, schedule.actions)
 
 
 def read_schedule(text: str) -> ScheduleRows:
@@ -39,7 +39,7 @@ def read_schedule(text: str) -> ScheduleRows:
     Raises:
         ScheduleError: Names the line, the token and what was expected there.
     """
-    document: tuple[dict[str, Any], tuple[tuple[Item, ...], ...]] = _read(
+    document: tuple[dict[str, Any], tuple[tuple[Item, ...], ...]] = _read_document(
         _SCHEDULE, text, parse_item, "an action like F0.3 or (F0.3|B1.2)"
     )
     fields, rows = document
@@ -49,12 +49,12 @@ def read_schedule(text: str) -> ScheduleRows:
 def write_plan(plan: PlanRows) -> str:
     """Returns the text form of a plan, without a final line break."""
     edges = ",".join(map(str, plan.edges)) or IDLE
-    return _write(_PLAN, plan, plan.ops, f"edges={edges}")
+    return _write_document(_PLAN, plan, plan.ops, f"edges={edges}")
 
 
 def read_plan(text: str) -> PlanRows:
     """Reads what :func:`write_plan` writes; raises like :func:`read_schedule`."""
-    document: tuple[dict[str, Any], tuple[tuple[Op, ...], ...]] = _read(
+    document: tuple[dict[str, Any], tuple[tuple[Op, ...], ...]] = _read_document(
         _PLAN, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
     )
     fields, rows = document
@@ -62,10 +62,17 @@ def read_plan(text: str) -> PlanRows:
     return PlanRows(edges=edges, ops=rows, **fields)
 
 
-def _write(
+def _write_document(
     form: str, value: ScheduleRows | PlanRows, rows: Sequence[Sequence[object]], *last: str
 ) -> str:
-    """Returns a header and a line for each row."""
+    """Returns the text form: a header, and a line for each rank.
+
+    Args:
+        form: ``_SCHEDULE`` or ``_PLAN``.
+        value: The schedule or plan.
+        rows: Its rows, of which the entries are written as ``str`` writes them.
+        last: Further fields at the end of the header.
+    """
     placement = value.placement
     # As a JSON object without spaces.
     options = json.dumps(dict(value.options), separators=(",", ":")).replace(" ", "\\u0020")
@@ -83,16 +90,19 @@ def _write(
     return "\n".join([" ".join(fields), *(" ".join(map(str, row)) or IDLE for row in rows)])
 
 
-def _read(
+def _read_document(
     form: str, text: str, entry: Callable[[str, int], Entry | None], expected: str
 ) -> tuple[dict[str, Any], tuple[tuple[Entry, ...], ...]]:
-    """Reads a header and a row for each rank; returns the result of :func:`_read_header` and these.
+    """Reads the text form of a schedule or plan.
 
     Args:
         form: ``_SCHEDULE`` or ``_PLAN``.
         text: The document. Blank lines at its end are ignored.
         entry: Reads one token, given the number of slices; returns None if it is not valid.
         expected: What a token looks like, for the error.
+
+    Returns:
+        The fields that :func:`_read_header` returns, and the row of each rank.
     """
     lines = text.rstrip().split("\n")
     header = _read_header(form, lines[0].strip())
@@ -117,6 +127,14 @@ def _read(
 def _read_row(
     number: int, line: str, entry: Callable[[str], Entry | None], expected: str
 ) -> tuple[Entry, ...]:
+    """Reads the line of one rank.
+
+    Args:
+        number: The number of the line in the document, from 1.
+        line: The line.
+        entry: Reads one token; returns None if it is not valid.
+        expected: What a token looks like, for the error.
+    """
     tokens = line.split()
     if tokens == [IDLE]:
         return ()
@@ -187,22 +205,25 @@ def _read_header(form: str, line: str) -> dict[str, Any]:
 
 
 def _read_options(text: str) -> Options:
+    """Reads the options of the header, a JSON object."""
     try:
         options = json.loads(text)
-        pairs = tuple((name, _without_lists(value)) for name, value in options.items())
+        pairs = tuple((name, _lists_as_tuples(value)) for name, value in options.items())
     except (ValueError, AttributeError, RecursionError) as error:
         expected = 'an object of JSON without spaces, as {"groups":[2]}, sorted by name'
         raise _header_error("cannot read options", expected, text) from error
     return tuple(sorted(pairs))
 
 
-def _without_lists(value: object) -> object:
+def _lists_as_tuples(value: object) -> object:
+    """Returns an option's value from JSON with tuples for lists; refuses an object in it."""
     if isinstance(value, dict):
         raise ValueError("an object in an option")
-    return tuple(map(_without_lists, value)) if isinstance(value, list) else value
+    return tuple(map(_lists_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _read_edges(text: str, placement: Placement) -> tuple[Edge, ...]:
+    """Reads the edges of a plan's header, as ``0>1,0>2:mask``; they have to be sorted."""
     edges = []
     for word in text.split(",") if text else ():
         edge = parse_edge(word)
@@ -230,6 +251,7 @@ def _read_edges(text: str, placement: Placement) -> tuple[Edge, ...]:
 
 
 def _read_number(key: str, value: str) -> int:
+    """Reads a whole number of at least 1 of the header."""
     if not _NUMBER.fullmatch(value) or value == "0":
         raise _header_error(f"cannot read {key}={value}", "a whole number of at least 1", value)
     return int(value)

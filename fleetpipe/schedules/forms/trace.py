@@ -1,6 +1,7 @@
-"""Events, simulated or measured, and how they are written as a trace in Chrome's format.
+"""Events (operations with their times, simulated or measured), and traces in Chrome's format.
 
-Pictures are drawn from events too. Perfetto (ui.perfetto.dev) and chrome://tracing open the trace.
+A track of a trace is a set of events under one name, such as "measured". Pictures are drawn from
+events too. Perfetto (ui.perfetto.dev) and chrome://tracing open a trace.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ MICROSECONDS_PER_UNIT = 1000.0
 #: Microseconds in the second, the unit of measured events.
 MICROSECONDS_PER_SECOND = 1e6
 
+#: The category of an action's record in a trace, by kind.
 _CATEGORIES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-#: Threads of a rank: 1 computes, the others carry transfers, several where they overlap.
-_COMPUTE = 1
+#: The thread of a rank's actions in a trace. Threads after it have its transfers, several where
+#: transfers overlap.
+_COMPUTE_THREAD = 1
 
+#: Numbers of steps are below this.
 _MOST_STEPS = 1 << 63
 
+#: A JSON object.
 _Json = dict[str, object]
 
 
@@ -44,7 +49,7 @@ class Event(NamedTuple):
         end: When it ended.
         exchange: The part of that time in which the rank only waited for exchanges with other ranks
             of its stage.
-        early: Number of actions that precede it in its rank's row and began later.
+        early: The number of actions that stand before it in its rank's row, but began later.
         queued: The part of that time in which the rank waited for a processor.
     """
 
@@ -100,7 +105,7 @@ def events_of(timeline: Timeline) -> list[Event]:
 
 
 def figures_of(events: Iterable[Event]) -> Figures:
-    """Returns the bubble of the actions among ``events``; other events do not count."""
+    """Returns the span and the busy time of the actions among some events, and so their bubble."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     busy: defaultdict[int, float] = defaultdict(float)
@@ -114,25 +119,26 @@ def figures_of(events: Iterable[Event]) -> Figures:
 
 
 def with_early(events: Sequence[Event], rows: Sequence[Iterable[Item]]) -> list[Event]:
-    """Returns the events of one measured step, marked where an action ran before its turn.
+    """Returns the events of one measured step with :attr:`Event.early` set.
 
     Args:
-        events: The events.
+        events: The events of the step.
         rows: For each rank the entries of the schedule, in order.
     """
-    places = {
-        (rank, str(action)): place
+    positions = {
+        (rank, str(action)): position
         for rank, row in enumerate(rows)
-        for place, action in enumerate(flatten(row))
+        for position, action in enumerate(flatten(row))
     }
-    behind: list[list[int]] = [[] for _ in rows]
+    # By rank the positions in its row of the actions that began later, ascending.
+    began_later: list[list[int]] = [[] for _ in rows]
     marked = [*events]
     for index in sorted(range(len(events)), key=lambda index: -events[index].start):
         event = events[index]
-        place = places.get((event.rank, event.name))
-        if place is not None:
-            marked[index] = event._replace(early=bisect(behind[event.rank], place))
-            insort(behind[event.rank], place)
+        position = positions.get((event.rank, event.name))
+        if position is not None:
+            marked[index] = event._replace(early=bisect(began_later[event.rank], position))
+            insort(began_later[event.rank], position)
     return marked
 
 
@@ -153,7 +159,18 @@ def write_trace(
     device: str = "",
     machine: _Json | None = None,
 ) -> None:
-    """Writes :func:`chrome_trace` to a file, with ``machine``, facts about the machine."""
+    """Writes the result of :func:`chrome_trace` to a file.
+
+    Args:
+        path: The file.
+        tracks: As for :func:`chrome_trace`, like the arguments that are not named here.
+        placement: Which rank owns which stage.
+        edges: Values that pass between stages.
+        microseconds: For each track the microseconds in one unit of its times.
+        steps: The numbers of the measured steps.
+        device: The device that they ran on.
+        machine: Facts about the machine, which are added under ``otherData``.
+    """
     document = chrome_trace(
         tracks, placement, edges=edges, microseconds=microseconds, steps=steps, device=device
     )
@@ -191,7 +208,7 @@ def chrome_trace(
     records: list[_Json] = []
     for index, (name, events) in enumerate(tracks.items()):
         pids = [1 + rank * len(tracks) + index for rank in range(placement.ranks)]
-        track = _Track(placement, pids, scales[name])
+        track = _TrackWriter(placement, pids, scales[name])
         label = f" {name}" if len(tracks) > 1 else ""
         records += track.names(label, events)
         records += track.slices(events)
@@ -234,18 +251,19 @@ def tracks_of(document: Any) -> dict[str, list[Event]]:
 
 
 def _seconds(microseconds: Any) -> float:
+    """Converts a time of a trace to seconds; raises ValueError or TypeError for no time."""
     if not abs(microseconds) < 1e18:
         raise ValueError(f"{microseconds} is no time")
     return float(microseconds / MICROSECONDS_PER_SECOND)
 
 
 def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequence[int]:
-    """Returns the numbers in their run of a trace's steps, as given to :func:`chrome_trace`.
+    """Returns the numbers of a trace's measured steps, counted from the beginning of their run.
 
     Args:
         document: The trace.
         count: How many steps it has.
-        first: The number of the first step, if the trace has no numbers.
+        first: The number of the first step, if the trace does not say the numbers.
     """
     other = document.get("otherData")
     numbers = other.get("steps") if isinstance(other, dict) else None
@@ -257,14 +275,14 @@ def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequenc
 
 
 def device_of(document: Mapping[str, Any]) -> str:
-    """Returns the device of a trace's measured steps; a CPU if the trace does not say it."""
+    """Returns the device on which a trace's steps ran; ``"cpu"`` if the trace does not say it."""
     other = document.get("otherData")
     device = other.get("device") if isinstance(other, dict) else None
     return device if isinstance(device, str) and device.isidentifier() else "cpu"
 
 
 def caveat(device: str) -> str:
-    """Returns the warning about times that were measured on a device; empty for a CPU."""
+    """Returns a warning about the times of a trace from this device; empty for ``"cpu"``."""
     if device == "cpu":
         return ""
     return (
@@ -273,57 +291,78 @@ def caveat(device: str) -> str:
     )
 
 
-class _Track:
-    """Writes the events of one name, rank r as the process ``pids[r]``."""
+class _TrackWriter:
+    """Writes the records of one track of a trace.
+
+    Attributes:
+        placement: Which rank owns which stage.
+        pids: For each rank the number of its process in the trace.
+        scale: Microseconds in one unit of the events' times.
+        threads: The thread of each transfer; other events are on ``_COMPUTE_THREAD``.
+    """
 
     def __init__(self, placement: Placement, pids: Sequence[int], scale: float) -> None:
         self.placement, self.pids, self.scale = placement, pids, scale
         self.threads: dict[Event, int] = {}
 
     def names(self, label: str, events: Sequence[Event]) -> list[_Json]:
-        """Gives each event a thread; returns the names of processes and threads."""
+        """Gives each transfer a thread; returns the records that name processes and threads.
+
+        Args:
+            label: What follows "rank 0" in the names of processes.
+            events: The events of the track.
+        """
         records: list[_Json] = []
         for rank, pid in enumerate(self.pids):
-            threads = {_COMPUTE: "compute"}
+            threads = {_COMPUTE_THREAD: "compute"}
             free: list[float] = []
             transfers = [e for e in events if e.rank == rank and isinstance(e.op, (Send, Recv))]
             for event in sorted(transfers, key=lambda event: event.start):
                 lane = next((i for i, end in enumerate(free) if end <= event.start), len(free))
                 free[lane : lane + 1] = [event.end]
-                self.threads[event] = _COMPUTE + 1 + lane
-                threads[_COMPUTE + 1 + lane] = f"transfers {lane + 1}"
-            records.append(_metadata("process_name", pid, 0, {"name": f"rank {rank}{label}"}))
-            records.append(_metadata("process_sort_index", pid, 0, {"sort_index": pid}))
+                self.threads[event] = _COMPUTE_THREAD + 1 + lane
+                threads[_COMPUTE_THREAD + 1 + lane] = f"transfers {lane + 1}"
+            records.append(
+                _metadata_record("process_name", pid, 0, {"name": f"rank {rank}{label}"})
+            )
+            records.append(_metadata_record("process_sort_index", pid, 0, {"sort_index": pid}))
             for thread, name in threads.items():
-                records.append(_metadata("thread_name", pid, thread, {"name": name}))
+                records.append(_metadata_record("thread_name", pid, thread, {"name": name}))
         return records
 
     def slices(self, events: Iterable[Event]) -> list[_Json]:
-        """Returns an "X" for each event, and another at its end for the exchange it waits for."""
+        """Returns a record of phase "X" for each event, and one for the exchange at its end."""
         return [
             {
                 "ph": "X",
                 "name": each.name,
                 "cat": _category(event) if each is event else each.name,
                 "dur": self._time(each.end) - self._time(each.start),
-                **self._place(each),
+                **self._position(each),
                 "args": self._arguments(each),
             }
             for event in events
-            for each in (event, *_exchange_of(event))
+            for each in (event, *_exchange_event(event))
         ]
 
     def arrows(self, prefix: str, events: Iterable[Event], edges: Iterable[Edge]) -> list[_Json]:
-        """Returns an arrow, as a pair of events, for each value that went between ranks."""
+        """Returns an arrow, as a pair of records, for each value that went between ranks.
+
+        Args:
+            prefix: What the numbers of the arrows begin with, so that no other track has them.
+            events: The events of the track.
+            edges: The edges of the model.
+        """
         records: list[_Json] = []
-        for name, source, target in _transfers(events, edges, self.placement):
+        for name, source, target in _transfers_between_ranks(events, edges, self.placement):
             common = {"name": name, "cat": "transfer", "id": f"{prefix}{name} {len(records) // 2}"}
-            records.append({"ph": "s", **common, **self._place(source)})
-            records.append({"ph": "f", "bp": "e", **common, **self._place(target)})
+            records.append({"ph": "s", **common, **self._position(source)})
+            records.append({"ph": "f", "bp": "e", **common, **self._position(target)})
         return records
 
-    def _place(self, event: Event) -> _Json:
-        thread = self.threads.get(event, _COMPUTE)
+    def _position(self, event: Event) -> _Json:
+        """Returns the process, the thread and the begin of an event, as keys of a record."""
+        thread = self.threads.get(event, _COMPUTE_THREAD)
         return {"pid": self.pids[event.rank], "tid": thread, "ts": self._time(event.start)}
 
     def _time(self, time: float) -> float:
@@ -331,23 +370,26 @@ class _Track:
         return round(time * self.scale, 3)
 
     def _arguments(self, event: Event) -> _Json:
+        """Returns what a viewer shows when a user clicks on an event."""
         op = event.op
         queued: _Json = {"queued": self._time(event.queued)} if event.queued else {}
         if isinstance(op, Action):
             chunk = self.placement.stages_of(event.rank).index(op.stage)
-            place = {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch}
-            return {**place, **({"early": event.early} if event.early else {}), **queued}
+            action = {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch}
+            return {**action, **({"early": event.early} if event.early else {}), **queued}
         if isinstance(op, (Send, Recv)):
             return {"edge": str(op.edge), "micro-batch": op.micro_batch, **queued}
         return queued
 
 
-def _exchange_of(event: Event) -> Iterator[Event]:
+def _exchange_event(event: Event) -> Iterator[Event]:
+    """Yields an event for the exchange that an event waits for at its end, if any."""
     if event.exchange:
         yield event._replace(name="exchange", start=event.end - event.exchange, exchange=0.0)
 
 
 def _category(event: Event) -> str:
+    """Returns the category of an event's record, which a viewer colours it by."""
     op = event.op
     if isinstance(op, Action):
         return _CATEGORIES[op.kind]
@@ -356,22 +398,23 @@ def _category(event: Event) -> str:
     return type(op).__name__.lower() if op is not None else "other"
 
 
-def _transfers(
+def _transfers_between_ranks(
     events: Iterable[Event], edges: Iterable[Edge], placement: Placement
 ) -> list[tuple[str, Event, Event]]:
-    """Returns each value sent between ranks: its name, the event that sent it, that received it.
+    """Returns each value sent between ranks: its name, and the events that sent and received it.
 
-    If several steps have events of one name, the n-th that sent belongs to the n-th that received.
+    Without measured transfers these are the actions that made and took it. If several steps have
+    events of one name, the n-th that sent belongs to the n-th that received.
     """
-    places: defaultdict[object, list[Event]] = defaultdict(list)
+    events_by_operation: defaultdict[object, list[Event]] = defaultdict(list)
     micro_batches: dict[int, None] = {}
     for event in events:
         op = event.op
         if isinstance(op, (Send, Recv)):
-            places[str(op)].append(event)
+            events_by_operation[str(op)].append(event)
         for action in event.actions:
             kind = "B" if action.kind == "I" else action.kind
-            places[kind, action.stage, action.micro_batch].append(event)
+            events_by_operation[kind, action.stage, action.micro_batch].append(event)
             micro_batches[action.micro_batch] = None
     records: list[tuple[str, Event, Event]] = []
     crossing = [e for e in edges if placement.rank_of(e.source) != placement.rank_of(e.target)]
@@ -379,12 +422,16 @@ def _transfers(
         for k in micro_batches:
             for kind, source, target in (("F", *edge[:2]), ("B", *edge[1::-1])):
                 name = f"{kind}{edge}.{k}"
-                ends = places.get("S" + name), places.get("R" + name)
+                ends = events_by_operation.get("S" + name), events_by_operation.get("R" + name)
                 if None in ends:
-                    ends = places.get((kind, source, k)), places.get((kind, target, k))
+                    ends = (
+                        events_by_operation.get((kind, source, k)),
+                        events_by_operation.get((kind, target, k)),
+                    )
                 records += [(name, *pair) for pair in zip(ends[0] or (), ends[1] or ())]
     return records
 
 
-def _metadata(name: str, pid: int, thread: int, arguments: _Json) -> _Json:
+def _metadata_record(name: str, pid: int, thread: int, arguments: _Json) -> _Json:
+    """Returns a record that names or orders a process or thread."""
     return {"ph": "M", "name": name, "pid": pid, "tid": thread, "args": arguments}
