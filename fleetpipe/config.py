@@ -1,4 +1,9 @@
-"""The options of a pipeline, read from a Fleet strategy and checked before any process waits."""
+"""The options of a pipeline, read from a Fleet strategy and checked before any process waits.
+
+Each field of :class:`PipelineConfig` that is an option of ``fleetpipe_configs`` has a function
+``check(name, value)`` of this module, which returns the field's value for a user's value, or raises
+ConfigError. ``_require_..`` checks alone; ``_read_..`` converts too.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +25,53 @@ from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
 DEFAULT_TIMEOUT = 600.0
 
-#: The module with the address of a board, which is loaded only for jobs that have one.
-_ADDRESS = "fleetpipe.contrib.view"
+#: The module with the class of a board's address, which is loaded only for jobs that have one. A
+#: board is the page of the running job that rank 0 serves.
+_ADDRESS_MODULE = "fleetpipe.contrib.view"
 
-#: The closed borders: a name that the table of a border lacks is refused, unless it is allowed.
+#: What must stand in a table of what is known to be right, or be let pass by the option ``allow``.
 BORDERS = ("optimizer", "clip", "loss", "data", "state")
 
-#: Options of earlier versions, and what to do without each.
+#: Options of ``fleetpipe_configs`` of earlier versions, and what to do without each.
 _REMOVED = {"post_validation": "leave it out: ranks wait for the norm, and the bits are the same"}
 
 
-def _option(check: Callable[[str, Any], Any], default: object = None) -> Any:
-    """Returns the dataclass field of one of ``fleetpipe_configs``.
+def _checked_option(check: Callable[[str, Any], Any], default: object = None) -> Any:
+    """Returns the dataclass field of an option of ``fleetpipe_configs``.
 
     Args:
-        check: ``check(name, value)`` returns the field's value for a user's, or raises ConfigError.
-        default: The value if the user leaves the option out.
+        check: The function that checks and converts a user's value.
+        default: The user's value if the option is left out, and the field's default.
     """
     return field(default=default, metadata={"check": check, "default": default})
 
 
-def _positive(name: str, value: object, group: str = "fleetpipe_configs") -> int:
+def _require_positive(name: str, value: object, group: str = "fleetpipe_configs") -> int:
+    """Returns an option that is a whole number of at least 1; ``group`` is the dict that has it."""
     return require_whole(name, value, fix=f"set strategy.{group} = {{{name!r}: ...}}")
 
 
 def _option_error(name: str, rule: str, value: object, usual: object) -> ConfigError:
-    """Returns the error for a wrong value of an option, which proposes the value ``usual``."""
+    """Returns the error of an option of ``fleetpipe_configs`` with a wrong value.
+
+    Args:
+        name: The option.
+        rule: What is right, in words.
+        value: The user's value.
+        usual: A value to propose.
+    """
     fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
     return ConfigError(rule, got=repr(value), fix=fix)
 
 
-def _switch(name: str, value: object) -> bool:
+def _require_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _option_error(name, f"{name} is True or False", value, True)
     return value
 
 
-def _choice(*words: str) -> Callable[[str, object], str]:
-    """Returns the check of an option that is one of ``words``, of which the first is usual."""
+def _require_one_of(*words: str) -> Callable[[str, object], str]:
+    """Returns the check of an option that is one of some words; errors propose the first one."""
 
     def check(name: str, value: object) -> str:
         if isinstance(value, str) and value in words:
@@ -69,13 +83,13 @@ def _choice(*words: str) -> Callable[[str, object], str]:
     return check
 
 
-def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Returns a check that lets None pass."""
+def _none_or(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Returns a check that returns None for None, and else the result of ``check``."""
     return lambda name, value: None if value is None else check(name, value)
 
 
-def _slices(name: str, value: Any) -> int | tuple[int, ...]:
-    """Checks the number of slices, or their lengths in proportion."""
+def _read_slices(name: str, value: Any) -> int | tuple[int, ...]:
+    """Reads a number of slices, or a list of numbers to which their lengths are proportional."""
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if sizes and all(map(is_whole_number, sizes)):
         return tuple(map(int, sizes)) if isinstance(value, (list, tuple)) else int(value)
@@ -86,12 +100,12 @@ def _slices(name: str, value: Any) -> int | tuple[int, ...]:
     )
 
 
-def _allow(name: str, value: object) -> tuple[str, ...]:
-    """Checks the names that closed borders let pass: texts such as ``"optimizer:MySAM"``."""
+def _read_allow(name: str, value: object) -> tuple[str, ...]:
+    """Reads what may pass although no table has it: texts such as ``"optimizer:MySAM"``."""
     entries = value if isinstance(value, (list, tuple)) else [value]
     for entry in entries:
-        border, colon, thing = entry.partition(":") if isinstance(entry, str) else ("", "", "")
-        if border not in BORDERS or not colon or not thing.strip():
+        border, colon, named = entry.partition(":") if isinstance(entry, str) else ("", "", "")
+        if border not in BORDERS or not colon or not named.strip():
             raise ConfigError(
                 f"fleetpipe_configs[{name!r}] is a list of texts BORDER:NAME",
                 expected=f"one of {', '.join(BORDERS)}, a colon, and the name that the error gave",
@@ -101,34 +115,34 @@ def _allow(name: str, value: object) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _guards(name: str, value: object) -> int:
+def _read_guards(name: str, value: object) -> int:
     rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
     fix = "set strategy.fleetpipe_configs = {'guards': 100}"
     return require_whole(name, value, 0, rule=rule, fix=fix)
 
 
-def _trace(name: str, value: object) -> str:
+def _read_trace(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _option_error(name, "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
     return os.fspath(value)
 
 
-def _transport(name: str, value: object) -> str | None:
-    """Returns the transport that the strategy or the environment chooses; else None."""
+def _read_transport(name: str, value: object) -> str | None:
+    """Reads the way of tensors between ranks, from the strategy or else ``FLEETPIPE_TRANSPORT``."""
     value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
-    return None if value is None else _choice(SOCKETS, PROCESS_GROUP)(name, value)
+    return None if value is None else _require_one_of(SOCKETS, PROCESS_GROUP)(name, value)
 
 
-def _serve(name: str, value: object) -> str | None:
-    """Returns the address at which rank 0 serves a board: the strategy's, else a command's."""
+def _read_serve(name: str, value: object) -> str | None:
+    """Reads the address of the job's board, from the strategy or else ``FLEETPIPE_SERVE``."""
     value = os.environ.get("FLEETPIPE_SERVE") if value is None else value
     if value in (None, ""):
         return None
-    return str(importlib.import_module(_ADDRESS).Address.parse(value))
+    return str(importlib.import_module(_ADDRESS_MODULE).Address.parse(value))
 
 
-def _costs(name: str, value: object) -> Costs | None:
-    """Reads costs: a value, a mapping, or the path of a JSON file."""
+def _read_costs(name: str, value: object) -> Costs | None:
+    """Reads the costs of actions: ``Costs``, a mapping of its fields, or a path of a JSON file."""
     if value is None or isinstance(value, Costs):
         return value
     if isinstance(value, Mapping):
@@ -143,9 +157,9 @@ def _costs(name: str, value: object) -> Costs | None:
     return Costs.read(value)
 
 
-def _timeout(name: str, value: Any) -> float:
+def _read_timeout(name: str, value: Any) -> float:
     if value is None:
-        return _timeout_of_environment()
+        return _timeout_from_environment()
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
         rule = "fleetpipe_configs['timeout'] must be a number of seconds above 0"
@@ -153,7 +167,7 @@ def _timeout(name: str, value: Any) -> float:
     return float(value)
 
 
-def _timeout_of_environment() -> float:
+def _timeout_from_environment() -> float:
     text = os.environ.get("FLEETPIPE_TIMEOUT", str(DEFAULT_TIMEOUT))
     try:
         seconds = float(text)
@@ -183,32 +197,34 @@ class PipelineConfig:
     #: Canonical name of the schedule.
     schedule: str = "1F1B"
 
-    #: Names that closed borders let pass, as ``BORDER:NAME``.
-    allow: tuple[str, ...] = _option(_allow, ())
-    loss_reduction: str = _option(_choice("mean", "sum", "tokens"), "mean")
-    #: In chunk units; bytes where ``costs`` has the bytes of each stage.
-    memory_cap: int | None = _option(_optional(_positive))
-    fast_leaves: bool = _option(_switch, True)
-    compare_rows: bool = _option(_switch, True)
-    guards: int = _option(_guards, 0)
-    order: str = _option(_choice("fixed", "ready"), "fixed")
-    overlap: bool = _option(_switch, True)
-    rehearse: str | None = _option(_optional(_choice("bfloat16", "float16")))
-    rng: str = _option(_choice("keyed", "fleet"), "keyed")
-    sums: str = _option(_choice("running", "tree"), "running")
-    #: A port, or HOST:PORT.
-    serve: str | None = _option(_serve)
-    timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"check": _timeout, "default": None})
-    trace: str | None = _option(_optional(_trace))
-    #: None: process groups where the ranks have devices.
-    transport: str | None = _option(_transport)
-    fetch: str = _option(_choice("mean", "last", "all"), "mean")
-    fetch_broadcast: bool = _option(_switch, False)
-    #: The costs of actions; with the bytes of each stage ``memory_cap`` is in bytes.
-    costs: Costs | None = field(default=None, metadata={"check": _costs, "default": None})
-    #: A number, or lengths in proportion.
-    slices: int | tuple[int, ...] | None = _option(_optional(_slices))
-    #: Options of the schedule alone, registered ones too: pairs of a name and a value.
+    #: What may pass although no table has it, as ``BORDER:NAME`` with one of :data:`BORDERS`.
+    allow: tuple[str, ...] = _checked_option(_read_allow, ())
+    loss_reduction: str = _checked_option(_require_one_of("mean", "sum", "tokens"), "mean")
+    #: Most that a rank may hold: forwards of a chunk, or bytes if ``costs`` has bytes.
+    memory_cap: int | None = _checked_option(_none_or(_require_positive))
+    fast_leaves: bool = _checked_option(_require_bool, True)
+    compare_rows: bool = _checked_option(_require_bool, True)
+    guards: int = _checked_option(_read_guards, 0)
+    order: str = _checked_option(_require_one_of("fixed", "ready"), "fixed")
+    overlap: bool = _checked_option(_require_bool, True)
+    rehearse: str | None = _checked_option(_none_or(_require_one_of("bfloat16", "float16")))
+    rng: str = _checked_option(_require_one_of("keyed", "fleet"), "keyed")
+    sums: str = _checked_option(_require_one_of("running", "tree"), "running")
+    #: The address of the job's board: a port, or HOST:PORT.
+    serve: str | None = _checked_option(_read_serve)
+    timeout: float = field(
+        default=DEFAULT_TIMEOUT, metadata={"check": _read_timeout, "default": None}
+    )
+    trace: str | None = _checked_option(_none_or(_read_trace))
+    #: The way of tensors between ranks. None: process groups on GPUs, else sockets.
+    transport: str | None = _checked_option(_read_transport)
+    fetch: str = _checked_option(_require_one_of("mean", "last", "all"), "mean")
+    fetch_broadcast: bool = _checked_option(_require_bool, False)
+    #: The costs of actions. With the bytes of each stage ``memory_cap`` is in bytes.
+    costs: Costs | None = field(default=None, metadata={"check": _read_costs, "default": None})
+    #: The number of slices of each sequence, or numbers to which their lengths are proportional.
+    slices: int | tuple[int, ...] | None = _checked_option(_none_or(_read_slices))
+    #: Options of the schedule (not of this class), sorted: pairs of a name and a value.
     options: tuple[tuple[str, object], ...] = ()
 
     @classmethod
@@ -223,30 +239,36 @@ class PipelineConfig:
         """
         stock = strategy.pipeline_configs if strategy is not None else {}
         micro_batches, micro_batch_size = (
-            _positive(name, stock.get(name, 1), "pipeline_configs")
+            _require_positive(name, stock.get(name, 1), "pipeline_configs")
             for name in ("accumulate_steps", "micro_batch_size")
         )
-        schedule = _schedule(stock.get("schedule_mode", "1F1B"), strategy)
+        schedule = _canonical_schedule(stock.get("schedule_mode", "1F1B"), strategy)
         options = dict(getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS))
-        if options["trace"] is None and _switched_on(strategy, "profiling"):
+        if options["trace"] is None and _is_switched_on(strategy, "profiling"):
             options["trace"] = "pipeline_trace"
         values = {
             option.name: option.metadata["check"](option.name, options[option.name])
             for option in _OPTIONS
         }
-        values["options"] = _of_schedule(options)
+        values["options"] = _options_of_schedule(options)
         return cls(micro_batches, micro_batch_size, schedule, **values)
 
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
-        """Returns these options with another number and size of micro-batches.
+        """Returns these options with other micro-batches.
+
+        Args:
+            micro_batches: Micro-batches of a batch, m.
+            micro_batch_size: Rows of one micro-batch.
 
         Raises:
             ConfigError: One is no whole number of at least 1.
         """
         return replace(
             self,
-            micro_batches=_positive("accumulate_steps", micro_batches, "pipeline_configs"),
-            micro_batch_size=_positive("micro_batch_size", micro_batch_size, "pipeline_configs"),
+            micro_batches=_require_positive("accumulate_steps", micro_batches, "pipeline_configs"),
+            micro_batch_size=_require_positive(
+                "micro_batch_size", micro_batch_size, "pipeline_configs"
+            ),
         )
 
     def schedule_for(
@@ -269,7 +291,7 @@ class PipelineConfig:
             ScheduleError: It needs more memory than the cap allows, or cannot run on these edges.
         """
         checked = None if edges is None else tuple(edges)
-        return _schedule_for(self, ranks, chunks, checked, head)
+        return _build_schedule(self, ranks, chunks, checked, head)
 
 
 _OPTIONS = tuple(option for option in fields(PipelineConfig) if option.metadata)
@@ -297,13 +319,14 @@ def scale_strategy(strategy: Strategy) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _schedule_for(
+def _build_schedule(
     config: PipelineConfig,
     ranks: int,
     chunks: int | None,
     edges: tuple[Edge, ...] | None,
     head: bool,
 ) -> Schedule:
+    """Builds the schedule of :meth:`PipelineConfig.schedule_for`; the last ones are cached."""
     slices = len(config.slices) if isinstance(config.slices, tuple) else config.slices
     try:
         return build_verified(
@@ -333,7 +356,11 @@ def _schedule_for(
 def merge_fleetpipe_configs(
     current: Mapping[str, object], changes: Mapping[str, object]
 ) -> dict[str, object]:
-    """Returns ``current`` updated by ``changes``; refuses an unknown key with the nearest."""
+    """Returns the options ``current`` of ``fleetpipe_configs``, updated by ``changes``.
+
+    Raises:
+        ConfigError: A key of ``changes`` is no option; the message names the nearest ones.
+    """
     names = {*FLEETPIPE_DEFAULTS, *option_names()}
     for key in changes:
         if key not in names:
@@ -342,10 +369,18 @@ def merge_fleetpipe_configs(
     return {**current, **changes}
 
 
-def _schedule(name: str, strategy: Strategy) -> str:
-    """Returns the schedule's canonical name; Fleet's switch for DualPipeV overrides 1F1B."""
+def _canonical_schedule(name: str, strategy: Strategy) -> str:
+    """Returns the canonical name of the schedule of a strategy.
+
+    Args:
+        name: The strategy's ``schedule_mode``.
+        strategy: The strategy, whose switch ``use_dualpipev`` means DualPipeV.
+
+    Raises:
+        ConfigError: There is no such schedule, or the switch contradicts it.
+    """
     schedule = canonical_name(name)
-    if not _switched_on(strategy, "use_dualpipev"):
+    if not _is_switched_on(strategy, "use_dualpipev"):
         return schedule
     if schedule not in (PipelineConfig.schedule, "DualPipeV"):
         raise ConfigError(
@@ -356,13 +391,18 @@ def _schedule(name: str, strategy: Strategy) -> str:
     return "DualPipeV"
 
 
-def _switched_on(strategy: Strategy, name: str) -> bool:
-    """Whether a switch of Fleet's ``pp_configs`` is on."""
+def _is_switched_on(strategy: Strategy, name: str) -> bool:
+    """Tells whether a switch of Fleet's ``pp_configs`` is on; no strategy has none on."""
     return bool(strategy and getattr(strategy.hybrid_configs["pp_configs"], name, False))
 
 
-def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """Returns the options of the schedule alone, with tuples in place of lists."""
+def _options_of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """Returns the value of ``PipelineConfig.options``.
+
+    Args:
+        options: All of ``fleetpipe_configs``. Those that are fields of :class:`PipelineConfig`, and
+            those that are None, are left out; lists become tuples.
+    """
     groups = options["groups"]
     if groups is not None and not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
