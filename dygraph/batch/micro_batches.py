@@ -1,8 +1,8 @@
 """Cuts a user's batch into micro-batches, and joins the outputs of the micro-batches.
 
-Start with :func:`split`, which takes the whole batch ``[inputs, labels]`` in every form that Fleet
-takes. If inputs need a gradient, as a trained prompt does, :func:`with_gradients` replaces each by
-a detached copy, its stand-in, and :func:`hand_back` carries the gradients back to the inputs.
+Start with :func:`split`, which takes the batch ``[inputs, labels]`` in every form that Fleet takes.
+If inputs need a gradient, as a trained prompt does, :func:`with_gradients` replaces each by a
+detached tensor, its stand-in, and :func:`send_gradients_to_sources` runs backward from the inputs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fleetpipe.errors import BoundaryError, ConfigError, UsageError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 
-#: The script's tensors that need a gradient, each with its stand-in.
+#: The script's tensors that need a gradient, each with the stand-in that the pipeline uses.
 Sources = list[tuple[Tensor, Tensor]]
 
 
 class MicroBatches(NamedTuple):
-    """Inputs and labels as lists with an entry per micro-batch; None if this rank has none."""
+    """Inputs and labels: lists with a value for each micro-batch; None if this rank has none."""
 
     inputs: Nest
     labels: Nest
@@ -34,10 +34,11 @@ class MicroBatchCut(NamedTuple):
 
     Attributes:
         steps: The number m of micro-batches (``accumulate_steps``).
-        size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
-        any_rows: Whether to cut a batch with another number of rows or values, too: rows into
-            micro-batches of ``size``, of which the last may be smaller.
-        keeps_graph: Whether tensors that need a gradient keep their graph.
+        size: The number of rows of each Tensor of a micro-batch (``micro_batch_size``).
+        any_rows: Whether to accept a batch with another number of rows than steps x size, or of
+            values in a list. Its rows are cut into micro-batches of ``size``, of which the last may
+            be smaller.
+        keeps_graph: Whether micro-batches stay connected to tensors that need a gradient.
     """
 
     steps: int
@@ -92,7 +93,7 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
             got=type(data).__name__,
             fix=fix,
         )
-    return _draw(data, cut.steps, cut.keeps_graph)
+    return _take_micro_batches(data, cut.steps, cut.keeps_graph)
 
 
 def is_iterator(data: Nest) -> bool:
@@ -106,7 +107,12 @@ def unwrap(data: Nest) -> Nest:
 
 
 def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None:
-    """Cuts the inputs or the labels of a whole batch; ``path`` names them in messages.
+    """Cuts the inputs or the labels of a whole batch into a list of micro-batches.
+
+    Args:
+        value: The inputs or the labels; None stays None.
+        cut: The sizes of the micro-batches.
+        path: The name of the value in messages.
 
     Raises:
         ConfigError: The number of rows or values does not fit.
@@ -115,7 +121,7 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
     if value is None:
         return None
     if isinstance(value, paddle.Tensor):
-        return _rows(value, cut, path)
+        return _split_rows(value, cut, path)
     if isinstance(value, list):
         if len(value) != cut.steps and not (cut.any_rows and value):
             raise ConfigError(
@@ -125,7 +131,9 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
                 fix="use a tuple for several tensors of the whole batch",
             )
         keeps = cut.keeps_graph
-        return [_detach(item, f"{path}[{index}]", keeps) for index, item in enumerate(value)]
+        return [
+            _detach_micro_batch(item, f"{path}[{index}]", keeps) for index, item in enumerate(value)
+        ]
     if isinstance(value, tuple):
         parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
         indices = range(_common_length(parts, cut, path))
@@ -134,11 +142,11 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
         named = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
         indices = range(_common_length(list(named.values()), cut, path))
         return [{key: part and part[i] for key, part in named.items()} for i in indices]
-    raise _not_a_tensor(value, path)
+    raise _no_tensor_error(value, path)
 
 
 def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
-    """Returns each micro-batch's share of the rows, if the last micro-batch has fewer rows.
+    """Returns each micro-batch's share of all rows, if the last micro-batch has fewer rows.
 
     Args:
         value: The labels of a whole batch, as the user gave them.
@@ -149,7 +157,8 @@ def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
     """
     if isinstance(value, (tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
-        return next((w for item in items if (w := ragged_weights(item, cut)) is not None), None)
+        of_items = (ragged_weights(item, cut) for item in items)
+        return next((shares for shares in of_items if shares is not None), None)
     if not isinstance(value, paddle.Tensor) or not value.ndim or value.shape[0] % cut.size == 0:
         return None
     rows = value.shape[0]
@@ -157,8 +166,8 @@ def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
     return [*whole, Fraction(rows % cut.size, rows)]
 
 
-def _draw(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
-    """Takes ``count`` micro-batches of an iterator, as copies of their tensors."""
+def _take_micro_batches(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
+    """Takes ``count`` micro-batches from an iterator, and copies their tensors."""
     inputs, labels = [], []
     for index in range(count):
         try:
@@ -177,13 +186,26 @@ def _draw(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
                 'iter((b["x"], b["y"]) for b in loader) with their names',
             )
         # Copied: the iterator may fill the same tensors again for the next item.
-        inputs.append(copy_tensors(_detach(item[0], f"inputs of micro-batch {index}", keeps_graph)))
-        labels.append(copy_tensors(_detach(item[1], f"labels of micro-batch {index}")))
+        inputs.append(
+            copy_tensors(
+                _detach_micro_batch(item[0], f"inputs of micro-batch {index}", keeps_graph)
+            )
+        )
+        labels.append(copy_tensors(_detach_micro_batch(item[1], f"labels of micro-batch {index}")))
     return MicroBatches(inputs, labels)
 
 
 def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str) -> int:
-    """Returns the number of micro-batches into which all parts of a value were cut."""
+    """Returns the number of micro-batches into which all items of a container were cut.
+
+    Args:
+        parts: The micro-batches of each item; None for an item that is None.
+        cut: The sizes of the micro-batches.
+        path: The name of the container in messages.
+
+    Raises:
+        ConfigError: The items have different numbers.
+    """
     lengths = {len(part) for part in parts if part is not None} or {cut.steps}
     if len(lengths) > 1:
         raise ConfigError(
@@ -194,8 +216,8 @@ def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str
     return lengths.pop()
 
 
-def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
-    """Cuts a tensor along its first axis into micro-batches."""
+def _split_rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
+    """Cuts a tensor along axis 0 into micro-batches; the arguments are as for split_value."""
     count, size, any_rows, _ = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:
@@ -212,16 +234,22 @@ def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
     return [whole[index * size : (index + 1) * size] for index in range(count)]
 
 
-def _detach(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
-    """Detaches the tensors of one micro-batch; refuses leaves that are neither tensors nor None."""
+def _detach_micro_batch(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
+    """Returns the value of one micro-batch, detached; refuses leaves other than tensors and None.
+
+    Args:
+        value: The inputs or the labels of a micro-batch.
+        path: The name of the value in messages.
+        keeps_graph: Whether not to detach it.
+    """
     for steps, leaf in leaves(value):
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
-            raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
+            raise _no_tensor_error(leaf, path + "".join(f"[{step!r}]" for step in steps))
     return value if keeps_graph else map_tensors(lambda tensor: tensor.detach(), value)
 
 
 def counted_in(value: Nest) -> int | None:
-    """Returns the number of rows of some labels, by which replicas weight their losses.
+    """Returns the number by which a replica's loss is weighted: the rows of its labels.
 
     Args:
         value: The labels, as the user gave them.
@@ -232,13 +260,13 @@ def counted_in(value: Nest) -> int | None:
     """
     if isinstance(value, (tuple, dict)):
         items = list(value.values() if isinstance(value, dict) else value)
-        return next((n for item in items if (n := counted_in(item)) is not None), None)
+        return next((n for n in map(counted_in, items) if n is not None), None)
     if isinstance(value, list):
         return len(value)
     return int(value.shape[0]) if isinstance(value, paddle.Tensor) and value.ndim else None
 
 
-def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
+def _no_tensor_error(value: Nest, path: str) -> BoundaryError:
     return BoundaryError(
         f"{path} is not a Tensor",
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",
@@ -252,7 +280,7 @@ def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
 
 
 class FakeMicroDataset:
-    """Yields ``(inputs, labels)`` of each micro-batch; labels may have one dimension."""
+    """Fleet's iterator over the micro-batches ``(inputs, labels)`` of a batch."""
 
     def __init__(
         self,
@@ -290,7 +318,10 @@ class FakeMicroDataset:
 
 
 def with_gradients(data: Nest) -> tuple[Nest, Sources]:
-    """Replaces the inputs that need a gradient by stand-ins.
+    """Replaces those inputs of a batch that need a gradient by stand-ins.
+
+    Args:
+        data: A batch as for :func:`split`.
 
     Returns:
         The changed batch, and the replaced tensors with their stand-ins. Those of an iterator are
@@ -306,16 +337,18 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
         sources.append((tensor, copy))
         return copy
 
-    def pair(value: Nest) -> Nest:
+    def replace_inputs(value: Nest) -> Nest:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             return value
-        return [map_tensors(stand_in, value[0]), map_tensors(_cut_off, value[1])]
+        return [map_tensors(stand_in, value[0]), map_tensors(_without_gradient, value[1])]
 
     data = unwrap(data)
-    return (_each(pair, data) if is_iterator(data) else pair(data)), sources
+    if is_iterator(data):
+        return _map_items(replace_inputs, data), sources
+    return replace_inputs(data), sources
 
 
-def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
+def _map_items(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
     """Yields ``change(item)`` for each item; the iterator needs only ``__next__``."""
     while True:
         try:
@@ -326,29 +359,33 @@ def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
 
 
 def without_gradients(batches: MicroBatches) -> MicroBatches:
-    """Returns micro-batches whose inputs are detached from their stand-ins."""
-    inputs = batches.inputs and [map_tensors(_cut_off, value) for value in batches.inputs]
+    """Returns micro-batches with inputs that are detached, and so not connected to stand-ins."""
+    inputs = batches.inputs and [map_tensors(_without_gradient, value) for value in batches.inputs]
     return batches._replace(inputs=inputs)
 
 
-def _cut_off(tensor: Tensor) -> Tensor:
-    """Returns a tensor without a graph and without a gradient."""
+def _without_gradient(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself, detached if it needs a gradient."""
     return tensor if tensor.stop_gradient else tensor.detach()
 
 
-def hand_back(sources: Sources, divisor: int) -> None:
-    """Runs backward from the stand-ins' gradients, each divided by ``divisor``, into their sources.
+def send_gradients_to_sources(sources: Sources, divisor: int) -> None:
+    """Runs backward from the script's tensors, with the gradients that their stand-ins have.
 
-    The sources are the script's tensors.
+    Args:
+        sources: The script's tensors, each with its stand-in.
+        divisor: The number by which the gradients are divided.
     """
-    reached: Sequence[tuple[Tensor, Tensor]] = [s for s in sources if s[1].grad is not None]
+    reached: Sequence[tuple[Tensor, Tensor]] = [
+        (tensor, stand_in) for tensor, stand_in in sources if stand_in.grad is not None
+    ]
     if reached:
-        gradients = [copy.grad if divisor == 1 else copy.grad / divisor for _, copy in reached]
+        gradients = [s.grad if divisor == 1 else s.grad / divisor for _, s in reached]
         paddle.autograd.backward([tensor for tensor, _ in reached], gradients)
 
 
 class ObservedBatch(NamedTuple):
-    """The description of a training batch that observers get before it runs.
+    """A training batch, as observers see it before it runs.
 
     Attributes:
         data: The micro-batches that the caller gave this rank.
@@ -368,7 +405,12 @@ class ObservedBatch(NamedTuple):
 
 
 def require_count(batches: MicroBatches, count: int) -> None:
-    """Refuses inputs or labels of another number of micro-batches than the first stage's."""
+    """Refuses inputs or labels of this rank with another number of micro-batches than ``count``.
+
+    Args:
+        batches: The micro-batches of this rank.
+        count: The number of micro-batches on the rank of the first stage.
+    """
     for name, part in zip(batches._fields, batches):
         if part is not None and len(part) != count:
             raise ConfigError(
@@ -380,41 +422,41 @@ def require_count(batches: MicroBatches, count: int) -> None:
 
 
 def on_host(value: Nest) -> Nest:
-    """Returns ``value`` with its tensors in the memory of the host."""
+    """Returns ``value`` with its tensors moved to the memory of the host."""
     return map_tensors(
         lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value
     )
 
 
 def join_outputs(values: Sequence[Nest]) -> Nest:
-    """Joins the outputs of micro-batches along axis 0; containers keep their form.
+    """Joins the outputs of micro-batches along axis 0, in containers like those of one output.
 
     Tensors without dimensions are stacked. Texts, flags and None must be equal in all outputs, and
     appear once.
 
     Raises:
-        UsageError: The outputs do not have the same form, or have numbers that are no tensors.
+        UsageError: The outputs have other containers, or numbers that are no tensors.
     """
-    return join(_join, values)
+    return join(_join_items, values)
 
 
-def _join(parts: Sequence[Nest]) -> Nest:
-    """Joins the parts of the outputs at one path, one part of each output."""
-    first = parts[0]
+def _join_items(items: Sequence[Nest]) -> Nest:
+    """Joins the values that the outputs have at one path, such as ``output["logits"]``."""
+    first = items[0]
     if isinstance(first, paddle.Tensor):
-        return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))
-    if type(first) in (int, float) and len(parts) > 1:
+        return paddle.concat(list(items)) if first.ndim else paddle.stack(list(items))
+    if type(first) in (int, float) and len(items) > 1:
         raise UsageError(
             "a number in an output is that of one micro-batch, and there are several",
-            got=", ".join(map(str, parts)),
+            got=", ".join(map(str, items)),
             fix="return a tensor, whose values are stacked; or take outputs one by one, from "
             "eval_batch",
         )
-    unlike = any(type(part) is not type(first) for part in parts)
-    if unlike or isinstance(first, (tuple, list, dict)) or any(part != first for part in parts):
+    unlike = any(type(item) is not type(first) for item in items)
+    if unlike or isinstance(first, (tuple, list, dict)) or any(item != first for item in items):
         raise UsageError(
             "the outputs of the micro-batches cannot be joined: they do not have the same form",
-            got=", ".join(type(part).__name__ for part in parts),
+            got=", ".join(type(item).__name__ for item in items),
             fix="take them one by one, from eval_batch",
         )
     return first

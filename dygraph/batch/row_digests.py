@@ -1,8 +1,8 @@
-"""The data of a batch on the ranks of a pipeline: cut, compared and exchanged.
+"""Cuts, compares and exchanges the data of a batch on the ranks of a pipeline.
 
-All ranks of one pipeline must train on one batch, so they compare digests of their rows. The owner
-of the first stage takes its inputs, the owner of the last stage its labels. Start with
-:class:`RankData`.
+All ranks of one pipeline must train on one batch, so they compare digests (checksums) of their
+rows. The rank that owns the first stage takes the inputs, the rank that owns the last stage the
+labels. Start with :class:`RankData`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from fleetpipe.transport.wire.bridge import checksum
 
 _log = log.logger(__name__)
 
-#: Replaces a digest of None in messages.
-_NONE = -1
+#: The number that ranks send in the place of a digest that is None.
+_NO_DIGEST = -1
 
-_FIX = (
+#: The remedy in errors of ranks with different rows.
+_SAME_SAMPLES = (
     "have all ranks of a pipeline read the same samples in the same order: fleetpipe.io.DataLoader"
     "(dataset, batch_size, shuffle=..), or fleetpipe.io.DistributedBatchSampler in the place of "
     "Paddle's; seed alike what else draws them; pass None where a rank needs no inputs or labels"
@@ -39,7 +40,7 @@ _FIX = (
 
 
 class RowDigests(NamedTuple):
-    """Digests of a batch's inputs and labels; None for a part that a rank does not have."""
+    """Digests of a batch's inputs and labels; None for those that a rank does not have."""
 
     inputs: int | None
     labels: int | None
@@ -47,18 +48,18 @@ class RowDigests(NamedTuple):
 
 def digests_of(batches: MicroBatches) -> RowDigests:
     """Returns the digests of this rank's micro-batches."""
-    return RowDigests(*map(_digest, batches))
+    return RowDigests(*map(_digest_of, batches))
 
 
 def require_one_batch(here: RowDigests, first: RowDigests) -> None:
-    """Refuses, on the owner of the last stage, labels of other rows than the first stage's inputs.
+    """Refuses other rows on the rank of the last stage than on the rank of the first stage.
 
     Args:
-        here: The digests of this rank's rows.
-        first: The digests of the rows on the owner of the first stage.
+        here: The digests of this rank, which owns the last stage.
+        first: The digests of the rank that owns the first stage.
     """
-    both = [one == other for one, other in zip(here, first) if one is not None is not other]
-    if both and not any(both):
+    equal = [mine == theirs for mine, theirs in zip(here, first) if None not in (mine, theirs)]
+    if equal and not any(equal):
         raise ConfigError(
             "the ranks of one pipeline were given different rows",
             where="before the batch runs",
@@ -66,7 +67,8 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
             got="other inputs and other labels than on the rank of the first stage",
             cause="each rank shuffles by itself, reads a share of the dataset as of a replica, or "
             "has drawn other random numbers, say a layer from NumPy's or Python's generator",
-            fix=f'{_FIX}; fleetpipe_configs = {{"compare_rows": False}} leaves this check out',
+            fix=_SAME_SAMPLES
+            + '; fleetpipe_configs = {"compare_rows": False} leaves this check out',
         )
 
 
@@ -74,25 +76,27 @@ class RowComparison:
     """Compares the rows on the ranks of a replica, batch by batch.
 
     Attributes:
-        owns: Whether this process owns the first stage, and the last one.
-        source: The rank in the pipeline of the first stage's owner.
+        owns: Whether this process owns the first stage, and whether it owns the last one.
+        source: The rank of the pipeline that owns the first stage.
     """
 
     def __init__(self, job: Job, owns: tuple[bool, bool], source: int) -> None:
+        """Stores the attributes; nothing is compared yet."""
         self._job, self.owns, self.source = job, owns, source
         # A process that replaces a failed one begins after the first comparison of the others.
         self._first_compared = attempt_files.own_generation() > 0
 
     def compare(self, batches: MicroBatches | None, count: int, rate: float | None) -> int:
-        """Compares like :meth:`RankData.compare`; without batches it compares no rows."""
+        """Compares like :meth:`RankData.compare`; with None for the batches it compares no rows."""
         here = RowDigests(None, None) if batches is None else digests_of(batches)
         # As two halves: assign would take a number of 64 bits for a float.
         halves = np.array([np.nan if rate is None else rate]).view("uint32")
-        row = np.array([count, *halves, *(_NONE if one is None else one for one in here)], "int64")
+        digests = [_NO_DIGEST if digest is None else digest for digest in here]
+        message = np.array([count, *halves, *digests], "int64")
         # One message, for which the owner of the first stage does not wait. A tensor has the same
         # form whatever its numbers. By assign: to_tensor of Paddle 3.3.1 leaks a list.
         count, low, high, *first = (
-            self._job.group().broadcast(paddle.assign(row), self.source).tolist()
+            self._job.group().broadcast(paddle.assign(message), self.source).tolist()
         )
         if rate is not None:
             require_one_rate(
@@ -100,26 +104,29 @@ class RowComparison:
             )
         if batches is not None:
             if self.owns[1]:
-                require_one_batch(
-                    here, RowDigests(*(None if one == _NONE else one for one in first))
-                )
-            needed = [one if needs else None for one, needs in zip(here, self.owns)]
-            self._require_alike_along_mp(needed)
+                digests_of_first = (None if digest == _NO_DIGEST else digest for digest in first)
+                require_one_batch(here, RowDigests(*digests_of_first))
+            needed = [digest if owns else None for digest, owns in zip(here, self.owns)]
+            self._require_equal_along_mp(needed)
             if self.owns[0] and not self._first_compared:
                 self._first_compared = True
                 self._warn_of_equal_replicas(here)
                 self._require_different_parts(here)
         return count
 
-    def _require_alike_along_mp(self, needed: list[int | None]) -> None:
-        """Refuses different rows on the ranks that hold shards of one stage. Collective over mp."""
+    def _require_equal_along_mp(self, needed: list[int | None]) -> None:
+        """Refuses different rows on the ranks that hold shards of one stage. Collective over mp.
+
+        Args:
+            needed: The digests of the inputs and of the labels, None if this rank uses none.
+        """
         group = self._job.model_parallel()
         if group.ranks > 1 and len({*map(tuple, group.all_gather(needed))}) > 1:
             raise ConfigError(
                 "the ranks that hold shards of one stage were given different rows",
                 where="before the batch runs",
                 expected="the same rows on all ranks along mp",
-                fix=_FIX,
+                fix=_SAME_SAMPLES,
             )
 
     def _require_different_parts(self, here: RowDigests) -> None:
@@ -150,7 +157,7 @@ class RowComparison:
 
 
 def require_one_rate(job: Job, rates: Sequence[float]) -> None:
-    """Refuses ranks that would step with different learning rates."""
+    """Refuses ranks that would step with different learning rates; ``rates`` has those of ranks."""
     if len({*rates}) > 1:
         job.allow.refuse(
             "optimizer",
@@ -162,9 +169,9 @@ def require_one_rate(job: Job, rates: Sequence[float]) -> None:
         )
 
 
-def _digest(part: Nest) -> int | None:
-    """Returns a checksum of all tensors of a batch's inputs or labels; None if it has no tensor."""
-    tensors = [tensor for tensor in tensors_of(part) if 0 not in tensor.shape]
+def _digest_of(values: Nest) -> int | None:
+    """Returns a checksum of all tensors of a batch's inputs or labels; None without tensors."""
+    tensors = [tensor for tensor in tensors_of(values) if 0 not in tensor.shape]
     return checksum(tensors) if tensors else None
 
 
@@ -172,14 +179,20 @@ class RankData:
     """Cuts, compares and exchanges the batches of a pipeline.
 
     Attributes:
-        first_owner: The rank that owns the first stage, which takes the inputs.
-        last_owner: The rank that owns the last stage, which takes the labels.
-        owns_first: Whether this process is that first owner, or plays all ranks.
-        owns_last: Whether this process is that last owner, or plays all ranks.
+        first_owner: The rank of the pipeline that owns the first stage and takes the inputs.
+        last_owner: The rank of the pipeline that owns the last stage and takes the labels.
+        owns_first: Whether this process is rank ``first_owner``, or plays all ranks.
+        owns_last: Whether this process is rank ``last_owner``, or plays all ranks.
     """
 
     def __init__(self, job: Job, placement: Placement, config: PipelineConfig) -> None:
-        """Finds the ranks that need inputs and labels; ``config`` has the sizes of batches."""
+        """Finds the ranks that need inputs and labels.
+
+        Args:
+            job: The job of the pipeline.
+            placement: The rank of each stage.
+            config: The options of the pipeline, with the sizes of batches.
+        """
         self._job, self._config = job, config
         self.first_owner = placement.rank_of(0)
         self.last_owner = placement.rank_of(placement.stages - 1)
@@ -193,7 +206,7 @@ class RankData:
         return self._job.local or rank == self._job.hcg.get_stage_id()
 
     def cut(self, any_rows: bool = False, keeps_graph: bool = False) -> MicroBatchCut:
-        """Returns how batches are cut; the arguments are those of :class:`MicroBatchCut`."""
+        """Returns the sizes of micro-batches by the options; arguments are as in MicroBatchCut."""
         config = self._config
         return MicroBatchCut(config.micro_batches, config.micro_batch_size, any_rows, keeps_graph)
 
@@ -210,6 +223,10 @@ class RankData:
 
     def require(self, batches: MicroBatches, labelled: bool) -> None:
         """Refuses a batch that lacks what this process's stages need.
+
+        Args:
+            batches: The micro-batches of this rank.
+            labelled: Whether the last stage computes losses, and so needs labels.
 
         Raises:
             ConfigError: The batch has no inputs for the first stage, or no labels for the last.
@@ -235,7 +252,7 @@ class RankData:
             rate: The learning rate of the step that follows; None without a step.
 
         Returns:
-            The count on the owner of the first stage.
+            ``count`` of the rank that owns the first stage.
 
         Raises:
             ConfigError: The ranks have different rows, or different learning rates.
@@ -244,7 +261,10 @@ class RankData:
         return self._comparison.compare(compared, count, rate)
 
     def share_batch(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
-        """Gives every rank the inputs of the first stage and the labels of the last. Collective.
+        """Gives every rank the inputs and the labels of a batch. Collective over the job.
+
+        Args:
+            data: The batch, as this rank would pass it to ``train_batch``.
 
         Returns:
             The micro-batches of this replica, which can be passed as a batch, and those of all
@@ -253,9 +273,9 @@ class RankData:
         return self.share(self.micro_batches(data))
 
     def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
-        """Shares like :meth:`share_batch` a batch that is cut already. Collective.
+        """Shares a batch that is cut already, like :meth:`share_batch`. Collective over the job.
 
-        Sequences that are split along sep and cp are whole in the result.
+        Sequences that ranks along sep and cp have split are joined in the result.
         """
         self._job.call("shares a batch with its reference")
         self.compare(batches)
@@ -267,13 +287,13 @@ class RankData:
             inputs, labels = ranks.whole_batch((inputs, labels))
         replicas = self._job.replicas().all_gather((inputs, labels))
         everyone = MicroBatches(
-            [one for parts, _ in replicas for one in parts],
-            [one for _, parts in replicas for one in parts],
+            [value for inputs_of_one, _ in replicas for value in inputs_of_one],
+            [value for _, labels_of_one in replicas for value in labels_of_one],
         )
         return MicroBatches(inputs, labels), everyone
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns the values that the owners of the last stage pass, on every rank. Collective.
+        """Returns on every rank the values of the last stage's owners. Collective over the job.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts; other ranks may pass None.

@@ -1,6 +1,6 @@
-"""What a dynamic-graph stage is given: a batch, the layers to run, hooks to call, and a watch.
+"""The protocols of the objects that a dynamic-graph stage works with, and its :class:`Batch`.
 
-``dygraph_stage.py`` runs them.
+``dygraph_stage.py`` calls them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import Borders
 from fleetpipe.schedules.action import GlobalMicroBatch
 
-#: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
+#: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage on ``value``.
 RunOf = Callable[[int], Callable[[Nest, GlobalMicroBatch], Nest]]
 
-#: A gradient, or None, for each tensor of a value that needs one; None at either end of the model.
+#: A gradient, or None, for each tensor of a value that needs one. None stands for the gradients of
+#: the loss, and of the inputs of the model.
 Gradients = tuple[Tensor, ...] | None
 
 
 class Batch:
-    """The data of one run of a plan, and its results by micro-batch: losses or outputs."""
+    """The data of one run of a plan, and its results: losses or the outputs of micro-batches."""
 
     def __init__(
         self,
@@ -38,9 +39,9 @@ class Batch:
         Args:
             data: The micro-batches of this rank.
             losses: Computes and stores the losses; None to collect the outputs instead.
-            scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
-            elsewhere: The loss functions that another rank calls and that may read tensors which
-                layers store.
+            scale: Called with the weighted loss before backward, as ``scale`` of a GradScaler.
+            elsewhere: The loss functions that run on another rank and might read tensors which
+                layers store on this one.
             value_of: Returns the part of the last layer's output to collect; None for all of it.
         """
         self.data = data
@@ -51,7 +52,7 @@ class Batch:
         self.outputs: dict[int, Nest] = {}
 
     def collect(self, index: int, output: Nest) -> None:
-        """Stores the last layer's output for micro-batch ``index``."""
+        """Stores the last layer's output for the micro-batch with number ``index``."""
         self.outputs[index] = output if self._value_of is None else self._value_of(output)
 
     def ordered_outputs(self) -> list[Nest]:
@@ -60,43 +61,46 @@ class Batch:
 
 
 class StageHooks(Protocol):
-    """The functions that a stage calls around its forwards and backwards."""
+    """The functions that a stage calls around its forwards and backwards.
+
+    ``stage`` is always the global number of the stage.
+    """
 
     def before_forward(self, stage: int, value: Nest) -> None:
         """Called with the stage's input: a received value, or the inputs of the batch."""
 
     def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
-        """Called with the stage's input, and with the output of its last layer."""
+        """Called with the stage's input, and with the output of the stage's last layer."""
 
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
-        """Called with a stage's input and output; the last stage's output is the loss."""
+        """Called with the stage's values and gradients; the last stage's output is the loss."""
 
     def after_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
-        """Called with a stage's values; ``input_grads`` is None for the first stage."""
+        """Called with the same values, and the input's gradients; None for the first stage."""
 
     def before_weight_grad(self, stage: int) -> None:
-        """Called before a W, which adds the delayed weight gradients."""
+        """Called before action W, which adds the delayed weight gradients."""
 
 
 class StageWatch(Protocol):
-    """Watches for stages that use values or parameters of other stages."""
+    """Finds stages that use values or parameters of other stages beside what they receive."""
 
     @property
     def watches(self) -> bool:
-        """Whether the next batch has anything to watch."""
+        """Whether there is anything to find, so that the methods must be called in a batch."""
 
     def enter(self, stage: int, forward: bool) -> None:
-        """Called before an action of a stage."""
+        """Called before each action of a stage; ``forward`` is whether it is F."""
 
     def leave(self, ends: bool = False) -> None:
-        """Called after the last action; ``ends`` is True at the end of the batch."""
+        """Called when no stage runs any more; ``ends`` is True at the end of the batch."""
 
     def refused(self) -> AbstractContextManager[None]:
-        """Returns a context in which an error due to such a use names the use."""
+        """Returns a context in which an error that such a use causes names the use."""
 
 
 class StagesToRun(Protocol):
@@ -104,7 +108,7 @@ class StagesToRun(Protocol):
 
     @property
     def borders(self) -> Borders | None:
-        """The borders between the stages; None for a chain."""
+        """Translates between the values of layers and those on edges; None for a list of layers."""
 
     def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
         """Returns the function that runs the layers of a stage."""

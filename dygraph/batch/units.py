@@ -1,9 +1,11 @@
-"""The units of work of a schedule, the weights of their losses, and the values between stages.
+"""The units of work of a schedule, the weights of losses, and the values between stages.
 
-A unit is a micro-batch, or a part of one if the schedule cuts micro-batches. Only the
-:class:`Units` of the schedule know how a micro-batch is cut; batches, stages and losses ask them.
-:class:`MicroBatchWeights` weights losses, and :class:`Borders` translate the values between stages.
-``BORDERS`` and ``UNITS`` name the modules that special placements and schedules need.
+A unit is what one action computes: a micro-batch, or one sequence chunk of it if the schedule cuts
+sequences. Units are numbered over the batch. Only the :class:`Units` of the schedule know how a
+micro-batch is cut; batches, stages and losses ask them. :class:`MicroBatchWeights` weights the
+losses of micro-batches, and :class:`Borders` translates between the values that layers take and
+return and the values that stages exchange. ``BORDERS`` and ``UNITS`` name the modules that special
+placements and schedules need.
 """
 
 from __future__ import annotations
@@ -26,18 +28,19 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Edge, Placement, Schedule
 
-#: Constructors of borders, as ``module:name``, each with a function that tells whether a placement
-#: needs these borders.
+#: Classes of :class:`Borders`, as ``module:name``, each with a function that returns whether a
+#: placement needs it.
 BORDERS: Mapping[str, Callable[[Placement], bool]] = {
     "fleetpipe.contrib.vocabulary:HeadBorders": lambda placement: placement.has_head
 }
 
-#: ``weight_of(function, number)`` is the weight of a micro-batch, or of a unit, in a loss.
+#: ``weight_of(function, number)`` is the weight of a micro-batch, or of a unit, in the loss of a
+#: function; both are numbers, from 0.
 WeightOf = Callable[[int, int], Fraction]
 
-#: Constructors of units, as ``module:name``, each with a function that takes a ``Runtime``, a
-#: schedule and options, and returns the arguments of the constructor; None if the schedule does not
-#: cut micro-batches into such units.
+#: Functions that build :class:`Units`, as ``module:name``. Each comes with a function that takes a
+#: ``Runtime``, a schedule and options, and returns the arguments to build with; None if the
+#: schedule does not cut micro-batches into such units.
 UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
     "fleetpipe.contrib.slices:sequence_chunks": lambda of, schedule, config: (
         (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
@@ -46,15 +49,15 @@ UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | 
     )
 }
 
-#: The largest denominator of a weight by places; places may be sums of many class weights.
-_FINEST = 1 << 40
+#: The largest denominator of a weight by places, to which it is rounded.
+_LARGEST_DENOMINATOR = 1 << 40
 
 
 class Borders(Protocol):
     """Translates between the values on edges and the values that layers take and return."""
 
     def join(self, values: Values) -> Nest:
-        """Returns the value that the layers of a stage take, from the values on its edges."""
+        """Returns the value that the layers of a stage take, from those on the edges into it."""
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the value of each edge out of a stage, in order.
@@ -62,7 +65,7 @@ class Borders(Protocol):
         Args:
             stage: The stage, any but the last.
             output: The value that its layers returned.
-            labels: The labels of the micro-batch; None if this process has none.
+            labels: The labels of the unit; None if this process has none.
 
         Raises:
             BoundaryError: The stage does not have the value of some edge.
@@ -70,61 +73,62 @@ class Borders(Protocol):
 
 
 class Chain:
-    """The borders of a list of layers: each stage takes the value that its predecessor returns."""
+    """The usual :class:`Borders`: each stage takes the value that its predecessor returns."""
 
     def __init__(self, placement: Placement) -> None:
+        """Finds the edges of a placement."""
         self._edges: dict[int, list[Edge]] = {}
         for ends in placement.chain():
             self._edges.setdefault(ends[0], []).append(Edge(*ends))
 
     def join(self, values: Values) -> Nest:
-        """Returns the value of the one edge."""
+        """Returns the value of the one edge into the stage."""
         return next(iter(values.values()))
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the output as the value of each edge."""
+        """Returns the output as the value of each edge out of the stage."""
         return dict.fromkeys(self._edges[stage], output)
 
 
 def borders_of(placement: Placement) -> Borders:
-    """Builds the borders between the stages of a placement: special ones, or a chain."""
-    for make, wanted in BORDERS.items():
-        if wanted(placement):
-            borders: Borders = pkgutil.resolve_name(make)(placement)
+    """Returns the :class:`Borders` of a placement: of a class in ``BORDERS``, or a chain."""
+    for class_name, is_needed in BORDERS.items():
+        if is_needed(placement):
+            borders: Borders = pkgutil.resolve_name(class_name)(placement)
             return borders
     return Chain(placement)
 
 
 class UnitStates:
-    """The state that stages keep between the units of a micro-batch; this class keeps none.
+    """What layers keep from one unit of a micro-batch for the next; this class keeps nothing.
 
-    Units are numbered over the batch. The forwards of a micro-batch's units run in order, the
-    backwards in reverse order.
+    A subclass keeps keys and values of attention, for example. The forwards of a micro-batch's
+    units run in order, the backwards in reverse order.
     """
 
     def forward(self, stage: int, number: int) -> AbstractContextManager[None]:
-        """Returns the context in which the layers of a stage run unit ``number``."""
+        """Returns the context of the forward of a unit: of its layers in a stage."""
         return nullcontext()
 
     def backward(
         self, stage: int, number: int
     ) -> AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Returns the context in which the backward of unit ``number`` runs.
+        """Returns the context of the backward of a unit in a stage.
 
-        The context yields tensors and their gradients, from which the backward starts besides the
-        output.
+        The context yields the kept tensors from which the backward starts, besides the output, and
+        their gradients.
         """
         return nullcontext(((), ()))
 
     def release(self, stage: int, number: int) -> None:
-        """Drops the state of unit ``number``; units of a micro-batch are released in reverse."""
+        """Drops what a stage keeps for a unit; called for the last unit of a micro-batch first."""
 
 
-_NOTHING_KEPT = UnitStates()
+_NO_STATES = UnitStates()
 
 
 class Units:
-    """Micro-batches as units. A subclass cuts each micro-batch into several units.
+    """How micro-batches are cut into units: here not at all, by a subclass into sequence chunks.
 
     Attributes:
         count: The number of units of a micro-batch.
@@ -145,7 +149,12 @@ class Units:
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
     ) -> WeightOf:
-        """Returns a function that weights units, from a function that weights micro-batches.
+        """Returns a function that weights units, from one that weights micro-batches.
+
+        Args:
+            functions: The loss functions.
+            batches: The micro-batches before they were cut.
+            weight_of: Returns the weights of micro-batches.
 
         Raises:
             ConfigError: The micro-batches cannot be cut, or a loss function does not declare what
@@ -154,19 +163,19 @@ class Units:
         return weight_of
 
     def states(self) -> UnitStates:
-        """Returns the states of the units of a new batch."""
-        return _NOTHING_KEPT
+        """Returns an object that keeps values between the units of a new batch."""
+        return _NO_STATES
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
-        """Returns a context in which layers run a unit once more, to measure it.
+        """Returns a context in which layers run a unit once more, to measure them.
 
-        The context yields the values that layers keep for later units, by the layer's id. Values
-        that are kept in this context are for its user only.
+        The context yields the values that layers keep in it for later units, by the layer's id; no
+        later unit gets these.
         """
         return nullcontext({})
 
     def lengths(self, value: Nest) -> list[int]:
-        """Returns the number of positions of each unit of a micro-batch; empty for one unit."""
+        """Returns the sequence lengths of the units of a micro-batch; [] if it is not cut."""
         return []
 
     def name(self, number: int) -> str:
@@ -174,34 +183,40 @@ class Units:
         return f"micro-batch {number}"
 
 
+#: Each micro-batch is one unit.
 WHOLE = Units()
 
 
 def units_of(runtime: Any, schedule: Schedule, config: PipelineConfig) -> Units:
-    """Returns the units into which a pipeline cuts micro-batches for a schedule.
+    """Returns how a pipeline cuts micro-batches into units for a schedule.
+
+    Args:
+        runtime: The ``Runtime`` of the pipeline.
+        schedule: The schedule.
+        config: The options of the pipeline.
 
     Raises:
         ConfigError: The model, or another option, does not allow these units.
     """
-    for make, arguments_of in UNITS.items():
+    for builder, arguments_of in UNITS.items():
         arguments = arguments_of(runtime, schedule, config)
         if arguments is not None:
-            units: Units = pkgutil.resolve_name(make)(*arguments)
+            units: Units = pkgutil.resolve_name(builder)(*arguments)
             return units
     return WHOLE
 
 
 class MicroBatchWeights:
-    """The weights of micro-batches under the options of a pipeline.
+    """The weights of micro-batches in the loss, by the options of a pipeline.
 
     Attributes:
         usual: The weight of each micro-batch of this replica in the replica's loss.
         in_backward: The weight of each micro-batch in the loss that starts backward: the usual
             weight, or 1 if ``delay_scale_loss`` divides the gradients later.
-        divisor: The number by which gradients are divided after the last backward; 1 for none.
-        copies: The number by which each weight is divided before a forward. With sums by a tree it
-            is the number of ranks over which gradients are averaged, so that no division follows
-            the sums.
+        divisor: The number by which gradients are divided after the last backward.
+        copies: The number by which each weight is divided. With sums by a tree it is the number of
+            ranks over which gradients are averaged, so that no division follows the sums;
+            otherwise 1.
         by_tokens: Whether micro-batches are weighted by their tokens, whatever their rows.
     """
 
@@ -229,8 +244,8 @@ class MicroBatchWeights:
         self._loss_functions = loss_functions
         self.by_tokens = config.loss_reduction == "tokens"
         self._sequence = job.sequence()
-        self._by_places = self.by_tokens or self._sequence.ranks > 1
-        if delayed and self._by_places:
+        self._counts_places = self.by_tokens or self._sequence.ranks > 1
+        if delayed and self._counts_places:
             raise ConfigError(
                 "delay_scale_loss weights all losses alike, and these count by their places",
                 cause="sequences are split along sep or cp, or loss_reduction is 'tokens'",
@@ -250,7 +265,7 @@ class MicroBatchWeights:
         return [weight * share for weight in self.in_backward] * replicas
 
     def require(self, weights: Sequence[Fraction]) -> None:
-        """Refuses a caller's weights if these options do not allow them.
+        """Refuses a caller's weights of micro-batches if the options do not allow them.
 
         Raises:
             ConfigError: An option sets the weights already, or their number or type is wrong.
@@ -288,7 +303,7 @@ class MicroBatchWeights:
         labels: Sequence[Nest] | None,
         weights: Sequence[Fraction],
     ) -> WeightOf:
-        """Returns a function that weights micro-batches; an option may weight them by their places.
+        """Returns a function that weights micro-batches: by their places if an option says so.
 
         Args:
             functions: The loss functions.
@@ -298,10 +313,12 @@ class MicroBatchWeights:
         Raises:
             ConfigError: A loss function does not say how many places it counts.
         """
-        if labels is None or not self._by_places:
+        if labels is None or not self._counts_places:
             return lambda _, number: weights[number] / self.copies
-        base, group = (None, self._job.copies()) if self.by_tokens else (weights, self._sequence)
-        by_places = PlaceWeights(functions, labels, base, group)
+        if self.by_tokens:
+            by_places = PlaceWeights(functions, labels, None, self._job.copies())
+        else:
+            by_places = PlaceWeights(functions, labels, weights, self._sequence)
         return lambda function, number: by_places.of(function, number) / self.copies
 
     def of_tokens(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
@@ -320,15 +337,16 @@ class MicroBatchWeights:
         return [weights.of(0, number) for number in range(len(labels))]
 
     def counted(self, label: Nest) -> float:
-        """Returns how many places of some labels the first loss function counts."""
+        """Returns the number of places of some labels that the first loss function counts."""
         return float(places_in(self._loss_functions()[0], label).counted)
 
 
 class PlaceWeights:
     """The weights of a rank's micro-batches by the places of their labels.
 
-    A loss is a mean over the places that it counts. If ranks split the sequences of a micro-batch,
-    its loss must be the mean over the places of all parts. With ``loss_reduction="tokens"`` the
+    A place is a position in the labels that has a loss of its own, and a loss is a mean over the
+    places that it counts. If ranks split the sequences of a micro-batch, its loss must be the mean
+    over the places of all these ranks. With ``loss_reduction="tokens"`` the
     loss of a batch must be the mean over the places of all micro-batches and replicas. So each
     rank's loss is weighted by its number of places, and then averaged over the ranks.
     """
@@ -345,68 +363,77 @@ class PlaceWeights:
         Args:
             functions: The loss functions.
             labels: The labels of each micro-batch.
-            weights: The weight of each micro-batch, of which each rank has a part; None to weight
+            weights: The weight of each micro-batch, whose sequences the ranks split; None to weight
                 micro-batches by their places, too.
-            group: The ranks that have the parts of one micro-batch; without weights, all copies.
+            group: The ranks that split the sequences of one micro-batch; without weights, all
+                ranks that compute the last stage, with micro-batches of their own.
 
         Raises:
             ConfigError: A loss function does not say how many places it counts.
         """
         self._places = [[places_in(function, label) for label in labels] for function in functions]
-        self._base, self._group = weights, group
-        self._agreed: list[list[Fraction]] | None = None
+        self._given_weights, self._group = weights, group
+        self._weights: list[list[Fraction]] | None = None
 
     def of(self, function: int, micro_batch: int) -> Fraction:
-        """Returns the weight of a micro-batch. The first call is collective over the group.
+        """Returns the weight of a micro-batch in the loss of a function, both by number.
+
+        The first call is collective over the group.
 
         Raises:
             PipelineTimeout: Another rank did not come within the limit.
         """
-        if self._agreed is None:
-            self._agreed = self._agree()
-        return self._agreed[function][micro_batch]
+        if self._weights is None:
+            self._weights = self._compute_weights()
+        return self._weights[function][micro_batch]
 
-    def _agree(self) -> list[list[Fraction]]:
-        """Returns the weights by loss function and micro-batch, from the places of all ranks."""
+    def _compute_weights(self) -> list[list[Fraction]]:
+        """Returns the weights by loss function and micro-batch. Collective over the group."""
         numbers = [
             [
                 (*p.counted.as_integer_ratio(), *(p.mean_over or Fraction(0)).as_integer_ratio())
-                for p in row
+                for p in of_function
             ]
-            for row in self._places
+            for of_function in self._places
         ]
         everyone = self._group.all_gather(paddle.to_tensor(numbers, dtype="int64"))
-        ranks = [
-            [[(Fraction(a, b), Fraction(c, d)) for a, b, c, d in row] for row in part]
-            for part in (tensor.tolist() for tensor in everyone)
+        by_rank = [
+            [[(Fraction(a, b), Fraction(c, d)) for a, b, c, d in row] for row in tensor.tolist()]
+            for tensor in everyone
         ]
         return [
-            [self._weight(n, [part[n] for part in ranks], index) for index in range(len(row))]
-            for n, row in enumerate(self._places)
+            [
+                self._compute_weight(function, [of_rank[function] for of_rank in by_rank], index)
+                for index in range(len(of_function))
+            ]
+            for function, of_function in enumerate(self._places)
         ]
 
-    def _weight(
+    def _compute_weight(
         self, function: int, ranks: list[list[tuple[Fraction, Fraction]]], index: int
     ) -> Fraction:
         """Returns the weight of micro-batch ``index`` on this rank.
 
-        It is rounded as a part of the whole batch, so that its bits do not depend on the layout.
+        It is rounded before it is multiplied by the number of ranks, so that its share in the batch
+        does not depend on the layout.
 
         Args:
             function: The number of the loss function.
-            ranks: The counted places and the divisor of each micro-batch, by rank.
+            ranks: For each rank and micro-batch, the ``counted`` and ``mean_over`` of its places.
             index: The number of the micro-batch.
         """
         mean_over = self._places[function][index].mean_over
-        if self._base is None:
+        if self._given_weights is None:
             total = sum((counted for row in ranks for counted, _ in row), start=Fraction(0))
             weight = (1 if mean_over is None else mean_over) / total if total else total
         elif mean_over is None:
-            weight = self._base[index]
+            weight = self._given_weights[index]
         else:
             total = sum((row[index][1] for row in ranks), start=Fraction(0))
-            weight = self._base[index] * (mean_over / total if total else Fraction(1, len(ranks)))
-        return weight.limit_denominator(_FINEST) * len(ranks)
+            weight = self._given_weights[index] * (
+                mean_over / total if total else Fraction(1, len(ranks))
+            )
+        return weight.limit_denominator(_LARGEST_DENOMINATOR) * len(ranks)
 
 
 def places_in(function: Any, label: Nest) -> Any:

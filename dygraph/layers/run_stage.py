@@ -1,7 +1,7 @@
 """Runs the layers of a stage in order, each with its random seed, and recomputes pieces of stages.
 
-An error names the layer that refused a value, and the value; Paddle's errors name an operation
-only. Start with :class:`StageRunner`.
+A piece is some consecutive layers. If a layer cannot take a value, the error names the layer and
+describes the value; Paddle's errors name only an operation. Start with :class:`StageRunner`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 #: Paddle's message if a device has no kernel for any dtype.
 _NO_KERNEL = re.compile(r"The kernel `\w+` is not registered|of kernel `\w+`.*wrong Backend `\w+`")
 
-#: The errors of an operation that refuses a value; Gloo and the system raise others.
-_OF_VALUES = (
+#: The classes of errors of an operation that cannot take a value; Gloo and the system raise others.
+_VALUE_ERRORS = (
     ValueError,
     TypeError,
     AttributeError,
@@ -45,13 +45,13 @@ _OF_VALUES = (
     NotImplementedError,
 )
 
-#: ``run(value, micro_batch)`` runs layers on the argument of the first one. The micro-batch is the
-#: global number in a run of a plan, and None in a direct call.
+#: ``run(value, micro_batch)`` runs the layers of a stage; ``value`` is the first one's argument. The
+#: micro-batch is a global number while a plan runs, and None in a direct call.
 Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
 
 
 def require_dynamic_graph(what: str) -> None:
-    """Refuses ``what``, which needs dynamic graph, if static graph is on."""
+    """Refuses a call in static graph; ``what`` names in the error what needs dynamic graph."""
     if not paddle.in_dynamic_mode():
         raise StateError(
             f"static graph is on, and {what} needs dynamic graph",
@@ -61,7 +61,7 @@ def require_dynamic_graph(what: str) -> None:
         )
 
 
-def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
+def is_error_of_value(error: Exception, value: Nest, caller: str) -> bool:
     """Whether a layer failed because of the value that it got.
 
     It did if Paddle or the call itself refused the value, or if the layer's code could not unpack
@@ -75,7 +75,7 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     text = str(error)
     # Paddle raises an error of another class if it has no kernel for the value's dtype.
     if isinstance(error, FleetPipeError) or not (
-        isinstance(error, _OF_VALUES) or "(NotFound)" in text
+        isinstance(error, _VALUE_ERRORS) or "(NotFound)" in text
     ):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -89,15 +89,24 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     return bool(another_kind) or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
 
 
-def refusal(
+def layer_error(
     error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:
-    """Returns the error to raise in the place of the error of layer ``index`` for ``value``."""
+    """Returns the error to raise if a layer could not take its argument.
+
+    Args:
+        error: The error of the layer.
+        partition: The cut into stages, with the names of layers.
+        index: The number of the layer in the whole list.
+        layer: The layer, or a function.
+        value: Its argument.
+    """
+    name = _describe_layer(partition, index)
     if gradients.is_raised_in_paddle_grad(error):
-        return gradients.grad_across_stages(error, _title(partition, index), value)
+        return gradients.grad_across_stages(error, name, value)
     if "one pair of hooks" in str(error):
         return BoundaryError(
-            f"{_title(partition, index)} is recomputed, and opens saved_tensors_hooks itself",
+            f"{name} is recomputed, and opens saved_tensors_hooks itself",
             expected="one pair of hooks at a time, as Paddle has it",
             cause="recompute(use_reentrant=False) in the layer, or saved_tensors_hooks of its own",
             fix="set recompute_interval=0, or call recompute with use_reentrant=True",
@@ -105,100 +114,112 @@ def refusal(
     no_kernel = _NO_KERNEL.search(str(error))
     if no_kernel is not None:
         return BoundaryError(
-            f"{_title(partition, index)} cannot run on this device, a {device_kind()}",
+            f"{name} cannot run on this device, a {device_kind()}",
             cause=f"Paddle has no kernel there: {no_kernel[0]}",
             fix="run on a GPU, or use another layer: BatchNorm1D or 2D for SyncBatchNorm, whose "
             "statistics are then of each replica's rows",
         )
-    part = _part(error, layer, value)
-    if part is not None:
-        return _refusal_inside(error, part, partition, index, value)
+    sublayer = _find_failed_sublayer(error, layer, value)
+    if sublayer is not None:
+        return _sublayer_error(error, sublayer, partition, index, value)
     before = f"what layer {index - 1} returned" if index else "the inputs of the batch"
     stage = partition.stage_of(index)
     first = index == partition.boundaries[stage]
     return BoundaryError(
-        f"{_title(partition, index)} cannot take {before}",
+        f"{name} cannot take {before}",
         where=f"first layer of stage {stage}" if first else None,
-        expected=_sizes(layer),
-        got=_arguments_named(partition, index, value),
+        expected=_describe_sizes(layer),
+        got=_describe_argument(partition, index, value),
         cause=reason(error),
-        fix=_advice(error, index, value),
+        fix=_suggest_fix(error, index, value),
     )
 
 
-class _Part(NamedTuple):
-    """A sublayer that refused a value: its path in the layer of the list, and the value."""
+class _FailedSublayer(NamedTuple):
+    """A sublayer that could not take its argument.
+
+    Attributes:
+        path: Its path in the layer of the list.
+        layer: The sublayer.
+        value: Its argument: a tensor, or a tuple of tensors.
+    """
 
     path: str
     layer: Layer
     value: Nest
 
 
-def _part(error: Exception, layer: Callable[[Nest], Nest], value: Nest) -> _Part | None:
-    """Returns the innermost sublayer that raised ``error``; None if it got ``value`` itself.
+def _find_failed_sublayer(
+    error: Exception, layer: Callable[[Nest], Nest], value: Nest
+) -> _FailedSublayer | None:
+    """Returns the innermost sublayer whose forward raised ``error``.
 
-    In that case the error is about ``value`` and the layer before.
+    Returns None if that sublayer was called with ``value``, the argument of the whole layer: then
+    the layer before is to blame.
     """
     if not isinstance(layer, paddle.nn.Layer):
         return None
-    paths = {id(part): path for path, part in layer.named_sublayers()}
-    whole = value if isinstance(value, (tuple, list)) else (value,)
-    inner = None
+    paths = {id(sublayer): path for path, sublayer in layer.named_sublayers()}
+    arguments_of_layer = value if isinstance(value, (tuple, list)) else (value,)
+    innermost = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code, names = frame.f_code, frame.f_locals
-        part = names.get("self")
-        if code.co_name != "forward" or id(part) not in paths:
+        sublayer = names.get("self")
+        if code.co_name != "forward" or id(sublayer) not in paths:
             continue
         arguments = [names.get(name) for name in code.co_varnames[1 : code.co_argcount]]
-        tensors = tuple(one for one in arguments if isinstance(one, paddle.Tensor))
-        if tensors and not any(tensors[0] is one for one in whole):
-            only = tensors[0] if len(tensors) == 1 else tensors
-            inner = _Part(paths[id(part)], part, only)
-    return inner
+        tensors = tuple(a for a in arguments if isinstance(a, paddle.Tensor))
+        if tensors and not any(tensors[0] is a for a in arguments_of_layer):
+            argument = tensors[0] if len(tensors) == 1 else tensors
+            innermost = _FailedSublayer(paths[id(sublayer)], sublayer, argument)
+    return innermost
 
 
-def _refusal_inside(
-    error: Exception, part: _Part, partition: Partition, index: int, value: Nest
+def _sublayer_error(
+    error: Exception, sublayer: _FailedSublayer, partition: Partition, index: int, value: Nest
 ) -> BoundaryError:
-    """Returns the error of a composite layer whose sublayer got a value that does not fit."""
+    """Returns the error to raise if a layer called its sublayer with a value that does not fit."""
+    name = _describe_layer(partition, index)
     return BoundaryError(
-        f"{_title(partition, index)}: its {part.path} cannot take what the layer gives it",
-        expected=_sizes(part.layer),
-        got=f"{outline(part.value)}; the layer itself was given "
-        f"{_arguments_named(partition, index, value)}",
+        f"{name}: its {sublayer.path} cannot take what the layer gives it",
+        expected=_describe_sizes(sublayer.layer),
+        got=f"{outline(sublayer.value)}; the layer itself was given "
+        f"{_describe_argument(partition, index, value)}",
         cause=reason(error),
-        fix=f"change {part.path} of layer {index}, or what stands before it there, so that they "
-        "fit",
+        fix=f"change {sublayer.path} of layer {index}, or what stands before it there, so that "
+        "they fit",
     )
 
 
-def _arguments_named(partition: Partition, index: int, value: Nest) -> str:
-    """Returns a description of a layer's argument, and the layer that returned it."""
-    giver = f", from {_title(partition, index - 1)}" if index else ""
-    return f"{outline(value)}{giver}"
+def _describe_argument(partition: Partition, index: int, value: Nest) -> str:
+    """Describes the argument of layer ``index``, and names the layer that returned it."""
+    source = f", from {_describe_layer(partition, index - 1)}" if index else ""
+    return f"{outline(value)}{source}"
 
 
-def _title(partition: Partition, index: int) -> str:
+def _describe_layer(partition: Partition, index: int) -> str:
+    """Returns the number and the class name of a layer, for messages."""
     name = partition.layers[index].name
     return f"layer {index} ({name})" if name else f"layer {index}"
 
 
-def _sizes(layer: Layer) -> str | None:
-    """Returns the sizes with which a layer of Paddle's was built, as text."""
+def _describe_sizes(layer: Layer) -> str | None:
+    """Returns the sizes with which a layer of Paddle's was built, as text; None if it has none."""
     sizes = layer.extra_repr() if isinstance(layer, paddle.nn.Layer) else ""
     return f"what {type(layer).__name__}({sizes}) takes" if sizes else None
 
 
-def _advice(error: Exception, index: int, value: Nest) -> str:
-    giver = f"layer {index - 1} return" if index else "the batch give"
+def _suggest_fix(error: Exception, index: int, value: Nest) -> str:
+    """Returns the remedy for layer ``index``, which could not take ``value``, for messages."""
+    source = f"layer {index - 1} return" if index else "the batch give"
     several = isinstance(error, TypeError) and "positional argument" in str(error)
     if isinstance(value, (tuple, list)):
         kind = type(value).__name__
         if several:
             return f"a layer takes one argument, here a {kind}: write forward(self, args)"
-        return f"have {giver} one Tensor, or take the {kind} apart in a function before the layer"
+        return f"have {source} one Tensor, or take the {kind} apart in a function before the layer"
     if several or "unpack" in str(error):
-        return f"have {giver} a tuple, which a layer takes as one argument: forward(self, args)"
+        return f"have {source} a tuple, which a layer takes as one argument: forward(self, args)"
     return (
         f"change layer {index - 1} or {index} so that they fit"
         if index
@@ -207,7 +228,7 @@ def _advice(error: Exception, index: int, value: Nest) -> str:
 
 
 class _Step(NamedTuple):
-    """A layer and its number in the whole list."""
+    """A layer or function of the list, and its number there."""
 
     number: int
     function: Callable[[Nest], Nest]
@@ -237,44 +258,55 @@ class StageRunner:
         self._functions = functions
         self._partition = partition
         self._interval = recompute_interval
-        self._chosen = frozenset(recompute)
+        self._recomputed_layers = frozenset(recompute)
         self._runs: dict[int, Run] = {}
         #: The uses of parameters in the current batch, if each use has its own gradient.
         self.uses: Uses | None = None
 
     def function(self, stage: int) -> Run:
-        """Returns a function that runs the layers of ``stage`` on copies of its argument.
+        """Returns a function that runs the layers of ``stage`` on a copy of its argument.
 
-        Layers may write into their input, but Paddle allows no writes into a leaf, and the memory
-        of the argument may be in use elsewhere. The function raises a ``BoundaryError`` if a layer
+        It is copied because layers may write into their input: Paddle allows no writes into a leaf,
+        and the memory may be in use elsewhere. The function raises a ``BoundaryError`` if a layer
         cannot take the result of the layer before.
         """
-        return self._runs.get(stage) or self._run_of(stage)
+        return self._runs.get(stage) or self._build_run(stage)
 
     def function_without_copies(self, stage: int) -> Run:
-        """Returns a function that runs the layers of ``stage`` without copies and recompute."""
+        """Returns a function that runs the layers of ``stage`` without copy and recompute."""
         first, last = self._partition.boundaries[stage : stage + 2]
-        return functools.partial(self._run_steps, self._steps(first, last))
+        return functools.partial(self._run_steps, self._steps_between(first, last))
 
-    def _run_of(self, stage: int) -> Run:
-        """Builds and stores the function that runs a stage; recomputed pieces in it have state."""
+    def _build_run(self, stage: int) -> Run:
+        """Builds, stores and returns the function that runs a stage."""
         first, last = self._partition.boundaries[stage : stage + 2]
-        if self._interval or not self._chosen.isdisjoint(range(first, last)):
+        if self._interval or not self._recomputed_layers.isdisjoint(range(first, last)):
             starts = range(first, last, self._interval or 1)
-            pieces = [self._piece(stage, *ends) for ends in zip(starts, [*starts[1:], last])]
+            pieces = [self._make_piece(stage, *ends) for ends in zip(starts, [*starts[1:], last])]
             run: Run = functools.partial(self._run_pieces, pieces)
         else:
-            run = functools.partial(self._run_steps, self._steps(first, last), on_copies=True)
+            run = functools.partial(
+                self._run_steps, self._steps_between(first, last), on_copies=True
+            )
         self._runs[stage] = run
         return run
 
-    def _steps(self, start: int, end: int) -> _Steps:
+    def _steps_between(self, start: int, end: int) -> _Steps:
+        """Returns the layers with numbers from ``start`` up to ``end``, exclusive."""
         return tuple(_Step(index, self._functions[index]) for index in range(start, end))
 
-    def _piece(self, stage: int, start: int, end: int) -> tuple[_Steps, RecomputedPiece | None]:
-        """Returns some layers of a stage, and the piece if they are recomputed."""
-        steps = self._steps(start, end)
-        if not (self._interval or start in self._chosen):
+    def _make_piece(
+        self, stage: int, start: int, end: int
+    ) -> tuple[_Steps, RecomputedPiece | None]:
+        """Returns some layers of a stage, and their piece if they are recomputed, else None.
+
+        Args:
+            stage: The number of the stage.
+            start: The number of the first layer.
+            end: The number after that of the last layer.
+        """
+        steps = self._steps_between(start, end)
+        if not (self._interval or start in self._recomputed_layers):
             return steps, None
         names = ", ".join(layer.name for layer in self._partition.layers[start:end])
         name = f"stage {stage}, layers {start} to {end - 1} ({names})"
@@ -286,7 +318,7 @@ class StageRunner:
         value: Nest,
         micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
-        """Calls the layers of pieces in order, and recomputes the pieces that need it."""
+        """Calls the layers of all pieces in order; pieces may be recomputed in backward."""
         copies = copies_of(value)
         inputs = SavedInputs((copies[id(tensor)], tensor) for tensor in differentiable(value))
         value = replace(value, copies)
@@ -307,7 +339,14 @@ class StageRunner:
         micro_batch: GlobalMicroBatch | None,
         on_copies: bool = False,
     ) -> Nest:
-        """Calls layers in order; in a run of a plan, each with its own random seed."""
+        """Calls layers in order; while a plan runs, each with its own random seed.
+
+        Args:
+            steps: The layers.
+            value: The argument of the first layer.
+            micro_batch: As for ``Run``.
+            on_copies: Whether to copy the tensors in ``value`` first.
+        """
         if on_copies:
             value = copy_tensors(value)
         keys = None if micro_batch is None else random_keys.current()
@@ -323,14 +362,14 @@ class StageRunner:
                     with self.uses.running(number):
                         value = function(value)
             except Exception as error:
-                if not is_refusal(error, value, __file__):
+                if not is_error_of_value(error, value, __file__):
                     raise
-                raise refusal(error, self._partition, number, function, value) from error
+                raise layer_error(error, self._partition, number, function, value) from error
         return value
 
 
 def checked_interval(recompute_interval: object, recompute_ctx: object) -> int:
-    """Returns the number of layers that are recomputed together; 0 for none.
+    """Returns the option ``recompute_interval``, checked: the number of layers of a piece, or 0.
 
     Args:
         recompute_interval: The option of ``PipelineLayer``.
@@ -362,7 +401,7 @@ class PipelineLayerChunk(paddle.nn.Layer):
     def __init__(
         self, functions: Mapping[int, Callable[[Nest], Nest]], keys: Mapping[int, str]
     ) -> None:
-        """Creates a chunk.
+        """Creates the chunk of some layers.
 
         Args:
             functions: The built layers and functions in order, by number in the whole list.

@@ -14,10 +14,10 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses, may_read
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     ObservedBatch,
-    hand_back,
     is_iterator,
     ragged_weights,
     require_count,
+    send_gradients_to_sources,
     with_gradients,
     without_gradients,
 )
@@ -172,7 +172,7 @@ class TrainingBatch:
                 with runtime.keys.keyed(self._keys):
                     run({"REDUCE": self._reduce, "STEP": self._step})
                 runtime.engines.observers.end()
-            hand_back(self._sources, runtime.weights.divisor)
+            send_gradients_to_sources(self._sources, runtime.weights.divisor)
         finally:
             # Without this, the losses would keep this batch and its data alive.
             self._losses.complete = None
