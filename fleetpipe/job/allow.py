@@ -1,8 +1,9 @@
-"""The option ``allow``: lets a script use by name what the table of a border does not have.
+"""The option ``allow``: lets a script use classes and functions that are not known to be right.
 
-A border, such as that of optimizers, accepts the rows of its table, each with a reason. Everything
-else is refused before the first batch, by an error that contains the line which allows it. Entries
-that were used are named in the run's report, in parity's verdict and in a checkpoint's manifest.
+A border is a kind of thing that a user passes in, such as an optimizer, with a table of what is
+known to be right. Anything else is refused before the first batch, by an error that contains the
+line which allows it. Entries that were used are named in the run's report, in parity's verdict and
+in a checkpoint's manifest.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ class Allow:
     """The entries of the option ``allow``, and which of them were used.
 
     Attributes:
-        entries: As ``BORDER:NAME``.
-        used: By entry, the rule that was not applied.
+        entries: What the script allows, each as ``BORDER:NAME``.
+        used: For each entry that was needed, the rule that was not applied.
     """
 
     def __init__(self, entries: tuple[str, ...] = ()) -> None:
-        """Stores what the user allows; what of it was needed is noted later."""
+        """Takes the entries of the option; none is used yet."""
         self.entries = entries
         self.used: dict[str, str] = {}
 
     def refuse(self, border: str, name: str, rule: str, *, fix: str, **facts: Any) -> None:
-        """Refuses a name that a border's table does not have, or notes that the script allows it.
+        """Refuses a class or function that a border's table lacks, unless the script allows it.
 
         Args:
-            border: A border of the option ``allow``, such as "optimizer".
+            border: The border, such as "optimizer".
             name: The name of the class or function.
             rule: What is refused, in one sentence: the summary of the error.
             fix: What to use instead; the line that allows the name is added.

@@ -3,9 +3,10 @@
 An *attempt* is one start of a job's processes; attempts count from 1. The launcher (``fleetpipe
 launch``) gives each attempt a number and each host a folder, in which every rank writes its number
 of steps, why it failed, and its exit code. Without such a folder nothing is written, and the number
-is 0. A *generation* is a time in which the same processes are the ranks of an attempt. A launcher
-that heals a job begins the next generation when it replaces the process of a rank that ended; the
-other processes connect again, with the new one, under the number of that generation.
+is 0. A *generation* is the time in which the same processes are the ranks of an attempt;
+generations count from 0. A launcher that heals a job replaces the process of a rank that ended,
+which begins the next generation: the other processes connect again, with the new one, under its
+number.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fleetpipe.errors import (
 
 #: Longest traceback that is passed on, in characters.
 LONGEST_TEXT = 20000
-#: The kinds of failure, and the error that the other ranks raise for each.
+#: The kinds of failure: of each, the error that the other ranks raise.
 KINDS: dict[str, type[FleetPipeError]] = {
     "died": PeerFailed,
     "left": PeerFailed,
@@ -48,34 +49,37 @@ KINDS: dict[str, type[FleetPipeError]] = {
     "sent bytes that are no message": TransportError,
     "makes another call": StateError,
 }
+#: The most characters of an error in one line.
 _LONGEST_LINE = 200
 
-#: Names the folder of this attempt on this host.
+#: The variable with the folder of this attempt on this host.
 FOLDER = "FLEETPIPE_LIFE"
-#: Has the number of the attempt.
+#: The variable with the number of the attempt.
 NUMBER = "FLEETPIPE_INCARNATION"
 #: Exit code of a process that was asked to stop and has saved before: EX_TEMPFAIL.
 PREEMPTED = 75
 #: Exit code of a process that Ctrl-C has ended, saved or not, as in a shell.
 INTERRUPTED = 130
-#: Has the number of ranks of the job before any was given up.
+#: The variable with the number of ranks of the job before any was given up.
 WHOLE_SIZE = "FLEETPIPE_WHOLE_SIZE"
 
 #: The content of a step counter's file: a number of steps.
 _COUNT = struct.Struct("<q")
-#: Bytes that the files of an attempt may need, at a page of memory or more each.
+#: Bytes that the files of an attempt may need; each takes at least a page of memory.
 _ATTEMPT_BYTES = 1 << 20
 #: Name of the counter of steps that the pipeline has completed.
 DONE = "done"
 
+#: Returns the rank of this process in the job.
 own_rank = log.own_rank
 
-#: Requests healing; its value is how many processes may be replaced in an attempt.
+#: The variable that requests healing, with how many processes may be replaced in an attempt.
 HEAL = "FLEETPIPE_HEAL"
-#: Has the generation in which this process replaced another one.
+#: The variable with the generation in which this process replaced another one.
 BEGAN = "FLEETPIPE_GENERATION"
 #: The signals to stop that came before this process's script handled them.
 early_signals: list[int] = []
+#: Files of an attempt: its last generation; one that exists if its ranks are ended on purpose.
 _FILE, _ENDED = "generation", "ended_by_supervisor"
 
 
@@ -99,7 +103,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describes an error with which ``rank`` gives up."""
+        """Describes the failure of ``rank``, which gives up with an error."""
         if isinstance(error, PipelineTimeout):
             text, *more = str(error).splitlines()
             return cls(rank, "timed out", text, "\n".join(more)[-LONGEST_TEXT:])
@@ -108,31 +112,31 @@ class Failure:
         return cls(rank, "raised", _in_one_line(error), trace, is_permanent(error))
 
     def error(self, where: str | None = None) -> FleetPipeError:
-        """Returns the error that the other ranks raise; a timeout stays a timeout."""
-        next_step = f"read the log of rank {self.rank}: it failed first"
+        """Returns the error that another rank raises because of this failure.
+
+        Args:
+            where: The place in the run at which that rank is, for the message.
+        """
+        fix = f"read the log of rank {self.rank}: it failed first"
+        cause = None
         if self.what == "timed out":
-            next_step = (
-                "look for the rank that waits for no other: it is stuck, stopped or too slow"
-            )
-        left = self.what == "left"
-        if left:
-            next_step = (
-                "give all ranks as many batches, of loaders of one length, and end all alike"
-            )
-        cause = "its script was done, without an error: it had fewer batches, or skips a call"
-        if self.what == "makes another call":
-            next_step = "have every rank make the same collective calls, in the same order"
+            fix = "look for the rank that waits for no other: it is stuck, stopped or too slow"
+        elif self.what == "left":
+            fix = "give all ranks as many batches, of loaders of one length, and end all alike"
+            cause = "its script was done, without an error: it had fewer batches, or skips a call"
+        elif self.what == "makes another call":
+            fix = "have every rank make the same collective calls, in the same order"
             cause = (
                 "what one rank does alone, as `if rank == 0:`, an error that one rank caught, or "
                 "another number of batches"
             )
-        quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
+        quoted_details = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
         error = KINDS[self.what](
             f"rank {self.rank} {self.what}: {self.text}",
             where=where,
-            got=f"from rank {self.rank}:\n{quoted}" if self.details else None,
-            cause=cause if left or self.what == "makes another call" else None,
-            fix=next_step,
+            got=f"from rank {self.rank}:\n{quoted_details}" if self.details else None,
+            cause=cause,
+            fix=fix,
         )
         if self.what == "raised" and isinstance(error, PeerFailed):
             error.brief = (
@@ -142,7 +146,7 @@ class Failure:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Returns the kind of an error and its message, of fleetpipe's errors the first line."""
+    """Returns an error's class and message; of fleetpipe's errors only the first line."""
     words = str(error).splitlines()[:1] if isinstance(error, FleetPipeError) else str(error).split()
     text = " ".join(words)
     if len(text) > _LONGEST_LINE:
@@ -180,13 +184,13 @@ def number() -> int:
 
 
 def folder() -> Path | None:
-    """Returns the folder of this attempt on this host; None if the launcher gave none."""
+    """Returns the folder of this attempt on this host; None without a launcher that gives one."""
     path = os.environ.get(FOLDER)
     return Path(path) if path else None
 
 
 def tell_failure(failure: Failure) -> None:
-    """Writes a failure into the folder, once: the first one that this rank knows of."""
+    """Writes the first failure that this rank knows of into the folder; later ones are ignored."""
     directory = folder()
     if directory is not None:
         with contextlib.suppress(OSError):
@@ -196,26 +200,26 @@ def tell_failure(failure: Failure) -> None:
 
 
 def tell_code(code: int) -> None:
-    """Writes the code with which this rank will exit."""
-    _write_own("code", str(code))
+    """Writes the exit code with which this rank will end, for the launcher."""
+    _write_rank_file("code", str(code))
 
 
 def tell_preempted(step: int) -> None:
     """Writes that this rank ends because it was asked to, with ``step`` steps saved."""
-    _write_own("preempted", str(step))
+    _write_rank_file("preempted", str(step))
 
 
 def tell_unhealed(why: str) -> None:
-    """Writes why this rank refuses to heal, for a launcher that replaces processes."""
-    _write_own("unhealed", why)
+    """Writes why this rank cannot go on with a replaced process, for a launcher that heals."""
+    _write_rank_file("unhealed", why)
 
 
 def tell_record(record: Path) -> None:
-    """Writes the name of a folder that records this run; the launcher notes its end there."""
+    """Writes the name of a folder that records this run; the launcher notes the run's end there."""
     directory = folder()
     if directory is not None:
-        with (directory / "records").open("a", encoding="utf-8") as opened:
-            opened.write(json.dumps(str(record.absolute())) + "\n")
+        with (directory / "records").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(str(record.absolute())) + "\n")
 
 
 def records(directory: Path) -> list[Path]:
@@ -226,23 +230,23 @@ def records(directory: Path) -> list[Path]:
 
 
 def note_start(directory: Path, rank: int, process: int) -> None:
-    """Writes, for the launcher of a rank, the number of its process."""
-    _append(directory / "started", rank, process)
+    """Writes that a launcher has started the process of a rank, with the process's number."""
+    _append_row(directory / "started", rank, process)
 
 
 def note_end(directory: Path, rank: int, code: int) -> None:
-    """Writes, for the launcher of a rank, the exit code of its process; -n for signal n."""
-    _append(directory / "ended", rank, code)
+    """Writes that the process of a rank has ended, with its exit code; -n for signal n."""
+    _append_row(directory / "ended", rank, code)
 
 
 def started_ranks(directory: Path) -> list[tuple[int, int]]:
-    """Returns the ranks of an attempt, each with the number of its last process."""
-    return [*dict(_rows(directory / "started")).items()]
+    """Returns (rank, process) for each rank of an attempt; of a replaced rank the last process."""
+    return [*dict(_read_rows(directory / "started")).items()]
 
 
 def ended_ranks(directory: Path) -> list[tuple[int, int]]:
-    """Returns the ranks whose processes ended, the first one first, with their exit codes."""
-    return _rows(directory / "ended")
+    """Returns (rank, exit code) for each process of an attempt that ended, the first one first."""
+    return _read_rows(directory / "ended")
 
 
 def failures(directory: Path) -> list[ReportedFailure]:
@@ -255,16 +259,15 @@ def failures(directory: Path) -> list[ReportedFailure]:
 
 
 def code_of(directory: Path, rank: int) -> int | None:
-    """Returns the exit code that a rank announced; None if it announced none."""
+    """Returns the exit code that a rank has written itself; None if it has written none."""
     file = directory / f"code.{rank}"
     return int(file.read_text(encoding="ascii")) if file.exists() else None
 
 
 def preempted_at(directory: Path) -> int | None:
     """Returns how many steps an attempt saved when it was asked to end; None if it was not."""
-    return max(
-        (int(f.read_text(encoding="ascii")) for f in directory.glob("preempted.*")), default=None
-    )
+    files = directory.glob("preempted.*")
+    return max((int(file.read_text(encoding="ascii")) for file in files), default=None)
 
 
 def whole_size() -> int | None:
@@ -274,33 +277,38 @@ def whole_size() -> int | None:
 
 
 def how_to_go_on(interrupted: bool, saved: int) -> str:
-    """Returns the line for the user that an ended job has saved and can be continued."""
+    """Returns the line for the user about a job that has saved its steps and ended.
+
+    Args:
+        interrupted: Whether Ctrl-C ended it; else another signal.
+        saved: The number of saved steps.
+    """
     why = "interrupted" if interrupted else "asked to stop"
     return f"{why}, the job saved {saved} steps: the same command goes on from there"
 
 
 def steps_begun(directory: Path) -> dict[int, int]:
-    """Returns the step that each rank was in, by rank; ranks without any step are missing."""
-    pages = {int(file.suffix[1:]): file.read_bytes() for file in directory.glob("page.*")}
-    begun = {rank: _COUNT.unpack(page)[0] for rank, page in pages.items()}
+    """Returns by rank the step in which it was last; ranks without any step are missing."""
+    counters = {int(file.suffix[1:]): file.read_bytes() for file in directory.glob("page.*")}
+    begun = {rank: _COUNT.unpack(counter)[0] for rank, counter in counters.items()}
     return {rank: count - 1 for rank, count in sorted(begun.items()) if count}
 
 
 def steps_done(directory: Path) -> int:
-    """Returns how many steps the most advanced rank completed in an attempt."""
-    pages = (file.read_bytes() for file in directory.glob(f"{DONE}.*"))
-    return max((int(_COUNT.unpack(page)[0]) for page in pages), default=0)
+    """Returns how many steps the rank that is furthest ahead completed in an attempt."""
+    counters = (file.read_bytes() for file in directory.glob(f"{DONE}.*"))
+    return max((int(_COUNT.unpack(counter)[0]) for counter in counters), default=0)
 
 
 def page(name: str = "page") -> Callable[[int], object]:
     """Returns a function that writes a number of steps into memory that outlives this process.
 
-    The memory is a file of this rank in the folder of its attempt, or private memory without a
-    folder. All functions for one name in one process write into the same file.
+    The memory is a file of this rank in the folder of its attempt, mapped into memory, or private
+    memory without a folder. All functions for one name in one process write into the same file.
 
     Args:
-        name: ``"page"`` for the steps that the script has begun, ``DONE`` for those that the
-            pipeline has completed.
+        name: The file's name: ``"page"`` for the steps that the script has begun, ``DONE`` for
+            those that the pipeline has completed.
 
     Raises:
         ConfigError: The host has too little memory for files in memory.
@@ -308,25 +316,30 @@ def page(name: str = "page") -> Callable[[int], object]:
     directory = folder()
     memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
     if directory is not None:
-        with (directory / f"{name}.{own_rank()}").open("a+b") as opened:
-            if not opened.tell():
+        with (directory / f"{name}.{own_rank()}").open("a+b") as file:
+            if not file.tell():
                 # Memory that is missing when a mapped page is written ends the process.
-                _reserve(opened.fileno(), _COUNT.size, directory)
-            memory = mmap.mmap(opened.fileno(), _COUNT.size)
+                _reserve(file.fileno(), _COUNT.size, directory)
+            memory = mmap.mmap(file.fileno(), _COUNT.size)
     return functools.partial(_COUNT.pack_into, memory, 0)
 
 
 def require_space(directory: Path) -> None:
-    """Checks that a folder has room for the files of an attempt."""
+    """Checks that a folder has room for the files of an attempt.
+
+    Raises:
+        ConfigError: It has too little.
+    """
     probe = directory / "probe"
     try:
-        with probe.open("wb") as opened:
-            _reserve(opened.fileno(), _ATTEMPT_BYTES, directory)
+        with probe.open("wb") as file:
+            _reserve(file.fileno(), _ATTEMPT_BYTES, directory)
     finally:
         probe.unlink(missing_ok=True)
 
 
 def _reserve(descriptor: int, size: int, directory: Path) -> None:
+    """Makes a file ``size`` bytes large; raises an error if the file system has no room."""
     try:
         systems.reserve(descriptor, size)
     except OSError as error:
@@ -341,7 +354,7 @@ def _reserve(descriptor: int, size: int, directory: Path) -> None:
         ) from None
 
 
-def _write_own(name: str, text: str) -> None:
+def _write_rank_file(name: str, text: str) -> None:
     """Writes a file of this rank, if the attempt has a folder."""
     directory = folder()
     if directory is not None:
@@ -349,12 +362,14 @@ def _write_own(name: str, text: str) -> None:
         atomic_file.replace_text(directory / f"{name}.{own_rank()}", text)
 
 
-def _append(file: Path, *numbers: int) -> None:
-    with file.open("a", encoding="ascii") as opened:
-        opened.write(" ".join(map(str, numbers)) + "\n")
+def _append_row(file: Path, *numbers: int) -> None:
+    """Appends a line of numbers to a file."""
+    with file.open("a", encoding="ascii") as output:
+        output.write(" ".join(map(str, numbers)) + "\n")
 
 
-def _rows(file: Path) -> list[tuple[int, int]]:
+def _read_rows(file: Path) -> list[tuple[int, int]]:
+    """Returns the lines of a file, each of two numbers; none if there is no file."""
     if not file.exists():
         return []
     rows = (line.split() for line in file.read_text(encoding="ascii").splitlines())
@@ -362,11 +377,11 @@ def _rows(file: Path) -> list[tuple[int, int]]:
 
 
 class Generation(NamedTuple):
-    """The processes of an attempt.
+    """Which processes are the ranks of an attempt for a time; see the module.
 
     Attributes:
-        number: How many generations came before.
-        since: By rank whose process was replaced, the generation in which the new one began.
+        number: The number of the generation, from 0.
+        since: For each rank whose process was replaced, the generation in which the new one began.
         refused: Why the launcher replaces no further process; empty while it may.
     """
 
@@ -376,7 +391,7 @@ class Generation(NamedTuple):
 
 
 def write_generation(directory: Path, generation: Generation) -> None:
-    """Writes the generation that begins into the folder of an attempt."""
+    """Writes the generation that begins now into the folder of an attempt."""
     atomic_file.replace_text(directory / _FILE, json.dumps(generation))
 
 
@@ -391,12 +406,12 @@ def refuse_healing(directory: Path) -> None:
 
 
 def is_healing_refused(directory: Path) -> bool:
-    """Whether the ranks of an attempt are ended on purpose."""
+    """Returns whether the ranks of an attempt are ended on purpose."""
     return (directory / _ENDED).exists()
 
 
 def current_generation() -> Generation:
-    """Returns the generation of this rank's attempt that has begun last."""
+    """Returns the last generation of this rank's attempt."""
     directory = folder()
     file = None if directory is None else directory / _FILE
     if file is None or not file.exists():
@@ -411,20 +426,27 @@ def own_generation() -> int:
 
 
 def heals() -> bool:
-    """Whether the launcher of this process heals the job."""
+    """Returns whether the launcher of this process replaces ranks that die."""
     return HEAL in os.environ and folder() is not None
 
 
 def note_place(directory: Path, rank: int, number: int, step: int) -> None:
-    """Writes that a rank waits for a generation, with the number of steps that it has done."""
+    """Writes that a rank waits for the others to meet in a generation.
+
+    Args:
+        directory: The folder of the attempt.
+        rank: The rank.
+        number: The number of the generation.
+        step: The number of steps that the rank has done.
+    """
     atomic_file.replace_text(directory / f"place.{rank}", json.dumps([number, step]))
 
 
 def waiting_places(directory: Path, number: int) -> dict[int, int]:
-    """Returns, by rank, the steps that the ranks which wait for a generation have done."""
+    """Returns by rank the steps done of the ranks that wait for generation ``number``."""
     rows: Iterator[tuple[int, Any]] = (
         (int(file.suffix[1:]), json.loads(file.read_text(encoding="ascii")))
         for file in directory.glob("place.*")
         if file.suffix[1:].isdecimal()
     )
-    return {rank: step for rank, (at, step) in rows if at == number}
+    return {rank: step for rank, (generation, step) in rows if generation == number}
