@@ -1,7 +1,7 @@
-"""Collective operations of ``paddle.distributed`` that Gloo lacks on CPU ranks.
+"""Adds to ``paddle.distributed`` the collective operations that Gloo lacks on CPU ranks.
 
 ``alltoall``, ``alltoall_single``, ``reduce_scatter`` and ``all_gather`` into one tensor go over the
-ranks' own connections: parts straight from member to member, sums in the members' order.
+job's own connections: parts straight from member to member, sums in the members' order.
 ``use_calc_stream=True`` makes no difference: CPUs have no streams.
 
 If Paddle's wheel has no Gloo (3.3.1 for macOS), and for tensors on a card that ranks share, which
@@ -32,32 +32,37 @@ _WITHOUT_STREAM = (
 
 
 class Exchange:
-    """A collective operation under way; Paddle calls it a task."""
+    """A collective operation under way, as Paddle's callers expect one; Paddle calls it a task."""
 
-    def __init__(self, gathering: Gathering, put: Callable[[list[Tensor]], None]) -> None:
-        """Calls ``put`` with the values of all members once they have arrived."""
-        self._gathering, self._put, self._done = gathering, put, False
+    def __init__(self, gathering: Gathering, fill: Callable[[list[Tensor]], None]) -> None:
+        """Begins an operation that has sent this member's values.
+
+        Args:
+            gathering: Receives the values of all members.
+            fill: Called once with these values, by member, to fill the outputs.
+        """
+        self._gathering, self._fill, self._done = gathering, fill, False
 
     def wait(self) -> bool:
-        """Waits for all members and fills the outputs."""
+        """Waits for the values of all members and fills the outputs; returns True."""
         if not self._done:
             with paddle.no_grad():
-                self._put(self._gathering.values())
+                self._fill(self._gathering.values())
             self._done = True
         return True
 
     synchronize = wait
 
     def is_completed(self) -> bool:
-        """Whether the outputs are filled; never blocks."""
+        """Returns whether the outputs are filled; fills them if it can without waiting."""
         return self._done or (self._gathering.arrived() and self.wait())
 
 
 class Exchanges:
-    """Methods to add to one of Paddle's process groups; all members call each of them."""
+    """The methods that Paddle's process groups get; each is collective over the group."""
 
     def members(self) -> Group:
-        """Returns the members; Paddle's process group must belong to the current job."""
+        """Returns the group of the members; Paddle's group must belong to the current job."""
         job = required_job(
             "the ranks exchange parts over the connections of a job, and there is none",
             cause="Gloo, Paddle's CPU backend, has neither alltoall nor reduce_scatter",
@@ -67,11 +72,17 @@ class Exchanges:
     def all_to_all(
         self, out: Sequence[Tensor], parts: Sequence[Tensor], sync_op: bool = True
     ) -> Exchange:
-        """Fills ``out``, by member, with the parts that all members have for this one."""
-        return Exchange(self.members().begin_all_to_all(parts), lambda got: _fill(out, got))
+        """Fills ``out``, by member, with the parts that all members have for this one.
+
+        Args:
+            out: The outputs, by member.
+            parts: The tensor for each member.
+            sync_op: Ignored; the caller waits for the result.
+        """
+        return Exchange(self.members().begin_all_to_all(parts), lambda values: _fill(out, values))
 
     def all_to_all_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
-        """The same as :meth:`all_to_all`, with equal parts of the first dimension."""
+        """Exchanges equal parts of the first dimension; see :meth:`all_to_all`."""
         if paddle.version.major == "2":  # 2.6.2 passes them in the other order
             out, tensor = tensor, out
         return self.all_to_all_single(out, tensor, [], [], sync_op)
@@ -84,16 +95,25 @@ class Exchanges:
         sizes: list[int],
         sync_op: bool = True,
     ) -> Exchange:
-        """The same as :meth:`all_to_all`, with parts of the first dimension, by default equal."""
+        """Exchanges parts of the first dimension; see :meth:`all_to_all`.
+
+        Args:
+            out: The output of all parts.
+            tensor: The input of all parts.
+            out_sizes: Rows that come from each member; empty for equal parts.
+            sizes: Rows that go to each member; empty for equal parts.
+            sync_op: Ignored.
+        """
         group = self.members()
         parts = _split(tensor, sizes, group.ranks)
-        places = _split(out, out_sizes, group.ranks)
+        outputs = _split(out, out_sizes, group.ranks)
 
-        def put(got: list[Tensor]) -> None:
-            _require_alike(places, got)
-            out.set_value(paddle.concat(got))
+        def fill(values: list[Tensor]) -> None:
+            """Fills ``out`` with the members' parts, one after another."""
+            _require_same_shapes(outputs, values)
+            out.set_value(paddle.concat(values))
 
-        return Exchange(group.begin_all_to_all(parts), put)
+        return Exchange(group.begin_all_to_all(parts), fill)
 
     def reduce_scatter(
         self, out: Tensor, parts: Sequence[Tensor], operation: Any, sync_op: bool = True
@@ -101,32 +121,34 @@ class Exchanges:
         """Fills ``out`` with the sum, or another reduction, of all members' parts for this one."""
         return Exchange(
             self.members().begin_all_to_all(parts),
-            lambda got: _fill([out], [reduce(got, operation)]),
+            lambda values: _fill([out], [reduce(values, operation)]),
         )
 
     def reduce_scatter_tensor(
         self, out: Tensor, tensor: Tensor, operation: Any, sync_op: bool = True
     ) -> Exchange:
-        """The same as :meth:`reduce_scatter`, with equal parts of the first dimension."""
+        """Reduces equal parts of the first dimension; see :meth:`reduce_scatter`."""
         return self.reduce_scatter(out, _split(tensor, [], self.members().ranks), operation)
 
     def all_gather_into_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
-        """Fills ``out`` with the tensors of all members, along the first dimension."""
+        """Fills ``out`` with the tensors of all members, one after another."""
         gathering = self.members().begin_all_gather(tensor.detach().clone())
         return Exchange(
-            gathering, lambda got: _fill([out], [paddle.concat(got).reshape(out.shape)])
+            gathering, lambda values: _fill([out], [paddle.concat(values).reshape(out.shape)])
         )
 
 
 def methods() -> dict[str, Callable[..., Any]]:
-    """Returns the functions to add to a class of process groups, by name."""
-    made = {name: method for name, method in vars(Exchanges).items() if not name.startswith("_")}
+    """Returns by name the functions to add to Paddle's classes of process groups."""
+    by_name = {name: method for name, method in vars(Exchanges).items() if not name.startswith("_")}
     for name in _WITHOUT_STREAM:
-        made[f"{name}_on_calc_stream"] = _on_calc_stream(name)
-    return made
+        by_name[f"{name}_on_calc_stream"] = _make_stream_method(name)
+    return by_name
 
 
-def _on_calc_stream(name: str) -> Callable[..., Any]:
+def _make_stream_method(name: str) -> Callable[..., Any]:
+    """Returns the method ``name`` for callers that expect the result at its return."""
+
     def call(group: PaddleGroup, *arguments: Any) -> Any:
         task = getattr(group, name)(*arguments, True)
         task.wait()
@@ -148,7 +170,7 @@ def reduce(parts: Sequence[Tensor], operation: Any) -> Tensor:
         kinds.MIN: paddle.minimum,
         kinds.PROD: paddle.multiply,
     }
-    _require_alike([parts[0]] * len(parts), parts)
+    _require_same_shapes([parts[0]] * len(parts), parts)
     total, *rest = parts
     for part in rest:
         total = stock[operation](total, part) if operation in stock else add(total, part)
@@ -158,7 +180,16 @@ def reduce(parts: Sequence[Tensor], operation: Any) -> Tensor:
 
 
 def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
-    """Splits the first dimension into a part for each member; parts may be empty."""
+    """Splits the first dimension of a tensor into a part for each member.
+
+    Args:
+        tensor: The tensor.
+        sizes: Rows of each part, some perhaps 0; empty for equal parts.
+        ranks: Number of members.
+
+    Raises:
+        UsageError: The sizes are not those of all rows.
+    """
     rows = int(tensor.shape[0])
     if not sizes and rows % ranks == 0:
         sizes = [rows // ranks] * ranks
@@ -169,30 +200,32 @@ def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
             got=str(list(sizes)) if sizes else f"{rows} rows",
             fix="give the sizes of all parts, or pad the tensor",
         )
-    ends = [sum(sizes[: index + 1]) for index in range(ranks)]
-    return [tensor[end - size : end] for end, size in zip(ends, sizes)]
+    stops = [sum(sizes[: index + 1]) for index in range(ranks)]
+    return [tensor[stop - size : stop] for stop, size in zip(stops, sizes)]
 
 
-def _fill(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    _require_alike(places, values)
-    for place, value in zip(places, values):
-        place.set_value(value)
+def _fill(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copies values into outputs of the same shapes and dtypes."""
+    _require_same_shapes(outputs, values)
+    for output, value in zip(outputs, values):
+        output.set_value(value)
 
 
-def _require_alike(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for member, (place, value) in enumerate(zip(places, values)):
-        if (place.shape, place.dtype) != (value.shape, value.dtype):
+def _require_same_shapes(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Refuses values, by member, that differ in shape or dtype from their outputs."""
+    for member, (output, value) in enumerate(zip(outputs, values)):
+        if (output.shape, output.dtype) != (value.shape, value.dtype):
             raise UsageError(
                 "what arrives from a member of a group does not fit where it is to stand",
                 where=f"from member {member}",
-                expected=f"shape {list(place.shape)}, dtype {place.dtype}",
+                expected=f"shape {list(output.shape)}, dtype {output.dtype}",
                 got=f"shape {list(value.shape)}, dtype {value.dtype}",
                 fix="make the outputs in the sizes that the other members send",
             )
 
 
 class Done:
-    """A collective operation that has ended."""
+    """A collective operation that has ended; see :class:`Exchange`."""
 
     def wait(self) -> bool:
         """Returns at once."""
@@ -231,7 +264,7 @@ class OwnGroup(Exchanges):
         return self._members.rank
 
     def size(self) -> int:
-        """Returns how many members there are."""
+        """Returns the number of members."""
         return self._members.ranks
 
     def all_reduce(self, tensor: Any, operation: Any, sync_op: bool = True) -> Done:
@@ -249,10 +282,10 @@ class OwnGroup(Exchanges):
         self._members.broadcast_each([(tensor, source)])
         return Done()
 
-    def all_gather(self, places: Sequence[Any], tensor: Any, sync_op: bool = True) -> Done:
-        """Fills ``places``, by member, with the tensors of all members. Collective."""
-        for place, value in zip(places, self._members.all_gather(tensor.detach().clone())):
-            place.set_value(value)
+    def all_gather(self, outputs: Sequence[Any], tensor: Any, sync_op: bool = True) -> Done:
+        """Fills ``outputs``, by member, with the tensors of all members. Collective."""
+        for output, value in zip(outputs, self._members.all_gather(tensor.detach().clone())):
+            output.set_value(value)
         return Done()
 
     def barrier(self, device: int = 0) -> Done:
@@ -261,6 +294,7 @@ class OwnGroup(Exchanges):
         return Done()
 
     def _reduce(self, tensor: Any, operation: Any) -> None:
+        """Replaces a tensor by the sum, or another reduction, over all members. Collective."""
         parts = self._members.all_gather(tensor.detach().clone())
         tensor.set_value(reduce(parts, operation))
 

@@ -1,8 +1,9 @@
-"""What Fleet's functions see of a job: its topology, and exchanges for ``fleet.util``.
+"""Gives Fleet's functions a job's topology, and exchanges of values for ``fleet.util``.
 
 The topology is built from the mesh if Paddle's constructors refuse the degrees. Exchanges, also for
-``fleet.all_reduce``, go over the connections of the job: Fleet uses the Gloo of its role maker,
-which is not set up in collective mode, and each rank would get its own number back.
+``fleet.all_reduce``, go over the connections of the job: Fleet uses the Gloo of its role maker (its
+description of this process), which is not set up in collective mode: each rank would get its own
+number back.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _NAMES = {
     "mp": "model",
 }
 
+#: The reductions of ``fleet.util.all_reduce``, by name.
 _MODES: Mapping[str, Callable[..., Any]] = {
     "sum": np.sum,
     "min": np.min,
@@ -54,7 +56,11 @@ def of_mesh(mesh: Mesh) -> Iterator[None]:
 
 
 def group_of_copies(mesh: Mesh) -> PaddleGroup:
-    """Creates Paddle's group of this rank's copies, if they span several axes. Collective."""
+    """Creates Paddle's group of the ranks that hold the same parameters as this one. Collective.
+
+    Returns:
+        The group; None unless these ranks span several axes: along one axis Paddle has a group.
+    """
     mine = None
     if sum(getattr(mesh.degrees, axis) > 1 for axis in COPIES) > 1:
         for ranks in mesh.groups(COPIES):
@@ -64,29 +70,29 @@ def group_of_copies(mesh: Mesh) -> PaddleGroup:
 
 
 def mesh_topology(mesh: Mesh, rank: int) -> Topology:
-    """Builds Fleet's topology with Paddle's groups. Collective over the job."""
-    degrees, place = mesh.degrees, mesh.coordinate(rank)
+    """Builds Fleet's topology, with Paddle's groups, for ``rank``. Collective over the job."""
+    degrees, coordinate = mesh.degrees, mesh.coordinate(rank)
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
-    places = place._asdict()
-    sizes["cp_sharding"], places["cp_sharding"] = sizes["sharding"], places["sharding"]
+    positions = coordinate._asdict()
+    sizes["cp_sharding"], positions["cp_sharding"] = sizes["sharding"], positions["sharding"]
     state = degrees.state_axes
     sizes["sharding"] = degrees.split(*state)
-    places["sharding"] = mesh.along(place, state).index(rank)
-    return MeshTopology(rank, sizes, places, _numbering(mesh), _groups(mesh))
+    positions["sharding"] = mesh.along(coordinate, state).index(rank)
+    return MeshTopology(rank, sizes, positions, _numbering(mesh), _groups(mesh))
 
 
 def _numbering(mesh: Mesh) -> list[tuple[str, int]]:
-    """Returns the axes that number ranks, under Fleet's names."""
+    """Returns the axes and sizes by which ranks are numbered, under Fleet's names."""
     digits = [(_NAMES[axis], size) for axis, size in mesh.digits]
-    places = [index for index, (name, _) in enumerate(digits) if name == "sharding"]
-    if len(places) > 1:
-        for index, name in zip(places, ("moe_sharding", "dense_sharding")):
+    indices = [index for index, (name, _) in enumerate(digits) if name == "sharding"]
+    if len(indices) > 1:
+        for index, name in zip(indices, ("moe_sharding", "dense_sharding")):
             digits[index] = name, digits[index][1]
     return digits
 
 
 def _groups(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Returns the ranks of the groups of each kind, in the order of creation."""
+    """Returns for each kind of group the ranks of its groups, in the order of creation."""
     state = mesh.degrees.state_axes
     axes = {
         "_pp": ("pp",),
@@ -109,7 +115,7 @@ def _groups(mesh: Mesh) -> dict[str, list[list[int]]]:
 
 
 class Workers:
-    """Replaces a role maker's Gloo; all ranks of the job are workers.
+    """Exchanges values in place of a role maker's Gloo; all ranks of the job are workers.
 
     Each method is collective over the job; ``comm_world`` is ignored.
     """
@@ -136,6 +142,7 @@ class Workers:
 
 
 def _gather(value: Value) -> list[Value]:
+    """Returns the values of all ranks of the job, by rank; of this process without a job."""
     job = current_job()
     if job is None:
         return all_ranks().all_gather(value)

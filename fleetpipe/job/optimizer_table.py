@@ -1,4 +1,4 @@
-"""The optimizers and clips that are known to be right on ranks that hold parts of a model.
+"""Decides whether an optimizer or a clip is known to be right on ranks that hold parts of a model.
 
 An optimizer of a table changes a weight by that weight, its gradient and its state alone; a row of
 ``CLIPS`` scales each gradient by itself, or by a norm that fleetpipe takes over all ranks. A
@@ -47,6 +47,7 @@ WRAPPERS: Table = {
     ),
     "fleetpipe": ("PipelineOptimizer",),
 }
+#: Clips that scale each gradient by itself, or by a norm over all ranks.
 CLIPS: Table = {
     "paddle.nn.clip": ("ClipGradByValue", "ClipGradByNorm", "ClipGradByGlobalNorm"),
     "paddle.incubate.distributed.models.moe": ("ClipGradForMOEByGlobalNorm",),
@@ -57,7 +58,7 @@ CLIPS: Table = {
 _OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "extra_repr", "get_lr"}
 _OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
 _OUTSIDE_A_STEP |= {"clear_grad", "clear_gradients", "set_lr"}
-# By which trainers log the norm that a clip has taken.
+# Trainers replace it to log the norm that a clip has computed.
 _OUTSIDE_A_STEP |= {"_global_norm"}
 #: Names that a method which only logs may use: they reach neither weights nor gradients.
 _NOTES = {"super", "append", "print", "len", "min", "max", "sum", "int", "float", "round"}
@@ -69,63 +70,77 @@ _CLOCKS = {"time", "perf_counter", "monotonic"}
 def row_of(table: Table, value: object) -> str | None:
     """Returns the name of the table's class to which a value belongs; None if there is none.
 
-    It is the first row among the value's class and base classes, if no class below it, nor the
-    value itself, replaces a method with one that does more than log.
+    It is the first class of the table among the value's class and base classes, if no class below
+    it, nor the value itself, replaces a method with one that does more than log.
+
+    Args:
+        table: The table.
+        value: An optimizer, a wrapper of one, or a clip.
     """
-    defined = [(name, one) for name, one in vars(value).items() if callable(one)]
+    members = [(name, member) for name, member in vars(value).items() if callable(member)]
     for kind in type(value).__mro__:
         if any(
             f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names
             for package, names in table.items()
         ):
             replaced = [
-                (name, one)
-                for name, one in defined
+                (name, member)
+                for name, member in members
                 if name not in _OUTSIDE_A_STEP and callable(getattr(kind, name, None))
             ]
-            return kind.__name__ if all(_only_logs(*one, value, kind) for one in replaced) else None
-        defined += vars(kind).items()
+            fits = all(_only_logs(name, method, value, kind) for name, method in replaced)
+            return kind.__name__ if fits else None
+        members += vars(kind).items()
     return None
 
 
 def _only_logs(name: str, method: object, value: object, kind: type) -> bool:
-    """Whether an override only calls ``super`` and logs, judged from its bytecode.
+    """Returns whether a method only calls its base class's and logs, judged from its bytecode.
 
     Besides ``super``, its code uses only ``_NOTES``, the value's classes, and attributes of the
     value that are numbers, texts or lists of these, or that it sets and never reads. The code of
-    ``kind``, the class of the table, uses none of these attributes.
+    ``kind`` uses none of these attributes.
+
+    Args:
+        name: The name of the method.
+        method: The method.
+        value: The object that has it.
+        kind: The class of the table.
     """
     if not isinstance(method, FunctionType):
         return False
     code, names = method.__code__, {*method.__code__.co_names}
-    inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
-    if inner or inspect.getargs(code) != (["self"], None, None) or not {"super", name} <= names:
+    takes_self_only = inspect.getargs(code) == (["self"], None, None)
+    has_functions = any(isinstance(constant, CodeType) for constant in code.co_consts)
+    if has_functions or not takes_self_only or not {"super", name} <= names:
         return False
-    steps = [*dis.get_instructions(code)]
-    branches = any("_IF_" in one.opname for one in steps)
-    read = {str(one.argval) for one in steps if one.opname != "STORE_ATTR"}
-    noted = {n for n in names if n not in read or _is_plain(getattr(value, n, None))}
+    instructions = [*dis.get_instructions(code)]
+    branches = any("_IF_" in each.opname for each in instructions)
+    names_read = {str(each.argval) for each in instructions if each.opname != "STORE_ATTR"}
+    plain = {word for word in names if _is_plain(getattr(value, word, None))}
+    harmless = (names - names_read) | plain
     functions = {
-        n
-        for n in (_NOTES if branches else _NOTES | _CLOCKS)
-        if not (hasattr(value, n) or isinstance(method.__globals__.get(n), FunctionType))
+        word
+        for word in (_NOTES if branches else _NOTES | _CLOCKS)
+        if not (hasattr(value, word) or isinstance(method.__globals__.get(word), FunctionType))
     }
-    allowed = functions | (noted - names_in_class(kind)) | {name, "get_lr"}
-    allowed |= {one.__name__ for one in type(value).__mro__}
+    allowed = functions | (harmless - names_in_class(kind)) | {name, "get_lr"}
+    allowed |= {each.__name__ for each in type(value).__mro__}
     return names <= allowed and {*code.co_freevars} <= {"__class__"}
 
 
 def _is_plain(value: object) -> bool:
-    listed = value if isinstance(value, list) else [value]
-    return all(isinstance(one, (int, float, str)) for one in listed)
+    """Returns whether a value is a number or a text, or a list of these."""
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, (int, float, str)) for item in items)
 
 
 def require_optimizer(optimizer: Optimizer, job: Job) -> None:
     """Refuses an optimizer that may need values which another rank holds.
 
     Raises:
-        ConfigError: It stands in no table, ranks hold parts of a model, and the script does not
-            allow it; or it is no optimizer of Paddle's.
+        ConfigError: It is not one of Paddle's; or it is in no table, ranks hold parts of a model,
+            and the script does not allow it.
     """
     *wrappers, base = wrapper_chain(optimizer)
     if not is_paddles(base):
@@ -134,14 +149,14 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
             got=type(base).__name__,
             fix="pass one of paddle.optimizer, or a subclass",
         )
-    unknown = [one for one in wrappers if row_of(WRAPPERS, one) is None]
+    unknown = [part for part in wrappers if row_of(WRAPPERS, part) is None]
     whole = row_of(OF_WEIGHTS, base) if job.degrees.mp == 1 else None
     if whole is None and row_of(OF_NUMBERS, base) is None:
         unknown.append(base)
-    for one in unknown if _has_parts(job) else ():
+    for part in unknown if _has_parts(job) else ():
         job.allow.refuse(
             "optimizer",
-            type(one).__name__,
+            type(part).__name__,
             "an optimizer is not known to step right where ranks hold parts of a model",
             expected="one of paddle.optimizer (Lamb and Lars without mp), or a subclass that "
             "replaces no method of a step, unless to log",
@@ -152,13 +167,17 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
 
 
 def require_clip(clip: Clip, job: Job | None) -> bool:
-    """Returns whether a clip is a row of its table; refuses others where ranks hold parts.
+    """Returns whether a clip is in its table; refuses others where ranks hold parts of a model.
+
+    Args:
+        clip: The clip; None counts as one in the table.
+        job: The current job; None without one.
 
     Raises:
-        ConfigError: It is none, and the script does not allow it.
+        ConfigError: The clip is refused, and the script does not allow it.
     """
-    tried = clip is None or row_of(CLIPS, clip) is not None
-    if not tried and job is not None and _has_parts(job):
+    is_known = clip is None or row_of(CLIPS, clip) is not None
+    if not is_known and job is not None and _has_parts(job):
         job.allow.refuse(
             "clip",
             type(clip).__name__,
@@ -168,9 +187,9 @@ def require_clip(clip: Clip, job: Job | None) -> bool:
             cause="it may compute with the gradients of one rank, not of all",
             fix="clip with one of these; a clip's clip_norm may change between batches",
         )
-    return tried
+    return is_known
 
 
 def _has_parts(job: Job) -> bool:
-    """Whether each process holds, or updates, only a part of the model."""
+    """Returns whether each process holds, or updates, only a part of the model."""
     return not job.local and (job.degrees.split("pp", "mp", "ep") > 1 or job.sharding().ranks > 1)
