@@ -1,4 +1,7 @@
-"""The entries of a layer list: checks and builds them, and finds their names and shapes."""
+"""The entries (items) of a user's list of layers: checks and builds them.
+
+An entry is a ``LayerDesc``, a layer that the script has built, or a function.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.layer import counted_names
 from fleetpipe.paddle_api.meta_parallel import LocalSharedLayerDesc
 
-#: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description may have a
-#: method ``blueprint()`` that returns its layer without memory.
+#: An entry of a list of layers: a ``LayerDesc``, a built layer, or a function. A description with a
+#: method ``blueprint()`` returns by it a layer whose parameters have no memory.
 Entry = Any
 #: Fleet seeds layer i of a model with this number plus i.
 FIRST_SEED = 1234
-#: The weights that the constructor of most layers gets from other layers.
+#: The weights of other layers that a constructor gets, by keyword: none, for most layers.
 NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -38,7 +41,7 @@ def check_entries(layers: object) -> list[Entry]:
             got=type(layers).__name__,
             fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
         )
-    entries = [_without_flag(entry) for entry in layers]
+    entries = [_remove_newer_argument(entry) for entry in layers]
     if not entries:
         raise ConfigError(
             "the list of layers of a PipelineLayer is empty",
@@ -48,12 +51,12 @@ def check_entries(layers: object) -> list[Entry]:
             fix="pass [LayerDesc(..), LayerDesc(..), ..], in the order in which they run",
         )
     for index, entry in enumerate(entries):
-        _check(entry, index)
+        _require_allowed(entry, index)
     return entries
 
 
-def _without_flag(entry: Entry) -> Entry:
-    """Removes ``shared_submodule_weight_only``, an argument of newer ``SharedLayerDesc`` only.
+def _remove_newer_argument(entry: Entry) -> Entry:
+    """Returns an entry without ``shared_submodule_weight_only``, an argument of a newer Paddle.
 
     An older Paddle would pass it to the layer. It has no effect here: entries share the weights in
     ``shared_weight_attr``, or the whole layer if class and arguments are equal.
@@ -66,8 +69,8 @@ def _without_flag(entry: Entry) -> Entry:
     return entry
 
 
-def _check(entry: Entry, index: int) -> None:
-    """Refuses an entry that is not allowed in a list of layers."""
+def _require_allowed(entry: Entry, index: int) -> None:
+    """Refuses entry ``index`` of a list of layers if it is no description, layer or function."""
     if isinstance(entry, type) and issubclass(entry, paddle.nn.Layer):
         raise ConfigError(
             "an entry of the list of layers is a class, which would be built anew in every call",
@@ -85,27 +88,29 @@ def _check(entry: Entry, index: int) -> None:
 
 
 class SeveralLayers:
-    """An entry of a layer list that becomes several entries when the number of ranks is known."""
+    """An entry of a list of layers that becomes several when the number of ranks is known."""
 
     def require_place(self, entries: Sequence[Entry], index: int) -> None:
-        """Refuses a list in which this entry must not be entry ``index``."""
+        """Refuses a list of layers in which this entry must not have the position ``index``."""
 
     def layers(self, ranks: int) -> list[Entry]:
-        """Returns the entries that replace this entry in a pipeline of ``ranks`` ranks."""
+        """Returns the entries that take the place of this one in a pipeline of ``ranks`` ranks."""
         raise NotImplementedError
 
 
 def expand(entries: Sequence[Entry], ranks: int) -> list[Entry]:
-    """Returns a list of layers in which each :class:`SeveralLayers` is replaced by its layers.
+    """Returns a list of layers in which each :class:`SeveralLayers` is replaced by its entries.
 
     Raises:
-        ConfigError: An entry is not allowed in its place.
+        ConfigError: An entry is not allowed at its position.
     """
     for index, entry in enumerate(entries):
         if isinstance(entry, SeveralLayers):
             entry.require_place(entries, index)
-    parts = (e.layers(ranks) if isinstance(e, SeveralLayers) else [e] for e in entries)
-    return [layer for part in parts for layer in part]
+    expanded: list[Entry] = []
+    for entry in entries:
+        expanded += entry.layers(ranks) if isinstance(entry, SeveralLayers) else [entry]
+    return expanded
 
 
 def is_shared(entry: Entry) -> bool:
@@ -121,18 +126,24 @@ def is_local(entry: Entry) -> bool:
 def shared_attributes(entry: Entry) -> tuple[str, ...]:
     """Returns the names of the weights that a ``SharedLayerDesc`` shares."""
     # One name on 2.6.2, a list on 3.3.
-    named = entry.shared_weight_attr
-    return (named,) if isinstance(named, str) else tuple(named)
+    names = entry.shared_weight_attr
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def shared_weights(
     entry: Entry, index: int, layer: Layer, attribute: str
 ) -> dict[str, tuple[str, Tensor]]:
-    """Returns the weights that an entry shares by an attribute of its layer.
+    """Returns the weights that a shared entry shares by one attribute of its layer.
 
     The attribute is a parameter, or an iterator over names and parameters, such as
     ``named_parameters()`` of a sublayer: ``body.fc.weight`` is the ``fc.weight`` of an attribute
     ``body``.
+
+    Args:
+        entry: The entry, a ``SharedLayerDesc`` or ``LocalSharedLayerDesc``.
+        index: Its number in the whole list.
+        layer: Its layer.
+        attribute: The name of the attribute.
 
     Returns:
         For each shared weight, by name, its path in ``layer`` and the weight.
@@ -158,26 +169,28 @@ def shared_weights(
 
 
 def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -> Any:
-    """Builds layer ``index`` under the seed that Fleet gives it; the random state advances.
+    """Returns the layer of entry ``index``, built under the seed that Fleet gives it.
+
+    The generators are left as the constructor leaves them.
 
     Args:
         entry: The entry of the list.
         index: The number of the entry.
-        lent: Weights of another layer, passed to the constructor by keyword.
+        lent: Weights of another layer that are passed to the constructor, by keyword.
 
     Raises:
         ConfigError: The constructor does not take the arguments of the description.
     """
     if not hasattr(entry, "build_layer"):
-        return _take_built(entry)
+        return _check_built(entry)
     paddle.seed(FIRST_SEED + index)
     try:
-        return _build(entry, lent)
+        return _build_and_check(entry, lent)
     except TypeError as error:
         raise ConfigError(
             f"layer {index} ({class_name(entry)}) cannot be built from its description",
             where=f"layer {index} of the list",
-            got=_arguments(entry)
+            got=_describe_arguments(entry)
             + (f", and the weights {sorted(lent)} of the first of its key" if lent else ""),
             cause=f"TypeError: {error}",
             fix="have its constructor take the weights that LocalSharedLayerDesc hands on, or use "
@@ -187,79 +200,84 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
         ) from error
 
 
-def pass_over(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
-    """Builds a layer of another rank without memory, and returns it for its names.
+def build_without_memory(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
+    """Builds a layer of another rank without memory, and returns it; None for other entries.
 
-    So the layers that follow have the names, and draw the numbers from NumPy's and Python's
-    generators, that they have in one process.
+    So the layers that are built next get the automatic names, and draw the numbers from NumPy's and
+    Python's generators, as in one process. The arguments are those of :func:`build`.
     """
     if not hasattr(entry, "build_layer"):
         return None
     if hasattr(entry, "blueprint"):
         return entry.blueprint()
-    drawn, restore_names = PythonStates(), counted_names()
+    states, restore_names = PythonStates(), counted_names()
     paddle.seed(FIRST_SEED + index)
     try:
         return _build_lazily(entry, lent)
     except Exception:
-        drawn.put_back()
+        states.put_back()
         restore_names()
         return build(entry, index, lent)
 
 
-def _arguments(entry: Entry) -> str:
+def _describe_arguments(entry: Entry) -> str:
     """Returns as text the arguments that a ``LayerDesc`` passes to its layer's constructor."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return f"arguments {entry.inputs}, {entry.kwargs}"
     # Paddle drops the positional arguments of a LayerDesc with a LayerSpec.
-    handed = {**specification.extra_kwargs, **entry.kwargs}
-    return f"arguments {handed} of a LayerSpec"
+    arguments = {**specification.extra_kwargs, **entry.kwargs}
+    return f"arguments {arguments} of a LayerSpec"
 
 
-def _build(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
-    """Builds a layer from its description, with weights of another layer, and checks it."""
-    with _specification_kept(entry):
+def _build_and_check(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
+    """Builds and checks the layer of a description; ``lent`` is as for :func:`build`."""
+    with _specification_restored(entry):
         # The descriptions of Paddle 2.6.2 take no weights.
-        return _take_built(entry.build_layer(**lent) if lent else entry.build_layer())
+        return _check_built(entry.build_layer(**lent) if lent else entry.build_layer())
 
 
 def _build_lazily(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
     """Builds a layer without memory; fails if its constructor computes with its parameters."""
     with paddle.LazyGuard():
-        return _build(entry, lent)
+        return _build_and_check(entry, lent)
 
 
-def _take_built(layer: Any) -> Any:
-    """Returns a built layer, after its kinds have checked it."""
+def _check_built(layer: Any) -> Any:
+    """Returns a built layer, after the rules for its kinds of layers have checked it."""
     for kind in layer_kinds.kinds_of(layer):
         kind.take_built(layer)
     return layer
 
 
 class Blueprints(Sequence[Layer]):
-    """A layer like each entry's, for names and shapes only; the values of weights mean nothing.
+    """For each entry of a list, a layer like its own, to read names and shapes of parameters.
 
-    A layer is built on its first use, and stored.
+    The values of the parameters mean nothing. A layer is built on its first use, and stored. A
+    built layer or a function is its own blueprint.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
+        """Stores the whole list of layers."""
         self._entries = entries
-        self._made: dict[int, Layer] = {}
+        self._layers: dict[int, Layer] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __getitem__(self, index: Any) -> Layer:
-        if index not in self._made:
-            self._made[index] = _blueprint(self._entries[index], index, self.lent(index))
-        return self._made[index]
+        if index not in self._layers:
+            self._layers[index] = _blueprint(self._entries[index], index, self.lent(index))
+        return self._layers[index]
 
     def lent(self, index: int) -> dict[str, Tensor]:
-        """Returns the weights that the constructor of entry ``index`` gets, by keyword.
+        """Returns the weights of another layer that the constructor of entry ``index`` gets.
 
-        Only a ``LocalSharedLayerDesc`` gets weights, except the first with its key, which names
-        them.
+        Only entries of a ``LocalSharedLayerDesc`` get weights: those of the first entry with the
+        same key, which itself gets none.
+
+        Returns:
+            The weights by keyword.
 
         Raises:
             ConfigError: The first entry's layer has no such parameter.
@@ -269,21 +287,21 @@ class Blueprints(Sequence[Layer]):
             return {}
         first = next(
             number
-            for number, other in enumerate(self._entries)
-            if is_local(other) and other.layer_name == entry.layer_name
+            for number, candidate in enumerate(self._entries)
+            if is_local(candidate) and candidate.layer_name == entry.layer_name
         )
         if first == index:
             return {}
-        lender = self._entries[first]
+        first_entry, layer = self._entries[first], self[first]
         return {
             name: weight
-            for attribute in shared_attributes(lender)
-            for name, (_, weight) in shared_weights(lender, first, self[first], attribute).items()
+            for attribute in shared_attributes(first_entry)
+            for name, (_, weight) in shared_weights(first_entry, first, layer, attribute).items()
         }
 
 
 def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
-    """Builds a layer for names and shapes, without memory if that is possible."""
+    """Builds the blueprint of an entry, without memory if that is possible."""
     if not hasattr(entry, "build_layer"):
         return entry
     if hasattr(entry, "blueprint"):
@@ -297,7 +315,7 @@ def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
 
 
 def class_name(entry: Entry) -> str:
-    """Returns the name that ``seg_method="layer:Regex"`` matches; "" if there is none."""
+    """Returns the name of an entry's class or function, to which ``seg_method`` refers; or ""."""
     if isinstance(entry, paddle.nn.Layer):
         return type(entry).__name__
     described = getattr(entry, "layer_func", None)
@@ -307,14 +325,14 @@ def class_name(entry: Entry) -> str:
 
 
 def count_parameters(layer: Layer) -> int:
-    """Returns the number of entries of a layer's trainable parameters; 0 for a function."""
+    """Returns the number of elements of a layer's trainable parameters; 0 for a function."""
     if not isinstance(layer, paddle.nn.Layer):
         return 0
     return sum(math.prod(p.shape) for p in layer.parameters() if p.trainable)
 
 
 @contextmanager
-def _specification_kept(entry: Entry) -> Iterator[None]:
+def _specification_restored(entry: Entry) -> Iterator[None]:
     """At its end, restores the ``LayerSpec`` of a ``LayerDesc``, which writes into it.
 
     Two entries may use the same specification: the arguments of one must not reach the other.

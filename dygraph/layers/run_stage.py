@@ -45,8 +45,8 @@ _VALUE_ERRORS = (
     NotImplementedError,
 )
 
-#: ``run(value, micro_batch)`` runs the layers of a stage; ``value`` is the first one's argument. The
-#: micro-batch is a global number while a plan runs, and None in a direct call.
+#: ``run(value, micro_batch)`` runs the layers of a stage; ``value`` is the first one's argument.
+#: The micro-batch is a global number while a plan runs, and None in a direct call.
 Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
 
 

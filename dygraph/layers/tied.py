@@ -1,4 +1,4 @@
-"""Finds and builds entries of a layer list that are one layer or share weights: tied entries.
+"""Finds and builds tied entries: items of a list of layers that are one layer or share weights.
 
 Entries of a ``SharedLayerDesc`` with the same key, class and arguments are one layer. Entries with
 the same key and another class or other arguments, such as an embedding and a head, are variants:
@@ -24,25 +24,25 @@ from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
-#: The first sublayer of a model, as in Fleet: it holds the layers of ``SharedLayerDesc``.
+#: The name of the sublayer of a model that holds the layers of ``SharedLayerDesc``, as in Fleet.
 HOLDER = "shared_layers"
-#: The second sublayer of a model: it holds the layers of ``LocalSharedLayerDesc``.
+#: The name of the sublayer of a model that holds the layers of ``LocalSharedLayerDesc``.
 LOCAL_HOLDER = "local_shared_layers"
 
 
 def is_shared(name: str) -> bool:
-    """Whether a name is that of a parameter or buffer of a shared layer."""
+    """Whether a fully qualified name is that of a parameter or buffer of a shared layer."""
     return name.partition(".")[0] in (HOLDER, LOCAL_HOLDER)
 
 
 class SharedLayer(NamedTuple):
-    """One layer that several entries may call.
+    """One layer that several entries of the list may call, with a key from their descriptions.
 
     Attributes:
-        holder: The sublayer of the model that holds the first layer of the key.
+        holder: HOLDER or LOCAL_HOLDER: the sublayer of the model that holds the key's first layer.
         key: The key of its entries.
-        indices: Its entries' numbers in the whole list.
-        names: The fully qualified name of each of its parameters and buffers, by path.
+        indices: The numbers of its entries in the whole list, in order.
+        names: The fully qualified name of each of its parameters and buffers, by path in the layer.
         lent: The fully qualified name of each weight that its constructor gets, by keyword.
     """
 
@@ -59,7 +59,12 @@ class SharedLayer(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """Entries that are one layer: their numbers, and the attributes that they share."""
+    """The entries of a key that are one layer.
+
+    Attributes:
+        indices: Their numbers in the whole list, in order.
+        attributes: The names of the attributes with which they share weights.
+    """
 
     indices: list[int]
     attributes: list[str]
@@ -73,8 +78,8 @@ def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer,
         blueprints: A layer like each entry's, for names and shapes.
 
     Raises:
-        ConfigError: A weight does not exist or is no parameter, the first entry of the key does
-            not share it, or it has another shape or dtype there.
+        ConfigError: A shared weight does not exist or is no parameter, or the first entry with its
+            key does not share it, or has it with another shape or dtype.
     """
     variants: dict[tuple[str, str], list[_Variant]] = {}
     for index, entry in enumerate(entries):
@@ -83,55 +88,70 @@ def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer,
             local = variants.setdefault((LOCAL_HOLDER, entry.layer_name), [])
             local.append(_Variant([index], attributes))
         elif descriptions.is_shared(entry):
-            _sort_in(variants.setdefault((HOLDER, entry.layer_name), []), entries, index)
+            _add_to_variant(variants.setdefault((HOLDER, entry.layer_name), []), entries, index)
     layers = []
     for (holder, key), (first, *rest) in variants.items():
         names = {path: f"{holder}.{key}.{path}" for path in _paths_of(first, blueprints)}
-        pivot = _attribute_paths(first, entries, blueprints)
+        first_paths = _paths_of_shared_weights(first, entries, blueprints)
         layers.append(SharedLayer(holder, key, tuple(first.indices), names, {}))
         for variant in rest:
             if holder == LOCAL_HOLDER:
-                paths = _lent_paths(variant, entries, blueprints)
+                paths = _paths_of_lent_weights(variant, entries, blueprints)
             else:
-                paths = _attribute_paths(variant, entries, blueprints)
+                paths = _paths_of_shared_weights(variant, entries, blueprints)
             sublayer_names = {
                 path: f"{variant.indices[0]}.{path}" for path in _paths_of(variant, blueprints)
             }
-            _require_shared(sorted(paths.keys() - pivot.keys()), pivot, entries, first, variant)
-            for attribute, path in paths.items():
-                _require_alike(key, attribute, (first, pivot), (variant, paths), blueprints)
-                sublayer_names[path] = names[pivot[attribute]]
-            lent = {name: names[pivot[name]] for name in blueprints.lent(variant.indices[0])}
+            missing = sorted(paths.keys() - first_paths.keys())
+            _require_shared_by_first(missing, first_paths, entries, first, variant)
+            for weight, path in paths.items():
+                _require_same_shape(key, weight, (first, first_paths), (variant, paths), blueprints)
+                sublayer_names[path] = names[first_paths[weight]]
+            lent = {name: names[first_paths[name]] for name in blueprints.lent(variant.indices[0])}
             layers.append(SharedLayer(holder, key, tuple(variant.indices), sublayer_names, lent))
     return tuple(sorted(layers, key=lambda layer: layer.indices))
 
 
-def _sort_in(variants: list[_Variant], entries: Sequence[Entry], index: int) -> None:
-    """Adds entry ``index`` to its variant of the key, or creates a new variant."""
+def _add_to_variant(variants: list[_Variant], entries: Sequence[Entry], index: int) -> None:
+    """Adds entry ``index`` to the variant that has its class and arguments, or as a new variant.
+
+    Args:
+        variants: The variants of the entry's key so far; changed in place.
+        entries: The whole list of layers.
+        index: The number of the entry.
+    """
     entry = entries[index]
     attributes = descriptions.shared_attributes(entry)
     if variants:
-        pivot = variants[0]
-        missing = sorted(set(attributes) - set(pivot.attributes))
-        _require_shared(
-            missing, pivot.attributes, entries, pivot, _Variant([index], list(attributes))
-        )
+        first, variant = variants[0], _Variant([index], list(attributes))
+        missing = sorted(set(attributes) - set(first.attributes))
+        _require_shared_by_first(missing, first.attributes, entries, first, variant)
     for variant in variants:
-        if _is_equal(_description(entries[variant.indices[0]]), _description(entry)):
+        if _are_equal(
+            _constructor_arguments(entries[variant.indices[0]]), _constructor_arguments(entry)
+        ):
             variant.indices.append(index)
             variant.attributes.extend(set(attributes) - set(variant.attributes))
             return
     variants.append(_Variant([index], list(attributes)))
 
 
-def _require_shared(
+def _require_shared_by_first(
     missing: Sequence[str],
     names: Iterable[str],
     entries: Sequence[Entry],
     first: _Variant,
     variant: _Variant,
 ) -> None:
-    """Refuses an entry that shares weights which the first entry of its key does not share."""
+    """Refuses a variant that shares weights which the first variant of its key does not share.
+
+    Args:
+        missing: The names of these weights or attributes; empty to refuse nothing.
+        names: The names that the first variant shares.
+        entries: The whole list of layers.
+        first: The first variant of the key.
+        variant: The other variant.
+    """
     if missing:
         index = variant.indices[0]
         raise ConfigError(
@@ -144,42 +164,42 @@ def _require_shared(
         )
 
 
-def _description(entry: Entry) -> tuple[object, ...]:
-    """Returns the class, the arguments or the specification from which a layer is built."""
+def _constructor_arguments(entry: Entry) -> tuple[object, ...]:
+    """Returns what an entry's layer is built from: class and arguments, or the specification."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return entry.layer_func, entry.inputs, entry.kwargs
     return specification, entry.kwargs
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _are_equal(left: Any, right: Any) -> bool:
     """Whether two arguments of constructors are equal: by value, or attribute by attribute."""
-    if one is other:
+    if left is right:
         return True
-    if type(one) is not type(other) or isinstance(one, type):
+    if type(left) is not type(right) or isinstance(left, type):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[name], other[name]) for name in one)
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
-    if isinstance(one, (np.ndarray, paddle.Tensor)):
-        return bool(np.array_equal(np.asarray(one), np.asarray(other)))
-    if bool(one == other):
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_are_equal(left[n], right[n]) for n in left)
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(_are_equal, left, right))
+    if isinstance(left, (np.ndarray, paddle.Tensor)):
+        return bool(np.array_equal(np.asarray(left), np.asarray(right)))
+    if bool(left == right):
         return True
     # Initializers and ParamAttr do not compare by value.
-    attributes = getattr(one, "__dict__", None)
-    return bool(attributes) and _is_equal(attributes, vars(other))
+    attributes = getattr(left, "__dict__", None)
+    return bool(attributes) and _are_equal(attributes, vars(right))
 
 
 def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:
-    """Returns the path of each parameter and buffer of a variant's layer."""
+    """Returns the path in a variant's layer of each of its parameters and buffers."""
     return list(paddle.nn.Layer.state_dict(blueprints[variant.indices[0]]))
 
 
-def _attribute_paths(
+def _paths_of_shared_weights(
     variant: _Variant, entries: Sequence[Entry], blueprints: Sequence[Layer]
 ) -> dict[str, str]:
-    """Returns the path of each shared weight of a variant within its layer."""
+    """Returns the path in a variant's layer of each weight that it shares, by the weight's name."""
     index = variant.indices[0]
     entry, layer = entries[index], blueprints[index]
     return {
@@ -189,50 +209,62 @@ def _attribute_paths(
     }
 
 
-def _lent_paths(
+def _paths_of_lent_weights(
     variant: _Variant, entries: Sequence[Entry], blueprints: Blueprints
 ) -> dict[str, str]:
-    """Returns the path in a variant's layer of each weight that the constructor got."""
+    """Returns the path in a variant's layer of each weight that the constructor got, by keyword.
+
+    Raises:
+        ConfigError: The constructor has not made a parameter of such a weight.
+    """
     index = variant.indices[0]
     layer = blueprints[index]
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
     lent = blueprints.lent(index)
-    left = [attribute for attribute, weight in lent.items() if id(weight) not in paths]
-    if left:
+    unused = [keyword for keyword, weight in lent.items() if id(weight) not in paths]
+    if unused:
         raise ConfigError(
             f"the constructor of layer {index} does not keep what it was handed",
             where=f"layer {index} of the list ({type(layer).__name__}), "
             f"key {entries[index].layer_name!r}",
-            expected=f"the arguments {left} among its parameters",
+            expected=f"the arguments {unused} among its parameters",
             got=", ".join(paths.values()) or "no parameters",
             fix="write self.weight = weight in its constructor, or use SharedLayerDesc",
         )
-    return {attribute: paths[id(weight)] for attribute, weight in lent.items()}
+    return {keyword: paths[id(weight)] for keyword, weight in lent.items()}
 
 
-def _require_alike(
+def _require_same_shape(
     key: str,
-    attribute: str,
+    name: str,
     first: tuple[_Variant, Mapping[str, str]],
     other: tuple[_Variant, Mapping[str, str]],
     blueprints: Sequence[Layer],
 ) -> None:
-    """Refuses a shared weight that has other shapes or dtypes in two variants of a key."""
-    forms = []
+    """Refuses a shared weight that has another shape or dtype in another variant of its key.
+
+    Args:
+        key: The key.
+        name: The name of the weight.
+        first: The first variant, and the path of each shared weight in its layer.
+        other: The other variant, and its paths.
+        blueprints: A layer like each entry's.
+    """
+    shapes = []
     for variant, paths in (first, other):
-        weight = paddle.nn.Layer.state_dict(blueprints[variant.indices[0]])[paths[attribute]]
-        forms.append(f"{list(weight.shape)} {weight.dtype}")
-    if forms[0] != forms[1]:
+        weight = paddle.nn.Layer.state_dict(blueprints[variant.indices[0]])[paths[name]]
+        shapes.append(f"{list(weight.shape)} {weight.dtype}")
+    if shapes[0] != shapes[1]:
         raise ConfigError(
-            f"the entries with key {key!r} have {attribute!r} in different shapes or dtypes",
+            f"the entries with key {key!r} have {name!r} in different shapes or dtypes",
             where=f"layers {first[0].indices[0]} and {other[0].indices[0]} of the list",
-            expected=forms[0],
-            got=forms[1],
+            expected=shapes[0],
+            got=shapes[1],
             fix="give both entries the same sizes, or keys of their own",
         )
 
 
-def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
+def first_layers_of_stages(entries: Sequence[Entry]) -> tuple[int, ...] | None:
     """Returns the layers, except layer 0, at which a stage may begin; None for all layers.
 
     No stage may begin between entries that share weights within one rank.
@@ -243,10 +275,10 @@ def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
             uses.setdefault(entry.layer_name, []).append(index)
     if not uses:
         return None
-    closed = {
+    not_allowed = {
         number for indices in uses.values() for number in range(indices[0] + 1, indices[-1] + 1)
     }
-    return tuple(number for number in range(1, len(entries)) if number not in closed)
+    return tuple(number for number in range(1, len(entries)) if number not in not_allowed)
 
 
 def refuse_split(
@@ -293,13 +325,14 @@ def refuse_split(
 
 
 class Built(NamedTuple):
-    """The layers of some entries of a list.
+    """The layers of some entries of a list, as built in one process.
 
     Attributes:
-        functions: The functions to call, by number in the whole list.
+        functions: The layers and functions to call, by number in the whole list.
         shared: The shared layers that are the first of their keys, by their path in the model.
-        layers: All other layers, by name.
-        names: The fully qualified names of parameters and buffers with other names in this process.
+        layers: All other layers, by their name in the model.
+        names: For parameters and buffers whose name in this process is not the fully qualified
+            one: the latter, by the former.
     """
 
     functions: dict[int, Callable[[Nest], Nest]]
@@ -308,7 +341,7 @@ class Built(NamedTuple):
     names: dict[str, str]
 
     def register(self, model: Layer) -> None:
-        """Makes the layers sublayers of ``model``, the shared ones first."""
+        """Adds the layers to ``model`` as sublayers, the shared ones first."""
         holders = {name: paddle.nn.LayerDict() for name in (HOLDER, LOCAL_HOLDER)}
         for path, layer in self.shared.items():
             holder, _, key = path.partition(".")
@@ -319,7 +352,7 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
     def follow(self, model: Layer) -> None:
-        """Adopts the layers that have replaced registered layers in ``model``.
+        """Adopts the layers that the script has put in the places of layers of ``model``.
 
         Raises:
             ConfigError: The model has no layer any more at the path of a registered layer.
@@ -332,14 +365,14 @@ class Built(NamedTuple):
             if isinstance(function, paddle.nn.Layer):
                 self.functions[index] = replaced[id(function)]
             elif isinstance(function, functools.partial):
-                arguments = [replaced.get(id(part), part) for part in function.args]
+                arguments = [replaced.get(id(argument), argument) for argument in function.args]
                 self.functions[index] = functools.partial(
                     function.func, *arguments, **function.keywords
                 )
 
 
 def _sublayer(model: Layer, path: str) -> Layer:
-    """Returns the sublayer at a path; refuses a model without it."""
+    """Returns the sublayer of ``model`` at a path; refuses a model without it."""
     holder, _, key = path.partition(".")
     try:
         layer = getattr(model, holder)
@@ -353,7 +386,7 @@ def _sublayer(model: Layer, path: str) -> Layer:
 
 
 def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
-    """Builds some entries of a list; entries here that are tied get the same layer or weights.
+    """Builds some entries of a list; tied entries among these get the same layer or weights.
 
     A shared layer is built under the seed of its first entry in the whole list, so its values do
     not depend on the rank. Entries of other ranks are built without memory in their turn, so names
@@ -377,9 +410,9 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
             if min(uses) != index:
                 continue
             if not uses & owned:
-                passed = descriptions.pass_over(entry, index, blueprints.lent(index))
+                blank = descriptions.build_without_memory(entry, index, blueprints.lent(index))
                 if layer is not None:
-                    for path, parameter in passed.named_parameters():
+                    for path, parameter in blank.named_parameters():
                         paddles_names.setdefault(layer.names[path], parameter.name)
             elif layer is None:
                 function = descriptions.build(entry, index)
@@ -387,20 +420,26 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
                     built.layers[str(index)] = function
                 built.functions[index] = function
             else:
-                lent = {name: weights[of] for name, of in layer.lent.items()}
-                made = descriptions.build(entry, index, lent)
-                _place(made, layer, built)
-                _tie(made, layer, weights, paddles_names)
+                lent = {keyword: weights[name] for keyword, name in layer.lent.items()}
+                new = descriptions.build(entry, index, lent)
+                _register_shared(new, layer, built)
+                _share_weights(new, layer, weights, paddles_names)
                 for use in uses & owned:
                     forward = entries[use].forward_func
-                    call = made if forward is None else functools.partial(forward, made)
+                    call = new if forward is None else functools.partial(forward, new)
                     built.functions[use] = call
     built.functions.update({index: built.functions.pop(index) for index in sorted(owned)})
     return built
 
 
-def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
-    """Registers a shared layer: the first of a key here is named ``shared_layers.<key>``."""
+def _register_shared(layer: Layer, shared: SharedLayer, built: Built) -> None:
+    """Adds a shared layer to ``built``: the first of its key here gets the name of the key.
+
+    Args:
+        layer: The layer.
+        shared: Its description.
+        built: The layers built so far; changed in place.
+    """
     if shared.path in built.shared:
         prefix = str(shared.indices[0])
         built.layers[prefix] = layer
@@ -412,13 +451,18 @@ def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
             built.names[f"{prefix}.{path}"] = name
 
 
-def _tie(
+def _share_weights(
     layer: Layer, shared: SharedLayer, weights: dict[str, Tensor], paddles_names: Mapping[str, str]
 ) -> None:
-    """Replaces the weights of a layer by shared weights that other layers here have.
+    """Replaces the weights of a layer by shared weights that other layers of this process have.
 
-    A shared weight whose first layer is on another rank gets that weight's name there, from
-    ``paddles_names``.
+    Args:
+        layer: A new layer.
+        shared: Its description.
+        weights: The shared weights of this process so far, by fully qualified name; the layer's
+            are added.
+        paddles_names: Paddle's names of the weights whose first layer is on another rank, by fully
+            qualified name; the layer's weights get these names.
     """
     for path, parameter in list(layer.named_parameters()):
         name = shared.names[path]
@@ -426,10 +470,10 @@ def _tie(
         first = weights.setdefault(name, parameter)
         if first is not parameter:
             owner, _, attribute = path.rpartition(".")
-            parts = dict(layer.named_sublayers(include_self=True))
-            setattr(parts[owner], attribute, first)
+            sublayers = dict(layer.named_sublayers(include_self=True))
+            setattr(sublayers[owner], attribute, first)
 
 
 def called_through(function: Callable[[Nest], Nest]) -> tuple[Layer, ...]:
-    """Returns the shared layer that ``function`` calls by a ``forward_func``; else no layer."""
+    """Returns the shared layer that ``function`` calls by a ``forward_func``; () for others."""
     return function.args if isinstance(function, functools.partial) else ()

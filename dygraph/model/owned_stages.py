@@ -222,4 +222,4 @@ class OwnedStages:
 
     def cut_places(self) -> tuple[int, ...] | None:
         """Returns the layers, except layer 0, at which a stage may begin; None for all layers."""
-        return tied.places(self._entries)
+        return tied.first_layers_of_stages(self._entries)

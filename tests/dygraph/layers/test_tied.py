@@ -12,7 +12,7 @@ from paddle import nn
 from paddle.distributed.fleet import meta_parallel as stock
 
 from fleetpipe import parity
-from fleetpipe.dygraph.layers.entries import Blueprints, pass_over
+from fleetpipe.dygraph.layers.entries import Blueprints, build_without_memory
 from fleetpipe.dygraph.layers.tied import find
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
@@ -304,7 +304,7 @@ def test_a_layer_of_another_rank_takes_the_names_that_it_has_there(kind: Any) ->
             return [p.name for layer in (build(), nn.Linear(2, 2)) for p in layer.parameters()]
 
     there = names(lambda: kind(2, 3))
-    assert names(lambda: pass_over(LayerDesc(kind, 2, 3), 0, {})) == there
+    assert names(lambda: build_without_memory(LayerDesc(kind, 2, 3), 0, {})) == there
 
 
 def test_a_description_may_have_a_blueprint_of_its_own() -> None:
