@@ -25,19 +25,24 @@ from fleetpipe.schedules.simulation import replay
 
 __all__ = ["Cluster", "StepEstimate", "TrainingJob", "JobLayout", "Memory", "Transformer"]
 
-#: A batch of more actions is extrapolated, not simulated.
-_MOST_PLAYED = 20_000
+#: The time of a batch with more actions is extrapolated from those of shorter batches.
+_MOST_SIMULATED_ACTIONS = 20_000
 
-#: By stage the forwards that a rank holds: those before their B or I, and those before their W.
-HeldStages = tuple[dict[int, int], dict[int, int]]
+#: The micro-batches in flight in each stage of one rank: first those whose B or I has yet to run,
+#: then those of which only W has yet to run. Both dicts are by stage.
+ForwardsInFlight = tuple[dict[int, int], dict[int, int]]
 
-#: The matrices of a layer, which are gathered one by one.
-_MATRICES = 4
+#: The weight matrices of a layer, of which sharding stage 3 gathers each by a message of its own.
+_MATRICES_OF_A_LAYER = 4
 
 
 @lru_cache(maxsize=1024)
 def stages_of(layers: tuple[LayerCost, ...], stages: int) -> tuple[StageCost, ...] | None:
-    """Returns the costs of the stages of the fastest cut; None if there are too few layers."""
+    """Cuts layers into stages so that the slowest stage is as fast as possible.
+
+    Returns:
+        The costs of each stage, in order; None if there are too few layers.
+    """
     blocks = layers[1:-1]
     costs = Stages(layers, None)
     if stages == 1:
@@ -45,27 +50,39 @@ def stages_of(layers: tuple[LayerCost, ...], stages: int) -> tuple[StageCost, ..
     if len(blocks) < max(stages - 2, 1):
         return None
     if all(block is blocks[0] for block in blocks):  # a transformer's: there is nothing to search
-        return costs.cut(_even(layers, stages))
+        return costs.cut(_even_boundaries(layers, stages))
     totals = [0.0, *accumulate(layer.seconds for layer in layers)]
 
     def seconds(start: int, end: int) -> float:
         return totals[end] - totals[start]
 
-    places, count = range(1, len(layers)), len(layers)
-    cut = fastest(places, count, stages, lambda _, *part: seconds(*part), seconds)
+    positions, count = range(1, len(layers)), len(layers)
+    cut = fastest(positions, count, stages, lambda _, *part: seconds(*part), seconds)
     return costs.cut(cut.boundaries)
 
 
-def _even(layers: tuple[LayerCost, ...], stages: int) -> tuple[int, ...]:
-    """Returns a cut with equally many blocks in each inner stage, and the rest at both ends."""
+def _even_boundaries(layers: tuple[LayerCost, ...], stages: int) -> tuple[int, ...]:
+    """Cuts a transformer: equally many blocks in each inner stage, the rest in both end stages.
+
+    The first stage also has the embedding and the last one the head, and therefore fewer blocks.
+
+    Args:
+        layers: The embedding, the blocks, which all cost the same, and the head.
+        stages: The number of stages, at least 2.
+
+    Returns:
+        The first layer of each stage, and the number of layers.
+    """
     first, block, last = (layers[index].seconds for index in (0, 1, -1))
     blocks, inner = len(layers) - 2, stages - 2
     sizes = range(blocks // stages, blocks // stages + 3)
-    ends = [blocks, blocks]
+    ends = [blocks, blocks]  # the number of blocks in the first stage and in the last one
+    # The least time of the slowest stage within which all blocks have room.
     for limit in sorted(size * block + extra for size in sizes for extra in (0.0, first, last)):
         ends = [max(0, int((limit - extra) / block + 1e-9)) for extra in (first, last)]
         if sum(ends) + inner * int(limit / block + 1e-9) >= blocks:
             break
+    # Give back what is too much, so that each inner stage has a block at least.
     ends[0] = min(ends[0], -(-blocks // stages)) if inner else blocks - min(ends[1], blocks)
     ends[1] = min(ends[1], blocks - ends[0])
     while blocks - sum(ends) < inner:
@@ -77,7 +94,7 @@ def _even(layers: tuple[LayerCost, ...], stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def cached_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """Builds a schedule and caches it, as layouts with many degrees share it.
+    """Builds a schedule, or returns one that was built before: many layouts share a schedule.
 
     Raises:
         ConfigError: The schedule does not take these sizes.
@@ -85,8 +102,8 @@ def cached_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> S
     return build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
 
 
-def small(name: str, chunks: int) -> Schedule:
-    """Returns a schedule on two ranks, from which its properties on more ranks are read.
+def schedule_on_two_ranks(name: str, chunks: int) -> Schedule:
+    """Builds a schedule on two ranks, to look up what does not depend on the number of ranks.
 
     Raises:
         ConfigError: The schedule does not take so many chunks.
@@ -97,7 +114,7 @@ def small(name: str, chunks: int) -> Schedule:
 def pipeline_time(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
-    """Returns the time of a batch, and the computing time of the busiest rank.
+    """Returns the seconds of a batch, and those that the busiest rank computes in it.
 
     Args:
         name: The schedule's name.
@@ -111,67 +128,72 @@ def pipeline_time(
         ConfigError: The schedule does not take these numbers.
     """
     actions = 2 * len(stages) * micro_batches
-    period = _period(ranks, micro_batches)
+    period = _repeat_period(ranks, micro_batches)
     first = 2 * period + micro_batches % period
-    if actions <= _MOST_PLAYED or micro_batches <= first + period:
-        return _play(name, ranks, chunks, micro_batches, stages, comm)
-    shorter = _play(name, ranks, chunks, first, stages, comm)
-    longer = _play(name, ranks, chunks, first + period, stages, comm)
+    if actions <= _MOST_SIMULATED_ACTIONS or micro_batches <= first + period:
+        return _simulate(name, ranks, chunks, micro_batches, stages, comm)
+    shorter = _simulate(name, ranks, chunks, first, stages, comm)
+    longer = _simulate(name, ranks, chunks, first + period, stages, comm)
     rounds = (micro_batches - first) / period
     seconds, busy = (low + rounds * (high - low) for low, high in zip(shorter, longer))
     return seconds, busy
 
 
-def _period(ranks: int, micro_batches: int) -> int:
-    """Returns after how many micro-batches a schedule repeats: p for interleaved ones."""
+def _repeat_period(ranks: int, micro_batches: int) -> int:
+    """Returns after how many micro-batches the order of actions in a schedule repeats itself."""
     return max(ranks, 4) if micro_batches >= ranks else micro_batches
 
 
-def _play(
+def _simulate(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
+    """Computes what :func:`pipeline_time` returns by simulating the whole batch."""
     schedule = cached_schedule(name, ranks, micro_batches, chunks)
     times = replay(schedule, None, costs_of(stages, comm))
     return max(ends[-1] for ends in times.ends), max(times.busy)
 
 
 @lru_cache(maxsize=256)
-def most_held(
+def peak_forwards(
     name: str, ranks: int, chunks: int, micro_batches: int
-) -> tuple[HeldStages, ...] | None:
-    """Returns for each rank the most activations that it holds, if all stages are alike.
+) -> tuple[ForwardsInFlight, ...] | None:
+    """Returns the forwards in flight of each rank when it has the most of them.
 
-    None if the schedule does not take these numbers. As the amount does not grow once the pipeline
-    is full, at most two periods are simulated.
+    All stages count alike. Once the pipeline is full the number does not grow any more, so that at
+    most two periods of the schedule are looked at.
+
+    Returns:
+        A value for each rank; None if the schedule does not take these numbers.
     """
-    enough = min(micro_batches, 2 * _period(ranks, micro_batches))
+    enough = min(micro_batches, 2 * _repeat_period(ranks, micro_batches))
     try:
-        held = _most_of_ranks(cached_schedule(name, ranks, enough, chunks))
-        if any(enough in forwards.values() for forwards, _ in held):
-            # A stage that holds all micro-batches may hold more of a longer batch.
-            held = _most_of_ranks(cached_schedule(name, ranks, micro_batches, chunks))
+        peaks = _peak_forwards_of_ranks(cached_schedule(name, ranks, enough, chunks))
+        if any(enough in forwards.values() for forwards, _ in peaks):
+            # A stage with all micro-batches in flight may have more of a longer batch.
+            peaks = _peak_forwards_of_ranks(cached_schedule(name, ranks, micro_batches, chunks))
     except ConfigError:
         return None
-    return held
+    return peaks
 
 
-def _most_of_ranks(schedule: Schedule) -> tuple[HeldStages, ...]:
-    return tuple(_most_of(schedule, rank) for rank in range(len(schedule.actions)))
+def _peak_forwards_of_ranks(schedule: Schedule) -> tuple[ForwardsInFlight, ...]:
+    return tuple(_peak_forwards_of_rank(schedule, rank) for rank in range(len(schedule.actions)))
 
 
-def _most_of(schedule: Schedule, rank: int) -> HeldStages:
-    whole = dict.fromkeys(schedule.placement.stages_of(rank), 0)
-    waiting = dict(whole)
-    most, best = -1, (whole, waiting)
+def _peak_forwards_of_rank(schedule: Schedule, rank: int) -> ForwardsInFlight:
+    """Returns the forwards in flight of a rank at the first time that it has the most of them."""
+    before_backward = dict.fromkeys(schedule.placement.stages_of(rank), 0)
+    before_weight_grad = dict(before_backward)
+    most, peak = -1, (before_backward, before_weight_grad)
     for kind, stage, _ in flatten(schedule.actions[rank]):
-        whole[stage] += kind == "F"
-        total = sum(whole.values()) + sum(waiting.values())
+        before_backward[stage] += kind == "F"
+        total = sum(before_backward.values()) + sum(before_weight_grad.values())
         if total > most:
             most = total
-            best = {**whole}, {**waiting}
-        whole[stage] -= kind in "BI"
-        waiting[stage] += (kind == "I") - (kind == "W")
-    return best
+            peak = {**before_backward}, {**before_weight_grad}
+        before_backward[stage] -= kind in "BI"
+        before_weight_grad[stage] += (kind == "I") - (kind == "W")
+    return peak
 
 
 class Memory(NamedTuple):
@@ -181,7 +203,7 @@ class Memory(NamedTuple):
         parameters: Bytes of its parameters.
         gradients: Bytes of the gradients.
         optimizer: Bytes of the optimizer's state.
-        activations: The most bytes that forwards hold until their backward.
+        activations: Bytes that forwards save for their backwards, at the time of the most.
         working: Additional bytes that an action uses while it runs.
     """
 
@@ -246,22 +268,26 @@ class TrainingJob:
     optimizer_copies: float = 3
 
     def costs(self, layout: JobLayout) -> tuple[LayerCost, ...]:
-        """Returns each layer's costs on a rank; those of equal layers are one object.
+        """Returns the costs of each layer for one micro-batch on one rank of a layout.
 
-        With sharding stage 3 they include the gathering of the layer's parameters.
+        Equal layers have the same object. With sharding stage 3 the costs include the gathering of
+        the layer's parameters.
         """
         layers = self.model.costs(layout, self.cluster)
         if layout.sharding_stage < 3 or layout.sharding == 1:
             return layers
-        gathered = {id(layer): self._with_gathers(layer, layout) for layer in layers}
-        return tuple(gathered[id(layer)] for layer in layers)
+        with_gathers = {id(layer): self._with_gathers(layer, layout) for layer in layers}
+        return tuple(with_gathers[id(layer)] for layer in layers)
 
     def stages(self, layout: JobLayout) -> tuple[StageCost, ...] | None:
-        """Returns the costs of a layout's stages, with everything that keeps a rank busy."""
+        """Returns the costs of each stage of a layout, with the transfers that nothing hides.
+
+        None if the batch or the model cannot be split so.
+        """
         if not layout.micro_batches(self.batch) or not self.model.fits(layout):
             return None
         stages = stages_of(self.costs(layout), layout.pipeline * layout.chunks)
-        return stages and tuple(self._sending(stage, layout) for stage in stages)
+        return stages and tuple(self._with_transfers(stage, layout) for stage in stages)
 
     def estimate(self, layout: JobLayout) -> StepEstimate | None:
         """Estimates a step under a layout; None if the layout is impossible, see :meth:`memory`."""
@@ -273,29 +299,33 @@ class TrainingJob:
         span, busy = pipeline_time(
             *(layout.schedule, layout.pipeline, layout.chunks, micro_batches),
             stages,
-            hidden * self._transfer(layout, stages[0].output),
+            hidden * self._transfer_seconds(layout, stages[0].output),
         )
-        exchange, update = self._optimizing(layout, stages)
+        exchange, update = self._seconds_after_backwards(layout, stages)
         seconds = span + exchange + update
         flops = 3 * self.batch * self.model.forward_flops()
         utilisation = flops / (seconds * layout.ranks * cluster.peak) if seconds else 0.0
         parts = (busy, span - busy, exchange, update)
         return StepEstimate(layout, micro_batches, seconds, utilisation, *parts, memory)
 
-    def _transfer(self, layout: JobLayout, size: float) -> float:
-        """Returns how long values between stages take; each tensor rank sends its part."""
+    def _transfer_seconds(self, layout: JobLayout, size: float) -> float:
+        """Returns the seconds of a transfer of ``size`` bytes between two stages.
+
+        Without sequence parallelism each rank of ``tensor`` has the same value and sends a part.
+        """
         parts = 1 if layout.sequence_parallel else layout.tensor
         return self.cluster.link(layout.neighbour).seconds(size / parts)
 
     def _with_gathers(self, layer: LayerCost, layout: JobLayout) -> LayerCost:
         """Adds to a layer's costs the gathers of its parameters and the scatter of gradients.
 
-        The share that may be overlapped is hidden as long as the layer computes.
+        The layer's own computing hides a part of them: ``cluster.overlapped_gradients`` of its
+        time. The backward gathers the parameters once more, and scatters the gradients.
         """
-        once = self.cluster.gather(layer.parameters, layout.shards, _MATRICES)
-        hides = self.cluster.overlapped_gradients
-        forward = max(once - hides * layer.forward, 0.0)
-        backward = max(2 * once - hides * layer.whole, 0.0)
+        once = self.cluster.gather(layer.parameters, layout.shards, _MATRICES_OF_A_LAYER)
+        overlap = self.cluster.overlapped_gradients
+        forward = max(once - overlap * layer.forward, 0.0)
+        backward = max(2 * once - overlap * layer.whole, 0.0)
         return replace(
             layer,
             forward=layer.forward + forward,
@@ -303,22 +333,25 @@ class TrainingJob:
             input_grad=None if layer.input_grad is None else layer.input_grad + backward,
         )
 
-    def _sending(self, stage: StageCost, layout: JobLayout) -> StageCost:
+    def _with_transfers(self, stage: StageCost, layout: JobLayout) -> StageCost:
         """Adds to a stage's costs the part of its transfers that nothing hides."""
-        shown = 1 - self.cluster.overlapped_transfers
-        if layout.pipeline == 1 or not shown:
+        not_hidden = 1 - self.cluster.overlapped_transfers
+        if layout.pipeline == 1 or not not_hidden:
             return stage
-        forward = shown * self._transfer(layout, stage.output)
+        transfer = not_hidden * self._transfer_seconds(layout, stage.output)
         return stage._replace(
-            forward=stage.forward + forward,
-            backward=stage.backward + forward,
-            input_grad=stage.input_grad + forward,
+            forward=stage.forward + transfer,
+            backward=stage.backward + transfer,
+            input_grad=stage.input_grad + transfer,
         )
 
-    def _optimizing(self, layout: JobLayout, stages: Sequence[StageCost]) -> tuple[float, float]:
-        """Returns the seconds of the visible exchange of gradients, and of the update.
+    def _seconds_after_backwards(
+        self, layout: JobLayout, stages: Sequence[StageCost]
+    ) -> tuple[float, float]:
+        """Returns the seconds after the last backward of a step, on the rank with the most of them.
 
-        An update reads and writes all of the optimizer's state.
+        They are those of the exchange of gradients, as far as backwards do not hide it, and those
+        of the optimizer's update, which reads and writes all of its state.
         """
         cluster, sharding = self.cluster, layout.sharding
         # The placement does not depend on the number of micro-batches.
@@ -337,39 +370,42 @@ class TrainingJob:
     def memory(self, layout: JobLayout) -> tuple[Memory, ...] | None:
         """Returns the memory of each rank of a pipeline; None if the layout is impossible.
 
-        That is if the model cannot be split so or has too few layers, or the schedule does not take
-        the numbers.
+        A layout is impossible if the model cannot be split so or has too few layers, or if the
+        schedule does not take its numbers of ranks, chunks and micro-batches.
         """
         micro_batches = layout.micro_batches(self.batch)
         stages = self.stages(layout)
-        held = most_held(layout.schedule, layout.pipeline, layout.chunks, micro_batches)
-        if stages is None or held is None:
+        peaks = peak_forwards(layout.schedule, layout.pipeline, layout.chunks, micro_batches)
+        if stages is None or peaks is None:
             return None
-        splits = small(layout.schedule, layout.chunks).splits_backward
-        over = [layout.sharding if layout.sharding_stage >= least else 1 for least in (3, 2, 1)]
-        rows = []
-        for forwards, waiting in held:
-            owned = [stages[stage] for stage in forwards]
+        splits = schedule_on_two_ranks(layout.schedule, layout.chunks).splits_backward
+        # By how many ranks sharding divides parameters, gradients and the optimizer's state.
+        by_parameters, by_gradients, by_state = (
+            layout.sharding if layout.sharding_stage >= stage else 1 for stage in (3, 2, 1)
+        )
+        of_ranks = []
+        for before_backward, before_weight_grad in peaks:
+            owned = [stages[stage] for stage in before_backward]
             gradients = sum(stage.gradients for stage in owned)
-            kept = [stage.held_split if splits else stage.held for stage in owned]
-            activations = sum(number * size for number, size in zip(forwards.values(), kept))
-            activations += sum(number * stages[one].waiting for one, number in waiting.items())
-            rows.append(
+            saved = [stage.held_split if splits else stage.held for stage in owned]
+            activations = sum(n * size for n, size in zip(before_backward.values(), saved))
+            activations += sum(n * stages[s].waiting for s, n in before_weight_grad.items())
+            of_ranks.append(
                 Memory(
-                    sum(stage.parameters for stage in owned) / over[0],
-                    gradients / over[1],
-                    self.optimizer_copies * gradients / over[2],
+                    sum(stage.parameters for stage in owned) / by_parameters,
+                    gradients / by_gradients,
+                    self.optimizer_copies * gradients / by_state,
                     activations,
                     max(stage.working for stage in owned),
                 )
             )
-        return tuple(rows)
+        return tuple(of_ranks)
 
     def least(self, layout: JobLayout) -> tuple[float, float] | None:
-        """Returns rough lower bounds of a layout's seconds and bytes, quickly.
+        """Returns lower bounds of the seconds of a step and of the most bytes of a rank, quickly.
 
-        None if the model cannot be split so. It assumes stages as even as possible, and the bubble
-        of 1F1B.
+        The bounds assume stages as even as possible, and the bubble of 1F1B. None if the model
+        cannot be split so.
         """
         micro_batches = layout.micro_batches(self.batch)
         if not micro_batches or not self.model.fits(layout):
@@ -379,11 +415,11 @@ class TrainingJob:
             return None
         total = sum(layer.seconds for layer in layers) / layout.pipeline
         slowest = max(total, *(layer.seconds for layer in layers))
-        schedule, waiting = small(layout.schedule, layout.chunks), 0.0
+        schedule, waiting = schedule_on_two_ranks(layout.schedule, layout.chunks), 0.0
         if schedule.placement.shape == "loop" and not schedule.splits_backward:
             waiting = (layout.pipeline - 1) * total / (layout.chunks * schedule.slices)
         parameters = sum(layer.parameters for layer in layers) / layout.pipeline
         gradients = sum(layer.gradients for layer in layers) / layout.pipeline
-        kept = parameters + gradients if layout.sharding_stage == 1 else 0.0
-        kept += self.optimizer_copies * gradients / layout.sharding
-        return micro_batches * slowest + waiting, kept
+        size = parameters + gradients if layout.sharding_stage == 1 else 0.0
+        size += self.optimizer_copies * gradients / layout.sharding
+        return micro_batches * slowest + waiting, size

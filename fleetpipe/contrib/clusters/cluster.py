@@ -17,10 +17,10 @@ from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.profiling.cost_model import Link
 from fleetpipe.profiling.memory import read_bytes
 
-#: FLOP/s by the size of a product, which is the cube root of its multiplications.
+#: Pairs of the size of a matrix product, the cube root of its multiplications, and its FLOP/s.
 Curve = tuple[tuple[float, float], ...]
 
-#: Ranks that exchange values: their number, and the distance from each rank to the next.
+#: Ranks that exchange values: how many, and the distance between their numbers in the job.
 Group = tuple[int, int]
 
 #: The algorithms of an all-reduce.
@@ -33,7 +33,15 @@ _SOURCE = Source(
     " docs/estimate.md shows",
 )
 
-_OF_LAYERS = ("tensor", "context", "expert", "micro_batch", "recompute", "sequence_parallel")
+#: The fields of a ``JobLayout`` on which the costs of a layer depend.
+_FIELDS_OF_LAYER_COSTS = (
+    "tensor",
+    "context",
+    "expert",
+    "micro_batch",
+    "recompute",
+    "sequence_parallel",
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Cluster:
         Raises:
             ConfigError: It cannot be read, or a figure is missing, unknown or impossible.
         """
-        return read(path, _SOURCE, _cluster)
+        return read(path, _SOURCE, _read_cluster)
 
     def with_flops(self, factor: float) -> Cluster:
         """Returns this cluster with products that run ``factor`` times as fast."""
@@ -92,7 +100,7 @@ class Cluster:
         return replace(self, flops=flops)
 
     def product(self, dtype: str, rows: float, columns: float, inner: float) -> float:
-        """Returns the seconds of a matrix product.
+        """Returns the seconds of the product of matrices [rows, inner] and [inner, columns].
 
         Raises:
             ConfigError: The cluster has no speed for that dtype.
@@ -112,7 +120,7 @@ class Cluster:
         return size / self.memory_bandwidth
 
     def link(self, distance: int) -> Link:
-        """Returns the link between two ranks whose numbers differ by ``distance``."""
+        """Returns the link between two ranks whose numbers in the job differ by ``distance``."""
         return self.inside if distance < self.devices else self.between
 
     def gather(self, size: float, group: Group, messages: int = 1) -> float:
@@ -125,11 +133,12 @@ class Cluster:
             group: The members.
             messages: The number of successive gathers into which the bytes are split.
         """
-        if group[0] == 1 or not size:
+        ranks, _ = group
+        if ranks == 1 or not size:
             return 0.0
-        link, steps = self._bottleneck(group), group[0] - 1
-        rounds = steps if self.all_reduce == "ring" else math.ceil(math.log2(group[0]))
-        return messages * rounds * link.latency + steps / group[0] * size * link.per_byte
+        link, steps = self._bottleneck(group), ranks - 1
+        rounds = steps if self.all_reduce == "ring" else math.ceil(math.log2(ranks))
+        return messages * rounds * link.latency + steps / ranks * size * link.per_byte
 
     def reduce(self, size: float, group: Group) -> float:
         """Returns the seconds of an all-reduce of ``size`` bytes."""
@@ -137,28 +146,33 @@ class Cluster:
 
     def exchange(self, size: float, group: Group) -> float:
         """Returns the seconds of an all-to-all in which each member sends ``size`` bytes."""
-        if group[0] == 1 or not size:
+        ranks, _ = group
+        if ranks == 1 or not size:
             return 0.0
-        members = self._members(group)
-        outside = (group[0] - members) / group[0]
-        within = (members - 1) / group[0]
-        return self.between.seconds(size * outside) + self.inside.seconds(size * within)
+        members = self._members_on_a_host(group)
+        to_other_hosts = size * ((ranks - members) / ranks)
+        within_host = size * ((members - 1) / ranks)
+        return self.between.seconds(to_other_hosts) + self.inside.seconds(within_host)
 
-    def _members(self, group: Group) -> int:
+    def _members_on_a_host(self, group: Group) -> int:
         """Returns the number of members of a group on one host."""
-        return max(1, min(group[0], self.devices // group[1]))
+        ranks, distance = group
+        return max(1, min(ranks, self.devices // distance))
 
     def _bottleneck(self, group: Group) -> Link:
-        """Returns the slowest link of a ring through a group, between hosts shared by a host."""
-        members = self._members(group)
-        if members == group[0]:
+        """Returns the slowest link of a ring through the members of a group.
+
+        Between two hosts, each member of a host has a link, over which the bytes are shared out.
+        """
+        members, (ranks, _) = self._members_on_a_host(group), group
+        if members == ranks:
             return self.inside
         slowest = max(self.inside.per_byte, self.between.per_byte / members)
         return Link(self.between.latency, slowest)
 
 
 def _interpolate(curve: Curve, size: float) -> float:
-    """Interpolates a curve in logarithms; beyond its ends the value is constant."""
+    """Returns the FLOP/s of a product of a size; linear in logarithms, constant beyond the ends."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (low, first), (high, second) in itertools.pairwise(curve):
@@ -168,78 +182,79 @@ def _interpolate(curve: Curve, size: float) -> float:
     return curve[-1][1]
 
 
-def _cluster(content: JsonValue) -> Cluster:
-    cluster = content.record(Cluster, _rate, **_READERS)
+def _read_cluster(content: JsonValue) -> Cluster:
+    cluster = content.record(Cluster, _read_rate, **_READERS)
     fastest = max(speed for curve in cluster.flops.values() for _, speed in curve)
     if cluster.peak < fastest:
         raise content["peak"].refused(f"{fastest:g} or more, as products sustain that")
     return cluster
 
 
-def _curves(value: JsonValue) -> dict[str, Curve]:
-    curves = {dtype: _curve(curve) for dtype, curve in value.fields().items()}
+def _read_curves(value: JsonValue) -> dict[str, Curve]:
+    curves = {dtype: _read_curve(curve) for dtype, curve in value.fields().items()}
     if not curves:
         raise value.refused("FLOP/s of at least one dtype")
     return curves
 
 
-def _curve(value: JsonValue) -> Curve:
+def _read_curve(value: JsonValue) -> Curve:
     if not isinstance(value.content, list):
-        return ((1.0, _rate(value)),)
-    points = [tuple(map(_rate, point.items())) for point in value.items()]
+        return ((1.0, _read_rate(value)),)
+    points = [tuple(map(_read_rate, point.items())) for point in value.items()]
     sizes = [point[0] for point in points if len(point) == 2]
     if not points or len(sizes) < len(points) or sizes != sorted(set(sizes)):
         raise value.refused("pairs of a size and FLOP/s, sizes rising")
     return tuple((size, speed) for size, speed in points)
 
 
-def _link(value: JsonValue) -> Link:
+def _read_link(value: JsonValue) -> Link:
     value.require_names(["latency", "bandwidth"])
-    return Link(value["latency"].figure(), 1 / _size(value["bandwidth"]))
+    return Link(value["latency"].figure(), 1 / _read_size(value["bandwidth"]))
 
 
-def _positive(value: JsonValue) -> int:
+def _read_positive(value: JsonValue) -> int:
     if not value.count():
         raise value.refused("a whole number of 1 or more")
     return value.count()
 
 
-def _rate(value: JsonValue) -> float:
+def _read_rate(value: JsonValue) -> float:
     if not value.figure():
         raise value.refused("a number above 0")
     return float(value.figure())
 
 
-def _size(value: JsonValue) -> float:
+def _read_size(value: JsonValue) -> float:
     try:
         return read_bytes(value.content)
     except ConfigError:
         raise value.refused('a number above 0, or a size such as "80GB"') from None
 
 
-def _share(value: JsonValue) -> float:
+def _read_share(value: JsonValue) -> float:
     if value.figure() > 1:
         raise value.refused("a share, 0 to 1")
     return float(value.figure())
 
 
-def _kind(value: JsonValue) -> str:
+def _read_all_reduce(value: JsonValue) -> str:
     if value.content not in ALL_REDUCES:
         raise value.refused(" or ".join(ALL_REDUCES))
     return value.text()
 
 
+#: The functions that read a field of a cluster; the other fields are rates.
 _READERS: dict[str, Callable[[JsonValue], Any]] = {
-    "hosts": _positive,
-    "devices": _positive,
-    "memory": _size,
-    "memory_bandwidth": _size,
-    "flops": _curves,
-    "inside": _link,
-    "between": _link,
-    "all_reduce": _kind,
-    "overlapped_transfers": _share,
-    "overlapped_gradients": _share,
+    "hosts": _read_positive,
+    "devices": _read_positive,
+    "memory": _read_size,
+    "memory_bandwidth": _read_size,
+    "flops": _read_curves,
+    "inside": _read_link,
+    "between": _read_link,
+    "all_reduce": _read_all_reduce,
+    "overlapped_transfers": _read_share,
+    "overlapped_gradients": _read_share,
 }
 
 
@@ -258,7 +273,7 @@ class JobLayout(NamedTuple):
         micro_batch: Sequences of a micro-batch.
         recompute: "none", "selective" or "full".
         sharding_stage: 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
-        sequence_parallel: Whether norms and residuals are shared by the ranks of ``tensor`` too.
+        sequence_parallel: Whether the ranks of ``tensor`` split norms and residuals too.
     """
 
     pipeline: int = 1
@@ -287,7 +302,9 @@ class JobLayout(NamedTuple):
     @property
     def of_layers(self) -> JobLayout:
         """The layout reduced to the fields on which layers' costs depend."""
-        return JobLayout()._replace(**{name: getattr(self, name) for name in _OF_LAYERS})
+        return JobLayout()._replace(
+            **{name: getattr(self, name) for name in _FIELDS_OF_LAYER_COSTS}
+        )
 
     @property
     def shards(self) -> Group:

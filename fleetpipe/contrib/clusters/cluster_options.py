@@ -29,8 +29,8 @@ from fleetpipe.profiling.profile import Profile
 from fleetpipe.representation import table
 from fleetpipe.schedules import canonical_name
 
-#: The parts of a step, by the field of an estimate.
-_PARTS = {
+#: The labels of the parts of a step, by the field of a ``StepEstimate`` with their seconds.
+_STEP_PARTS = {
     "computing": "computes and exchanges",
     "bubble": "waits (bubble)",
     "exchange": "gradients",
@@ -39,16 +39,22 @@ _PARTS = {
 
 
 def tables(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
-    """Writes tables of the best layouts, of the memory of the best, and of its limits."""
+    """Returns the text of a search: the best layouts, and the memory and limits of the first.
+
+    Args:
+        job: The job.
+        outcome: The result of the search.
+        rows: The resources that limit the fastest layout.
+    """
     best = outcome.best[0]
     head = (
         *("layout", "schedule", "chunks", "micro-batch", "m", "recompute"),
         *("a step", "MFU", "bubble", "most memory"),
     )
     lines: list[tuple[str, ...]] = [head]
-    lines += [_line(one) for one in outcome.best]
+    lines += [_layout_row(estimate) for estimate in outcome.best]
     parts = ", ".join(
-        f"{label} {getattr(best, name) / best.seconds:.1%}" for name, label in _PARTS.items()
+        f"{label} {getattr(best, name) / best.seconds:.1%}" for name, label in _STEP_PARTS.items()
     )
     text = [
         f"{job.cluster.ranks} devices, a batch of {job.batch}: {outcome.layouts} layouts,"
@@ -56,44 +62,46 @@ def tables(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLim
         table(lines, left=(0, 1)),
         "",
         f"of the fastest, a step: {parts}",
-        table(list(_memory_lines(best)), left=()),
+        table(list(_memory_rows(best)), left=()),
         "",
-        table(list(_limit_lines(best, rows)), left=(0,)),
+        table(list(_limit_rows(best, rows)), left=(0,)),
     ]
     if outcome.lacking is not None:
         faster = outcome.lacking
         text += [
             "",
             f"with {show_bytes(faster.peak)} a device: {show_seconds(faster.seconds)} a step,"
-            f" {_name(faster)}",
+            f" {_describe_layout(faster)}",
         ]
     return "\n".join(text)
 
 
-def _name(one: StepEstimate) -> str:
-    layout, parts = one.layout, f"b{one.layout.micro_batch} m{one.micro_batches}"
-    again = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
-    return f"{layout} {layout.schedule} v{layout.chunks} {parts}{again}"
+def _describe_layout(estimate: StepEstimate) -> str:
+    """Returns a layout in one line, such as ``pp8 tp4 ZBV v2 b1 m48, full recompute``."""
+    layout = estimate.layout
+    recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
+    sizes = f"v{layout.chunks} b{layout.micro_batch} m{estimate.micro_batches}"
+    return f"{layout} {layout.schedule} {sizes}{recompute}"
 
 
-def _line(one: StepEstimate) -> tuple[str, ...]:
-    layout = one.layout
+def _layout_row(estimate: StepEstimate) -> tuple[str, ...]:
+    layout = estimate.layout
     return (
         str(layout),
         layout.schedule,
         str(layout.chunks),
         str(layout.micro_batch),
-        str(one.micro_batches),
+        str(estimate.micro_batches),
         layout.recompute,
-        show_seconds(one.seconds),
-        f"{one.utilisation:.1%}" if one.utilisation else "-",
-        f"{one.bubble / one.seconds:.1%}",
-        show_bytes(one.peak),
+        show_seconds(estimate.seconds),
+        f"{estimate.utilisation:.1%}" if estimate.utilisation else "-",
+        f"{estimate.bubble / estimate.seconds:.1%}",
+        show_bytes(estimate.peak),
     )
 
 
-def _memory_lines(best: StepEstimate) -> Iterator[tuple[str, ...]]:
-    """Yields the memory of the first, the fullest and the last rank."""
+def _memory_rows(best: StepEstimate) -> Iterator[tuple[str, ...]]:
+    """Yields a heading, and rows with the memory of the first, the fullest and the last rank."""
     yield ("rank", *best.memory[0]._fields, "in all")
     fullest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].total)
     for rank in sorted({0, fullest, len(best.memory) - 1}):
@@ -101,7 +109,8 @@ def _memory_lines(best: StepEstimate) -> Iterator[tuple[str, ...]]:
         yield (str(rank), *map(show_bytes, memory), show_bytes(memory.total))
 
 
-def _limit_lines(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[tuple[str, ...]]:
+def _limit_rows(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[tuple[str, ...]]:
+    """Yields a heading, and a row for each resource that limits the fastest layout."""
     yield ("what limits it", "costs a step", "share", "10 % more, twice the batch or hosts")
     for row in rows:
         costs = (show_seconds(row.seconds), f"{row.seconds / best.seconds:.1%}")
@@ -109,22 +118,22 @@ def _limit_lines(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[
 
 
 def as_json(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
-    """Returns the layouts, the memory and the limits as JSON."""
+    """Returns as JSON what :func:`tables` returns as text; the arguments are the same."""
     content: dict[str, Any] = {
         "devices": job.cluster.ranks,
         "batch": job.batch,
         "layouts": outcome.layouts,
         "simulated": outcome.played,
-        "best": [_values(one) for one in outcome.best],
+        "best": [_as_dict(estimate) for estimate in outcome.best],
         "limits": [row._asdict() for row in rows],
-        "with_more_memory": None if outcome.lacking is None else _values(outcome.lacking),
+        "with_more_memory": None if outcome.lacking is None else _as_dict(outcome.lacking),
     }
     return json.dumps(content)
 
 
-def _values(one: StepEstimate) -> dict[str, Any]:
-    memory = [{**rank._asdict(), "total": rank.total} for rank in one.memory]
-    return {**one._asdict(), "layout": one.layout._asdict(), "memory": memory}
+def _as_dict(estimate: StepEstimate) -> dict[str, Any]:
+    memory = [{**rank._asdict(), "total": rank.total} for rank in estimate.memory]
+    return {**estimate._asdict(), "layout": estimate.layout._asdict(), "memory": memory}
 
 
 def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
@@ -134,22 +143,28 @@ def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
         estimates: The layouts, the fastest first.
         path: File to write, as for ``new_figure``, whose errors this raises.
     """
-    names = [_name(one) for one in estimates][::-1]
+    names = [_describe_layout(one) for one in estimates][::-1]
     above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 3}
     with new_figure(path, 12.0, 1.8 + 0.4 * len(estimates), 9) as figure:
         times, sizes = figure.subplots(1, 2, sharey=True)
-        _stack(times, [[getattr(one, name) for name in _PARTS] for one in estimates], 1.0)
+        _draw_bars(times, [[getattr(one, name) for name in _STEP_PARTS] for one in estimates], 1.0)
         times.set_xlabel("seconds of a step")
         times.set_yticks(range(len(names)), names)
-        times.legend(_PARTS.values(), fontsize="small", frameon=False, **above)
+        times.legend(_STEP_PARTS.values(), fontsize="small", frameon=False, **above)
         fullest = [max(one.memory, key=lambda memory: memory.total) for one in estimates]
-        _stack(sizes, [list(memory) for memory in fullest], 2.0**30)
+        _draw_bars(sizes, [list(memory) for memory in fullest], 2.0**30)
         sizes.set_xlabel("GiB of the fullest rank")
         sizes.legend(fullest[0]._fields, fontsize="small", frameon=False, **above)
 
 
-def _stack(area: Any, rows: Sequence[Sequence[float]], unit: float) -> None:
-    """Draws a bar for each row, from the top, with its parts next to each other."""
+def _draw_bars(area: Any, rows: Sequence[Sequence[float]], unit: float) -> None:
+    """Draws a horizontal bar for each row, from the top, with the row's parts one after another.
+
+    Args:
+        area: matplotlib's axes.
+        rows: The lengths of the parts of each bar.
+        unit: The length that counts as one on the axis.
+    """
     lefts = [0.0] * len(rows)
     for number, part in enumerate(zip(*rows)):
         widths = [value / unit for value in part]
@@ -167,7 +182,7 @@ def configure_cluster(parser: argparse.ArgumentParser) -> None:
     add("--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)")
     add(
         "--only",
-        type=_choice,
+        type=_parse_only,
         action="append",
         default=[],
         metavar="WHAT=VALUE,..",
@@ -176,11 +191,11 @@ def configure_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def require_no_cluster(arguments: argparse.Namespace, *, plans: bool = False) -> None:
-    """Checks the arguments if no cluster is given.
+    """Raises ConfigError if the options do not fit a command without ``--cluster``.
 
     Args:
-        arguments: The arguments.
-        plans: Whether a plan is wanted, which needs a number of ranks.
+        arguments: The options of ``fleetpipe estimate`` or ``fleetpipe plan``.
+        plans: Whether the command makes a plan, which needs ``--ranks``.
     """
     for option in ("batch", "only"):
         if getattr(arguments, option):
@@ -194,12 +209,12 @@ def require_no_cluster(arguments: argparse.Namespace, *, plans: bool = False) ->
 
 
 def estimate(arguments: argparse.Namespace) -> str:
-    """Returns the output of ``fleetpipe estimate --cluster``; draws a picture if asked for.
+    """Returns the output of ``fleetpipe estimate --cluster``; with ``--plot`` draws a picture too.
 
     Raises:
         ConfigError: A file is not valid, or no layout fits.
     """
-    job = _job(arguments)
+    job = _read_job(arguments)
     outcome = search(job, _restrictions(arguments), arguments.top)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
@@ -209,12 +224,15 @@ def estimate(arguments: argparse.Namespace) -> str:
 
 
 def profile_of_fastest(arguments: argparse.Namespace) -> Profile:
-    """Returns the profile of a pipeline of the fastest layout, and sets the plan's sizes from it.
+    """Returns the layers' costs under the fastest layout of a cluster, for ``fleetpipe plan``.
+
+    Sets the options of the plan from that layout: ranks, micro-batches, memory limit, and copies
+    of the optimizer's state.
 
     Raises:
         ConfigError: The same errors as :func:`estimate`.
     """
-    job = _job(arguments)
+    job = _read_job(arguments)
     best = search(job, _restrictions(arguments), 1).best[0]
     layout, cluster = best.layout, job.cluster
     arguments.ranks, arguments.micro_batches = layout.pipeline, best.micro_batches
@@ -223,7 +241,8 @@ def profile_of_fastest(arguments: argparse.Namespace) -> Profile:
     return Profile(job.costs(layout), links=(cluster.link(layout.neighbour),))
 
 
-def _job(arguments: argparse.Namespace) -> TrainingJob:
+def _read_job(arguments: argparse.Namespace) -> TrainingJob:
+    """Reads the files of the model and the cluster that the options name."""
     if arguments.batch is None:
         raise ConfigError(
             "a step on a cluster trains on a batch", got="none", fix="give --batch, in sequences"
@@ -235,26 +254,27 @@ def _job(arguments: argparse.Namespace) -> TrainingJob:
 
 
 def _restrictions(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """Returns the values that options restrict layouts to; ``--ranks`` are those of a pipeline."""
+    """Returns the values that ``--ranks``, of a pipeline, and ``--only`` allow, for ``search``."""
     ranks = arguments.ranks
-    named = {} if ranks is None else {"pp": (ranks,) if isinstance(ranks, int) else tuple(ranks)}
-    return {**named, **dict(arguments.only)}
+    if ranks is None:
+        return dict(arguments.only)
+    return {"pp": (ranks,) if isinstance(ranks, int) else tuple(ranks), **dict(arguments.only)}
 
 
-def _choice(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Reads an option such as ``pp=8,16``."""
-    what, _, values = text.partition("=")
-    if what not in CHOICES or not values:
+def _parse_only(text: str) -> tuple[str, tuple[Any, ...]]:
+    """Parses a value of ``--only`` such as ``pp=8,16`` into its name and its values."""
+    name, _, values = text.partition("=")
+    if name not in CHOICES or not values:
         raise argparse.ArgumentTypeError(
             f"invalid: {text!r}; give one of {', '.join(CHOICES)}, = and values"
         )
     try:
-        return what, tuple(map(_EACH.get(what, positive), values.split(",")))
+        return name, tuple(map(_PARSERS.get(name, positive), values.split(",")))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _recompute(text: str) -> str:
+def _parse_recompute(text: str) -> str:
     if text not in RECOMPUTES:
         raise argparse.ArgumentTypeError(
             f"invalid recompute: {text!r}; give {', '.join(RECOMPUTES)}"
@@ -262,4 +282,8 @@ def _recompute(text: str) -> str:
     return text
 
 
-_EACH: dict[str, Callable[[str], Any]] = {"schedule": canonical_name, "recompute": _recompute}
+#: The functions that parse a value of ``--only``, by its name; other values are whole numbers.
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "schedule": canonical_name,
+    "recompute": _parse_recompute,
+}

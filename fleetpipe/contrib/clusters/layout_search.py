@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple, NoReturn
@@ -22,19 +22,22 @@ from fleetpipe.profiling.memory import show_bytes
 from fleetpipe.schedules.families.table import FAMILIES
 
 #: The numbers of chunks that are tried for a schedule that takes any number.
-_CHUNKS = (2, 4, 8)
+_TRIED_CHUNKS = (2, 4, 8)
 
 #: The most ranks of a pipeline that are tried, unless ``--only pp=`` names others.
-_MOST_RANKS = 128
+_MOST_PIPELINE_RANKS = 128
 
-#: The number of layouts above the memory that are simulated; one of four times the memory is not.
-_LACKING, _MUCH = 20, 4
+#: The most layouts above the memory that are simulated to find ``FastestLayouts.lacking``.
+_MOST_LACKING = 20
+#: A layout that needs more than this multiple of a device's memory is left out altogether.
+_MOST_OVERFLOW = 4
 
-#: The least tokens of a sequence for each rank that shares it, unless ``--only cp=`` names others.
-_TOKENS = 8192
+#: A sequence is split over no more ranks than leave each so many tokens, unless ``--only cp=``
+#: names other degrees.
+_LEAST_TOKENS = 8192
 
 
-#: The values that are tried, by the names of ``--only``; an empty tuple: all that make sense.
+#: The values that are tried, by the names of ``--only``; an empty tuple stands for all that fit.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "pp": (),
     "tp": (),
@@ -46,25 +49,33 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "sharding-stage": (1,),
 }
 
-#: The factors for a practically unlimited resource, and for 10 % more of it.
-_ENDLESS, _MORE = 1e9, 1.1
+#: The factors by which a resource is multiplied: practically without limit, and 10 % more of it.
+_UNLIMITED, _MORE = 1e9, 1.1
 
 
 class FastestLayouts(NamedTuple):
     """The result of a search.
 
     Attributes:
-        best: The fastest layouts that fit, the fastest first.
+        best: The fastest layouts that fit into memory, the fastest first.
         layouts: Number of all layouts.
         played: Number of simulated layouts.
-        lacking: A layout that is faster than the best but does not fit, by the least memory; or
-            None.
+        lacking: Of the layouts that are faster than the best but need too much memory, one that
+            needs the least; None if there is none.
     """
 
     best: tuple[StepEstimate, ...]
     layouts: int
     played: int
     lacking: StepEstimate | None
+
+
+class _Bound(NamedTuple):
+    """Lower bounds of the seconds of a step and of the bytes of a rank under a layout."""
+
+    seconds: float
+    size: float
+    layout: JobLayout
 
 
 def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10) -> FastestLayouts:
@@ -78,34 +89,36 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
     Raises:
         ConfigError: No layout fits.
     """
-    bounds: list[tuple[float, float, JobLayout]] = []
+    bounds = []
     for layout in layouts(job, {**CHOICES, **only}):
         least = job.least(layout)
         if least is not None:
-            bounds.append((*least, layout))
-    bounds.sort(key=lambda bound: bound[:2])
+            bounds.append(_Bound(*least, layout))
+    bounds.sort(key=lambda bound: (bound.seconds, bound.size))
     most = job.cluster.memory
+    # Both lists are sorted: by seconds, and by bytes; at equal ones by the order of the bounds.
     best: list[tuple[float, int, StepEstimate]] = []
     lacking: list[tuple[float, int, JobLayout]] = []
-    for number, (seconds, kept, layout) in enumerate(bounds):
+    for number, (seconds, size, layout) in enumerate(bounds):
         if len(best) >= top and seconds > best[top - 1][0]:
             break
-        memory = job.memory(layout) if kept <= _MUCH * most else None
+        memory = job.memory(layout) if size <= _MOST_OVERFLOW * most else None
         peak = max(rank.total for rank in memory) if memory else 0.0
         if peak > most:
             insort(lacking, (peak, number, layout))
-        elif memory is not None and (made := job.estimate(layout)):
-            insort(best, (made.seconds, number, made))
+        elif memory is not None and (estimate := job.estimate(layout)):
+            insort(best, (estimate.seconds, number, estimate))
     if not best:
         _require_divisors(job.cluster.ranks, only)
-        _refuse(most, bounds, lacking)
-    larger = (job.estimate(layout) for _, _, layout in lacking[:_LACKING])
-    faster = next((made for made in larger if made and made.seconds < best[0][0]), None)
-    return FastestLayouts(tuple(made for _, _, made in best[:top]), len(bounds), len(best), faster)
+        _raise_no_layout(most, bounds, lacking[0][0] if lacking else None)
+    fastest = tuple(estimate for _, _, estimate in best[:top])
+    larger = (job.estimate(layout) for _, _, layout in lacking[:_MOST_LACKING])
+    faster = next((one for one in larger if one and one.seconds < fastest[0].seconds), None)
+    return FastestLayouts(fastest, len(bounds), len(best), faster)
 
 
 def _require_divisors(ranks: int, only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses degrees of which none divides the ranks of a cluster."""
+    """Raises ConfigError if no degree that ``--only`` allows for an axis divides the ranks."""
     for name in ("pp", "tp", "cp"):
         degrees = only.get(name, ())
         if degrees and all(ranks % degree for degree in degrees):
@@ -117,20 +130,23 @@ def _require_divisors(ranks: int, only: Mapping[str, tuple[Any, ...]]) -> None:
             )
 
 
-def _refuse(
-    most: float,
-    bounds: list[tuple[float, float, JobLayout]],
-    lacking: list[tuple[float, int, JobLayout]],
-) -> NoReturn:
-    """Raises the error that no layout fits."""
-    least = min((kept for _, kept, _ in bounds), default=0.0)
+def _raise_no_layout(most: float, bounds: Sequence[_Bound], needed: float | None) -> NoReturn:
+    """Raises the error that no layout fits.
+
+    Args:
+        most: Bytes of a device.
+        bounds: The bounds of all layouts.
+        needed: The least bytes that a simulated layout needs; None if none was simulated.
+    """
+    if needed is None:
+        needed = min((bound.size for bound in bounds), default=0.0)
     raise ConfigError(
         "no layout fits into the memory of a device" if bounds else "there is no layout",
         expected=f"at most {show_bytes(most)}"
         if bounds
         else "degrees that split the ranks, the model and the batch: it is a multiple of replicas"
         " times micro-batch",
-        got=f"{show_bytes(lacking[0][0] if lacking else least)} or more" if bounds else None,
+        got=f"{show_bytes(needed)} or more" if bounds else None,
         fix="use more hosts, a smaller micro-batch, recompute, or --only sharding-stage=3"
         if bounds
         else "give another --batch, or fewer of --only",
@@ -140,42 +156,48 @@ def _refuse(
 def layouts(job: TrainingJob, only: Mapping[str, tuple[Any, ...]]) -> Iterator[JobLayout]:
     """Yields the layouts that use all ranks and whose degrees fit the model and the hosts."""
     ranks, model = job.cluster.ranks, job.model
-    tensors = only["tp"] or _powers(job.cluster.devices)
-    contexts = only["cp"] or _powers(max(getattr(model, "sequence", 1) // _TOKENS, 1))
-    experts = only["ep"] or _powers(max(getattr(model, "experts", 0), 1))
-    parts = only["pp"] or range(1, min(ranks, _MOST_RANKS) + 1)
-    for pipeline, tensor, context in product(parts, tensors, contexts):
-        replicas, rest = divmod(ranks, tensor * context * pipeline)
-        if rest:
+    tensors = only["tp"] or _powers_of_two(job.cluster.devices)
+    contexts = only["cp"] or _powers_of_two(max(getattr(model, "sequence", 1) // _LEAST_TOKENS, 1))
+    experts = only["ep"] or _powers_of_two(max(getattr(model, "experts", 0), 1))
+    pipelines = only["pp"] or range(1, min(ranks, _MOST_PIPELINE_RANKS) + 1)
+    for pipeline, tensor, context in product(pipelines, tensors, contexts):
+        replicas, left_over = divmod(ranks, tensor * context * pipeline)
+        if left_over:
             continue
-        for stage, expert, micro_batch, recompute in product(
+        for sharding_stage, expert, micro_batch, recompute in product(
             only["sharding-stage"], experts, only["micro-batch"], only["recompute"]
         ):
             layers = JobLayout(
                 *(1, tensor, 1, 1, context, expert), micro_batch=micro_batch, recompute=recompute
             )
-            whole = job.batch % (replicas * micro_batch) == 0
-            if not whole or replicas % expert or not model.fits(layers):
+            if job.batch % (replicas * micro_batch) or replicas % expert:
                 continue
-            for sharding in {replicas} if stage > 1 else {1, replicas}:
+            if not model.fits(layers):
+                continue
+            for sharding in {replicas} if sharding_stage > 1 else {1, replicas}:
                 degrees = (pipeline, tensor, replicas // sharding, sharding, context, expert)
-                for name, chunks in _schedules(only["schedule"], pipeline):
-                    yield JobLayout(*degrees, name, chunks, micro_batch, recompute, stage)
+                for name, chunks in _schedules_with_chunks(only["schedule"], pipeline):
+                    yield JobLayout(*degrees, name, chunks, micro_batch, recompute, sharding_stage)
 
 
-def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
-    """Yields schedules with their chunks; FThenB, never better than 1F1B, only if named."""
-    if parts == 1:
+def _schedules_with_chunks(names: tuple[str, ...], ranks: int) -> Iterator[tuple[str, int]]:
+    """Yields each schedule to try on a pipeline of ``ranks`` ranks, with each number of chunks.
+
+    Without ``names`` FThenB is left out, which is never better than 1F1B.
+    """
+    if ranks == 1:
         yield "1F1B", 1
         return
     for name, family in FAMILIES.items():
         if name in names or (not names and name != "FThenB" and not family.sliced):
             several = family.chunks > 1 and family.most_chunks is None
-            yield from ((name, chunks) for chunks in (_CHUNKS if several else (family.chunks,)))
+            yield from (
+                (name, chunks) for chunks in (_TRIED_CHUNKS if several else (family.chunks,))
+            )
 
 
-def _powers(most: int) -> tuple[int, ...]:
-    """Returns the powers of two up to a number."""
+def _powers_of_two(most: int) -> tuple[int, ...]:
+    """Returns the powers of two up to ``most``, from 1 on."""
     return tuple(1 << power for power in range(most.bit_length()))
 
 
@@ -195,19 +217,24 @@ class ResourceLimit(NamedTuple):
 
 
 def limits(job: TrainingJob, best: StepEstimate) -> tuple[ResourceLimit, ...]:
-    """Returns the time that each resource costs the step of a layout, the costliest first."""
+    """Returns the time that each resource costs a step, the costliest first.
 
-    def seconds(other: TrainingJob, layout: JobLayout = best.layout) -> float:
-        made = other.estimate(layout)
-        return math.inf if made is None else made.seconds
+    Args:
+        job: The job.
+        best: The estimate of the layout whose limits are wanted.
+    """
+
+    def seconds(changed: TrainingJob, layout: JobLayout = best.layout) -> float:
+        estimate = changed.estimate(layout)
+        return math.inf if estimate is None else estimate.seconds
 
     rows = []
-    for resource, better in _RESOURCES.items():
-        endless, more = (
-            seconds(replace(job, cluster=better(job.cluster, factor)))
-            for factor in (_ENDLESS, _MORE)
+    for resource, with_more in _RESOURCES.items():
+        unlimited, more = (
+            seconds(replace(job, cluster=with_more(job.cluster, factor)))
+            for factor in (_UNLIMITED, _MORE)
         )
-        rows.append(ResourceLimit(resource, best.seconds - endless, best.seconds / more - 1))
+        rows.append(ResourceLimit(resource, best.seconds - unlimited, best.seconds / more - 1))
     rows.sort(key=lambda row: -row.seconds)
     longer = seconds(replace(job, batch=2 * job.batch))
     rows.append(ResourceLimit("waiting (bubble)", best.bubble, 2 * best.seconds / longer - 1))
@@ -218,25 +245,29 @@ def limits(job: TrainingJob, best: StepEstimate) -> tuple[ResourceLimit, ...]:
     return (*rows, *([ResourceLimit("hosts", 0.0, gain)] if gain > -1 else []))
 
 
-def _faster(link: Link, factor: float) -> Link:
+def _multiply_bandwidth(link: Link, factor: float) -> Link:
     return Link(link.latency, link.per_byte / factor)
 
 
-def _sooner(link: Link, factor: float) -> Link:
+def _divide_latency(link: Link, factor: float) -> Link:
     return Link(link.latency / factor, link.per_byte)
 
 
-#: By resource the function that returns a cluster with a multiple of it.
+#: By resource a function of a cluster and a factor; it returns the cluster with so much more of it.
 _RESOURCES: dict[str, Callable[[Cluster, float], Cluster]] = {
     "FLOP/s of products": Cluster.with_flops,
-    "bandwidth of memory": lambda one, factor: replace(
-        one, memory_bandwidth=one.memory_bandwidth * factor
+    "bandwidth of memory": lambda cluster, factor: replace(
+        cluster, memory_bandwidth=cluster.memory_bandwidth * factor
     ),
-    "bandwidth inside a host": lambda one, factor: replace(one, inside=_faster(one.inside, factor)),
-    "bandwidth between hosts": lambda one, factor: replace(
-        one, between=_faster(one.between, factor)
+    "bandwidth inside a host": lambda cluster, factor: replace(
+        cluster, inside=_multiply_bandwidth(cluster.inside, factor)
     ),
-    "latency of links": lambda one, factor: replace(
-        one, inside=_sooner(one.inside, factor), between=_sooner(one.between, factor)
+    "bandwidth between hosts": lambda cluster, factor: replace(
+        cluster, between=_multiply_bandwidth(cluster.between, factor)
+    ),
+    "latency of links": lambda cluster, factor: replace(
+        cluster,
+        inside=_divide_latency(cluster.inside, factor),
+        between=_divide_latency(cluster.between, factor),
     ),
 }

@@ -18,17 +18,17 @@ from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.profiling.cost_model import LayerCost
 from fleetpipe.profiling.profile import Profile
 
-#: Bytes of an element.
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+#: Bytes of an element, by dtype.
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
-#: What backward computes again: nothing, attention, or all.
+#: What a backward computes again: nothing, attention, or all of the forward.
 RECOMPUTES = ("none", "selective", "full")
 
 #: Bytes of an element of gradients and of the optimizer's tensors, which are float32.
-_GRADIENT = 4
+_GRADIENT_BYTES = 4
 
-#: Bytes of memory traffic for each logit, forward and backward: float32, and its softmax.
-_LOGIT = (16, 8)
+#: Bytes of memory traffic for each logit, forward and backward: it is float32, as is its softmax.
+_LOGIT_TRAFFIC = (16, 8)
 
 SOURCE = Source(
     "this describes no model",
@@ -78,23 +78,23 @@ class Transformer:
         Raises:
             ConfigError: A figure is missing, unknown, or does not fit the others.
         """
-        switches = {"gated": _yes_or_no, "flash": _yes_or_no, "dtype": JsonValue.text}
-        made = content.record(cls, JsonValue.count, **switches)
-        sizes = (made.layers, made.hidden, made.heads, made.vocabulary, made.sequence)
-        groups = made.heads if made.kv_heads is None else made.kv_heads
-        for wrong, rule in (
+        switches = {"gated": _read_bool, "flash": _read_bool, "dtype": JsonValue.text}
+        model = content.record(cls, JsonValue.count, **switches)
+        sizes = (model.layers, model.hidden, model.heads, model.vocabulary, model.sequence)
+        groups = model.heads if model.kv_heads is None else model.kv_heads
+        for is_broken, rule in (
             (0 in (*sizes, groups), "sizes of 1 or more"),
-            (made.hidden % (made.heads or 1), "hidden that heads divides"),
-            (made.heads % (groups or 1), "heads that kv_heads divides"),
-            (made.dtype not in WIDTHS, f"a dtype of {', '.join(WIDTHS)}"),
+            (model.hidden % (model.heads or 1), "hidden that heads divides"),
+            (model.heads % (groups or 1), "heads that kv_heads divides"),
+            (model.dtype not in ITEM_BYTES, f"a dtype of {', '.join(ITEM_BYTES)}"),
             (
-                made.experts and not 0 < made.active_experts <= made.experts,
+                model.experts and not 0 < model.active_experts <= model.experts,
                 "active_experts from 1 to experts",
             ),
         ):
-            if wrong:
+            if is_broken:
                 raise content.refused(rule)
-        return made
+        return model
 
     @property
     def query(self) -> float:
@@ -122,10 +122,15 @@ class Transformer:
         return (3 if self.gated else 2) * self.hidden * self.inner
 
     def fits(self, layout: JobLayout) -> bool:
-        """Whether heads, experts and tokens can be split so, and recompute saves memory."""
-        rests = (self.heads % layout.tensor, self.sequence % layout.context)
-        nothing = self.flash and layout.recompute == "selective"
-        return not any(rests) and not nothing and max(self.experts, 1) % layout.expert == 0
+        """Returns whether a layout splits heads, tokens and experts evenly, and recompute helps.
+
+        Selective recompute frees the scores of attention, which ``flash`` does not store anyway.
+        """
+        if self.flash and layout.recompute == "selective":
+            return False
+        divides_heads = self.heads % layout.tensor == 0
+        divides_tokens = self.sequence % layout.context == 0
+        return divides_heads and divides_tokens and max(self.experts, 1) % layout.expert == 0
 
     def forward_flops(self) -> float:
         """Returns the FLOPs of products in the forward of a sequence, the head included."""
@@ -136,26 +141,39 @@ class Transformer:
 
     def costs(self, layout: JobLayout, cluster: Cluster) -> tuple[LayerCost, ...]:
         """Returns each layer's costs on a rank for one micro-batch: embedding, blocks, head."""
-        embedding, block, head = _costs(self, layout.of_layers, cluster)
+        embedding, block, head = _layer_costs(self, layout.of_layers, cluster)
         return (embedding, *[block] * self.layers, head)
 
 
 @lru_cache(maxsize=4096)
-def _costs(
+def _layer_costs(
     model: Transformer, layout: JobLayout, cluster: Cluster
 ) -> tuple[LayerCost, LayerCost, LayerCost]:
-    part = _Part(model, layout, cluster)
-    return part.embedding(), part.block(), part.head()
+    """Returns the costs of the embedding, of a block and of the head on one rank."""
+    costs = _CostsOnOneRank(model, layout, cluster)
+    return costs.embedding(), costs.block(), costs.head()
 
 
-class _Part:
-    """The part of a micro-batch and of each layer that one rank has. Sizes are in bytes."""
+class _CostsOnOneRank:
+    """Computes what each layer costs one rank for one micro-batch.
+
+    Attributes:
+        model: The whole model.
+        layout: How the job is split among ranks.
+        cluster: The cluster that it runs on.
+        tokens: The tokens of a micro-batch on this rank.
+        width: Bytes of an element.
+        value: Bytes of a tensor [tokens, hidden].
+        shared: The same, divided among the ranks of ``tensor`` under sequence parallelism.
+        scores: Number of this rank's scores of attention.
+        query: Bytes of this rank's queries, keys and values.
+        inner: Bytes of this rank's activations of width ``model.inner`` in the feed-forwards.
+    """
 
     def __init__(self, model: Transformer, layout: JobLayout, cluster: Cluster) -> None:
         self.model, self.layout, self.cluster = model, layout, cluster
         self.tokens = layout.micro_batch * model.sequence / layout.context
-        self.width = WIDTHS[model.dtype]
-        #: A tensor [tokens, hidden]: the full one, and its shard on the ranks of ``tensor``.
+        self.width = ITEM_BYTES[model.dtype]
         self.value = self.width * self.tokens * model.hidden
         self.shared = self.value / (layout.tensor if layout.sequence_parallel else 1)
         pairs = layout.micro_batch * model.heads * model.sequence**2
@@ -168,21 +186,21 @@ class _Part:
         model, layout = self.model, self.layout
         halves = 3 if model.gated else 2
         passes = 12 * self.shared + 4 * self.query + halves * self.inner
-        products = self._products()
-        forward = products + self.cluster.traffic(passes) + self._messages()
+        products = self._weight_product_seconds()
+        forward = products + self.cluster.traffic(passes) + self._exchange_seconds()
         # Backward gathers keys and values again, and scatters their gradients.
-        backward = forward + self._gather() + self._attention(2)
-        forward += self._attention(1)
+        backward = forward + self._gather_seconds() + self._attention_seconds(2)
+        forward += self._attention_seconds(1)
         # The inputs of norms, products and activations, and the masks of dropouts.
         linear = 5 * self.shared + self.query + self.value / layout.tensor + halves * self.inner
         scores = 0.0 if model.flash else (2 * self.width + 1) * self.scores
         held = {"none": linear + scores, "selective": linear, "full": self.shared}[layout.recompute]
-        again = {"none": 0.0, "selective": self._attention(1), "full": forward}[layout.recompute]
+        repeated = {"none": 0.0, "selective": self._attention_seconds(1), "full": forward}
         experts = max(model.experts, 1) / layout.expert
         parameters = model.attention_parameters + experts * model.expert_parameters
-        return self._layer(
+        return self._layer_cost(
             "Block",
-            (forward, backward + again, products),
+            (forward, backward + repeated[layout.recompute], products),
             parameters,
             held,
             output=self.shared,
@@ -195,22 +213,22 @@ class _Part:
         seconds = self.cluster.traffic(4 * self.value)
         parameters = self.model.vocabulary * self.model.hidden
         times = (seconds, 0.0, seconds)
-        return self._layer("Embedding", times, parameters, self.shared, output=self.shared)
+        return self._layer_cost("Embedding", times, parameters, self.shared, output=self.shared)
 
     def head(self) -> LayerCost:
         """Returns the costs of the head and the loss."""
         model, columns = self.model, self.model.vocabulary / self.layout.tensor
         product = self.cluster.product(model.dtype, self.tokens, columns, model.hidden)
         logits = self.tokens * columns
-        forward, backward = (product + self.cluster.traffic(logits * one) for one in _LOGIT)
+        forward, backward = (product + self.cluster.traffic(logits * n) for n in _LOGIT_TRAFFIC)
         held = self.value + 4 * logits
-        return self._layer(
+        return self._layer_cost(
             *("Head", (forward, backward, product), model.vocabulary * model.hidden, held),
             waiting=held,
             working=self.width * logits,
         )
 
-    def _layer(
+    def _layer_cost(
         self,
         name: str,
         times: tuple[float, float, float],
@@ -221,6 +239,17 @@ class _Part:
         waiting: float = 0,
         working: float = 0,
     ) -> LayerCost:
+        """Returns a layer's costs for the cost model.
+
+        Args:
+            name: The layer's name.
+            times: Seconds of forward, input-gradient and weight-gradient.
+            parameters: The number of parameters on all ranks of ``tensor``.
+            held: Bytes that the forward saves for the backward.
+            output: Bytes of the output.
+            waiting: Bytes that the input-gradient saves for the weight-gradient.
+            working: Bytes that an action uses while it runs.
+        """
         forward, input_grad, weight_grad = times
         part = parameters / self.layout.tensor
         return LayerCost(
@@ -229,7 +258,7 @@ class _Part:
             input_grad=input_grad,
             weight_grad=weight_grad,
             parameters=int(part * self.width),
-            gradients=int(part * _GRADIENT),
+            gradients=int(part * _GRADIENT_BYTES),
             output=int(output),
             held=int(held),
             held_split=int(held),
@@ -237,7 +266,7 @@ class _Part:
             working=int(working),
         )
 
-    def _products(self) -> float:
+    def _weight_product_seconds(self) -> float:
         """Returns the seconds of a block's products with its weights."""
         model, tensor = self.model, self.layout.tensor
 
@@ -247,37 +276,45 @@ class _Part:
         seconds = product(self.tokens, model.query / tensor, model.hidden)
         seconds += product(self.tokens, model.hidden, model.hidden / tensor)
         # An expert sees the tokens of all ranks that share the experts.
-        local = max(model.experts, 1) / self.layout.expert
-        rows, up = self.tokens * model.passed / local, 2 if model.gated else 1
-        seconds += local * product(rows, up * model.inner / tensor, model.hidden)
-        return seconds + local * product(rows, model.hidden, model.inner / tensor)
+        experts = max(model.experts, 1) / self.layout.expert
+        rows, up_matrices = self.tokens * model.passed / experts, 2 if model.gated else 1
+        seconds += experts * product(rows, up_matrices * model.inner / tensor, model.hidden)
+        return seconds + experts * product(rows, model.hidden, model.inner / tensor)
 
-    def _attention(self, times: int) -> float:
-        """Returns the seconds of attention without its weights; ``times`` is 2 in backward."""
+    def _attention_seconds(self, times: int) -> float:
+        """Returns the seconds of a block's attention beside the products with its weights.
+
+        Args:
+            times: 1 for a forward, 2 for a backward, which computes twice as much.
+        """
         model, layout = self.model, self.layout
-        rows, each = model.sequence / layout.context, model.hidden / model.heads
+        rows, head_size = model.sequence / layout.context, model.hidden / model.heads
         count = 2 * times * layout.micro_batch * model.heads / layout.tensor
-        seconds = count * self.cluster.product(model.dtype, rows, model.sequence, each)
+        seconds = count * self.cluster.product(model.dtype, rows, model.sequence, head_size)
         if model.flash:
             return seconds / 2 + self.cluster.traffic(4 * self.value / layout.tensor)
         return seconds + self.cluster.traffic(6 * self.width * self.scores)
 
-    def _messages(self) -> float:
-        """Returns the seconds of exchanges between ranks in a forward, or in a backward."""
+    def _exchange_seconds(self) -> float:
+        """Returns the seconds of a block's exchanges between ranks in a forward, or a backward.
+
+        They are two all-reduces over ``tensor``, the way of tokens to experts and back, and the
+        gathering of keys and values.
+        """
         layout, cluster = self.layout, self.cluster
         experts = (layout.expert, layout.tensor * layout.context)
         sent = self.value * self.model.active_experts / layout.tensor
-        tensor = 2 * cluster.reduce(self.value, (layout.tensor, 1))
-        return tensor + 2 * cluster.exchange(sent, experts) + self._gather()
+        reduces = 2 * cluster.reduce(self.value, (layout.tensor, 1))
+        return reduces + 2 * cluster.exchange(sent, experts) + self._gather_seconds()
 
-    def _gather(self) -> float:
-        """Returns the seconds in which a rank gathers keys and values of whole sequences."""
+    def _gather_seconds(self) -> float:
+        """Returns the seconds in which a rank gathers the keys and values of other cp ranks."""
         layout = self.layout
         size = (self.query - self.value / layout.tensor) * layout.context
         return self.cluster.gather(size, (layout.context, layout.tensor))
 
 
-def _yes_or_no(value: JsonValue) -> bool:
+def _read_bool(value: JsonValue) -> bool:
     if not isinstance(value.content, bool):
         raise value.refused("true or false")
     return value.content
@@ -301,11 +338,14 @@ class MeasuredModel:
     dtype: str = "float32"
 
     def fits(self, layout: JobLayout) -> bool:
-        """Whether no layer is split; layers whose savings are known may be recomputed."""
+        """Returns whether a layout leaves layers whole, and its recompute saves memory.
+
+        What full recompute saves is known of layers that were measured with it.
+        """
         layers = self.profile.layers
-        whole = layout.tensor == layout.context == layout.expert == 1
+        leaves_whole = layout.tensor == layout.context == layout.expert == 1
         saves = layout.recompute == "full" and any(layer.saved for layer in layers)
-        return whole and (layout.recompute == "none" or saves)
+        return leaves_whole and (layout.recompute == "none" or saves)
 
     def costs(self, layout: JobLayout, cluster: Cluster) -> tuple[LayerCost, ...]:
         """Returns the measured layers, scaled; the loss is the last of them.
@@ -321,35 +361,35 @@ class MeasuredModel:
                 fix="add `profiled`, such as 1e11; fleetpipe cannot compare two devices otherwise",
             )
         rows = layout.micro_batch / self.rows
-        edge = 4096
+        edge = 4096  # of the square matrices by which the two devices are compared
         seconds = cluster.product(self.dtype, edge, edge, edge)
-        faster = rows * seconds * cluster.profiled / (2 * edge**3)
+        time_factor = rows * seconds * cluster.profiled / (2 * edge**3)
         layers = [*self.profile.layers, *filter(None, [self.profile.loss])]
-        return tuple(_scale(layer, faster, rows, layout.recompute) for layer in layers)
+        return tuple(_scale_layer(layer, time_factor, rows, layout.recompute) for layer in layers)
 
     def forward_flops(self) -> float:
         """Returns 0: a profile has no FLOPs."""
         return 0.0
 
 
-def _scale(layer: LayerCost, faster: float, rows: float, recompute: str) -> LayerCost:
-    """Returns a layer's costs with times multiplied by ``faster`` and bytes by ``rows``.
+def _scale_layer(layer: LayerCost, time_factor: float, rows: float, recompute: str) -> LayerCost:
+    """Returns a layer's costs with times multiplied by ``time_factor``, and bytes by ``rows``.
 
     With ``recompute="full"`` its forward runs once more in backward, if that saves memory.
     """
-    again = layer.forward if recompute == "full" and layer.saved else 0.0
+    repeated = layer.forward if recompute == "full" and layer.saved else 0.0
     # Recomputed activations are not in memory between forward and backward.
-    freed, split = (layer.saved, layer.saved_split) if again else (0, 0)
+    freed, freed_split = (layer.saved, layer.saved_split) if repeated else (0, 0)
     input_grad, weight_grad = layer.input_grad, layer.weight_grad
     return replace(
         layer,
-        forward=layer.forward * faster,
-        backward=(layer.whole + again) * faster,
-        input_grad=None if input_grad is None else (input_grad + again) * faster,
-        weight_grad=None if weight_grad is None else weight_grad * faster,
+        forward=layer.forward * time_factor,
+        backward=(layer.whole + repeated) * time_factor,
+        input_grad=None if input_grad is None else (input_grad + repeated) * time_factor,
+        weight_grad=None if weight_grad is None else weight_grad * time_factor,
         output=int(layer.output * rows),
         held=int((layer.held - freed) * rows),
-        held_split=int((layer.held_split - split) * rows),
+        held_split=int((layer.held_split - freed_split) * rows),
         waiting=int(layer.waiting * rows),
         working=int((layer.working + freed) * rows),
         releases=int(layer.releases * rows),
@@ -357,7 +397,7 @@ def _scale(layer: LayerCost, faster: float, rows: float, recompute: str) -> Laye
     )
 
 
-#: What may be trained.
+#: A model to train, by either description.
 Workload = Transformer | MeasuredModel
 
 
@@ -370,10 +410,10 @@ def read_model(path: str | Path) -> Workload:
     Raises:
         ConfigError: It is neither of them, or a figure is missing or impossible.
     """
-    return read(path, SOURCE, _model)
+    return read(path, SOURCE, _read_content)
 
 
-def _model(content: JsonValue) -> Workload:
+def _read_content(content: JsonValue) -> Workload:
     if "transformer" in content.fields():
         content.require_names(["transformer"])
         return Transformer.of(content["transformer"])
