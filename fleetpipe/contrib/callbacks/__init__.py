@@ -1,7 +1,8 @@
 """Callbacks that log by epoch or watch a loss, and trackers of experiments.
 
-The trackers write the rows of a run to TensorBoard, Weights & Biases or MLflow. A run that goes on
-from a checkpoint continues its record, whose id is kept in the run's folder.
+``fit`` logs a run as rows: dicts of a step, a phase ("train" or "eval") and figures such as the
+loss. The trackers write these rows to TensorBoard, Weights & Biases or MLflow. A run that goes on
+from a checkpoint continues its record there, whose id is in a file of the run directory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from fleetpipe.paddle_api import paddle
 
 
 class TensorBoard:
-    """Writes event files of TensorBoard, which hides steps beyond ``step`` of earlier files."""
+    """Writes event files of TensorBoard.
+
+    A run that goes on from ``step`` hides the later steps that an earlier attempt has logged.
+    """
 
     package = "tensorboardX"
 
@@ -43,7 +47,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes to a run of wandb in project ``WANDB_PROJECT``; offline, it writes files."""
+    """Writes to a run of wandb in the project that ``WANDB_PROJECT`` names; offline, to files."""
 
     package = "wandb"
 
@@ -51,11 +55,11 @@ class WeightsAndBiases:
         """Begins a run, or resumes the run of the folder if ``step`` is above 0."""
         import wandb
 
-        name = _id_of(folder, self.package) if step else None
+        name = _read_run_id(folder, self.package) if step else None
         self._run = wandb.init(
             dir=str(folder), name=folder.name, id=name, resume="allow", config=dict(config)
         )
-        _note_id(folder, self.package, self._run.id)
+        _write_run_id(folder, self.package, self._run.id)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes the figures of a row."""
@@ -76,11 +80,11 @@ class MLflow:
         import mlflow
 
         self._mlflow = mlflow
-        name = _id_of(folder, self.package) if step else None
+        name = _read_run_id(folder, self.package) if step else None
         run = mlflow.start_run(run_id=name, run_name=folder.name)
         if name is None:
             mlflow.log_params(dict(config))
-        _note_id(folder, self.package, run.info.run_id)
+        _write_run_id(folder, self.package, run.info.run_id)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes the figures of a row."""
@@ -95,7 +99,10 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiase
 
 
 def require_packages(formats: list[str]) -> None:
-    """Refuses a tracker whose package is missing. Every rank checks: else the others would wait."""
+    """Raises ConfigError if a tracker among ``formats`` needs a package that is not installed.
+
+    Every rank calls this, though only one logs: if that one failed alone, the others would wait.
+    """
     for name in formats:
         package = TRACKERS[name].package if name in TRACKERS else None
         if package is not None and find_spec(package) is None:
@@ -106,7 +113,10 @@ def require_packages(formats: list[str]) -> None:
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the figures of a row by name; a list gives ``name/index`` for each of its numbers."""
+    """Yields the name and value of each figure in a row of the log.
+
+    Of a list, such as the loss of each micro-batch, each number has the name ``name/index``.
+    """
     for name, value in row.items():
         if isinstance(value, list):
             yield from ((f"{name}/{index}", number) for index, number in enumerate(value))
@@ -119,13 +129,14 @@ def figures_by_phase(row: Mapping[str, Any]) -> dict[str, float]:
     return {f"{row['phase']}/{name}": value for name, value in numbers(row)}
 
 
-def _id_of(folder: Path, package: str) -> str | None:
+def _read_run_id(folder: Path, package: str) -> str | None:
+    """Returns the id that a tracker's record of this run has; None if the run has none yet."""
     file = folder / f"{package}.id"
     return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
-def _note_id(folder: Path, package: str, name: str) -> None:
-    atomic_file.replace_text(folder / f"{package}.id", f"{name}\n")
+def _write_run_id(folder: Path, package: str, run_id: str) -> None:
+    atomic_file.replace_text(folder / f"{package}.id", f"{run_id}\n")
 
 
 class LogMetricByEpoch(rank_policy.Callback):
@@ -167,7 +178,8 @@ class LogMetricByEpoch(rank_policy.Callback):
         """Restores the losses of an epoch that is resumed in its middle."""
         self._losses = state["losses"]
 
-    def _print(self, what: str, logs: Any, more: dict[str, float]) -> None:
+    def _print(self, phase: str, logs: Any, more: dict[str, float]) -> None:
+        """Prints a line with the mean loss, the metrics in ``logs``, and ``more`` figures."""
         if not self.model.is_rank("first"):
             return
         values: dict[str, float] = {}
@@ -176,7 +188,7 @@ class LogMetricByEpoch(rank_policy.Callback):
         values.update({name: logs[name] for name in self.model.metric_names if name != "loss"})
         values.update(more)
         text = " | ".join(f"{name} = {value:.{self._digits}g}" for name, value in values.items())
-        rank_policy.say(f"[Epoch {self._epoch + 1} / {what}]: {text}")
+        rank_policy.say(f"[Epoch {self._epoch + 1} / {phase}]: {text}")
 
 
 class LossMonitor(rank_policy.Callback):
@@ -199,18 +211,20 @@ class LossMonitor(rank_policy.Callback):
         """
         super().__init__()
         fix = "LossMonitor(1) prints the loss of every batch, LossMonitor(0) none"
-        self._every = require_whole("per_print_times", per_print_times, 0, fix=fix)
+        self._print_every = require_whole("per_print_times", per_print_times, 0, fix=fix)
         self._find_layer = find_layer
         self._epoch = 0
         self._batches = 0
         self._hooks: list[Any] = []
-        self._first: list[Any] | None = None
+        #: Micro-batch, stage rank and layer of this rank's first output with a NaN or Inf.
+        self._first_not_finite: list[Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Puts a hook on each layer of this rank if ``find_layer`` is set."""
         if self._find_layer:
             for name, layer in self.model.network.named_sublayers():
-                self._hooks.append(layer.register_forward_post_hook(self._watching(name)))
+                hook = layer.register_forward_post_hook(self._hook_for(name))
+                self._hooks.append(hook)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the hooks."""
@@ -230,20 +244,27 @@ class LossMonitor(rank_policy.Callback):
         """
         (loss,) = logs["loss"]
         if not math.isfinite(loss):
-            self._refuse(step, loss)
+            self._raise_not_finite(step, loss)
         self._batches += 1
-        if self._every and self._batches % self._every == 0 and self.model.is_rank("first"):
+        if (
+            self._print_every
+            and self._batches % self._print_every == 0
+            and self.model.is_rank("first")
+        ):
             rank_policy.say(f"epoch: {self._epoch + 1} step: {step + 1}, loss is {loss}")
 
-    def _refuse(self, step: int, loss: float) -> None:
-        shares = self.model.micro_batch_losses
-        number = next(i for i, share in enumerate(shares) if not math.isfinite(share))
-        firsts = [first for first in self.model.gather(self._first) if first]
-        first = min(firsts, default=None)
+    def _raise_not_finite(self, step: int, loss: float) -> None:
+        """Raises the error for a loss that is NaN or Inf. Collective, to find the first layer."""
+        losses = self.model.micro_batch_losses
+        number = next(i for i, share in enumerate(losses) if not math.isfinite(share))
+        where = f"epoch {self._epoch + 1}, step {step + 1}, micro-batch {number}"
+        of_ranks = [first for first in self.model.gather(self._first_not_finite) if first]
+        if of_ranks:
+            _, stage_rank, layer = min(of_ranks)
+            where += f", layer {layer!r} of stage rank {stage_rank}"
         raise BoundaryError(
             f"the loss is {loss}",
-            where=f"epoch {self._epoch + 1}, step {step + 1}, micro-batch {number}"
-            + (f", layer {first[2]!r} of stage rank {first[1]}" if first else ""),
+            where=where,
             cause="a too large learning rate, a product that passed the dtype's range, or such "
             "numbers in the data",
             fix="lower the learning rate, or clip gradients"
@@ -251,14 +272,16 @@ class LossMonitor(rank_policy.Callback):
             else "LossMonitor(find_layer=True) names the layer that has it first",
         )
 
-    def _watching(self, name: str) -> Any:
+    def _hook_for(self, name: str) -> Any:
+        """Returns the hook that looks for a NaN or Inf in each output of the layer ``name``."""
+
         def note(_layer: Layer, _inputs: Nest, output: Nest) -> None:
-            if self._first is None and not all(
+            if self._first_not_finite is None and not all(
                 bool(paddle.isfinite(tensor).all())
                 for tensor in tensors_of(output)
                 if tensor.is_floating_point()
             ):
                 pipeline = self.model.pipeline
-                self._first = [pipeline.micro_batch_id, pipeline.stage_id, name]
+                self._first_not_finite = [pipeline.micro_batch_id, pipeline.stage_id, name]
 
         return note
