@@ -21,19 +21,21 @@ from typing import NamedTuple
 from fleetpipe import numerics, systems
 from fleetpipe.transport import hosts
 
+#: The states of a ``Finding``.
 OK, NOTE, WRONG = "ok", "note", "wrong"
 
 #: The folder of shared memory, through which the workers of Paddle's data loaders pass tensors.
 _SHARED = Path("/dev/shm")
+#: The least free bytes there that are ok.
 _SHARED_BYTES = 256 << 20
 #: Descriptors of a rank beside those of its connections: files, Paddle's groups and stores.
 _DESCRIPTORS = 200
-#: A limit on descriptors that is enough for fewer ranks is noted.
+#: A limit on descriptors is a note if it is not enough for so many ranks.
 _MOST_RANKS = 100
 #: The ports at which jobs listen; outgoing connections should take others.
 _PORTS = range(20000, 32000)
-_WRITTEN_BYTES = 32 << 20
-_DISK_BYTES = 1 << 30
+#: The bytes that are written to measure the disk, and the least free bytes of it that are ok.
+_WRITTEN_BYTES, _DISK_BYTES = 32 << 20, 1 << 30
 #: Seconds by which two clocks may differ.
 CLOCK_SECONDS = 2.0
 _MIB = 1 << 20
@@ -46,7 +48,7 @@ class Finding(NamedTuple):
         subject: The checked thing, in a word or two.
         state: "ok", "note" if it may matter, "wrong" if a job would fail.
         text: The state in words.
-        fix: What to do.
+        fix: What the user should do, in words.
         figures: Measured values, by name with the unit.
     """
 
@@ -57,8 +59,8 @@ class Finding(NamedTuple):
     figures: Mapping[str, float] = {}
 
 
-def looked_at(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
-    """Runs the checks and returns their findings; a check that fails is a finding itself."""
+def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
+    """Runs checks by subject and returns their findings; an exception of a check is one too."""
     findings = []
     for subject, check in checks.items():
         try:
@@ -69,31 +71,31 @@ def looked_at(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
     return findings
 
 
-def wrong(findings: Iterable[Finding]) -> list[Finding]:
+def wrong_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Returns the findings with which a job would fail."""
     return [finding for finding in findings if finding.state == WRONG]
 
 
-def findings_of_host(ranks: int, folder: Path) -> list[Finding]:
-    """Checks everything that a job of ``ranks`` ranks on this host depends on.
+def check_host(ranks: int, folder: Path) -> list[Finding]:
+    """Returns the findings on what a job on this host depends on, Paddle aside.
 
     Args:
-        ranks: The number of ranks.
-        folder: The folder of the checkpoints, which need not exist.
+        ranks: The number of ranks of the job.
+        folder: The folder of its checkpoints, which need not exist.
     """
     checks: dict[str, Callable[[], Finding]] = {
-        "processors": functools.partial(_processors, ranks),
-        "bits": functools.partial(_bits, ranks),
-        "shared memory": _shared_memory,
-        "descriptors": functools.partial(_descriptors, ranks),
-        "host name": _host_name,
-        "ports": _ports,
-        "checkpoints": functools.partial(_checkpoints, folder),
+        "processors": functools.partial(_check_processors, ranks),
+        "bits": functools.partial(_check_bits, ranks),
+        "shared memory": _check_shared_memory,
+        "descriptors": functools.partial(_check_descriptors, ranks),
+        "host name": _check_host_name,
+        "ports": _check_ports,
+        "checkpoints": functools.partial(_check_checkpoint_folder, folder),
     }
-    return looked_at(checks)
+    return run_checks(checks)
 
 
-def _processors(ranks: int) -> Finding:
+def _check_processors(ranks: int) -> Finding:
     count = systems.processors()
     memory = systems.memory_limit() / (1 << 30)
     python = f"{sys.platform}, Python {sys.version.split()[0]}"
@@ -104,7 +106,7 @@ def _processors(ranks: int) -> Finding:
     return Finding("processors", NOTE, text, fix)
 
 
-def _bits(ranks: int) -> Finding:
+def _check_bits(ranks: int) -> Finding:
     """Reports the number of threads and MKL's settings, which change the bits of a product."""
     numerics.prepare()
     settings = ", ".join(f"{k}={v or 'unset'}" for k, v in numerics.environment().items())
@@ -115,7 +117,7 @@ def _bits(ranks: int) -> Finding:
     return Finding("bits", NOTE, settings, fix)
 
 
-def _shared_memory() -> Finding:
+def _check_shared_memory() -> Finding:
     if not _SHARED.is_dir():
         return Finding("shared memory", OK, f"this system has no {_SHARED}")
     free = shutil.disk_usage(_SHARED).free
@@ -126,7 +128,7 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", NOTE, text, fix)
 
 
-def _descriptors(ranks: int) -> Finding:
+def _check_descriptors(ranks: int) -> Finding:
     soft, hard = systems.descriptor_limits()
     if soft == float("inf"):
         return Finding("descriptors", OK, "no limit")
@@ -138,7 +140,7 @@ def _descriptors(ranks: int) -> Finding:
     return Finding("descriptors", state, text, fix, {"descriptors": soft})
 
 
-def _host_name() -> Finding:
+def _check_host_name() -> Finding:
     name, address = socket.gethostname(), hosts.named_address()
     if address and not address.startswith("127.") and address != "::1":
         return Finding("host name", OK, f"{name} leads to {address}")
@@ -147,7 +149,7 @@ def _host_name() -> Finding:
     return Finding("host name", NOTE, text, fix)
 
 
-def _ports() -> Finding:
+def _check_ports() -> Finding:
     with hosts.listen_tcp("127.0.0.1").sock as listener:
         socket.create_connection(listener.getsockname(), 5.0).close()
     local = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -159,8 +161,12 @@ def _ports() -> Finding:
     return Finding("ports", NOTE, text, fix)
 
 
-def _checkpoints(folder: Path) -> Finding:
-    """Tries the operations of a save: write, sync, rename, sync the folder."""
+def _check_checkpoint_folder(folder: Path) -> Finding:
+    """Checks the folder of checkpoints by the operations of a save, on a file of some MiB.
+
+    The operations are: write, sync, rename, sync the folder. A folder that does not exist is
+    replaced by the next one above that does.
+    """
     subject = "checkpoints"
     above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     partial = above / f".fleetpipe-doctor-{secrets.token_hex(4)}"
@@ -192,7 +198,7 @@ def _checkpoints(folder: Path) -> Finding:
     return Finding(subject, OK, text, figures=figures)
 
 
-def clock(address: str, behind: float, ahead: float) -> Finding:
+def check_clock(address: str, behind: float, ahead: float) -> Finding:
     """Checks another host's clock, which was read once between two readings of this host's.
 
     Args:
@@ -200,8 +206,8 @@ def clock(address: str, behind: float, ahead: float) -> Finding:
         behind: Seconds by which its time is before the first reading.
         ahead: Seconds by which its time is after the second reading.
     """
-    apart = max(behind, ahead, 0.0)
-    if apart <= CLOCK_SECONDS:
+    difference = max(behind, ahead, 0.0)
+    if difference <= CLOCK_SECONDS:
         return Finding(f"{address} clock", OK, f"within {CLOCK_SECONDS:g} s of this host's")
-    text = f"{apart:.0f} s from this host's"
+    text = f"{difference:.0f} s from this host's"
     return Finding(f"{address} clock", NOTE, text, "have all hosts' clocks set by NTP")

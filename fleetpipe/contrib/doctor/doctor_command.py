@@ -18,7 +18,7 @@ from typing import Any
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
 from fleetpipe.contrib import doctor
-from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, looked_at, wrong
+from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, run_checks, wrong_findings
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.extras import needed_for
 from fleetpipe.launch.script import LAUNCHED, command_folder
@@ -36,15 +36,18 @@ _LIBRARIES = (
     "install CUDA and cuDNN of the versions that the wheel is built for, in a folder of "
     "LD_LIBRARY_PATH: PyPI's wheel brings none of their libraries; docs/gpu.md has them"
 )
-#: The architectures of wheels that do not tell them, by version of Paddle and of CUDA.
-_ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
+#: The architectures of cards that a wheel is compiled for, by its versions of Paddle and of CUDA;
+#: only of wheels that do not tell them. 86 is compute capability 8.6.
+_UNTOLD_ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
 
 _WORKER = Path(__file__).with_name("worker.py")
 #: Seconds in which the ranks must finish.
 LIMIT_SECONDS = 90.0
 #: Seconds in which the ranks must end after a signal.
 _END_SECONDS = 5.0
+#: The last lines of each rank's output that are shown.
 _LOG_LINES = 5
+#: What the user should do if a transport, or the comparison of bits, fails.
 _FIXES = {
     SOCKETS: "see what is said above of ports and descriptors, and the ranks' error",
     PROCESS_GROUP: "train with FLEETPIPE_TRANSPORT=sockets, which is the default on CPUs; where "
@@ -86,43 +89,45 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0 if nothing is wrong, else 1.
     """
-    findings = doctor.findings_of_host(options.nproc, options.checkpoint_dir)
-    findings += (of_paddle := paddle_findings())
-    if options.nproc > 1 and not wrong(of_paddle):
-        findings += findings_of_ranks(options.nproc)
+    of_paddle = check_paddle()
+    findings = doctor.check_host(options.nproc, options.checkpoint_dir) + of_paddle
+    if options.nproc > 1 and not wrong_findings(of_paddle):
+        findings += check_ranks(options.nproc)
     if options.ray is not None:
-        findings += findings_of_cluster(options.ray, options.nproc, options.checkpoint_dir)
+        findings += check_ray_cluster(options.ray, options.nproc, options.checkpoint_dir)
+    wrong = len(wrong_findings(findings))
     if options.json:
         listed = [finding._asdict() for finding in findings]
-        result = {"fleetpipe": __version__, "findings": listed, "wrong": len(wrong(findings))}
+        result = {"fleetpipe": __version__, "findings": listed, "wrong": wrong}
         sys.stdout.write(json.dumps(result) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(findings))
-    return int(bool(wrong(findings)))
+        sys.stdout.writelines(f"{line}\n" for line in _format_findings(findings))
+    return int(wrong > 0)
 
 
-def _lines(findings: list[Finding]) -> Iterator[str]:
+def _format_findings(findings: list[Finding]) -> Iterator[str]:
+    """Yields the lines that the command prints: one or two for each finding, and a summary."""
     width = max(len(finding.subject) for finding in findings)
     for subject, state, text, fix, _ in findings:
         yield f"{state.upper() if state == WRONG else state:<6}{subject:<{width}}  {text}"
         if fix and state != OK:
             yield f"{'':<{width + 8}}what to do: {fix}"
-    count = len(wrong(findings))
+    count = len(wrong_findings(findings))
     yield f"fleetpipe {__version__}: " + (f"{count} wrong" if count else "nothing is wrong")
 
 
-def paddle_findings() -> list[Finding]:
-    """Checks Paddle and its device; the first finding is wrong if there is no Paddle."""
+def check_paddle() -> list[Finding]:
+    """Returns the findings on Paddle and on its device; a single one if Paddle is missing."""
     try:
         from fleetpipe.paddle_api import paddle
     except Exception as error:
         text = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
         return [Finding("paddle", WRONG, text, "pip install 'fleetpipe[cpu]', or 'fleetpipe[gpu]'")]
-    checks = {"paddle": lambda: _version(paddle), "device": lambda: _device(paddle)}
-    return looked_at(checks)
+    checks = {"paddle": lambda: _check_version(paddle), "device": lambda: _check_device(paddle)}
+    return run_checks(checks)
 
 
-def _version(paddle: Any) -> Finding:
+def _check_version(paddle: Any) -> Finding:
     version = paddle.version.full_version
     text = f"{version}, built for {'CUDA' if paddle.is_compiled_with_cuda() else 'CPUs'}"
     if version.startswith(_SUPPORTED):
@@ -131,24 +136,30 @@ def _version(paddle: Any) -> Finding:
     return Finding("paddle", NOTE, f"{text}; no test runs on this version", fix)
 
 
-def _device(paddle: Any) -> Finding:
+def _check_device(paddle: Any) -> Finding:
     from fleetpipe.paddle_api.device import device_kind
 
+    # Paddle's name of the device on which this process computes.
     device = paddle.device.get_device()
     if device_kind() == "gpu":
-        return _card(paddle, device)
+        return _check_card(paddle, device)
     if shutil.which("nvidia-smi") is None:
         return Finding("device", OK, device)
     fix = "install the paddlepaddle-gpu that fits the driver; see CUDA_VISIBLE_DEVICES"
     return Finding("device", NOTE, f"{device}, though nvidia-smi is here", fix)
 
 
-def _card(paddle: Any, device: str) -> Finding:
-    """Checks that the wheel is compiled for the card, and computes on it."""
+def _check_card(paddle: Any, device: str) -> Finding:
+    """Checks that the wheel is compiled for this process's GPU, and computes something on it.
+
+    Args:
+        paddle: The module of Paddle.
+        device: Paddle's name of the GPU.
+    """
     major, minor = paddle.device.cuda.get_device_capability()
     version = paddle.version
-    read = _ARCHS.get((version.full_version, version.cuda()), ())
-    archs: Callable[[], Any] = getattr(version, "cuda_archs", lambda: read)
+    untold = _UNTOLD_ARCHS.get((version.full_version, version.cuda()), ())
+    archs: Callable[[], Any] = getattr(version, "cuda_archs", lambda: untold)
     count = paddle.device.cuda.device_count()
     name = paddle.device.cuda.get_device_name()
     text = f"{count} x {name}, compute capability {major}.{minor}; this process has {device}"
@@ -166,24 +177,34 @@ def _card(paddle: Any, device: str) -> Finding:
     return Finding("device", OK, text)
 
 
-def findings_of_ranks(ranks: int) -> list[Finding]:
-    """Starts the ranks, and returns the findings on transports and on parity."""
+def check_ranks(ranks: int) -> list[Finding]:
+    """Starts ``ranks`` workers, and returns the findings on each transport and on parity."""
     try:
         systems.require_ranks()
     except UsageError as error:
         return [Finding("ranks", NOTE, str(error))]
     from fleetpipe.paddle_api.device import cards
 
-    share = 0 < cards() < ranks
+    ranks_share_cards = 0 < cards() < ranks
     with command_folder(large=True) as folder:
-        environment = {"FLEETPIPE_TRANSPORT": SOCKETS} if share else {}
-        results, words = _run(ranks, folder, environment)
-    listed = [_of_transport(name, results, words) for name in (SOCKETS, PROCESS_GROUP)]
-    return [*listed, _of_parity(ranks, results, words)]
+        environment = {"FLEETPIPE_TRANSPORT": SOCKETS} if ranks_share_cards else {}
+        results, ending = _run_workers(ranks, folder, environment)
+    of_transports = [_transport_finding(name, results, ending) for name in (SOCKETS, PROCESS_GROUP)]
+    return [*of_transports, _parity_finding(ranks, results, ending)]
 
 
-def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Runs the worker on every rank; returns its results, and the last lines of its output."""
+def _run_workers(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Runs ``worker.py`` on every rank, and kills the ranks if they do not end in time.
+
+    Args:
+        ranks: The number of ranks.
+        folder: An empty folder for the results and the ranks' output.
+        more: Variables that are added to the environment.
+
+    Returns:
+        The results by the name of a transport or "parity", as far as the ranks came; and how they
+        ended: the last lines of their output, or else the exit code.
+    """
     file, logs = folder / "results.json", folder / "log"
     command = [sys.executable, str(LAUNCHED), "run", "--nproc", str(ranks)]
     command += ["--log-dir", str(logs), "--log-level", "ERROR", str(_WORKER), str(file)]
@@ -213,12 +234,13 @@ def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, A
         for log in sorted(logs.glob("workerlog.*"))
         for line in log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     ]
-    words = "; ".join(filter(None, [ended, *last])) or f"exit code {process.returncode}"
-    return (json.loads(file.read_text()) if file.exists() else {}), words
+    ending = "; ".join(filter(None, [ended, *last])) or f"exit code {process.returncode}"
+    return (json.loads(file.read_text()) if file.exists() else {}), ending
 
 
-def _of_transport(name: str, results: Mapping[str, Any], words: str) -> Finding:
-    result = results.get(name, {"error": words})
+def _transport_finding(name: str, results: Mapping[str, Any], ending: str) -> Finding:
+    """Returns the finding on a transport; the arguments are what :func:`_run_workers` returns."""
+    result = results.get(name, {"error": ending})
     if "error" in result:
         # A transport that this machine cannot have is no fault of the machine.
         state = NOTE if result.get("refused") else WRONG
@@ -231,8 +253,9 @@ def _of_transport(name: str, results: Mapping[str, Any], words: str) -> Finding:
     return Finding(name, OK, text, figures=figures)
 
 
-def _of_parity(ranks: int, results: Mapping[str, Any], words: str) -> Finding:
-    result = results.get("parity", {"error": words})
+def _parity_finding(ranks: int, results: Mapping[str, Any], ending: str) -> Finding:
+    """Returns the finding on bits of a pipeline that were compared with those of one device."""
+    result = results.get("parity", {"error": ending})
     if "error" in result:
         return Finding("parity", WRONG, result["error"].splitlines()[0], _FIXES["parity"])
     last = result["verdict"].splitlines()[-1].removeprefix("parity: ")
@@ -240,8 +263,8 @@ def _of_parity(ranks: int, results: Mapping[str, Any], words: str) -> Finding:
     return Finding("parity", OK if result["passed"] else WRONG, text, _FIXES["parity"])
 
 
-def findings_of_cluster(address: str, ranks: int, folder: Path) -> list[Finding]:
-    """Checks every node of a Ray cluster: its packages, resources, folder and clock.
+def check_ray_cluster(address: str, ranks: int, folder: Path) -> list[Finding]:
+    """Returns the findings on every node of a Ray cluster: packages, resources, folder, clock.
 
     Args:
         address: The address of the cluster, as for ``fleetpipe launch --ray``.
@@ -253,22 +276,25 @@ def findings_of_cluster(address: str, ranks: int, folder: Path) -> list[Finding]
 
         from fleetpipe.contrib.ray import ray_cluster
 
-    def look(ranks: int, folder: str) -> tuple[float, list[Finding]]:
-        return time.time(), doctor.findings_of_host(ranks, Path(folder))
+    def check_node(ranks: int, folder: str) -> tuple[float, list[Finding]]:
+        return time.time(), doctor.check_host(ranks, Path(folder))
 
-    listed: list[Finding] = []
+    findings: list[Finding] = []
     try:
         with ray_cluster.connect(None if address == "local" else address, {"CPU": ranks}):
             ray_cluster.require_packages()
-            remote: Any = ray.remote(num_cpus=0)(look)
+            remote: Any = ray.remote(num_cpus=0)(check_node)
             # One node after another: its clock is compared with this one's around the call.
             for node in ray_cluster.staying():
                 begin = time.time()
                 reference = remote.options(label_selector=node.label).remote(ranks, str(folder))
                 (answer,) = ray_cluster.answers({node: reference}).values()
-                clock, looks = answer
-                listed += [one._replace(subject=f"{node.address} {one.subject}") for one in looks]
-                listed.append(doctor.clock(node.address, begin - clock, clock - time.time()))
+                clock, of_node = answer
+                for finding in of_node:
+                    subject = f"{node.address} {finding.subject}"
+                    findings.append(finding._replace(subject=subject))
+                behind, ahead = begin - clock, clock - time.time()
+                findings.append(doctor.check_clock(node.address, behind, ahead))
     except FleetPipeError as error:
         return [Finding("ray", WRONG, str(error).splitlines()[0], str(error).splitlines()[-1])]
-    return listed
+    return findings

@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +22,22 @@ from fleetpipe.paddle_api.device import synchronize
 from fleetpipe.transport import MessageKey, Transport
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
+#: Seconds that any wait for another rank may last.
 TIMEOUT = 20.0
 #: The bytes of each measured message, and its number of round trips.
 SIZES = {4: 200, 1 << 20: 40, 16 << 20: 8}
+#: Of the training: the model's width, rows of a micro-batch, micro-batches of a step, and steps.
 WIDTH, ROWS, MICRO_BATCHES, STEPS = 64, 4, 4, 3
-_THERE, _BACK = MessageKey("F", 0, 1, "doctor", 0), MessageKey("B", 0, 1, "doctor", 0)
+#: The messages of a round trip: from rank 0 to rank 1, and back.
+_OUTWARD, _RETURN = MessageKey("F", 0, 1, "doctor", 0), MessageKey("B", 0, 1, "doctor", 0)
 
 
-def begin(transport: str | None = None) -> Job:
-    """Begins a job of all ranks as one pipeline, and returns it. Collective."""
+def begin_job(transport: str | None = None) -> Job:
+    """Begins a job whose ranks form one pipeline, and returns it. Collective.
+
+    Args:
+        transport: The transport between ranks, by name; None for the one that fleetpipe chooses.
+    """
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": int(os.environ["PADDLE_TRAINERS_NUM"])}
     configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
@@ -40,25 +48,39 @@ def begin(transport: str | None = None) -> Job:
 
 
 def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
-    """Returns the median of half a round trip between the first two ranks."""
+    """Measures round trips between ranks 0 and 1; other ranks do nothing.
+
+    Args:
+        transport: Connects the ranks of the pipeline.
+        nbytes: Bytes of a message.
+        trips: The number of round trips.
+
+    Returns:
+        The median of half a round trip, in seconds; 0 on other ranks.
+    """
     tensor = paddle.ones([nbytes // 4], "float32")
     times = []
     for _ in range(trips if transport.rank < 2 else 0):
         start = time.perf_counter()
         if transport.rank == 0:
-            transport.send(1, _THERE, tensor)
-            transport.receive(1, _BACK, TIMEOUT)
+            transport.send(1, _OUTWARD, tensor)
+            transport.receive(1, _RETURN, TIMEOUT)
         else:
-            transport.send(0, _BACK, transport.receive(0, _THERE, TIMEOUT))
+            transport.send(0, _RETURN, transport.receive(0, _OUTWARD, TIMEOUT))
         synchronize()
         times.append((time.perf_counter() - start) / 2)
     return statistics.median(times) if times else 0.0
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Returns the seconds of one way by the message's size, or the error. Collective."""
+def measure_transport(name: str) -> dict[str, Any]:
+    """Measures a transport, by name. Collective.
+
+    Returns:
+        The seconds of a message one way, by its bytes as text; or under "error" the error's text,
+        and under "refused" whether it is a ConfigError.
+    """
     try:
-        job = begin(name)
+        job = begin_job(name)
         try:
             (transport,) = job.connect().values()
             with job.guarded(lambda: f"measuring {name}"):
@@ -69,10 +91,15 @@ def measure(name: str) -> dict[str, Any]:
         return {"error": str(error), "refused": isinstance(error, ConfigError)}
 
 
-def compare() -> dict[str, Any]:
-    """Trains a small model beside its single-device model, and compares them. Collective."""
+def compare_with_one_device() -> dict[str, Any]:
+    """Trains a small model beside its single-device model, and compares them. Collective.
+
+    Returns:
+        Under "passed" whether all bits are equal, and under "verdict" a text; or under "error" the
+        error's text.
+    """
     try:
-        begin()
+        begin_job()
         try:
             paddle.seed(0)
             layers: list[Any] = []
@@ -94,11 +121,19 @@ def compare() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the parts, and writes the results after each of them, since a later one may hang."""
+    """Measures both transports and compares bits; rank 0 writes the results into a JSON file.
+
+    It writes them after each measurement, since a later one may hang. The first argument of the
+    program names the file.
+    """
     file, results = Path(sys.argv[1]), {}
-    parts = {SOCKETS: lambda: measure(SOCKETS), PROCESS_GROUP: lambda: measure(PROCESS_GROUP)}
-    for part, run in {**parts, "parity": compare}.items():
-        results[part] = run()
+    measurements: dict[str, Callable[[], dict[str, Any]]] = {
+        SOCKETS: lambda: measure_transport(SOCKETS),
+        PROCESS_GROUP: lambda: measure_transport(PROCESS_GROUP),
+        "parity": compare_with_one_device,
+    }
+    for name, measure in measurements.items():
+        results[name] = measure()
         if os.environ["PADDLE_TRAINER_ID"] == "0":
             file.write_text(json.dumps(results), encoding="utf-8")
 

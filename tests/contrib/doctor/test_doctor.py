@@ -15,7 +15,7 @@ import pytest
 
 from fleetpipe import cli
 from fleetpipe.contrib import doctor
-from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, doctor_command, looked_at
+from fleetpipe.contrib.doctor import NOTE, OK, WRONG, Finding, doctor_command, run_checks
 
 pytestmark = pytest.mark.once
 
@@ -59,7 +59,7 @@ def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    finding = doctor._checkpoints(tmp_path)
+    finding = doctor._check_checkpoint_folder(tmp_path)
     assert (finding.state, finding.text) == (WRONG, f"{tmp_path}: No space left on device")
     assert list(tmp_path.iterdir()) == []
 
@@ -68,7 +68,7 @@ def test_a_check_that_fails_is_wrong() -> None:
     def check() -> Finding:
         raise IndexError("pop from empty list")
 
-    (finding,) = looked_at({"ports": check})
+    (finding,) = run_checks({"ports": check})
     assert (finding.subject, finding.state) == ("ports", WRONG)
     assert finding.text == "IndexError: pop from empty list"
 
@@ -103,7 +103,7 @@ def card(capability: tuple[int, int], archs: list[int] | None) -> Any:
 def test_a_card_is_compared_with_the_wheel(
     capability: tuple[int, int], archs: list[int] | None, state: str
 ) -> None:
-    finding = doctor_command._card(card(capability, archs), "gpu:0")
+    finding = doctor_command._check_card(card(capability, archs), "gpu:0")
     assert finding.state == state
     assert "compute capability {}.{}".format(*capability) in finding.text
 
@@ -114,26 +114,26 @@ def test_a_wheel_without_its_libraries_is_wrong() -> None:
 
     paddle_on_card = card((8, 0), None)
     paddle_on_card.matmul = fails
-    finding = doctor_command._card(paddle_on_card, "gpu:0")
+    finding = doctor_command._check_card(paddle_on_card, "gpu:0")
     reason = "(PreconditionNotMet) The library (libcublas.so) .."
     assert (finding.state, finding.text[-len(reason) :]) == (WRONG, reason)
 
 
 def test_what_the_ranks_did_not_come_to_is_wrong() -> None:
     results = {"sockets": {"4": 2e-5, "1000000": 1e-3}}
-    sockets = doctor_command._of_transport("sockets", results, "")
+    sockets = doctor_command._transport_finding("sockets", results, "")
     assert sockets.text == "4 bytes in 20 us, 1.00 GB/s one way"
-    group = doctor_command._of_transport(
+    group = doctor_command._transport_finding(
         "process_group", results, "the ranks did not end within 90 s"
     )
     assert (group.state, group.text) == (WRONG, "the ranks did not end within 90 s")
     refused = {"process_group": {"error": "ranks share a card\n  fix: ..", "refused": True}}
-    assert doctor_command._of_transport("process_group", refused, "").state == NOTE
+    assert doctor_command._transport_finding("process_group", refused, "").state == NOTE
     failed = {"parity": {"passed": False, "verdict": "parity: a\nparity: FAILED, largest .."}}
-    assert doctor_command._of_parity(2, failed, "").state == WRONG
+    assert doctor_command._parity_finding(2, failed, "").state == WRONG
 
 
 def test_a_clock_that_is_wrong_is_noted() -> None:
-    assert doctor.clock("node", -0.1, -0.1).state == OK
-    finding = doctor.clock("node", 60.0, -60.2)
+    assert doctor.check_clock("node", -0.1, -0.1).state == OK
+    finding = doctor.check_clock("node", 60.0, -60.2)
     assert (finding.state, finding.text) == (NOTE, "60 s from this host's")
