@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.contrib.sequences.parts import SequenceRanks, sequence_ranks
-from fleetpipe.contrib.sequences.ring import of_trained, ring_attention
+from fleetpipe.contrib.sequences.ring import mask_untrained, ring_attention
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh import groups
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 
-_HALVES = (paddle.float16, paddle.bfloat16)
+_HALF_DTYPES = (paddle.float16, paddle.bfloat16)
 
 #: Axes of ``[rows, positions, heads, size]``.
-_PLACES, _HEADS = 1, 2
+_POSITIONS, _HEADS = 1, 2
 
 
 def attention(
@@ -62,7 +62,7 @@ def attention(
     kinds = ", ".join(str(tensor.dtype).rpartition(".")[2] for tensor in (query, key, value))
     shapes = f"{list(query.shape)} of {kinds}, {key.shape[2]} heads of keys"
     ranks.require_alike(f"{shapes}, {causal=}, {scale=}, {packed}")
-    if dtype in _HALVES:
+    if dtype in _HALF_DTYPES:
         query, key, value = (tensor.astype("float32") for tensor in (query, key, value))
     groups.note_attention(query, key)
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -75,6 +75,7 @@ def attention(
 
 
 def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> None:
+    """Raises ConfigError if the arguments of :func:`attention` do not fit each other."""
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not isinstance(tensor, paddle.Tensor):
             raise ConfigError(
@@ -100,25 +101,30 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor
 
 
 class _Exchange(paddle.autograd.PyLayer):
+    """Calls :func:`_exchange_axes`; the backward calls it with the other axis."""
+
     @staticmethod
-    def forward(ctx: Context, group: Group, cut: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.cut, ctx.trained = group, cut, [not one.stop_gradient for one in tensors]
-        return _exchange_parts(group, cut, tensors)
+    def forward(
+        ctx: Context, group: Group, split_axis: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.split_axis = group, split_axis
+        ctx.trained = [not tensor.stop_gradient for tensor in tensors]
+        return _exchange_axes(group, split_axis, tensors)
 
     @staticmethod
     @noting
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
-        grads = _exchange_parts(ctx.group, _PLACES + _HEADS - ctx.cut, grads)
-        return of_trained(grads, ctx.trained)
+        grads = _exchange_axes(ctx.group, _POSITIONS + _HEADS - ctx.split_axis, grads)
+        return mask_untrained(grads, ctx.trained)
 
 
 _exchange: Callable[..., tuple[Tensor, ...]] = _Exchange.apply
 
 
 def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Returns all positions of this rank's share of the heads, from its positions of all heads.
+    """Exchanges positions for heads among the sep ranks. Collective.
 
-    Collective.
+    A rank passes some positions of all heads, and gets all positions of some heads.
 
     Args:
         group: The sep ranks.
@@ -134,37 +140,52 @@ def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
         return query, key, value
     heads = query.shape[_HEADS]
     if heads % group.ranks:
-        raise _indivisible(heads, group.ranks, f"a multiple of {group.ranks} heads")
-    keys = (_divisible(tensor, group.ranks) for tensor in (key, value))
+        raise _heads_error(heads, group.ranks, f"a multiple of {group.ranks} heads")
+    keys = (_repeat_heads(tensor, group.ranks) for tensor in (key, value))
     return _exchange(group, _HEADS, query, *keys)
 
 
 def to_places(group: Group, tensor: Tensor) -> Tensor:
     """Undoes :func:`to_heads`. Collective."""
-    return tensor if group.ranks == 1 else _exchange(group, _PLACES, tensor)[0]
+    return tensor if group.ranks == 1 else _exchange(group, _POSITIONS, tensor)[0]
 
 
-def _exchange_parts(group: Group, cut: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Exchanges all tensors in one message, joined along the heads."""
-    cuts = [paddle.split(tensor, group.ranks, axis=cut) for tensor in tensors]
-    heads = [parts[0].shape[_HEADS] for parts in cuts]
-    arrived = group.all_to_all([paddle.concat(list(parts), axis=_HEADS) for parts in zip(*cuts)])
-    apart = zip(*(paddle.split(part, heads, axis=_HEADS) for part in arrived))
-    return tuple(paddle.concat(list(parts), axis=_PLACES + _HEADS - cut) for parts in apart)
+def _exchange_axes(group: Group, split_axis: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Splits tensors along one axis over a group, and joins what arrives along the other axis.
+
+    All tensors travel in one message for each member, joined along the heads. Collective.
+
+    Args:
+        group: The sep ranks.
+        split_axis: ``_HEADS`` or ``_POSITIONS``; the other one is the axis of the joining.
+        tensors: ``[rows, positions, heads, size]`` each.
+    """
+    by_tensor = [paddle.split(tensor, group.ranks, axis=split_axis) for tensor in tensors]
+    heads = [parts[0].shape[_HEADS] for parts in by_tensor]
+    received = group.all_to_all(
+        [paddle.concat(list(parts), axis=_HEADS) for parts in zip(*by_tensor)]
+    )
+    received_by_tensor = zip(*(paddle.split(message, heads, axis=_HEADS) for message in received))
+    join_axis = _POSITIONS + _HEADS - split_axis
+    return tuple(paddle.concat(list(parts), axis=join_axis) for parts in received_by_tensor)
 
 
-def _divisible(tensor: Tensor, ranks: int) -> Tensor:
-    """Returns the heads; if there are fewer than ranks, each is repeated for several ranks."""
+def _repeat_heads(tensor: Tensor, ranks: int) -> Tensor:
+    """Repeats each head of keys for several ranks if there are fewer heads than ranks.
+
+    Raises:
+        ConfigError: Neither number divides the other.
+    """
     heads = tensor.shape[_HEADS]
     if heads % ranks == 0:
         return tensor
     if ranks % heads:
         expected = f"a multiple of {ranks} heads, or a number that divides {ranks}"
-        raise _indivisible(heads, ranks, expected)
+        raise _heads_error(heads, ranks, expected)
     return paddle.repeat_interleave(tensor, ranks // heads, axis=_HEADS)
 
 
-def _indivisible(heads: int, ranks: int, expected: str) -> ConfigError:
+def _heads_error(heads: int, ranks: int, expected: str) -> ConfigError:
     return ConfigError(
         f"{heads} heads cannot be shared out to sep_degree={ranks} ranks",
         expected=expected,

@@ -23,7 +23,7 @@ _functions: Any = paddle.nn.functional
 
 
 class _Plan:
-    """The base of both plans."""
+    """The base of both plans: knows along which axis the ranks share sequences."""
 
     def __init__(self, backend: str = "p2p") -> None:
         """Chooses the axis along which ranks share sequences.
@@ -40,7 +40,7 @@ class _Plan:
         self.backend = backend
 
     def _require_degrees(self) -> None:
-        """Refuses a job that splits sequences along another axis than that of ``backend``."""
+        """Raises ConfigError if the job splits sequences along an axis that is not the plan's."""
         for axis, group in sequence_ranks()._asdict().items():
             if group.ranks > 1 and axis != _AXES[self.backend]:
                 raise ConfigError(
@@ -63,21 +63,21 @@ class PrepareContextParallel(_Plan):
             shard_param_list: Accepted as in Paddle, without effect.
         """
 
-        def own_places(_: Layer, inputs: Nest) -> Nest:
+        def cut_inputs(_: Layer, inputs: Nest) -> Nest:
             self._require_degrees()
             return sequence_ranks().own_part(inputs)
 
-        layer.register_forward_pre_hook(own_places)
+        layer.register_forward_pre_hook(cut_inputs)
 
 
 class ContextParallel(_Plan):
     """Makes a layer that calls ``scaled_dot_product_attention`` attend to all ranks' positions."""
 
     def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
-        """Replaces that function during the calls of ``layer``, which become collective.
+        """Replaces ``scaled_dot_product_attention`` while ``layer`` runs, so that it is collective.
 
-        A call of the layer raises a ``ConfigError`` if it does not call the function, or calls it
-        with a mask or dropout.
+        From then on a call of the layer raises a ``ConfigError`` if it does not call that function,
+        or calls it with a mask or dropout.
 
         Args:
             layer: A layer that calls ``paddle.nn.functional.scaled_dot_product_attention``.
@@ -87,9 +87,9 @@ class ContextParallel(_Plan):
         forward: Callable[..., Nest] = layer.forward
 
         @functools.wraps(forward)
-        def split(*inputs: Nest, **named: Nest) -> Nest:
+        def attend_to_all_positions(*inputs: Nest, **named: Nest) -> Nest:
             self._require_degrees()
-            with _attention_replaced() as calls:
+            with _replace_attention() as calls:
                 output = forward(*inputs, **named)
             if not calls:
                 raise ConfigError(
@@ -100,12 +100,16 @@ class ContextParallel(_Plan):
                 )
             return output
 
-        layer.forward = split
+        layer.forward = attend_to_all_positions
 
 
 @contextmanager
-def _attention_replaced() -> Iterator[list[None]]:
-    """While it is open, Paddle's function is replaced; yields a list with an item for each call."""
+def _replace_attention() -> Iterator[list[None]]:
+    """While it is open, Paddle's ``scaled_dot_product_attention`` is :func:`attention`.
+
+    Yields:
+        A list with an item for each call of the function.
+    """
     calls: list[None] = []
 
     def attend(

@@ -38,7 +38,10 @@ class SequenceRanks(NamedTuple):
 
     @classmethod
     def of(cls, job: Job | None) -> SequenceRanks:
-        """Returns the ranks of a job; without one, and within ``alone()``, this process alone."""
+        """Returns the ranks that share sequences in a job.
+
+        Without a job, in a job of one process and within ``alone()``, they are this process alone.
+        """
         if job is None or job.local or is_alone():
             return cls(SoleGroup(), SoleGroup())
         return cls(job.along("sep"), job.along("cp"))
@@ -54,7 +57,7 @@ class SequenceRanks(NamedTuple):
         return self.ranks * (2 if self.cp.ranks > 1 else 1)
 
     def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
-        """Returns the first position of each chunk of a cp rank, and the position after its last.
+        """Returns for each chunk of a cp rank the first position, and the one after its last.
 
         Args:
             length: The number of positions of the whole sequence.
@@ -81,11 +84,12 @@ class SequenceRanks(NamedTuple):
         Raises:
             ConfigError: The sequence cannot be split into equal parts.
         """
-        held = np.concatenate([np.arange(*chunk) for chunk in self.chunks(length)])
-        return paddle.to_tensor(np.split(held, self.sep.ranks)[self.sep.rank], dtype="int64")
+        of_cp_rank = np.concatenate([np.arange(*chunk) for chunk in self.chunks(length)])
+        of_rank = np.split(of_cp_rank, self.sep.ranks)[self.sep.rank]
+        return paddle.to_tensor(of_rank, dtype="int64")
 
     def own_part(self, value: Nest, axis: int = 1) -> Nest:
-        """Returns this rank's positions of whole sequences, which every rank has; not collective.
+        """Cuts whole sequences, which every rank has, to this rank's positions. Not collective.
 
         Args:
             value: Tensors in tuples, lists and dicts, such as inputs, labels, position ids,
@@ -96,14 +100,14 @@ class SequenceRanks(NamedTuple):
             ConfigError: The sequences cannot be split into equal parts.
         """
         for tensor in tensors_of(value):
-            self.require(_length(tensor, axis))
+            self.require(_length_along(tensor, axis))
         if self.ranks == 1:
             return value
 
-        def places_of(tensor: Tensor) -> Tensor:
+        def select_positions(tensor: Tensor) -> Tensor:
             return paddle.index_select(tensor, self.places(tensor.shape[axis]), axis)
 
-        return map_tensors(places_of, value)
+        return map_tensors(select_positions, value)
 
     def whole(self, part: Tensor, axis: int = 1) -> Tensor:
         """Joins the parts of sequences that the ranks have. Collective, without a gradient.
@@ -112,31 +116,32 @@ class SequenceRanks(NamedTuple):
             part: This rank's part; all parts have the same shape.
             axis: The axis of the positions.
         """
-        whole = _join(_join(part.detach(), self.sep, axis), self.cp, axis)
-        chunks = [c for rank in range(self.cp.ranks) for c in self.chunks(whole.shape[axis], rank)]
+        joined = _gather_and_join(_gather_and_join(part.detach(), self.sep, axis), self.cp, axis)
+        length = joined.shape[axis]
+        chunks = [chunk for rank in range(self.cp.ranks) for chunk in self.chunks(length, rank)]
         order = np.argsort(np.concatenate([np.arange(*chunk) for chunk in chunks]))
-        return paddle.index_select(whole, paddle.to_tensor(order, dtype="int64"), axis)
+        return paddle.index_select(joined, paddle.to_tensor(order, dtype="int64"), axis)
 
     def require_alike(self, facts: str) -> None:
-        """Refuses ranks that do not compute the same. Collective over sep, then cp.
+        """Raises ConfigError if the ranks do not compute the same. Collective over sep, then cp.
 
         Args:
-            facts: A text that must be the same on all ranks.
+            facts: A text that must be the same on all ranks: shapes, dtypes and options.
         """
         for group in self:
             everyone = group.all_gather(facts)
-            if any(other != facts for other in everyone):
+            if any(facts_of_rank != facts for facts_of_rank in everyone):
                 raise ConfigError(
                     "the ranks that share a sequence do not attend to the same",
                     where=f"member {group.rank} of {group.ranks}",
                     expected="parts of one shape, and the same arguments, on all of them",
-                    got="; ".join(f"{number}: {other}" for number, other in enumerate(everyone)),
+                    got="; ".join(f"{rank}: {text}" for rank, text in enumerate(everyone)),
                     fix="cut the same whole sequences by own_part on every rank, and give "
                     "documents to all or to none",
                 )
 
     def whole_batch(self, value: Nest) -> Nest:
-        """Joins the parts of sequences that the ranks have of a batch. Collective.
+        """Returns the whole sequences of a batch of which each rank has a part. Collective.
 
         A tensor counts as a part if it differs between the ranks, or is as long as such a tensor.
         Other tensors stay as they are.
@@ -150,25 +155,27 @@ class SequenceRanks(NamedTuple):
         lengths: set[int] = set()
         for group in self:
             for rank_value in group.all_gather(value):
-                for tensor, other in zip(tensors_of(value), tensors_of(rank_value)):
-                    alike = list(tensor.shape) == list(other.shape)
-                    if tensor.ndim > 1 and not (alike and bool((tensor == other).all())):
+                for tensor, of_rank in zip(tensors_of(value), tensors_of(rank_value)):
+                    same_shape = list(tensor.shape) == list(of_rank.shape)
+                    is_same = same_shape and bool((tensor == of_rank).all())
+                    if tensor.ndim > 1 and not is_same:
                         lengths.add(tensor.shape[1])
         for group in self:
-            lengths = {length for part in group.all_gather([*lengths]) for length in part}
+            lengths = {length for of_rank in group.all_gather([*lengths]) for length in of_rank}
 
-        def whole(tensor: Tensor) -> Tensor:
-            return self.whole(tensor) if tensor.ndim > 1 and tensor.shape[1] in lengths else tensor
+        def join_part(tensor: Tensor) -> Tensor:
+            is_part = tensor.ndim > 1 and tensor.shape[1] in lengths
+            return self.whole(tensor) if is_part else tensor
 
-        return map_tensors(whole, value)
+        return map_tensors(join_part, value)
 
     def require(self, length: int) -> None:
-        """Refuses a sequence that cannot be split into equal parts.
+        """Checks that a sequence of ``length`` positions can be split into equal parts.
 
         Raises:
             ConfigError: :attr:`divisor` does not divide the length.
         """
-        _require_number(length)
+        _require_whole_number(length)
         if length % self.divisor:
             zigzag = " x 2, for the two chunks of each cp rank" if self.cp.ranks > 1 else ""
             raise ConfigError(
@@ -186,7 +193,7 @@ def sequence_ranks() -> SequenceRanks:
 
 
 def own_part(value: Nest, axis: int = 1) -> Nest:
-    """Returns this rank's positions of whole sequences; see :meth:`SequenceRanks.own_part`."""
+    """Cuts whole sequences to this rank's positions; see :meth:`SequenceRanks.own_part`."""
     return sequence_ranks().own_part(value, axis)
 
 
@@ -205,14 +212,16 @@ def documents_of(position_ids: Tensor) -> Tensor:
     return (position_ids == 0).astype("int32").cumsum(axis=-1)
 
 
-def _require_number(length: Any) -> None:
+def _require_whole_number(length: Any) -> None:
+    """Raises ConfigError if a length is no integer, for example a tensor's whole shape."""
     if not hasattr(length, "__index__"):
         raise ConfigError(
             "the length of a sequence is a whole number", got=repr(length), fix="ids.shape[1]"
         )
 
 
-def _length(tensor: Tensor, axis: int) -> int:
+def _length_along(tensor: Tensor, axis: int) -> int:
+    """Returns a tensor's length along an axis; raises ConfigError if it has no such axis."""
     if not -tensor.ndim <= axis < tensor.ndim:
         raise ConfigError(
             f"a tensor of shape {list(tensor.shape)} has no axis {axis}, that of the places",
@@ -222,5 +231,6 @@ def _length(tensor: Tensor, axis: int) -> int:
     return int(tensor.shape[axis])
 
 
-def _join(part: Tensor, group: Group, axis: int) -> Tensor:
+def _gather_and_join(part: Tensor, group: Group, axis: int) -> Tensor:
+    """Concatenates the members' parts along an axis, in the order of the group. Collective."""
     return paddle.concat(group.all_gather(part.clone()), axis=axis)

@@ -58,49 +58,66 @@ class OnlineSoftmax:
     """Computes attention for a tile of queries, forward, from one tile of keys after another."""
 
     def __init__(self, queries: Chunk) -> None:
-        """Starts with scaled queries ``[rows, heads of keys, heads for each, positions, size]``."""
+        """Begins without keys.
+
+        Args:
+            queries: Scaled, ``[rows, heads of keys, queries' heads for each, positions, size]``.
+        """
         self.queries = queries
         like = queries.values
         lowest = float(paddle.finfo(like.dtype).min)
-        self._top = paddle.full([*like.shape[:-1], 1], lowest, like.dtype)
-        self._total = paddle.zeros_like(self._top)
-        self._sum = paddle.zeros_like(like)
+        #: Of the keys so far: the greatest score, the sum of exponentials, and that of values.
+        self._highest = paddle.full([*like.shape[:-1], 1], lowest, like.dtype)
+        self._exp_sum = paddle.zeros_like(self._highest)
+        self._value_sum = paddle.zeros_like(like)
 
-    def see(self, keys: Chunk, causal: bool) -> None:
-        """Adds a tile ``[2, rows, heads, positions, size]`` of keys and values."""
+    def add(self, keys: Chunk, causal: bool) -> None:
+        """Adds a tile ``[2, rows, heads, positions, size]`` of keys (index 0) and values (1)."""
         scores = _scores(self.queries, keys, causal)
         if scores is None:
             return
-        top = self._top.maximum(scores.max(axis=-1, keepdim=True))
-        weights, fading = (scores - top).exp(), (self._top - top).exp()
-        self._total = self._total * fading + weights.sum(axis=-1, keepdim=True)
-        self._sum = self._sum * fading + weights.matmul(keys.values[1].unsqueeze(2))
-        self._top = top
+        highest = self._highest.maximum(scores.max(axis=-1, keepdim=True))
+        weights, rescale = (scores - highest).exp(), (self._highest - highest).exp()
+        self._exp_sum = self._exp_sum * rescale + weights.sum(axis=-1, keepdim=True)
+        self._value_sum = self._value_sum * rescale + weights.matmul(keys.values[1].unsqueeze(2))
+        self._highest = highest
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Returns the output, and the logarithm of the sum of the exponentials of all scores."""
-        return self._sum / self._total, self._top + paddle.log(self._total)
+        return self._value_sum / self._exp_sum, self._highest + paddle.log(self._exp_sum)
 
 
 class AttentionBackward:
     """Computes the gradient of a tile of queries, backward, from one tile of keys after another."""
 
     def __init__(self, queries: Chunk, output: Tensor, log_total: Tensor, grad: Tensor) -> None:
-        """Starts with the arguments and results of the forward, and the output's gradient."""
+        """Begins without keys.
+
+        Args:
+            queries: As in the forward.
+            output: The output of the forward for these queries.
+            log_total: The logarithm of the sum of exponentials that the forward returned.
+            grad: The gradient of the output.
+        """
         self.queries = queries
         self.grad = paddle.zeros_like(queries.values)
         self._log_total, self._output_grad = log_total, grad
-        self._share = (output * grad).sum(axis=-1, keepdim=True)
+        #: The mean of the weights' gradients, by which the backward of a softmax reduces each.
+        self._weighted_mean = (output * grad).sum(axis=-1, keepdim=True)
 
-    def see(self, keys: Chunk, causal: bool) -> Tensor | None:
-        """Returns the part of a key-and-value tile's gradient that is due to these queries."""
+    def add(self, keys: Chunk, causal: bool) -> Tensor | None:
+        """Adds what a tile of keys and values contributes to the queries' gradient, ``grad``.
+
+        Returns:
+            What these queries contribute to the gradient of the tile; None if they see none of it.
+        """
         scores = _scores(self.queries, keys, causal)
         if scores is None:
             return None
         key, value = keys.values[0].unsqueeze(2), keys.values[1].unsqueeze(2)
         weights = (scores - self._log_total).exp()
-        above = self._output_grad.matmul(value, transpose_y=True) - self._share
-        scores_grad = above * weights
+        weights_grad = self._output_grad.matmul(value, transpose_y=True)
+        scores_grad = (weights_grad - self._weighted_mean) * weights
         self.grad = self.grad + scores_grad.matmul(key)
         key_grad = scores_grad.matmul(self.queries.values, transpose_x=True)
         value_grad = weights.matmul(self._output_grad, transpose_x=True)
@@ -113,21 +130,27 @@ def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
     if causal and keys.begin >= queries.end:
         return None
     scores = queries.values.matmul(keys.values[0].unsqueeze(2), transpose_y=True)
-    seen = None
+    mask = None  # True where a query sees a key
     if causal and keys.end > queries.begin + 1:
-        places = paddle.arange(queries.begin, queries.end).unsqueeze(-1)
-        seen = (places >= paddle.arange(keys.begin, keys.end)).unsqueeze([0, 1, 2])
+        positions = paddle.arange(queries.begin, queries.end).unsqueeze(-1)
+        mask = (positions >= paddle.arange(keys.begin, keys.end)).unsqueeze([0, 1, 2])
     if queries.documents is not None and keys.documents is not None:
         same = queries.documents.unsqueeze(-1) == keys.documents.unsqueeze(-2)
         same = same.unsqueeze([1, 2])
-        seen = same if seen is None else paddle.logical_and(seen, same)
-    if seen is None:
+        mask = same if mask is None else paddle.logical_and(mask, same)
+    if mask is None:
         return scores
-    return paddle.where(seen, scores, paddle.full([], float("-inf"), scores.dtype))
+    return paddle.where(mask, scores, paddle.full([], float("-inf"), scores.dtype))
 
 
 class _Round(NamedTuple):
-    """The exchange of one chunk: this rank sends to ``target`` and receives from ``source``."""
+    """One exchange: every rank sends one of its chunks to another rank, and gets one of a third.
+
+    Attributes:
+        target: The cp rank to which this rank sends.
+        source: The cp rank from which this rank receives.
+        number: Which of the sender's chunks it is, 0 or 1.
+    """
 
     target: int
     source: int
@@ -152,7 +175,7 @@ class Ring:
         self._group = ranks.cp
         self._bounds = [ranks.chunks(length, rank) for rank in range(self._group.ranks)]
         gathered = self._group.all_gather(None if documents is None else documents.clone())
-        self._documents = [_parts(part, len(self._bounds[0])) for part in gathered]
+        self._documents = [_split_documents(part, len(self._bounds[0])) for part in gathered]
 
     def cut(self, values: Tensor) -> list[Chunk]:
         """Cuts this rank's values into chunks ``[.., positions, size]``."""
@@ -170,32 +193,48 @@ class Ring:
                 yield _Round((rank + distance) % ranks, (rank - distance) % ranks, number)
 
     def fetch(self, turn: _Round, chunks: Sequence[Chunk]) -> Chunk | None:
-        """Returns another rank's chunk; None if no query here sees it. Collective over cp."""
-        here = chunks[turn.number]
-        sent = here.values if self._sees(turn.target, here.begin) else None
-        taken = self._swap(turn.target, sent, turn.source)
-        chunk = self._chunk(turn.source, turn.number, taken)
-        return chunk if self._sees(self._group.rank, chunk.begin) else None
-
-    def give_back(self, turn: _Round, gradient: Tensor | None) -> Tensor | None:
-        """Returns the gradient of an own chunk due to ``target``'s queries. Collective over cp.
+        """Fetches a chunk of ``turn.source``, and sends one to ``turn.target``. Collective over cp.
 
         Args:
-            turn: The round in which it was fetched.
-            gradient: The gradient of ``source``'s chunk; None if no query here sees it.
-        """
-        returned = self._swap(turn.source, gradient, turn.target)
-        begin, _ = self._bounds[self._group.rank][turn.number]
-        return returned if self._sees(turn.target, begin) else None
+            turn: The exchange.
+            chunks: The keys and values of this rank.
 
-    def _sees(self, rank: int, begin: int) -> bool:
-        """Whether any query of a rank sees a key of the chunk that begins at a position."""
+        Returns:
+            The chunk; None if no query of this rank sees it.
+        """
+        own_chunk = chunks[turn.number]
+        is_seen = self._has_query_for(turn.target, own_chunk.begin)
+        received = self._send_and_receive(
+            turn.target, own_chunk.values if is_seen else None, turn.source
+        )
+        chunk = self._chunk(turn.source, turn.number, received)
+        return chunk if self._has_query_for(self._group.rank, chunk.begin) else None
+
+    def give_back(self, turn: _Round, gradient: Tensor | None) -> Tensor | None:
+        """Returns the gradient of a fetched chunk to its owner. Collective over cp.
+
+        Args:
+            turn: The exchange by which the chunk was fetched.
+            gradient: The gradient of that chunk; None if no query of this rank sees it.
+
+        Returns:
+            The gradient of the chunk that this rank sent to ``turn.target``; None if no query there
+            sees it.
+        """
+        returned = self._send_and_receive(turn.source, gradient, turn.target)
+        begin, _ = self._bounds[self._group.rank][turn.number]
+        return returned if self._has_query_for(turn.target, begin) else None
+
+    def _has_query_for(self, rank: int, begin: int) -> bool:
+        """Returns whether any query of a cp rank sees the chunk that begins at a position."""
         return not self.causal or begin < self._bounds[rank][-1][1]
 
     def _chunk(self, rank: int, number: int, values: Tensor) -> Chunk:
+        """Returns chunk ``number`` of a cp rank, with the given values."""
         return Chunk(self._bounds[rank][number][0], values, self._documents[rank][number])
 
-    def _swap(self, target: int, value: Tensor | None, source: int) -> Tensor:
+    def _send_and_receive(self, target: int, value: Tensor | None, source: int) -> Tensor:
+        """Sends a value, or nothing, to one cp rank; returns what another one sends. Collective."""
         empty = paddle.zeros([0])
         sent = empty if value is None else value
         parts = [sent if rank == target else empty for rank in range(self._group.ranks)]
@@ -203,6 +242,8 @@ class Ring:
 
 
 class _RingAttention(paddle.autograd.PyLayer):
+    """Computes :func:`ring_attention`; its backward fetches all chunks again."""
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -216,46 +257,45 @@ class _RingAttention(paddle.autograd.PyLayer):
         ring = Ring(ranks, query.shape[1] * ranks.cp.ranks, documents, causal)
         queries, keys = _by_head(query, key.shape[2]), paddle.stack([key, value])
         keys = keys.transpose([0, 1, 3, 2, 4])
-        rows = [OnlineSoftmax(tile) for chunk in ring.cut(queries) for tile in chunk.tiles()]
+        tiles = [OnlineSoftmax(tile) for chunk in ring.cut(queries) for tile in chunk.tiles()]
         chunks = ring.cut(keys)
         for chunk in chunks:
-            _look(rows, chunk, ring.causal)
+            _add_chunk(tiles, chunk, ring.causal)
         for turn in ring.rounds():
-            _look(rows, ring.fetch(turn, chunks), ring.causal)
-        results = [one.result() for one in rows]
+            _add_chunk(tiles, ring.fetch(turn, chunks), ring.causal)
+        results = [tile.result() for tile in tiles]
         output, log_total = (paddle.concat(part, axis=-2) for part in zip(*results))
         ctx.save_for_backward(queries, keys, output, log_total)
-        ctx.ring, ctx.packed = ring, documents is not None
-        ctx.trained = [not one.stop_gradient for one in (query, key, value)]
+        ctx.ring, ctx.has_documents = ring, documents is not None
+        ctx.trained = [not tensor.stop_gradient for tensor in (query, key, value)]
         return _by_position(output)
 
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, ...]:
-        queries, keys, *results = ctx.saved_tensor()
+        queries, keys, output, log_total = ctx.saved_tensor()
         ring: Ring = ctx.ring
-        results.append(_by_head(grad, queries.shape[1]))
-        parts = zip(*([chunk.tiles() for chunk in ring.cut(value)] for value in results))
-        rows = []
-        for chunk, tiles in zip(ring.cut(queries), parts):
-            for tile, *values in zip(chunk.tiles(), *tiles):
-                rows.append(AttentionBackward(tile, *(one.values for one in values)))
-        chunks = ring.cut(keys)
-        totals: list[Tensor] = [_look_back(rows, chunk, ring.causal) for chunk in chunks]
+        values = (queries, output, log_total, _by_head(grad, queries.shape[1]))
+        tiles = []
+        for chunks in zip(*(ring.cut(value) for value in values)):
+            for query_tile, *others in zip(*(chunk.tiles() for chunk in chunks)):
+                tiles.append(AttentionBackward(query_tile, *(tile.values for tile in others)))
+        key_chunks = ring.cut(keys)
+        totals: list[Tensor] = [_gradient_of_chunk(tiles, c, ring.causal) for c in key_chunks]
         for turn in ring.rounds():
-            gradient = _look_back(rows, ring.fetch(turn, chunks), ring.causal)
+            gradient = _gradient_of_chunk(tiles, ring.fetch(turn, key_chunks), ring.causal)
             returned = ring.give_back(turn, gradient)
             if returned is not None:
                 totals[turn.number] = totals[turn.number] + returned
         keys_grad = paddle.concat(totals, axis=-2).transpose([0, 1, 3, 2, 4])
-        query_grad = _by_position(paddle.concat([one.grad for one in rows], axis=-2))
-        grads = of_trained((query_grad, keys_grad[0], keys_grad[1]), ctx.trained)
-        # There is one for each tensor of the forward.
-        return *grads, *([None] if ctx.packed else [])
+        query_grad = _by_position(paddle.concat([tile.grad for tile in tiles], axis=-2))
+        grads = mask_untrained((query_grad, keys_grad[0], keys_grad[1]), ctx.trained)
+        # Paddle expects a gradient for each tensor of the forward; documents have none.
+        return *grads, *([None] if ctx.has_documents else [])
 
 
-def of_trained(grads: Sequence[Tensor], trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of tensors that need one, and the None that Paddle asks of others."""
+def mask_untrained(grads: Sequence[Tensor], trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Replaces the gradients of tensors that are not trained by None, as Paddle expects."""
     return tuple(grad if needed else None for grad, needed in zip(grads, trained))
 
 
@@ -282,32 +322,38 @@ def ring_attention(
     return apply(query, key, value, documents, ranks, causal)
 
 
-def _look(rows: Sequence[OnlineSoftmax], keys: Chunk | None, causal: bool) -> None:
-    for tile in () if keys is None else keys.tiles():
-        for one in rows:
-            one.see(tile, causal)
+def _add_chunk(queries: Sequence[OnlineSoftmax], chunk: Chunk | None, causal: bool) -> None:
+    """Lets each tile of queries attend to a chunk of keys and values; None is no chunk."""
+    for keys in () if chunk is None else chunk.tiles():
+        for tile in queries:
+            tile.add(keys, causal)
 
 
-def _look_back(
-    rows: Sequence[AttentionBackward], keys: Chunk | None, causal: bool
+def _gradient_of_chunk(
+    queries: Sequence[AttentionBackward], chunk: Chunk | None, causal: bool
 ) -> Tensor | None:
-    """Returns the gradient of a chunk of keys and values."""
-    if keys is None:
+    """Returns what all queries contribute to the gradient of a chunk of keys and values."""
+    if chunk is None:
         return None
-    totals = []
-    for tile in keys.tiles():
-        total = paddle.zeros_like(tile.values)
-        for one in rows:
-            added = one.see(tile, causal)
+    gradients = []
+    for keys in chunk.tiles():
+        total = paddle.zeros_like(keys.values)
+        for tile in queries:
+            added = tile.add(keys, causal)
             total = total if added is None else total + added
-        totals.append(total)
-    return paddle.concat(totals, axis=-2)
+        gradients.append(total)
+    return paddle.concat(gradients, axis=-2)
 
 
 def _by_head(values: Tensor, heads: int) -> Tensor:
-    """Turns ``[rows, positions, heads, size]`` into ``[rows, heads, rest, positions, size]``."""
-    rows, length, every, size = values.shape
-    return values.reshape([rows, length, heads, every // heads, size]).transpose([0, 2, 3, 1, 4])
+    """Groups the queries' heads by the heads of keys that they share.
+
+    Turns ``[rows, positions, all heads, size]`` into ``[rows, heads of keys, heads for each,
+    positions, size]``.
+    """
+    rows, length, all_heads, size = values.shape
+    for_each = all_heads // heads
+    return values.reshape([rows, length, heads, for_each, size]).transpose([0, 2, 3, 1, 4])
 
 
 def _by_position(values: Tensor) -> Tensor:
@@ -316,7 +362,8 @@ def _by_position(values: Tensor) -> Tensor:
     return values.transpose([0, 3, 1, 2, 4]).reshape([rows, length, heads * each, size])
 
 
-def _parts(documents: Tensor | None, chunks: int) -> list[Tensor | None]:
+def _split_documents(documents: Tensor | None, chunks: int) -> list[Tensor | None]:
+    """Returns the documents of each chunk of a cp rank; None for each without documents."""
     if documents is None:
         return [None] * chunks
     return [*paddle.split(documents, chunks, axis=-1)]
