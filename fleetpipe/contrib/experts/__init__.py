@@ -31,9 +31,11 @@ from fleetpipe.paddle_api.tensor import to_host
 __all__ = ["AuxiliaryLoss", "ExpertList", "Experts"]
 
 
+#: The keys of the dict by which layers pass their output and the losses so far to the next layer.
 _VALUE, _LOSS = "value", "auxiliary loss"
-#: Takes the loss that a layer has stored in its last forward, and returns it; None for none.
+#: Removes the loss that a layer has stored in its last forward, and returns it; None for none.
 Take = Callable[[Layer], Tensor | None]
+#: A layer, or a function in its place.
 Function = Callable[..., Nest]
 
 #: The name under which Paddle's layer and the libraries' keep their experts.
@@ -41,7 +43,7 @@ LIST = "experts"
 
 
 def loss_of_gate(layer: Layer) -> Tensor | None:
-    """Takes the loss away from a gate of Paddle's; returns None for any other layer."""
+    """Removes the loss that one of Paddle's gates has stored, and returns it; None for others."""
     take = getattr(layer, "get_loss", None)
     return take() if callable(take) else None
 
@@ -78,7 +80,7 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @property
     def declares(self) -> Any:
-        """The loss function whose number of counted positions weights the micro-batches."""
+        """The loss function that tells how many positions of a micro-batch count in its mean."""
         return self.criterion
 
     def forward(self, output: Nest, label: Nest) -> Tensor:
@@ -97,8 +99,8 @@ class AuxiliaryLoss(paddle.nn.Layer):
         Raises:
             ConfigError: Some loss functions are no ``AuxiliaryLoss``, or have another ``take``.
         """
-        takes = {getattr(loss_fn, "take", None) for loss_fn in loss_fns if _wants(loss_fn)}
-        if len(takes) > 1 or not all(map(_wants, loss_fns)):
+        takes = {getattr(loss_fn, "take", None) for loss_fn in loss_fns if _is_auxiliary(loss_fn)}
+        if len(takes) > 1 or not all(map(_is_auxiliary, loss_fns)):
             raise ConfigError(
                 "all loss functions of a model take the same losses of its layers",
                 expected="an AuxiliaryLoss each, with the same take",
@@ -121,16 +123,23 @@ class AuxiliaryLoss(paddle.nn.Layer):
         return output[_VALUE] if _is_carrier(output) else output
 
 
-def _wants(loss_fn: Any) -> bool:
+def _is_auxiliary(loss_fn: Any) -> bool:
     return isinstance(loss_fn, AuxiliaryLoss)
 
 
 def _is_carrier(value: Nest) -> bool:
+    """Returns whether a value is the dict of an output and of the losses so far."""
     return isinstance(value, dict) and value.keys() == {_VALUE, _LOSS}
 
 
 def _run_and_carry(take: Take, *call: Any) -> Nest:
-    """Calls a function with its arguments, and adds the losses of its layers to the output."""
+    """Calls a layer, and adds the losses that it and its sublayers have stored to its output.
+
+    Args:
+        take: As for :class:`AuxiliaryLoss`.
+        call: The layer or function, its leading arguments, and last the input: an output of the
+            layer before, perhaps with losses.
+    """
     function, *arguments, value = call
     total = value[_LOSS] if _is_carrier(value) else None
     output = function(*arguments, AuxiliaryLoss.value_of(value))
@@ -146,7 +155,7 @@ class ExpertList(paddle.nn.LayerList):
     """The experts of a layer on this rank, named by their numbers among all experts.
 
     Thus their parameters have the same names as on one device. An index counts the experts of this
-    rank alone. Parameters that other ranks do not hold have Paddle's mark ``no_sync``.
+    rank alone. If other ranks hold experts too, parameters have Paddle's mark ``no_sync``.
 
     Attributes:
         total: Number of experts on all ranks.
@@ -161,8 +170,8 @@ class ExpertList(paddle.nn.LayerList):
         for parameter in self.parameters() if len(self) < total else ():
             parameter.no_sync = True
 
-    def __getitem__(self, place: int) -> Layer:
-        return list(self)[place]
+    def __getitem__(self, index: int) -> Layer:
+        return list(self)[index]
 
 
 class Experts(paddle.nn.Layer):
@@ -204,11 +213,12 @@ class Experts(paddle.nn.Layer):
                 got=f"{count} experts with ep_degree={ranks}",
                 fix=f"build {nearest} experts, or choose an ep_degree that divides {count}",
             )
-        here = range(self._group.rank * count // ranks, (self._group.rank + 1) * count // ranks)
-        made = ((number, make()) for number in range(count))
-        experts = [expert for number, expert in made if number in here]
+        rank = self._group.rank
+        numbers = range(rank * count // ranks, (rank + 1) * count // ranks)
+        every = ((number, make()) for number in range(count))
+        experts = [expert for number, expert in every if number in numbers]
         _require_layers(experts)
-        self.experts = ExpertList(experts, here.start, count)
+        self.experts = ExpertList(experts, numbers.start, count)
 
     def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted sum of the outputs of each token's experts. Collective.
@@ -239,20 +249,25 @@ class Experts(paddle.nn.Layer):
         counts_in = paddle.concat(self._group.all_to_all(paddle.split(counts, ranks)))
         arrived = exchange.scatter(rows, counts, counts_in, self._group)
         groups.note_tokens(rows.shape[0], rows.shape[-1] * rows.element_size(), counts)
-        made = self._run(arrived, counts_in)
+        computed = self._run_experts(arrived, counts_in)
         groups.note_outputs()
-        outputs = exchange.gather(made, counts, counts_in, self._group)
+        outputs = exchange.gather(computed, counts, counts_in, self._group)
         width = outputs.shape[-1]
         if outputs.shape[0] > 0:
-            places = paddle.zeros([choices.size, width], outputs.dtype)
-            by_choice = paddle.scatter(places, order, outputs)
+            zeros = paddle.zeros([choices.size, width], outputs.dtype)
+            by_choice = paddle.scatter(zeros, order, outputs)
         else:
             # Without a token too, backward must run both exchanges, in which other ranks wait.
             by_choice = paddle.zeros([choices.size, width], outputs.dtype) + outputs.sum()
         return (by_choice.reshape([*choices.shape, width]) * weights.unsqueeze(-1)).sum(axis=1)
 
-    def _run(self, arrived: Tensor, counts_in: Tensor) -> Tensor:
-        """Runs each expert on the tokens of one rank after another; returns all outputs."""
+    def _run_experts(self, arrived: Tensor, counts_in: Tensor) -> Tensor:
+        """Runs each expert on the tokens of one rank after another; returns all outputs.
+
+        Args:
+            arrived: [tokens, width], sorted by expert and rank.
+            counts_in: The number of tokens that came from each (rank, expert).
+        """
         outputs, start = [], 0
         by_expert = to_host(counts_in).reshape([self._group.ranks, -1]).t().tolist()
         for expert, counts in zip(self.experts, by_expert):
@@ -264,6 +279,7 @@ class Experts(paddle.nn.Layer):
 
 
 def _require_layers(experts: list[Layer]) -> None:
+    """Raises ConfigError if an expert is no layer, or the same layer as another one."""
     layers = all(isinstance(expert, paddle.nn.Layer) for expert in experts)
     if not layers or len({id(expert) for expert in experts}) < len(experts):
         raise ConfigError(
@@ -275,6 +291,7 @@ def _require_layers(experts: list[Layer]) -> None:
 
 
 def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
+    """Raises UsageError if the arguments of :meth:`Experts.forward` do not fit each other."""
     shapes = [list(getattr(tensor, "shape", ())) for tensor in (tokens, choices, weights)]
     two = all(len(shape) == 2 for shape in shapes)
     if not two or shapes[0][0] != shapes[1][0] or shapes[1] != shapes[2]:
@@ -294,12 +311,18 @@ def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter of a fully qualified name belongs to an expert."""
+    """Returns whether the parameter with a fully qualified name belongs to an expert."""
     return LIST in name.split(".")
 
 
-def _mark_parts(mixture: Any) -> None:
-    """Marks the parameters of which each member of ``mp_group`` has a summand of the gradient."""
+def _mark_partial_gradients(mixture: Any) -> None:
+    """Marks the parameters of a ``MoELayer`` whose tokens are split along ``mp_group``.
+
+    Each member has a summand of their gradients; by the mark these are added up.
+
+    Raises:
+        ConfigError: The layer has a gate or experts that need all tokens, or another group.
+    """
     members, expected = mixture.mp_group.ranks, model_parallel_group().ranks
     gate, split = type(mixture.gate), any(p.is_distributed for p in mixture.parameters())
     if gate is not NaiveGate or list(members) != list(expected) or split:
@@ -316,8 +339,12 @@ def _mark_parts(mixture: Any) -> None:
         SEQUENCE_PARALLEL.mark_as_sequence_parallel_parameter(parameter)
 
 
-def _spread_lists(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
-    """Yields each list with experts on other ranks: path, names here, and number of all experts."""
+def _lists_with_remote_experts(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
+    """Finds the lists of experts of which other ranks hold some.
+
+    Yields:
+        The path of the list; the names of its experts on this rank, and the number of all experts.
+    """
     for path, inner in layer.named_sublayers(include_self=True):
         if isinstance(inner, paddle.nn.LayerList) and path.rpartition(".")[2] == LIST:
             here = [name for name, _ in inner.named_children()]
@@ -342,7 +369,7 @@ class Mixtures(LayerKind):
         """
         for inner in layer.sublayers(include_self=True):
             if isinstance(inner, MoELayer) and inner.mp_group and inner.mp_group.nranks > 1:
-                _mark_parts(inner)
+                _mark_partial_gradients(inner)
             if isinstance(inner, MoELayer) and inner.world_size > 1:
                 experts = inner.experts
                 if not isinstance(experts, ExpertList):
@@ -352,7 +379,7 @@ class Mixtures(LayerKind):
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """See :meth:`LayerKind.whole_state`. Each missing expert gets the first one's tensors."""
-        lists = {f"{path}.": numbers for path, numbers in _spread_lists(layer)}
+        lists = {f"{path}.": numbers for path, numbers in _lists_with_remote_experts(layer)}
         whole: dict[str, Tensor] = {}
         expanded: set[str] = set()
         for name, tensor in state.items():
@@ -361,16 +388,16 @@ class Mixtures(LayerKind):
                 whole[name] = tensor
             elif prefix not in expanded:
                 expanded.add(prefix)
-                here, total = lists[prefix]
-                first = f"{prefix}{here[0]}."
-                one = {n[len(first) :]: t for n, t in state.items() if n.startswith(first)}
+                names, total = lists[prefix]
+                first = f"{prefix}{names[0]}."
+                of_first = {n[len(first) :]: t for n, t in state.items() if n.startswith(first)}
                 for expert in range(total):
-                    whole.update((f"{prefix}{expert}.{rest}", t) for rest, t in one.items())
+                    whole.update((f"{prefix}{expert}.{rest}", t) for rest, t in of_first.items())
         return whole
 
     def spreads(self, layer: Layer) -> bool:
-        """Whether the experts of a layer are spread over several ranks."""
-        return any(_spread_lists(layer))
+        """Returns whether other ranks hold some experts of a layer."""
+        return any(_lists_with_remote_experts(layer))
 
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Gives a gradient of zeros to experts that got no token in a batch.
@@ -382,8 +409,8 @@ class Mixtures(LayerKind):
             parameters: The parameters by fully qualified name; those of no expert stay as they are.
         """
         for name, parameter in parameters.items():
-            idle = not parameter.stop_gradient and gradient_of(parameter) is None
-            if idle and is_expert(name):
+            lacks_gradient = not parameter.stop_gradient and gradient_of(parameter) is None
+            if lacks_gradient and is_expert(name):
                 set_gradient(parameter, zero_gradient(parameter))
 
 

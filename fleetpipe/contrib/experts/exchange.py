@@ -44,7 +44,7 @@ def number_count(numbers: Tensor, upper_range: int) -> Tensor:
         UsageError: The choices are no whole numbers, or name an expert that does not exist.
     """
     _require_choices(numbers, upper_range)
-    return _counts(numbers.flatten(), upper_range)[1:]
+    return _count_choices(numbers.flatten(), upper_range)[1:]
 
 
 def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def prune_gate_by_capacity(
     order = by_expert(flat)
     chosen = flat.index_select(order)
     # Dropped choices count as an expert before the first, without room.
-    counts = _counts(flat, experts)
+    counts = _count_choices(flat, experts)
     starts = counts.cumsum() - counts
     free = paddle.concat([paddle.zeros([1], "int64"), expert_count.astype("int64")])
     position = paddle.arange(flat.shape[0]) - starts.index_select(chosen + 1)
@@ -131,19 +131,24 @@ def random_routing(prob: Tensor, topk_value: Tensor, topk_idx: Tensor) -> Tensor
         topk_idx: The choices, likewise.
     """
     first, second = topk_idx.split(2, axis=1)
-    left_out = 2 * topk_value[:, 1:] < prob.reshape([-1, 1]).astype(topk_value.dtype)
-    return paddle.concat([first, paddle.where(left_out, paddle.full_like(second, -1), second)], 1)
+    is_dropped = 2 * topk_value[:, 1:] < prob.reshape([-1, 1]).astype(topk_value.dtype)
+    return paddle.concat([first, paddle.where(is_dropped, paddle.full_like(second, -1), second)], 1)
 
 
-def _counts(choices: Tensor, experts: int) -> Tensor:
-    """Returns the number of dropped choices, followed by that of each expert's choices."""
+def _count_choices(choices: Tensor, experts: int) -> Tensor:
+    """Returns how many choices are dropped, then how many each expert has: int64 [experts + 1]."""
     if choices.shape[0] == 0:  # Paddle 2.6.2 returns no counts then
         return paddle.zeros([experts + 1], "int64")
     return paddle.bincount(choices + 1, minlength=experts + 1).astype("int64")
 
 
 def by_expert(choices: Tensor, last_first: bool = False) -> Tensor:
-    """Returns the positions of choices sorted by expert, within an expert in order or reversed."""
+    """Returns the positions of choices in the order of their experts, dropped ones first.
+
+    Args:
+        choices: The choices, one-dimensional.
+        last_first: Whether an expert's choices are in reverse order.
+    """
     count = choices.shape[0]
     positions = paddle.arange(count)
     keys = choices.astype("int64") * count + (count - 1 - positions if last_first else positions)
@@ -151,6 +156,7 @@ def by_expert(choices: Tensor, last_first: bool = False) -> Tensor:
 
 
 def _require_choices(choices: Tensor, experts: int) -> None:
+    """Raises UsageError if a choice is neither -1 nor the number of one of ``experts`` experts."""
     dtype = str(choices.dtype).rpartition(".")[2]
     if dtype not in ("int32", "int64"):
         raise UsageError(
@@ -170,7 +176,7 @@ def _require_choices(choices: Tensor, experts: int) -> None:
 
 
 def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
-    """Returns the tokens that all members send to this one's experts, by expert. Collective.
+    """Sends tokens to the members that have their experts. Collective.
 
     Args:
         tokens: [tokens, width], sorted by member and expert.
@@ -178,11 +184,14 @@ def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group)
         counts_in: Number of tokens that come from each (member, expert).
         group: The members.
 
+    Returns:
+        The tokens that all members send to this member's experts, sorted by expert and member.
+
     Raises:
         PipelineTimeout: Some member did not come within the limit.
         UsageError: The counts do not add up to the number of tokens.
     """
-    return _exchange_both_ways(True, tokens, counts_out, counts_in, group)
+    return _exchange_tokens(True, tokens, counts_out, counts_in, group)
 
 
 def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
@@ -191,13 +200,14 @@ def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) 
     The tokens are sorted by expert and member, as ``scatter`` returns them; the other arguments and
     the errors are the same.
     """
-    return _exchange_both_ways(False, tokens, counts_out, counts_in, group)
+    return _exchange_tokens(False, tokens, counts_out, counts_in, group)
 
 
-def _exchange_both_ways(
+def _exchange_tokens(
     outward: bool, tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group
 ) -> Tensor:
-    sent, received = (_by_member(counts, group) for counts in (counts_out, counts_in))
+    """Sends tokens to the experts if ``outward``, else back; gradients go the other way."""
+    sent, received = (_counts_by_member(counts, group) for counts in (counts_out, counts_in))
     expected = sum(map(sum, sent if outward else received))
     if tokens.shape[0] != expected:
         raise UsageError(
@@ -206,30 +216,48 @@ def _exchange_both_ways(
             got=f"{tokens.shape[0]} tokens",
             fix="count the experts that the tokens were sorted by",
         )
-    there, back = (partial(_exchange, way, sent, received, group) for way in (outward, not outward))
+    there, back = (
+        partial(_exchange_without_gradient, way, sent, received, group)
+        for way in (outward, not outward)
+    )
     return collective(tokens, there, back)
 
 
-def _exchange(
+def _exchange_without_gradient(
     outward: bool, sent: Counts, received: Counts, group: Group, tokens: Tensor
 ) -> Tensor:
-    """Exchanges tokens: to the experts if ``outward``, else back from them."""
+    """Sends tokens to the experts if ``outward``, else back. Collective.
+
+    Args:
+        outward: The direction.
+        sent: By member and its expert, how many tokens this member has for it.
+        received: By member and this member's expert, how many tokens come from there.
+        group: The members.
+        tokens: [tokens, width], sorted by member and expert on the way out, by expert and member
+            on the way back.
+    """
     if not outward:
-        tokens = _transpose(tokens, list(zip(*received)))
-    parts = _split(tokens, [sum(counts) for counts in (sent if outward else received)])
-    arrived = _join(group.all_to_all(parts))
-    return _transpose(arrived, received) if outward else arrived
+        tokens = _sort_by_column(tokens, list(zip(*received)))
+    parts = _split_by_sizes(tokens, [sum(counts) for counts in (sent if outward else received)])
+    arrived = _concat_filled(group.all_to_all(parts))
+    return _sort_by_column(arrived, received) if outward else arrived
 
 
-def _transpose(tokens: Tensor, counts: Counts) -> Tensor:
-    """Sorts tokens by column and row of ``counts`` that are sorted by row and column."""
+def _sort_by_column(tokens: Tensor, counts: Counts) -> Tensor:
+    """Sorts tokens by column, then row, of a table; they are sorted by row, then column.
+
+    Args:
+        tokens: [tokens, width].
+        counts: The number of tokens in each field of the table, by row and column.
+    """
     flat = [count for row in counts for count in row]
     columns = len(counts[0])
-    pieces = _split(tokens, flat)
-    return _join([piece for column in range(columns) for piece in pieces[column::columns]])
+    pieces = _split_by_sizes(tokens, flat)
+    return _concat_filled([piece for column in range(columns) for piece in pieces[column::columns]])
 
 
-def _split(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _split_by_sizes(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Splits tokens into consecutive pieces of some sizes, which may be 0."""
     # Paddle's split takes no size of 0, and 2.6.2 no slice of that size.
     none = paddle.empty([0, *tokens.shape[1:]], tokens.dtype)
     pieces, start = [], 0
@@ -239,12 +267,14 @@ def _split(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return pieces
 
 
-def _join(pieces: Sequence[Tensor]) -> Tensor:
+def _concat_filled(pieces: Sequence[Tensor]) -> Tensor:
+    """Concatenates pieces along the tokens, without empty ones, unless all are empty."""
     filled = [piece for piece in pieces if piece.shape[0]]
     return paddle.concat(filled) if filled else pieces[0]
 
 
-def _by_member(counts: Tensor, group: Group) -> list[list[int]]:
+def _counts_by_member(counts: Tensor, group: Group) -> list[list[int]]:
+    """Returns counts [members * experts of one member] as a list of lists, by member and expert."""
     if counts.shape[0] % group.ranks:
         raise UsageError(
             "there is a count for each expert of each member",
@@ -257,7 +287,7 @@ def _by_member(counts: Tensor, group: Group) -> list[list[int]]:
 
 
 def members_of(group: PaddleGroup) -> Group:
-    """Returns the job's group of the ranks in a group of Paddle's.
+    """Returns the job's own group of the ranks that are in one of Paddle's groups.
 
     Args:
         group: None for the default group.
@@ -276,7 +306,10 @@ def members_of(group: PaddleGroup) -> Group:
 
 
 def expert_parallel() -> Group:
-    """Returns the ranks over which ``ep_degree`` spreads experts; this process if it is alone."""
+    """Returns the group of ranks over which ``ep_degree`` spreads experts.
+
+    Without a job, in a job of one process and within ``alone()``, it is this process alone.
+    """
     job = current_job()
     return SoleGroup() if job is None or job.local or is_alone() else job.along("ep")
 
@@ -284,27 +317,30 @@ def expert_parallel() -> Group:
 def global_scatter(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    """Returns the tokens that all members send to this one's experts. Collective."""
+    """Replaces Paddle's function of this name: see :func:`scatter`. Collective."""
     return scatter(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def global_gather(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    """Returns tokens to the members that sent them with :func:`global_scatter`. Collective."""
+    """Replaces Paddle's function of this name: see :func:`gather`. Collective."""
     return gather(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def alltoall(
     in_tensor_list: Tensor, group: PaddleGroup = None, use_calc_stream: bool = True
 ) -> Tensor:
-    """Joins the equal parts that all members send to this one into one tensor. Collective."""
+    """Sends a part of a tensor to each member, and concatenates the parts that arrive. Collective.
+
+    Replaces Paddle's function of this name. All parts have the same size.
+    """
     members = members_of(group)
     return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))
 
 
 def no_check() -> None:
-    """Skips a check of NCCL, which CPUs do not use and wheels for CPUs do not contain."""
+    """Does nothing; replaces Paddle's check of NCCL, which wheels for CPUs do not contain."""
 
 
 def local_gather(
@@ -323,17 +359,23 @@ def local_gather(
     return rows.astype(inp.dtype)
 
 
-def moe_scatter(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
+def moe_scatter(tokens: Tensor, positions: Tensor, counts: Tensor, *arguments: object) -> Tensor:
     """Calls Paddle's ``MoEScatter.apply`` so that all ranks take part in its backward.
 
     If its tokens needed no gradient, a rank whose experts get no token would run no backward, and
     other ranks would wait for it in the exchange of gradients.
+
+    Args:
+        tokens: [tokens, width].
+        positions: The positions of the choices, sorted by expert.
+        counts: Number of choices of each expert.
+        arguments: The other arguments of Paddle's function.
     """
     if tokens.stop_gradient and paddle.is_grad_enabled():
         tokens = tokens.detach()
         tokens.stop_gradient = False
-    scattered: Tensor = MoEScatter.apply(tokens, places, counts, *arguments)
-    groups.note_tokens(places.shape[0], tokens.shape[-1] * tokens.element_size(), counts)
+    scattered: Tensor = MoEScatter.apply(tokens, positions, counts, *arguments)
+    groups.note_tokens(positions.shape[0], tokens.shape[-1] * tokens.element_size(), counts)
     return scattered
 
 
