@@ -30,21 +30,22 @@ from fleetpipe.paddle_api.amp import casts_automatically
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, saves_freely
 
-#: The least size of an output, and of its rows, for which the product is faster than the sum.
-_FEWEST, _FEWEST_COLUMNS = 2**15, 256
+#: The bias's gradient is the sum of the output's gradient over rows. From so many elements of the
+#: output, and so many columns, on a product with ones is faster than Paddle's kernel for sums.
+_LEAST_SIZE, _LEAST_COLUMNS = 2**15, 256
 
 #: The most row counts that are tried for each size of weight: if every batch has another length,
 #: trying all of them takes longer than it saves.
-_MOST_ROWS = 8
+_MOST_ROW_COUNTS = 8
 
-#: By size and dtype of the weight, and then by row count: whether both ways have the same bits.
-_tried: dict[tuple[int, int, DType], dict[int, bool]] = {}
+#: By size and dtype of the weight, then by row count: whether both ways had the same bits.
+_results: dict[tuple[int, int, DType], dict[int, bool]] = {}
 
-#: The sizes that are yet to be tried: row count, and size and dtype of the weight.
-_waiting: set[tuple[int, int, int, DType]] = set()
+#: The sizes that wait to be tried: row count, and size and dtype of the weight.
+_untried: set[tuple[int, int, int, DType]] = set()
 
-#: The columns in which all kinds of numbers are tried; each column has a sum of its own.
-_MOST_COLUMNS = 1024
+#: All kinds of numbers are tried in at most so many columns, since each column has its own sum.
+_MOST_TRIED_COLUMNS = 1024
 
 plain_linear_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Linear.forward
 plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
@@ -55,9 +56,9 @@ DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float
 plain_embedding_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
 
 
-def may_gain(layer: Layer) -> bool:
-    """Whether the product may be faster in this Linear, for some row count."""
-    return layer.bias is not None and layer.weight.shape[1] >= _FEWEST_COLUMNS
+def may_be_faster(layer: Layer) -> bool:
+    """Returns whether the product may be faster in a Linear, for some number of rows."""
+    return layer.bias is not None and layer.weight.shape[1] >= _LEAST_COLUMNS
 
 
 def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
@@ -75,25 +76,27 @@ def fast_linear_forward(layer: Layer, input: Tensor) -> Tensor:
         return plain_linear_forward(layer, x)
     *lengths, inputs = x.shape
     rows, columns = math.prod(lengths), weight.shape[1]
-    if columns < _FEWEST_COLUMNS or rows * columns < _FEWEST:
+    if columns < _LEAST_COLUMNS or rows * columns < _LEAST_SIZE:
         return plain_linear_forward(layer, x)
     if not x.dtype == weight.dtype == bias.dtype or casts_automatically():
         return plain_linear_forward(layer, x)
     if not _has_same_bits(rows, inputs, weight):
         return plain_linear_forward(layer, x)
-    return _linear(x, weight, bias)
+    return _linear_by_products(x, weight, bias)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    repeat: Callable[..., Tensor] = _Repeated.apply
+def _linear_by_products(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns ``x @ weight + bias`` whose backward computes the bias's gradient by a product."""
+    repeat: Callable[..., Tensor] = _RepeatRows.apply
     output = eager_operations.product(x, weight)
     return eager_operations.total(output, repeat(bias, output.shape))
 
 
-class _Repeated(paddle.autograd.PyLayer):
-    """Repeats a vector in every row. It saves no tensor, and can be differentiated twice.
+class _RepeatRows(paddle.autograd.PyLayer):
+    """Repeats a vector in every row; the backward sums over rows by a product with ones.
 
-    The sum with it is no part of the PyLayer: Paddle ignores hooks on the output of a PyLayer.
+    It saves no tensor, and can be differentiated twice. The sum of the bias and the product is no
+    part of this PyLayer, since Paddle ignores hooks on the output of a PyLayer.
     """
 
     @staticmethod
@@ -113,33 +116,41 @@ def _ones(rows: int, dtype: DType) -> Tensor:
 
 
 def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
-    """Whether :func:`_try` succeeded for these sizes; each size is tried once."""
+    """Returns whether both ways have the same bits for these sizes; tries each size once.
+
+    Args:
+        rows: Rows of the input.
+        inputs: Columns of the input.
+        weight: [inputs, columns].
+    """
     size = (inputs, weight.shape[1], weight.dtype)
-    tried = _tried.setdefault(size, {})
-    if rows not in tried:
-        if len(tried) >= _MOST_ROWS or device_kind() != "cpu" or weight.dtype not in DTYPES:
+    by_rows = _results.setdefault(size, {})
+    if rows not in by_rows:
+        if len(by_rows) >= _MOST_ROW_COUNTS or device_kind() != "cpu":
+            return False
+        if weight.dtype not in DTYPES:
             return False
         if not saves_freely():
-            _waiting.add((rows, *size))
+            _untried.add((rows, *size))
             return False
-        tried[rows] = _try(rows, *size)
-    return tried[rows]
+        by_rows[rows] = _try_sizes(rows, *size)
+    return by_rows[rows]
 
 
-def try_waiting() -> None:
-    """Tries the sizes that were first used in recompute, during which nothing is tried."""
-    while _waiting:
-        rows, *size = _waiting.pop()
-        _tried[tuple(size)][rows] = _try(rows, *size)
+def try_untried() -> None:
+    """Tries the sizes that were first used within recompute, where nothing can be tried."""
+    while _untried:
+        rows, *size = _untried.pop()
+        _results[tuple(size)][rows] = _try_sizes(rows, *size)
 
 
-def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
+def _try_sizes(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
     """Tests whether a Linear of these sizes has the same bits in both ways."""
     sizes = (rows, inputs), (inputs, columns), (rows, columns)
     x, weight, grad = (next(matrices(size, dtype)) for size in sizes)
-    few = min(columns, _MOST_COLUMNS)
+    few = min(columns, _MOST_TRIED_COLUMNS)
     return _has_same_sums(rows, few, dtype) and same_results(
-        plain_linear, _linear, (x, weight, grad[0]), grad
+        plain_linear, _linear_by_products, (x, weight, grad[0]), grad
     )
 
 
@@ -147,13 +158,15 @@ def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
 def _has_same_sums(rows: int, columns: int, dtype: DType) -> bool:
     """Tests whether sums of all kinds of numbers have the same bits in both ways."""
     return all(
-        same_results(plain_linear, _linear, (grad[:, :1], grad[:1], grad[-1]), grad)
+        same_results(plain_linear, _linear_by_products, (grad[:, :1], grad[:1], grad[-1]), grad)
         for grad in matrices((rows, columns), dtype)
     )
 
 
 def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
-    """Yields twenty matrices: usual numbers, all kinds of unusual ones, and views of others.
+    """Yields twenty matrices: of usual numbers, of all kinds of unusual ones, and views of others.
+
+    A caller with a large weight takes the first matrix alone.
 
     Args:
         shape: Rows and columns.
@@ -163,7 +176,6 @@ def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
     rows, columns = shape
     usual = generator.standard_normal(shape, DTYPES[dtype])
     yield paddle.to_tensor(usual)
-    # A caller with a large weight takes the first matrix alone.
     other = usual[::-1, ::-1].copy()
     positive, rare = other > 0, generator.random(shape) < 1 / (4 * rows)
     zeros = np.where(positive, 0.0, -0.0)
@@ -184,7 +196,7 @@ def same_results(
     operands: Sequence[Tensor],
     grad: Tensor,
 ) -> bool:
-    """Whether two functions have the same bits in their outputs and in all gradients.
+    """Returns whether two functions have the same bits in their outputs and in all gradients.
 
     Args:
         plain: The function that autograd differentiates.
@@ -208,8 +220,8 @@ class LookupTable:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
-        #: Whether the table has no other use with a gradient; None before the first backward.
-        self._alone: bool | None = None
+        #: Whether nothing but look-ups gives the table a gradient; None before the first backward.
+        self._is_only_use: bool | None = None
         #: The ids of each look-up and the gradient of its output; None outside of :meth:`adding`.
         self.calls: list[tuple[Tensor, Tensor]] | None = None
 
@@ -227,16 +239,25 @@ class LookupTable:
 
     @contextmanager
     def adding(self, sums: Sums) -> Iterator[None]:
-        """While it is open, a backward of the stage runs; look-ups are added at its end."""
+        """While it is open, the stage's backward runs; at its end adds the look-ups' gradients.
+
+        Args:
+            sums: The sums to which they are added.
+        """
         weight = self._layer.weight
-        if self._alone is False or weight.stop_gradient or is_watched(weight):
+        if self._is_only_use is False or weight.stop_gradient or is_watched(weight):
             yield
             return
-        if self._alone is None and weight.grad is not None:
+        if self._is_only_use is None and weight.grad is not None:
             yield
             return
-        beside: list[bool] = []
-        hook = weight.register_hook(lambda grad: None if grad is None else beside.append(True))
+        other_gradients: list[bool] = []
+
+        def note_gradient(grad: Tensor | None) -> None:
+            if grad is not None:
+                other_gradients.append(True)
+
+        hook = weight.register_hook(note_gradient)
         calls: list[tuple[Tensor, Tensor]] = []
         self.calls = calls
         try:
@@ -246,12 +267,12 @@ class LookupTable:
             hook.remove()
             count_own_hook(weight)
         if calls:
-            self._alone = not beside
-            _add(weight, calls, sums)
+            self._is_only_use = not other_gradients
+            _add_lookups(weight, calls, sums)
 
 
 class _LookUp(paddle.autograd.PyLayer):
-    """Looks up the rows of some ids in a table."""
+    """Looks up the rows of some ids; the backward leaves its gradient in ``LookupTable.calls``."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, ids: Tensor, table: LookupTable) -> Tensor:
@@ -266,16 +287,22 @@ class _LookUp(paddle.autograd.PyLayer):
         return None
 
 
-def _add(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums) -> None:
-    """Adds the gradients of look-ups, in the order in which they came."""
+def _add_lookups(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums) -> None:
+    """Adds the gradients of a table's look-ups to the table's sum, in the order of the calls.
+
+    Args:
+        weight: The table.
+        calls: The ids of each look-up, and the gradient of its output.
+        sums: The sums of gradients.
+    """
     with paddle.no_grad():
         if len(calls) == 1:
             add_gradient(sums, weight, *calls[0])
             return
-        whole, *rest = (sum_rows(ids, grad, weight) for ids, grad in calls)
-        for one in rest:
-            whole = whole + one
-        sums.add([(weight, whole)])
+        total, *rest = (sum_rows(ids, grad, weight) for ids, grad in calls)
+        for gradient in rest:
+            total = total + gradient
+        sums.add([(weight, total)])
 
 
 def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
@@ -298,23 +325,24 @@ class FastForwards:
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         layers = list(layers)
-        ways = ((layer, type(layer).forward) for layer in layers)
-        self._ways: list[tuple[Layer, object, Forward]] = [
-            (layer, plain, functools.partial(_FORWARDS[plain], layer))
-            for layer, plain in ways
-            if plain in _FORWARDS and may_gain(layer)
-        ]
+        #: Each layer with the forward of its class and the faster one.
+        self._forwards: list[tuple[Layer, object, Forward]] = []
+        for layer in layers:
+            plain = type(layer).forward
+            if plain in _FORWARDS and may_be_faster(layer):
+                fast = functools.partial(_FORWARDS[plain], layer)
+                self._forwards.append((layer, plain, fast))
         tables = tables_of(layers)
-        self._ways += [(layer, plain_embedding_forward, one.forward) for layer, one in tables]
+        self._forwards += [(layer, plain_embedding_forward, one.forward) for layer, one in tables]
         self._tables = [table for _, table in tables]
 
     def running(self) -> AbstractContextManager[None]:
         """While it is open, the layers use the fast forward, unless a user replaced theirs."""
-        try_waiting()
+        try_untried()
         return with_forwards(
             [
                 (layer, forward)
-                for layer, plain, forward in self._ways
+                for layer, plain, forward in self._forwards
                 if type(layer).forward is plain and "forward" not in vars(layer)
             ]
         )
@@ -335,4 +363,4 @@ class FastForwards:
 def fast_forwards_of(layers: Iterable[Layer]) -> FastForwards | None:
     """Returns the leaf layers of a stage that have a faster forward; None if there are none."""
     fast = FastForwards(layers)
-    return fast if fast._ways else None
+    return fast if fast._forwards else None

@@ -42,14 +42,14 @@ def _small_layers(monkeypatch: Patch) -> None:
 def fast(monkeypatch: Patch) -> list[tuple[int, ...]]:
     """The shapes of what the fast way took."""
     shapes: list[tuple[int, ...]] = []
-    original = leaves._linear
+    original = leaves._linear_by_products
 
     def noted(x: Any, weight: Any, bias: Any) -> Any:
         shapes.append(tuple(x.shape))
         return original(x, weight, bias)
 
-    monkeypatch.setattr(leaves, "_linear", noted)
-    monkeypatch.setattr(leaves, "_tried", {})
+    monkeypatch.setattr(leaves, "_linear_by_products", noted)
+    monkeypatch.setattr(leaves, "_results", {})
     leaves._has_same_sums.cache_clear()
     return shapes
 
@@ -113,7 +113,7 @@ def test_unusual_numbers_are_tried(dtype: str) -> None:
 def test_a_large_weight_is_tried_in_the_memory_of_a_few() -> None:
     tracemalloc.start()
     try:
-        leaves._try(8, 1024, 4096, paddle.float32)
+        leaves._try_sizes(8, 1024, 4096, paddle.float32)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -147,7 +147,7 @@ def test_operations_are_looked_up_when_they_are_called(monkeypatch: Patch) -> No
     # A rehearsal replaces them for a time, in which this module may be loaded.
     monkeypatch.setattr(eager_operations, "total", lambda left, right: left)
     one = paddle.ones([1, 1])
-    assert leaves._linear(one, one, one).item() == 1
+    assert leaves._linear_by_products(one, one, one).item() == 1
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
@@ -279,7 +279,7 @@ def test_not_every_number_of_rows_is_tried(fast: list[tuple[int, ...]]) -> None:
             score(other(x)).backward()
         score(plain(x)).backward()
     assert grads_of(plain) == grads_of(other)
-    (tried,) = leaves._tried.values()
+    (tried,) = leaves._results.values()
     assert set(tried) == set(range(4, 4 + leaves._MOST_ROWS))
 
 
