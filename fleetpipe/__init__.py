@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fleetpipe.launch.resume import resume as resume
     from fleetpipe.profiling.planner import plan as plan
 
-#: Names that are loaded when they are used, by the module that has them.
+#: The module of each public name that is loaded when it is first used.
 _LATE = {
     "CheckpointManager": "fleetpipe.checkpoint.manager",
     "Model": "fleetpipe.fit.model",
@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, also those that are loaded late."""
+    """Returns the public names, including those that are not loaded yet."""
     return __all__
 
 

@@ -1,4 +1,8 @@
-"""Parsers of command line arguments: numbers and files, with errors that say what to give."""
+"""Parsers of command line arguments: numbers and files, with errors that say what to give.
+
+``argparse`` calls a function such as :func:`positive` as the ``type`` of an argument; it raises
+``ArgumentTypeError`` for a text that it cannot read.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,21 @@ from pathlib import Path
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import INSTALLED_BY, missing
 
-#: Most processes that are started on one machine.
+#: The largest number of processes that a command starts on one machine.
 MOST_PROCESSES = 1024
 
 
 def spellings(name: str) -> list[str]:
-    """Returns an option with ``-``, and with ``_`` as Paddle's launcher spells it."""
+    """Returns the spellings of an option: with ``-``, and with ``_`` as Paddle's launcher has it.
+
+    Args:
+        name: The option's name without dashes in front, such as ``log_dir``.
+    """
     return [*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))]
 
 
 def number(text: str) -> float:
-    """Reads a number; an integer stays an ``int``."""
+    """Returns the number that a text says: an ``int`` if it has no fraction, else a ``float``."""
     try:
         return int(text)
     except ValueError:
@@ -36,7 +44,7 @@ def number(text: str) -> float:
 
 
 def processes(text: str) -> int:
-    """Reads a number of processes to launch, 1 to 1024."""
+    """Returns a number of processes to launch, from 1 to 1024."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
         raise argparse.ArgumentTypeError(
             f"invalid number of processes: {text!r}; give 1 to {MOST_PROCESSES}"
@@ -45,21 +53,21 @@ def processes(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Reads a whole number of at least 1."""
+    """Returns a whole number of at least 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"invalid number: {text!r}; give 1, 2, 3, ..")
     return int(text)
 
 
 def count(text: str) -> int:
-    """Reads a whole number of at least 0."""
+    """Returns a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"invalid count: {text!r}; give 0, 1, 2, ..")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """Reads a time of at least 0 seconds."""
+    """Returns a time of at least 0 seconds."""
     value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"invalid time: {text!r}; give seconds, 0 or more")
@@ -67,7 +75,7 @@ def seconds(text: str) -> float:
 
 
 def script(text: str) -> Path:
-    """Reads the path of an existing script, whose packages must be installed."""
+    """Returns the path of a script, which must exist, and whose packages must be installed."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}; give a training script")
     for package in missing(Path(text)):
@@ -84,7 +92,7 @@ class Module(str):
 
 
 def module(text: str) -> Module:
-    """Reads the name of a module that exists in the working directory or on Python's path."""
+    """Returns the name of a module, which must be in the working directory or on Python's path."""
     top = text.partition(".")[0]
     if not top or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
         raise argparse.ArgumentTypeError(
@@ -94,7 +102,7 @@ def module(text: str) -> Module:
 
 
 def new_file(text: str) -> Path:
-    """Reads the path of a file to write, after a check that it can be written."""
+    """Returns the absolute path of a file to write, after a check that it can be written."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -131,19 +139,26 @@ def require_folder(name: str, folder: Path | str) -> None:
 
 
 def _write_into(folder: Path) -> None:
-    """Writes a block to a temporary file: a full disk would accept an empty one."""
+    """Checks that a folder takes files, by a temporary one with data: a full disk takes empty ones.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(4096))
 
 
 @contextmanager
 def using(name: str, path: Path | str, give: str) -> Iterator[None]:
-    """While it is open, errors of a file become a ``ConfigError`` about the argument.
+    """Opens a context in which an error of a file becomes a ``ConfigError`` about the argument.
 
     Args:
         name: The argument, as the user types it.
         path: The file.
-        give: A phrase for what the argument takes.
+        give: A phrase for what the user should give, such as "a file that can be read".
+
+    Raises:
+        ConfigError: The file cannot be used, or is no text in UTF-8.
     """
     try:
         yield

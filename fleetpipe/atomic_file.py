@@ -1,8 +1,8 @@
 """Replaces files and folders at once: a reader sees the old or the new one, never a part.
 
-Each is written as a draft in the same folder and then renamed. :func:`replacing` and
-:func:`appearing` sync, so that files survive a crash of the host; files of the other functions
-survive the death of a process.
+Each is written under another name in the same folder, as a *draft*, and then renamed.
+:func:`replacing` and :func:`appearing` sync, so that files survive a crash of the host; files of
+the other functions survive the death of a process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fleetpipe import systems
 
+#: The name of a draft folder: it says which process of which host writes it.
 _DRAFT = re.compile(r"\.draft-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
 
 
@@ -26,16 +27,16 @@ _DRAFT = re.compile(r"\.draft-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
 def replacing(folder: Path) -> Iterator[Path]:
     """Yields an empty folder; the files that the body writes there replace those in ``folder``.
 
-    They are synced first. Several files are renamed one right after the other: a kill between two
-    renames leaves some of both. A process that is killed leaves its draft; the next one removes it.
+    All files are synced, then renamed one right after the other: a kill between two renames leaves
+    new and old files. A process that is killed leaves its draft; the next call removes that.
 
     Args:
-        folder: Is made if it does not exist.
+        folder: The folder of the files; it is made if it does not exist.
 
     Raises:
         OSError: The files cannot be written; the older ones stay.
     """
-    draft = _draft_folder(folder)
+    draft = _make_draft_folder(folder)
     try:
         yield draft
         files = sorted(draft.iterdir())
@@ -53,16 +54,19 @@ def appearing(folder: Path) -> Iterator[Path]:
     """Yields an empty folder, which is synced and renamed to ``folder`` when the body ends.
 
     Args:
-        folder: Must not exist, or be empty.
+        folder: The folder to make; it must not exist, or must be empty.
 
     Raises:
         OSError: The folder cannot be written, or exists; then nothing has changed.
     """
-    draft = _draft_folder(folder.parent)
+    draft = _make_draft_folder(folder.parent)
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
-            (systems.sync_folder if path.is_dir() else sync)(path)
+            if path.is_dir():
+                systems.sync_folder(path)
+            else:
+                sync(path)
         draft.rename(folder)
         systems.sync_folder(folder.parent)
     finally:
@@ -71,12 +75,12 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def draft_of(file: Path) -> Iterator[Path]:
-    """Yields a path at which the body writes a file, which then replaces ``file``; not synced.
+    """Yields a path at which the body writes a file, which then replaces ``file`` without a sync.
 
     Raises:
         OSError: The file cannot be written; an older one stays.
     """
-    draft = _draft_name(file)
+    draft = _draft_path(file)
     try:
         yield draft
         draft.replace(file)
@@ -85,7 +89,7 @@ def draft_of(file: Path) -> Iterator[Path]:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replaces a file by a text at once; not synced.
+    """Replaces a file by one with ``text`` at once, without a sync.
 
     Raises:
         OSError: The file cannot be written; an older one stays.
@@ -95,8 +99,12 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def write_once(file: Path, text: str) -> None:
-    """Writes a file at once, unless it exists: of several writers the first one wins."""
-    draft = _draft_name(file)
+    """Writes a text to a file at once, unless the file exists: of several writers the first wins.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    draft = _draft_path(file)
     try:
         draft.write_text(text, encoding="utf-8")
         with contextlib.suppress(FileExistsError):
@@ -111,21 +119,22 @@ def sync(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def _draft_folder(parent: Path) -> Path:
-    """Makes a new draft in a folder, and the folder itself if it is missing."""
+def _make_draft_folder(parent: Path) -> Path:
+    """Returns a new draft folder in ``parent``, which is made if it is missing."""
     parent.mkdir(parents=True, exist_ok=True)
-    _remove_left(parent)
+    _remove_abandoned_drafts(parent)
     draft = parent / f".draft-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     draft.mkdir()
     return draft
 
 
-def _draft_name(file: Path) -> Path:
+def _draft_path(file: Path) -> Path:
+    """Returns the path of a draft of a file: hidden, unique, in the file's folder."""
     return file.with_name(f".{file.name}.{uuid.uuid4().hex}")
 
 
-def _remove_left(folder: Path) -> None:
-    """Removes the drafts of processes of this host that have ended."""
+def _remove_abandoned_drafts(folder: Path) -> None:
+    """Removes the draft folders that ended processes of this host have left in a folder."""
     for path in folder.iterdir():
         match = _DRAFT.fullmatch(path.name)
         if match is None or match["host"] != socket.gethostname():

@@ -1,4 +1,4 @@
-"""Callbacks for :class:`fleetpipe.Model`; those of ``paddle.callbacks`` work too."""
+"""Names the callbacks for :class:`fleetpipe.Model`; those of ``paddle.callbacks`` work too."""
 
 from __future__ import annotations
 

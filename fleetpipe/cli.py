@@ -1,4 +1,4 @@
-"""The command line: a table of subcommands, each of which is defined in its own package."""
+"""The command line ``fleetpipe``: a table of subcommands, each defined in its own package."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from fleetpipe.version import __version__
 
 
 class Command(NamedTuple):
-    """A subcommand. A ``module:function`` in it is imported when it is needed.
+    """A subcommand.
 
-    Args:
+    Its functions are ``"module:function"``, which are imported when they are needed.
+
+    Attributes:
         name: What the user types.
         help: One line for ``fleetpipe --help``.
         configure: A function ``configure(parser)`` that adds the subcommand's arguments. Its module
             loads no Paddle: help and usage errors need none.
-        run: A function that takes the parsed arguments and returns the exit code; "" for the
-            function whose name is that of ``configure`` with ``run`` in its place.
+        run: A function that takes the parsed arguments and returns the exit code; "" for the path
+            in ``configure`` with the word ``configure`` replaced by ``run``.
     """
 
     name: str
@@ -155,24 +157,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         that could not be written; 130 after Ctrl-C.
     """
     streams.prepare()
-    lost: OSError | None = None
+    write_error: OSError | None = None
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["help"]:  # fleetpipe help COMMAND
         words = [*words[1:2], "--help"]
     try:
-        parser = _parser(words)
+        parser = _build_parser(words)
         if not words:
             parser.print_help(sys.stderr)
             return 2
         arguments = parser.parse_args(words)
         # The command may import Paddle, whose logs are to be quiet from the begin.
         with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
-            run: Callable[[argparse.Namespace], int] = _import(arguments.run)
+            run: Callable[[argparse.Namespace], int] = _import_function(arguments.run)
             code = run(arguments)
-        lost = streams.flush()
+        write_error = streams.flush()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 2
-        lost = streams.flush()
+        write_error = streams.flush()
     except FleetPipeError as error:
         print(f"fleetpipe: {printable(str(error))}", file=sys.stderr)
         code = 1 if isinstance(error, ScheduleError) else 2
@@ -181,18 +183,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     except OSError:
         # If stdout takes a line, the error is that of another file or connection.
-        lost = streams.flush("\n")
-        if lost is None:
+        write_error = streams.flush("\n")
+        if write_error is None:
             raise
         code = 0
-    if lost is None:
+    if write_error is None:
         return code
-    print(f"fleetpipe: the output could not be written: {lost.strerror}", file=sys.stderr)
+    print(f"fleetpipe: the output could not be written: {write_error.strerror}", file=sys.stderr)
     return code or 2
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints a shell completion of all commands, and exits."""
+    """The action of ``--print-completion``: prints a shell completion for all commands, exits."""
 
     def __call__(
         self,
@@ -207,7 +209,11 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def _build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of the command line.
+
+    Only the command that ``words`` name has its arguments, since their definition takes time.
+    """
     parser = argparse.ArgumentParser(
         prog="fleetpipe", description="Pipeline parallelism for PaddlePaddle."
     )
@@ -223,7 +229,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for command in table:
         sub = parsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name in words[:1] or "--print-completion" in words[:1]:
-            _import(command.configure)(sub)
+            _import_function(command.configure)(sub)
             sub.set_defaults(run=command.run or command.configure.replace("configure", "run"))
             _refuse_unknown_options(sub, words[1:])
     _refuse_unknown_options(parser, words[:1])
@@ -259,6 +265,7 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str
             next(rest, None)
 
 
-def _import(path: str) -> Any:
+def _import_function(path: str) -> Any:
+    """Returns the function of a path such as ``"package.module:function"``."""
     module, _, function = path.partition(":")
     return getattr(importlib.import_module(module), function)

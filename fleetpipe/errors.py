@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
-#: Most axes of an array in NumPy 1, and most elements whose bytes 63 bits can count.
+#: The largest number of axes of an array in NumPy 1, and of elements whose bytes 63 bits can count.
 _MOST_AXES, _MOST_ELEMENTS = 32, 1 << 58
 
 
@@ -27,10 +27,11 @@ class FleetPipeError(Exception):
         got: The value that was there instead.
         cause: The likely cause.
         fix: The next step for the reader.
-        permanent: Whether every restart of the job fails with it again.
+        permanent: Whether every restart of the job fails with this error again; None for the
+            class's default.
     """
 
-    #: The default of a class, unless the constructor is given another value.
+    #: Whether errors of the class are permanent by default.
     permanent: bool = False
 
     def __init__(
@@ -54,15 +55,16 @@ class FleetPipeError(Exception):
             "likely cause": cause,
             "what to do": fix,
         }
-        super().__init__(self._text())
+        super().__init__(self._message())
 
     def add_place(self, place: str) -> None:
-        """Adds the caller's location in front of ``where``."""
+        """Adds a location in front of ``where``, such as the file around it or a rank."""
         where = self._labelled["where"]
         self._labelled["where"] = f"{place}: {where}" if where else place
-        self.args = (self._text(),)
+        self.args = (self._message(),)
 
-    def _text(self) -> str:
+    def _message(self) -> str:
+        """Returns the summary and a line for each label that has a text."""
         lines = [f"  {label}: {text}" for label, text in self._labelled.items() if text]
         return "\n".join([self._summary, *lines])
 
@@ -84,7 +86,10 @@ class StateError(FleetPipeError, RuntimeError):
 
 
 class NotInitialized(StateError, AttributeError):
-    """There is no job. It is an AttributeError too, as in Paddle's Fleet, which libraries catch."""
+    """A call that needs a job, before ``fleet.init``.
+
+    It is an AttributeError too, as in Paddle's Fleet, which libraries catch.
+    """
 
 
 class InvariantError(FleetPipeError, RuntimeError):
@@ -144,15 +149,16 @@ class PaddleNotFound(FleetPipeError, ImportError):
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether every restart of a job would fail with an error again.
+    """Returns whether every restart of a job would fail with an error again.
 
-    That is an error in the script's text, in the installation, or in the script's arguments.
+    So do errors of the script's text, of the installation and of the script's arguments.
     """
     if isinstance(error, FleetPipeError):
         return error.permanent
+    if isinstance(error, (ModuleNotFoundError, SyntaxError)):
+        return True
     # Another ImportError may be a library that could not be loaded for want of memory.
-    absent = isinstance(error, ImportError) and str(error).startswith("cannot import name")
-    return absent or isinstance(error, (ModuleNotFoundError, SyntaxError))
+    return isinstance(error, ImportError) and str(error).startswith("cannot import name")
 
 
 class PackageNotFound(ConfigError, ImportError):
@@ -168,7 +174,7 @@ def require_whole(
     where: str | None = None,
     fix: str = "",
 ) -> int:
-    """Returns an argument after a check that it is a whole number.
+    """Returns the value of an argument as an int, after a check that it is a whole number.
 
     Args:
         name: The argument's name.
@@ -189,12 +195,12 @@ def require_whole(
 
 
 def is_whole_number(value: Any, least: int = 1) -> bool:
-    """Whether a value is a whole number of at least ``least``, which True and 1.0 are not."""
+    """Returns whether a value is a whole number of at least ``least``; True and 1.0 are none."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
 
 
 def is_shape(sizes: Collection[Any]) -> bool:
-    """Whether sizes that a file claims can be those of a tensor.
+    """Returns whether sizes, which a file or a message contains, can be a tensor's shape.
 
     A few bytes of a file may claim a hundred thousand axes, or sizes of hundreds of digits, whose
     product must not be computed.
@@ -206,7 +212,10 @@ def is_shape(sizes: Collection[Any]) -> bool:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a text that a file claims can be the name of a visible file in a folder."""
+    """Returns whether a text, which a file contains, can be the name of a visible file in a folder.
+
+    A name with a path, a hidden name, and one that is too long or cannot be encoded are refused.
+    """
     try:
         size = len(os.fsencode(name))
     except UnicodeEncodeError:
@@ -216,7 +225,7 @@ def is_file_name(name: str) -> bool:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a phrase with the ``names`` that are most like ``name``, or with all of them.
+    """Returns a phrase for an unknown name: the ``names`` that are most like it, or all of them.
 
     Upper and lower case are equal, and the dashes before an option are no part of its name.
     """
@@ -230,7 +239,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first names for a message, with ``..`` for the rest."""
+    """Returns the first ``most`` names, separated by commas, and ``..`` if there are more."""
     return ", ".join(names[:most]) + (", .." if len(names) > most else "")
 
 
@@ -246,7 +255,7 @@ def reason(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes control characters in a text for a terminal, and cuts lines after 1000 letters."""
+    """Returns a text for a terminal: control characters escaped, lines cut after 1000 letters."""
     lines = [
         "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.split("\n")
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from fleetpipe.errors import PackageNotFound
 
-#: How each optional package is installed, by the name under which it is imported.
+#: The command that installs each optional package, by the name under which it is imported.
 INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
     "mlflow": "pip install mlflow",
@@ -36,19 +36,19 @@ INSTALLED_BY = {
 
 
 def extra(name: str) -> Any:
-    """Loads a module of ``fleetpipe.contrib``, which the core and the standard ring never import.
+    """Returns a module of ``fleetpipe.contrib``, which the core and the standard ring never import.
 
     Args:
-        name: Its path below ``contrib``, as ``"view.reporting"``.
+        name: The module's path below ``contrib``, as ``"view.reporting"``.
     """
     return importlib.import_module(f"fleetpipe.contrib.{name}")
 
 
 def late(names: Mapping[str, str]) -> Callable[[str], object]:
-    """Returns the ``__getattr__`` of a package that loads its public names when they are used.
+    """Returns a ``__getattr__`` for a package, which loads public names when they are first used.
 
     Args:
-        names: The module of each name; if the module lacks the name, the module itself is meant.
+        names: The module of each name. If the module lacks the name, the name is the module itself.
     """
 
     def get(name: str) -> object:
@@ -61,7 +61,10 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
 
 
 class _SharedModule(Loader):
-    """Loads a module under a second name, and keeps its ``__spec__``."""
+    """Makes ``import`` return an already loaded module under a second name.
+
+    The module's ``__spec__`` stays that of its first name.
+    """
 
     def __init__(self, name: str) -> None:
         self._module = importlib.import_module(name)
@@ -75,10 +78,14 @@ class _SharedModule(Loader):
 
 
 def spec_of(second: str, name: str) -> ModuleSpec | None:
-    """Returns the spec that imports a module under a second name too; None if it does not exist.
+    """Returns a spec that imports the module ``name`` under a second name; None without a module.
 
     The finder that returns this spec must stand before the path finder, which would find the
     submodules of a package by its ``__path__`` and load them again.
+
+    Args:
+        second: The second name.
+        name: The module's own name.
     """
     try:
         return ModuleSpec(second, _SharedModule(name))
@@ -97,21 +104,22 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec that the function returns."""
+        """Returns the spec of a module, or None for one that Python's own finders look for."""
         return self.find(fullname)
 
     def install(self) -> None:
         """Puts the finder in front, unless a finder with the same function is installed."""
-        if not any(isinstance(one, Finder) and one.find is self.find for one in sys.meta_path):
+        finders = [finder for finder in sys.meta_path if isinstance(finder, Finder)]
+        if not any(finder.find is self.find for finder in finders):
             sys.meta_path.insert(0, self)
 
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """While it is open, the error of an import that fails says how to install the package.
+    """Opens a context in which the error of a failing import says how to install the package.
 
     Args:
-        purpose: What the package is for, as the subject of a sentence.
+        purpose: A clause for what the package is for, such as "a completion is printed".
 
     Raises:
         PackageNotFound: A package of ``INSTALLED_BY`` is not installed.
@@ -128,15 +136,22 @@ def needed_for(purpose: str) -> Iterator[None]:
 
 
 def missing(script: Path) -> list[str]:
-    """Returns the packages of ``INSTALLED_BY`` that a script imports at its top and lacks.
+    """Returns the packages of ``INSTALLED_BY`` that a script imports and that are not installed.
 
-    It reads imports at the top of the script, and of modules beside it that it imports. A file that
-    changes ``sys.path`` may find packages elsewhere, so its imports are not reported.
+    Only imports at the top of the script count, and those of modules beside it that it imports. A
+    file that changes ``sys.path`` may find packages elsewhere, so its imports are not reported.
     """
-    return [name for name in sorted({*_imports(script, {script})}) if find_spec(name) is None]
+    packages = sorted({*_optional_imports(script, {script})})
+    return [name for name in packages if find_spec(name) is None]
 
 
-def _imports(file: Path, seen: set[Path]) -> Iterator[str]:
+def _optional_imports(file: Path, seen: set[Path]) -> Iterator[str]:
+    """Yields the packages of ``INSTALLED_BY`` that a file and its neighbours import.
+
+    Args:
+        file: A Python file.
+        seen: The files that were read before; the files that are read are added.
+    """
     try:
         source = file.read_bytes()
         body = ast.parse(source).body
@@ -144,22 +159,22 @@ def _imports(file: Path, seen: set[Path]) -> Iterator[str]:
         return  # Python will say so
     if b"sys.path" in source:
         return
-    for name in _names(body):
+    for name in _imported_packages(body):
         beside = file.with_name(f"{name}.py")
         if beside.is_file():
             if beside not in seen:
                 seen.add(beside)
-                yield from _imports(beside, seen)
+                yield from _optional_imports(beside, seen)
         elif name in INSTALLED_BY and not file.with_name(name).is_dir():
             yield name
 
 
-def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yields the top-level names that these statements import unconditionally."""
+def _imported_packages(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yields the top-level packages that some statements import unconditionally."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0]
         elif isinstance(node, ast.With):
-            yield from _names(node.body)
+            yield from _imported_packages(node.body)

@@ -1,4 +1,4 @@
-"""Reads JSON from any source: each value has its location, and is checked when it is read.
+"""Reads JSON from any source: each value knows its location, and is checked when it is read.
 
     value = parse(text, Source("this is no profile", ConfigError, "measure one"))
     names = [layer["name"].text() for layer in value["layers"].items()]
@@ -26,12 +26,13 @@ from fleetpipe.errors import FleetPipeError, nearest
 
 Record = TypeVar("Record")
 
-#: Largest figure: sums and products of figures stay finite.
+#: The largest time or size: sums and products of some stay finite.
 MOST = 1e100
 
-#: Upper limit of whole numbers.
+#: The first whole number that is too large.
 _MOST_COUNT = 1 << 63
 
+#: The largest number of digits of a number in a text that another process sends.
 _MOST_DIGITS = 19
 # A string without an end goes to the end of the text, so that no character is read twice.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
@@ -40,7 +41,7 @@ _NUMBER = re.compile(rb"[0-9.eE+-]+")
 
 
 class Source(NamedTuple):
-    """The source of a value, for errors.
+    """Describes where JSON comes from, for the errors of its values.
 
     Attributes:
         summary: The first line of an error, a sentence.
@@ -53,7 +54,13 @@ class Source(NamedTuple):
     fix: str
 
     def refused(self, place: str = "", *, expected: str, got: str) -> FleetPipeError:
-        """Returns the error for the value at a location."""
+        """Returns the error of a wrong value.
+
+        Args:
+            place: The value's location in the document; "" for the whole.
+            expected: What the value should be.
+            got: What the value is.
+        """
         return self.error(self.summary, where=place, expected=expected, got=got, fix=self.fix)
 
 
@@ -72,7 +79,7 @@ class JsonValue:
         self.content, self.source, self.place = content, source, place
 
     def refused(self, expected: str) -> FleetPipeError:
-        """Returns the error that says what was expected in place of this value."""
+        """Returns the error of this value, which should be as ``expected`` says."""
         return self.source.refused(self.place, expected=expected, got=reprlib.repr(self.content))
 
     def fields(self) -> dict[str, JsonValue]:
@@ -175,18 +182,19 @@ class JsonValue:
 
         Args:
             kind: The class.
-            each: Reads a field; by default its annotation decides: a number, a text or a tuple of
-                these.
-            readers: A function for a field, by its name, in place of ``each``.
+            each: Converts the value of a field; by default the field's annotation decides: a
+                number, a text or a tuple of these.
+            readers: By the name of a field, a function that is used in place of ``each``.
         """
         cls: Any = kind
-        defaults = _defaults(cls)
+        defaults = _defaults_by_field(cls)
         self.require_names(defaults)
-        fields_here, values = self.fields(), {}
+        given_fields, values = self.fields(), {}
         for name, default in defaults.items():
-            value = fields_here.get(name)
+            value = given_fields.get(name)
             if value is not None and (value.content is not None or default is not None):
-                values[name] = (readers.get(name) or each or _reader(cls, name))(value)
+                read_field = readers.get(name) or each or _reader_of_field(cls, name)
+                values[name] = read_field(value)
             elif default is MISSING:
                 raise self.refused(f"an object with {name!r}")
         return kind(**values)
@@ -196,21 +204,23 @@ class JsonValue:
 
         Args:
             kind: The class.
-            readers: A function for a field, by its name; by default its annotation decides.
+            readers: By the name of a field, a function that converts its value; by default the
+                field's annotation decides.
         """
         cls: Any = kind
-        items, names = self.items(), _defaults(cls)
+        items, names = self.items(), _defaults_by_field(cls)
         if len(items) != len(names):
             raise self.refused(f"a list of {len(names)} values")
-        pairs = zip(names, items)
-        return kind(*((readers.get(name) or _reader(cls, name))(item) for name, item in pairs))
+        field_readers = [readers.get(name) or _reader_of_field(cls, name) for name in names]
+        return kind(*(read_field(item) for read_field, item in zip(field_readers, items)))
 
     def _value_at(self, content: object, step: str) -> JsonValue:
+        """Returns a value inside this one, at ``.name`` of an object or ``[index]`` of a list."""
         return JsonValue(content, self.source, f"{self.place}{step}".lstrip("."))
 
 
 def parse(text: str | bytes, source: Source) -> JsonValue:
-    """Reads JSON.
+    """Returns the value of a JSON text.
 
     Raises:
         FleetPipeError: The text is no JSON, or nested too deeply; the class is the source's.
@@ -229,9 +239,9 @@ def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:
 
     Args:
         text: JSON in ASCII, of a length that its reader has bounded.
-        deepest: Most lists and objects within each other.
-        most: Most lists and objects in all.
-        strings: Most strings in all; a string that ends in a backslash counts half.
+        deepest: The largest number of lists and objects within each other.
+        most: The largest number of lists and objects in all.
+        strings: The largest number of strings; a string that ends in a backslash counts half.
 
     Raises:
         ValueError: The text is no JSON, or larger than that.
@@ -254,12 +264,12 @@ def parse_small(text: bytes, deepest: int, most: int, strings: int) -> Any:
 def read(
     path: str | os.PathLike[str], source: Source, build: Callable[[JsonValue], Record]
 ) -> Record:
-    """Reads a file of JSON, or of TOML if its name ends in ``.toml``.
+    """Reads a file of JSON, or of TOML if its name ends in ``.toml``; returns ``build(value)``.
 
     Args:
         path: The file.
-        source: Describes it for errors.
-        build: Converts the value; an error that it raises names the file.
+        source: Describes the file for errors.
+        build: Converts the value of the file; errors that it raises get the path of the file.
 
     Raises:
         FleetPipeError: The file cannot be read; or as for :func:`parse` and ``build``.
@@ -271,7 +281,7 @@ def read(
 
 
 def parse_toml(text: str, source: Source) -> JsonValue:
-    """Reads TOML, for which Python has a parser from 3.11 on.
+    """Returns the value of a TOML text; Python has a parser from 3.11 on.
 
     Raises:
         FleetPipeError: The text is no TOML, or Python is older; the class is the source's.
@@ -305,7 +315,7 @@ def read_text(
         raise
 
 
-#: The method that reads a field, by its annotation.
+#: The method of :class:`JsonValue` that converts a field's value, by the field's annotation.
 _READERS: dict[str, Callable[[JsonValue], Any]] = {
     "bool": JsonValue.flag,
     "int": JsonValue.count,
@@ -318,14 +328,15 @@ _READERS: dict[str, Callable[[JsonValue], Any]] = {
 
 
 @cache
-def _reader(kind: type[Any], name: str) -> Callable[[JsonValue], Any]:
+def _reader_of_field(kind: type[Any], name: str) -> Callable[[JsonValue], Any]:
+    """Returns the method of :data:`_READERS` for a field of a class."""
     annotation = kind.__annotations__[name]
     text = str(getattr(annotation, "__forward_arg__", annotation))
     return _READERS[text.removesuffix(" | None")]
 
 
 @cache
-def _defaults(kind: type[Any]) -> dict[str, object]:
+def _defaults_by_field(kind: type[Any]) -> dict[str, object]:
     """Returns the fields of a class with their defaults; MISSING for those without one."""
     if is_dataclass(kind):
         return {field.name: field.default for field in fields(kind)}

@@ -1,7 +1,7 @@
 """Logs notices for the user by ``logging``.
 
 Every module has the logger of its own name, so that ``logging.getLogger("fleetpipe")`` controls
-all. If nobody has configured logging, a notice is a line on standard error.
+all. Unless the user has configured logging, a notice is a line on standard error.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from contextlib import contextmanager
 
 #: The parent of all loggers.
 NAME = "fleetpipe"
-#: A logger of Paddle's whose handler is like the one that Paddle gives to the root logger.
+#: A logger of Paddle's. Its handler has the stream and the format of the one that ``import paddle``
+#: gives to the root logger, by which that one is recognized.
 FLEETS_LOGGER = "paddle.distributed.fleet.utils.log_util"
 #: Seconds after which :func:`once_if_slow` logs.
 _PATIENCE = 3.0
-#: Held around :func:`once` in threads: a cache may call its function in two threads at once.
-_turn = threading.Lock()
+#: Taken by threads that call :func:`once`: a cache may call its function in two threads at once.
+_once_lock = threading.Lock()
 
-#: Handlers that :func:`_keep_out` has changed.
-_kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
+#: The handlers from which :func:`_hide_from` hides records.
+_hidden_from: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 def logger(name: str) -> logging.Logger:
-    """Returns the logger of a module; its records have the ``rank`` of the job."""
+    """Returns the logger of a module; its records have the attribute ``rank``, as formats may."""
     log = logging.getLogger(name)
     log.addFilter(_add_rank)
     return log
@@ -37,12 +38,13 @@ def logger(name: str) -> logging.Logger:
 
 @functools.cache
 def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
-    """Logs ``text`` the first time in this process.
+    """Logs ``text``, only the first time in this process.
 
     Args:
         log: A logger's method, say ``warning``.
         text: The notice.
-        any_rank: Whether the notice is about this rank alone; else rank 0 logs it for all.
+        any_rank: Whether every rank logs the notice, as it is about this rank alone; else only
+            rank 0 logs it.
     """
     if any_rank or own_rank() == 0:
         log(text, stacklevel=2)
@@ -50,8 +52,8 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
 
 @contextmanager
 def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
-    """Logs ``text`` by :func:`once` if the context is still open after a few seconds."""
-    timer = threading.Timer(_PATIENCE, _once_in_turn, [log, text])
+    """Opens a context; if it is still open after three seconds, logs ``text`` by :func:`once`."""
+    timer = threading.Timer(_PATIENCE, _once_under_lock, [log, text])
     timer.daemon = True
     timer.start()
     try:
@@ -60,42 +62,43 @@ def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _once_in_turn(log: Callable[..., None], text: str) -> None:
-    with _turn:
+def _once_under_lock(log: Callable[..., None], text: str) -> None:
+    """Calls :func:`once` from a timer's thread."""
+    with _once_lock:
         once(log, text)
 
 
 class LogObserver(logging.Handler):
-    """Gives records to a function; notices are shown as they are without this handler."""
+    """Passes records to a function; it is no user's handler, so standard error shows them too."""
 
-    def __init__(self, see: Callable[[logging.LogRecord], None], level: int) -> None:
-        """Prepares to be added to a logger.
+    def __init__(self, observe: Callable[[logging.LogRecord], None], level: int) -> None:
+        """Creates a handler, to be added to a logger.
 
         Args:
-            see: Gets each record; called on the thread that logs.
-            level: The least level of a record.
+            observe: Gets each record; called on the thread that logs.
+            level: The lowest level of a record.
         """
         super().__init__(level)
-        self._see = see
+        self._observe = observe
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Gives a record to the program."""
-        self._see(record)
+        """Passes a record to the function."""
+        self._observe(record)
 
 
-class _Unconfigured(logging.Handler):
-    """Writes records to the current ``sys.stderr``, unless the user has a handler for them."""
+class _StderrHandler(logging.Handler):
+    """Writes records to the current ``sys.stderr``, unless a handler of the user's gets them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        handlers = [
-            handler
-            for handler in _handlers(record)
-            if handler is not self and not isinstance(handler, LogObserver)
-        ]
-        paddles = [handler for handler in handlers if _is_paddles(handler)]
-        for handler in paddles:
-            _keep_out(handler)
-        if len(handlers) > len(paddles):
+        has_users_handler = False
+        for handler in _handlers_of(record):
+            if handler is self or isinstance(handler, LogObserver):
+                continue
+            if _is_paddles(handler):
+                _hide_from(handler)
+            else:
+                has_users_handler = True
+        if has_users_handler:
             return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
@@ -110,11 +113,12 @@ def own_rank() -> int:
 
 
 def _add_rank(record: logging.LogRecord) -> bool:
+    """Gives a record the attribute ``rank``; a filter, which lets every record pass."""
     record.rank = own_rank()
     return True
 
 
-def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
+def _handlers_of(record: logging.LogRecord) -> Iterator[logging.Handler]:
     """Yields the handlers that get a record, as ``logging`` finds them."""
     source: logging.Logger | None = logging.getLogger(record.name)
     while source is not None:
@@ -123,35 +127,36 @@ def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
 
 
 def _is_paddles(handler: logging.Handler) -> bool:
-    """Whether a handler is the one that ``import paddle`` gives to the root logger."""
+    """Returns whether a handler is the one that ``import paddle`` gives to the root logger."""
     return type(handler) is logging.StreamHandler and any(
-        handler is not one and _stream_and_format(handler) == _stream_and_format(one)
-        for one in logging.getLogger(FLEETS_LOGGER).handlers
+        handler is not fleets and _stream_and_format(handler) == _stream_and_format(fleets)
+        for fleets in logging.getLogger(FLEETS_LOGGER).handlers
     )
 
 
 def _stream_and_format(handler: logging.Handler) -> tuple[object, ...]:
+    """Returns the stream and the format string of a handler; None for one that it lacks."""
     formatter = handler.formatter
     return getattr(handler, "stream", None), formatter and formatter._fmt
 
 
-def _keep_out(handler: logging.Handler) -> None:
+def _hide_from(handler: logging.Handler) -> None:
     """Makes a handler of Paddle's ignore fleetpipe's records, until the user changes it."""
-    if handler not in _kept_out:
-        _kept_out.add(handler)
+    if handler not in _hidden_from:
+        _hidden_from.add(handler)
         handler.addFilter(
             lambda record: record.name.partition(".")[0] != NAME or not _is_paddles(handler)
         )
 
 
-def _begin() -> None:
+def _show_notices() -> None:
     """Makes notices visible, unless the user has configured logging before."""
     base = logging.getLogger(NAME)
     if base.level == logging.NOTSET:
         base.setLevel(logging.INFO)
-    handler = _Unconfigured()
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter(f"{NAME}: %(message)s"))
     base.addHandler(handler)
 
 
-_begin()
+_show_notices()

@@ -1,4 +1,4 @@
-"""The settings that change the bits of results, and the one that makes AMD CPUs fast.
+"""Reads and sets the settings that change the bits of results, and the one that AMD CPUs need.
 
 The CPU wheels of Paddle bundle an MKL of 2019 that takes a slow path on AMD processors unless
 ``MKL_DEBUG_CPU_TYPE=5`` is in the environment before the first product. The setting changes the
@@ -11,11 +11,12 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+#: The environment variables that change the bits of a result: on any device, and on GPUs alone.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "MKL_CBWR")
-_OF_GPUS = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+_GPU_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 #: Flags of Paddle's with which a GPU adds up in one order in cuDNN's kernels and in the gradient of
-#: Embedding. Paddle refuses to choose kernels by their time at once.
-_REPEATING = {
+#: Embedding. Paddle refuses to choose kernels by their time (exhaustive search) at the same time.
+_DETERMINISTIC_FLAGS = {
     "FLAGS_cudnn_deterministic": True,
     "FLAGS_cudnn_exhaustive_search": False,
     "FLAGS_embedding_deterministic": 1,
@@ -35,7 +36,7 @@ def prepare() -> None:
 
 
 def repeat_bits() -> None:
-    """Makes a GPU repeat its bits as far as Paddle can; a CPU always does.
+    """Makes a GPU compute the same bits in every run, as far as Paddle can; a CPU always does.
 
     cuBLAS reads its variable when it is first used.
     """
@@ -44,33 +45,34 @@ def repeat_bits() -> None:
     if paddle.device.get_device() == "cpu":
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for name, value in _REPEATING.items():
+    for name, value in _DETERMINISTIC_FLAGS.items():
         with suppress(ValueError):  # a version of Paddle without this flag
             paddle.set_flags({name: value})
 
 
 def environment() -> dict[str, str]:
-    """Returns the settings that change the bits of a result; unset ones are empty strings."""
+    """Returns the environment variables that change the bits of a result; "" for unset ones."""
     return {name: os.environ.get(name, "") for name in _VARIABLES}
 
 
 def settings() -> dict[str, str]:
-    """Returns all facts that decide the bits of a result on this machine."""
+    """Returns what decides the bits of a result here: Paddle's version, device, environment."""
     import paddle
 
     device = paddle.device.get_device().split(":")[0]
-    more = () if device == "cpu" else _OF_GPUS
-    of_gpus = {name: os.environ.get(name, "") for name in more}
-    return {"paddle": paddle.version.full_version, "device": device, **environment(), **of_gpus}
+    facts = {"paddle": paddle.version.full_version, "device": device, **environment()}
+    if device != "cpu":
+        facts.update((name, os.environ.get(name, "")) for name in _GPU_VARIABLES)
+    return facts
 
 
 def is_amd_with_avx2(description: str) -> bool:
-    """Whether MKL takes its slow path on a processor, by the text of ``/proc/cpuinfo``."""
+    """Returns whether a processor, described as in ``/proc/cpuinfo``, is AMD's and has AVX2."""
     return "AuthenticAMD" in description and " avx2 " in description.replace("\n", " ")
 
 
 def cpu_description() -> str:
-    """Returns the text of ``/proc/cpuinfo``; nothing where there is none."""
+    """Returns the text of ``/proc/cpuinfo``; "" on a system without it."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -50,13 +50,15 @@ Cost = Callable[[int, int, int], float]
 #: fall when layers are added.
 Floor = Callable[[int, int], float]
 
+#: The width of the column of names in a table, in characters.
 NAMES_WIDTH = 44
 
+#: The methods of :func:`segment` that are given by name.
 METHODS = ("uniform", "layer:Regex", "balanced")
 
 
 def uniform(count: int, parts: int) -> list[int]:
-    """Cuts into stages of equal length; a remainder goes one layer each to the last stages.
+    """Returns a cut into stages of equal length; a remainder goes to the last stages, one each.
 
     Args:
         count: Number of layers.
@@ -75,10 +77,11 @@ def uniform(count: int, parts: int) -> list[int]:
 
 
 def by_class(names: Sequence[str], parts: int, regex: str) -> list[int]:
-    """Cuts right after every k-th layer whose class name matches, k the same for each stage.
+    """Returns a cut with equally many layers of a class in each stage.
 
-    Layers before the first match belong to stage 0, other layers after a boundary to the stage that
-    begins there, and those after the last match to the last stage.
+    It cuts right after every k-th layer whose class name matches, k the same for each stage. Layers
+    before the first match belong to stage 0, other layers after a boundary to the stage that begins
+    there, and those after the last match to the last stage.
 
     Args:
         names: Class name of each layer, or ``__name__`` of a function; "" for a layer without a
@@ -95,7 +98,7 @@ def by_class(names: Sequence[str], parts: int, regex: str) -> list[int]:
     """
     method = f"layer:{regex}"
     require_enough(len(names), parts, method)
-    matches = [index for index, name in enumerate(names) if name and _search(regex, name)]
+    matches = [index for index, name in enumerate(names) if name and _matches(regex, name)]
     if not matches:
         raise PartitionError(
             f"seg_method {method!r} matches no layer",
@@ -103,7 +106,7 @@ def by_class(names: Sequence[str], parts: int, regex: str) -> list[int]:
             got="the names " + ", ".join(sorted({name or "(none)" for name in names})),
             fix="name a class of the layers list, as in 'layer:TransformerBlock'",
         )
-    each, remainder = divmod(len(matches), parts)
+    per_stage, remainder = divmod(len(matches), parts)
     if remainder:
         raise PartitionError(
             f"the {len(matches)} layers that seg_method {method!r} matches cannot be shared evenly",
@@ -111,11 +114,12 @@ def by_class(names: Sequence[str], parts: int, regex: str) -> list[int]:
             got=f"{len(matches)} matches, remainder {remainder}",
             fix="choose a number of stages that divides the matches, or seg_method 'balanced'",
         )
-    last_of_stage = matches[each - 1 : -1 : each]
+    last_of_stage = matches[per_stage - 1 : -1 : per_stage]
     return [0, *(index + 1 for index in last_of_stage), len(names)]
 
 
-def _search(regex: str, name: str) -> bool:
+def _matches(regex: str, name: str) -> bool:
+    """Returns whether a name matches the user's expression; refuses an invalid expression."""
     try:
         return re.search(regex, name, re.IGNORECASE) is not None
     except re.error as error:
@@ -127,7 +131,7 @@ def _search(regex: str, name: str) -> bool:
 
 
 def explicit(count: int, parts: int, bounds: Sequence[int]) -> list[int]:
-    """Takes the boundaries from the user, after checking them.
+    """Returns the cut that the user gives as a list, after checking it.
 
     Args:
         count: Number of layers.
@@ -159,6 +163,7 @@ def explicit(count: int, parts: int, bounds: Sequence[int]) -> list[int]:
 
 
 def _layer_number(bound: object, method: str) -> int:
+    """Returns a number of the user's list as an int; ``method`` names the list in the error."""
     try:
         if isinstance(bound, bool):
             raise TypeError
@@ -242,9 +247,10 @@ class Bottleneck(NamedTuple):
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Cuts so that the heaviest stage is as light as possible; the module says how ties are broken.
+    """Returns the cut whose heaviest stage is as light as possible.
 
-    Takes about ``parts * len(weights) ** 2`` steps at worst.
+    The module's docstring says which one of several. Takes about ``parts * len(weights) ** 2``
+    steps at worst.
 
     Args:
         weights: Weight of each layer, not negative; a weight of 0 is allowed. Usually numbers of
@@ -285,7 +291,7 @@ def fastest(
     floor: Floor = lambda _start, _end: -math.inf,
     sent: Callable[[int], float] | None = None,
 ) -> Bottleneck:
-    """Cuts so that the costliest stage costs as little as possible.
+    """Returns the cut whose costliest stage costs as little as possible.
 
     Takes about ``parts * len(places) ** 2`` calls of ``cost``, twice; with a good ``floor`` far
     fewer.
@@ -313,7 +319,7 @@ def fastest(
             fix="use fewer ranks or chunks",
         )
     bounds = [0, *places, count]
-    lowest = _cut(bounds, parts, cost, max, floor)[1]
+    lowest = _lowest_cost_cut(bounds, parts, cost, max, floor)[1]
     if math.isinf(lowest):
         raise PartitionError(
             "no cut has stages that all fit into memory",
@@ -321,36 +327,45 @@ def fastest(
             fix="raise the limit of memory, or use more ranks",
         )
 
-    most = lowest if sent is None else (1 + SLACK) * lowest
+    # Of the cuts whose costliest stage costs at most this, the second search takes the one with the
+    # lowest sum of what its stages send, or of their squared costs.
+    limit = lowest if sent is None else (1 + SLACK) * lowest
 
-    def second(stage: int, start: int, end: int) -> float:
-        seconds = cost(stage, start, end)
-        if seconds > most:
+    def second_cost(stage: int, start: int, end: int) -> float:
+        stage_cost = cost(stage, start, end)
+        if stage_cost > limit:
             return math.inf
-        return seconds**2 if sent is None else sent(start)
+        return stage_cost**2 if sent is None else sent(start)
 
     def second_floor(start: int, end: int) -> float:
-        seconds = floor(start, end)
-        if seconds > most:
+        lower_bound = floor(start, end)
+        if lower_bound > limit:
             return math.inf
-        return max(seconds, 0) ** 2 if sent is None else 0.0
+        return max(lower_bound, 0) ** 2 if sent is None else 0.0
 
-    boundaries, _ = _cut(bounds, parts, second, lambda before, one: before + one, second_floor)
+    boundaries, _ = _lowest_cost_cut(bounds, parts, second_cost, operator.add, second_floor)
     stages = enumerate(pairwise(boundaries))
     return Bottleneck(boundaries, max(cost(stage, *bounds) for stage, bounds in stages))
 
 
-def _cut(
+def _lowest_cost_cut(
     bounds: Sequence[int],
     parts: int,
     cost: Cost,
     join: Callable[[float, float], float],
     floor: Floor,
 ) -> tuple[tuple[int, ...], float]:
-    """Returns the cut with the lowest joined cost.
+    """Returns the boundaries of the cut with the lowest cost, and that cost.
 
-    ``best[end]`` is the cost of the layers before ``bounds[end]`` in the stages so far, and
-    ``start_of[stage][end]`` the latest start of the last of these stages that reaches it.
+    In the body, ``best[end]`` is the lowest cost of the layers before ``bounds[end]`` as the stages
+    so far, and ``start_of[stage][end]`` the latest start of the last of these stages that has it.
+
+    Args:
+        bounds: The layers at which a stage may begin or end, ascending.
+        parts: The number of stages.
+        cost: As for :func:`fastest`.
+        join: Returns the cost of a stage and those before it, from the two costs: ``max`` or a sum.
+        floor: As for :func:`fastest`.
     """
     last = len(bounds) - 1
     # Sums of whole numbers stay exact, however large they are.
@@ -379,8 +394,8 @@ class LayerInfo(NamedTuple):
     """The facts about one layer that a cut depends on.
 
     Attributes:
-        name: Its class name, or ``__name__`` of a function; "" if it has neither.
-        parameters: How many numbers its trainable parameters hold; 0 for a layer without any.
+        name: The layer's class name, or ``__name__`` of a function; "" if it has neither.
+        parameters: The number of elements of its trainable parameters.
     """
 
     name: str
@@ -406,7 +421,7 @@ class StageRange:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the trainable parameters of the stage hold."""
+        """The number of elements of the stage's trainable parameters."""
         return sum(layer.parameters for layer in self.layers)
 
 
@@ -417,9 +432,9 @@ class Partition:
 
     Attributes:
         boundaries: First layer of each stage, then the number of layers.
-        method: How the cut was found, as in :func:`segment`.
+        method: The method that found the cut, as in :func:`segment`.
         layers: All layers of the model, in order.
-        may_be_empty: Whether a stage may have no layer, as for a batch that needs none of it.
+        may_be_empty: Whether a stage may have no layer, as in a cut for a batch that skips layers.
 
     Raises:
         PartitionError: The boundaries lose a layer, hold one twice, or leave a stage empty.
@@ -466,39 +481,45 @@ class Partition:
         return range(*self.boundaries[stage : stage + 2])
 
     def table(self, rank_of: Callable[[int], int] | None = None) -> str:
-        """Draws the stages as a table: layers, their names, parameters and share of the whole.
+        """Returns a table of the stages: layers, their names, parameters and share of all of these.
 
         Args:
-            rank_of: Gives the rank that holds a stage, such as ``rank_of`` of a placement; adds a
-                column.
+            rank_of: Returns the rank of a stage, such as ``rank_of`` of a placement; None for a
+                table without ranks.
 
         Returns:
             Several lines without a newline at the end.
         """
-        rows = list(self._rows(rank_of))
+        rows = list(self._table_rows(rank_of))
         title = f"seg_method {self.method}: {len(self.layers)} layers, stages: {len(self.stages)}"
         return f"{title}\n{table(rows, left=[rows[0].index('names')])}"
 
-    def _rows(self, rank_of: Callable[[int], int] | None) -> Iterator[list[str]]:
+    def _table_rows(self, rank_of: Callable[[int], int] | None) -> Iterator[list[str]]:
+        """Yields the cells of the table's heading, of each stage and of the whole model."""
+
         def row(stage: str, rank: str, *rest: str) -> list[str]:
             return [stage, *([] if rank_of is None else [rank]), *rest]
 
         total = sum(layer.parameters for layer in self.layers)
         yield row("stage", "rank", "layers", "names", "parameters", "share")
-        for part in self.stages:
+        for stage in self.stages:
+            last = stage.end - 1
             yield row(
-                str(part.stage),
-                "" if rank_of is None else str(rank_of(part.stage)),
-                f"{part.start}-{part.end - 1}" if part.end - part.start > 1 else str(part.start),
-                _shorten(part.layers),
-                f"{part.parameters:,}",
-                f"{part.parameters / total:.1%}" if total else "-",
+                str(stage.stage),
+                "" if rank_of is None else str(rank_of(stage.stage)),
+                f"{stage.start}-{last}" if last > stage.start else str(stage.start),
+                _names_in_short(stage.layers),
+                f"{stage.parameters:,}",
+                f"{stage.parameters / total:.1%}" if total else "-",
             )
         yield row("all", "", str(len(self.layers)), "", f"{total:,}", "")
 
 
-def _shorten(layers: tuple[LayerInfo, ...]) -> str:
-    """Joins names in order, repeated ones once with a count, in at most NAMES_WIDTH characters."""
+def _names_in_short(layers: tuple[LayerInfo, ...]) -> str:
+    """Returns the names of layers in order, such as "Embed, Block x3", cut at NAMES_WIDTH letters.
+
+    A name that follows itself is written once, with a count.
+    """
     names = groupby(layer.name or "(none)" for layer in layers)
     counted = [(name, len(list(group))) for name, group in names]
     text = ", ".join(name if times == 1 else f"{name} x{times}" for name, times in counted)
@@ -508,7 +529,7 @@ def _shorten(layers: tuple[LayerInfo, ...]) -> str:
 def segment(
     layers: Sequence[LayerInfo], parts: int, method: str | Sequence[int] = "uniform"
 ) -> Partition:
-    """Cuts a model's layers into stages.
+    """Returns a cut of a model's layers into stages.
 
     Args:
         layers: The model's layers, in order.
@@ -529,14 +550,15 @@ def segment(
         >>> segment(layers, 2, "balanced").boundaries
         (0, 2, 3)
     """
-    boundaries = _boundaries(layers, parts, method)
+    boundaries = _boundaries_by_method(layers, parts, method)
     name = method if isinstance(method, str) else f"list {list(method)}"
     return Partition(tuple(boundaries), name, tuple(layers))
 
 
-def _boundaries(
+def _boundaries_by_method(
     layers: Sequence[LayerInfo], parts: int, method: str | Sequence[int]
 ) -> Sequence[int]:
+    """Returns the boundaries of the cut that a method finds; the arguments are ``segment``'s."""
     if not isinstance(method, str):
         return explicit(len(layers), parts, method)
     if method == "uniform":

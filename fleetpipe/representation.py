@@ -1,4 +1,4 @@
-"""Text forms of values: a short ``repr``, and tables."""
+"""Formats values as text: a short ``repr`` for classes, and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import TypeVar
 
-#: Most characters of a line, and of one value.
+#: The largest number of characters of a ``repr``, and of one value in it.
 _LONGEST = 200
 _LONGEST_VALUE = 80
 
@@ -15,7 +15,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
-    """Gives a class a ``repr`` such as ``<Profile layers=12, splits=True>``.
+    """Returns a class decorator that gives a ``repr`` such as ``<Profile layers=12, splits=True>``.
 
     Args:
         names: Attributes to show, if the object has them.
@@ -23,7 +23,7 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
     """
     shown = {**{name: name for name in names}, **labelled}
 
-    def decorated(cls: Class) -> Class:
+    def add_repr(cls: Class) -> Class:
         def __repr__(self: object) -> str:
             parts = []
             for label, path in shown.items():
@@ -37,10 +37,11 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
         cls.__repr__ = __repr__  # type: ignore[method-assign, assignment, unused-ignore]
         return cls
 
-    return decorated
+    return add_repr
 
 
 def _in_short(value: object) -> str:
+    """Returns a value as text: in full if that is short, else its beginning, size or type."""
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value) if isinstance(value, PurePath) else repr(value)
@@ -52,7 +53,12 @@ def _in_short(value: object) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Formats rows of cells in columns: numbers to the right, the columns ``left`` to the left."""
+    """Returns rows of cells as aligned lines of text.
+
+    Args:
+        rows: The cells of each row.
+        left: The indices of the columns that are aligned to the left; others, to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(

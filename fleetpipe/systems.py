@@ -1,12 +1,12 @@
-"""The differences of operating systems; all other code is the same on all of them.
+"""Hides the differences between operating systems from all other code.
 
 Ranks run on Linux and, within one host, on macOS. On Windows one process plays all ranks, so no
 import may need a feature that Windows lacks.
 
 Paddle allocates a tensor on a CPU by the C library. glibc returns the end of its heap to the system
-as soon as twice the largest freed block is free there, so a stage whose gradients come and go pays
-for the same pages with each micro-batch: a page fault for every 4 KiB. ``keep_freed_memory`` keeps
-them in the process.
+as soon as twice the largest freed block is free there. A stage that allocates gradients and frees
+them gets the same pages from the system again in each micro-batch: a page fault for every 4 KiB.
+``keep_freed_memory`` keeps freed pages in the process.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fleetpipe.errors import UsageError
 # mypy: disable-error-code="unreachable"
 
 
-#: Makes a send to a peer that is gone raise an error without a signal, which Python ignores anyway.
+#: The flag with which a send to a peer that is gone raises an error and causes no signal.
 MSG_NOSIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 #: The family of unix-domain sockets; -1, which no socket has, on systems without them.
 AF_UNIX: int = getattr(socket, "AF_UNIX", -1)
-#: Whether :func:`lock` locks anything.
+#: Whether :func:`lock` locks files on this system.
 HAS_LOCKS = sys.platform != "win32"
 #: Ends a process at once.
 SIGKILL = signal.Signals["SIGKILL" if hasattr(signal, "SIGKILL") else "SIGTERM"]
@@ -46,30 +46,34 @@ STOP_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
 
-# Linux's request for the addresses of all interfaces: a length and a pointer to the table, whose
-# entries are a name and a socket's address: family, port and four bytes.
+#: Linux's request for the addresses of all interfaces: a length and a pointer to the table, whose
+#: entries are a name and a socket's address: family, port and four bytes.
 _SIOCGIFCONF = 0x8912
 _IFCONF = struct.Struct("iP")
 _IFREQ = struct.Struct("16s4x4s16x")
 _MOST_INTERFACES = 512
-# Linux's process, user and group of the other end of a unix-domain socket.
+#: How Linux describes the other end of a unix-domain socket: its process, user and group.
 _PEERCRED = struct.Struct("iII")
-# macOS: bytes of a socket that its peer has not acknowledged.
+#: macOS's option for the bytes of a socket that its peer has not acknowledged.
 _SO_NWRITE = 0x1024
-# TCP_RTO_MAX_MS, in Linux from 6.15 on: the longest time before the kernel repeats data that was
-# not acknowledged. By default it doubles that time, 15 times, for 925 s in all.
+#: The option TCP_RTO_MAX_MS of Linux from 6.15 on: the longest time before the kernel repeats data
+#: that was not acknowledged. By default it doubles that time, 15 times, for 925 s in all.
 _TCP_RTO_MAX_MS = 44
-_AGAIN_MILLISECONDS = 1000
+_REPEAT_MILLISECONDS = 1000
 _GIVE_UP_MILLISECONDS = 925_000
+#: The zeros that :func:`reserve` writes at once, where a file system cannot allocate them.
 _BLOCK = bytes(1 << 20)
 
 #: Parameters of ``mallopt`` in glibc's ``malloc.h``: the free bytes that stay at the end of the
 #: heap, and the size from which a block is allocated outside of the heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+#: The size from which :func:`keep_freed_memory` allocates a block outside of the heap, in bytes.
 #: Most weights are smaller; larger blocks would leave holes in the heap that no other block fits.
 MMAP_THRESHOLD = 16 * 2**20
+#: The free bytes that :func:`keep_freed_memory` leaves at the end of the heap.
 TRIM_THRESHOLD = 512 * 2**20
 
+#: The environment variables by which a user sets these two.
 _HEAP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
@@ -82,28 +86,34 @@ def require_ranks() -> None:
 
 
 def processors() -> int:
-    """Returns the number of processors that this process may use, or that the host has."""
+    """Returns the number of processors that this process may use; on macOS, that the host has."""
     return len(processor_numbers())
 
 
 def processor_numbers() -> list[int]:
-    """Returns the numbers of the processors that this process may use, or that the host has."""
+    """Returns the indices of the processors that this process may use, as the kernel has them.
+
+    On other systems than Linux they are those of all processors of the host.
+    """
     if sys.platform == "linux":
         return sorted(os.sched_getaffinity(0))
     return [*range(os.cpu_count() or 1)]
 
 
 def load() -> float:
-    """Returns how many threads of this host ran or waited for a processor in the last minute."""
+    """Returns the load of this host: threads that run or wait for a processor, over a minute.
+
+    It is 0 on Windows.
+    """
     if sys.platform == "win32":
         return 0.0
     return os.getloadavg()[0]
 
 
 def stolen_seconds() -> float:
-    """Returns the seconds that the hypervisor gave to other machines, a mean over processors.
+    """Returns the seconds since the host's start that a hypervisor gave to other machines.
 
-    It counts from the start of the host, in hundredths of a second; 0 if unknown.
+    It is the mean over the processors, in steps of 0.01 s; 0 if unknown.
     """
     if sys.platform != "linux":
         return 0.0
@@ -133,7 +143,7 @@ def memory_limit() -> int:
 
 
 def descriptor_limits() -> tuple[float, float]:
-    """Returns how many descriptors a process may have, and up to how many it may raise that."""
+    """Returns the soft and the hard limit of descriptors of this process, the files it may open."""
     if sys.platform == "win32":
         return float("inf"), float("inf")
     import resource
@@ -146,8 +156,8 @@ def descriptor_limits() -> tuple[float, float]:
 def resident_bytes(peak: bool = False) -> int:
     """Returns the bytes of memory that this process has; with ``peak`` the most that it had.
 
-    Linux's ``getrusage`` is not used, as it counts the process that started this one. The result is
-    0 if it is unknown, and on macOS always the peak.
+    The result is 0 if it is unknown, and on macOS always the peak. On Linux it is read from
+    ``/proc``, since ``getrusage`` counts the process that started this one, too.
     """
     if sys.platform == "darwin":
         import resource
@@ -162,18 +172,19 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 class ProcessorQueue:
-    """The time in which the thread that created it was ready to run and waited for a processor."""
+    """Measures how long the thread that creates it is ready to run and waits for a processor."""
 
     def __init__(self) -> None:
-        """Opens the kernel's statistics of this thread and its group, if there are any."""
-        self._file = self._open("/proc/thread-self/schedstat")
+        """Opens the kernel's statistics of this thread and its control group, if there are any."""
+        self._file = self._open_file("/proc/thread-self/schedstat")
         self._group: int | None = None
         with contextlib.suppress(OSError):
             groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
             limited = _limited_group(groups, Path("/sys/fs/cgroup"))
-            self._group = None if limited is None else self._open(str(limited / "cpu.stat"))
+            self._group = None if limited is None else self._open_file(str(limited / "cpu.stat"))
 
-    def _open(self, path: str) -> int | None:
+    def _open_file(self, path: str) -> int | None:
+        """Returns a descriptor of a file, which this object closes; None without the file."""
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY)
             # Not at exit: transports still use it while their last messages leave.
@@ -182,7 +193,10 @@ class ProcessorQueue:
         return None
 
     def seconds(self) -> float:
-        """Returns the seconds since the thread began; 0 if they are unknown, or it has ended."""
+        """Returns the seconds that the thread has waited since it began.
+
+        They are 0 if they are unknown, or the thread has ended.
+        """
         if sys.platform == "win32" or self._file is None:
             return 0.0
         fields: list[bytes] = []
@@ -191,42 +205,45 @@ class ProcessorQueue:
         return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
     def limited_seconds(self) -> float:
-        """Returns the seconds in which its group's limit stopped it, summed over processors.
+        """Returns the seconds in which a limit of processor time stopped this thread's group.
 
-        It is always 0 if the group, that is the container, had no limit when this was made.
+        They are summed over processors, and always 0 if the control group (that of the container)
+        had no limit when this object was created.
         """
         if sys.platform == "win32" or self._group is None:
             return 0.0
-        figure = re.search(rb"throttled_(time|usec) (\d+)", os.pread(self._group, 1000, 0))
-        if figure is None:
+        match = re.search(rb"throttled_(time|usec) (\d+)", os.pread(self._group, 1000, 0))
+        if match is None:
             return 0.0
-        return int(figure[2]) / (1e9 if figure[1] == b"time" else 1e6)
+        unit, figure = match.groups()
+        return int(figure) / (1e9 if unit == b"time" else 1e6)
 
 
 def _limited_group(groups: str, root: Path) -> Path | None:
-    """Returns the folder of the nearest group around a process that limits its processor time.
+    """Returns the folder of the nearest control group of a process that limits processor time.
 
     Args:
-        groups: The process's groups, as Linux lists them.
+        groups: The process's control groups, as ``/proc/self/cgroup`` lists them.
         root: The folder in which groups are mounted; a container's own group may be at its top.
     """
     for line in groups.splitlines():
         _, names, path = line.split(":", 2)
-        if not names or "cpu" in names.split(","):
-            mounted = root / "cpu" if names else root
-            group = mounted / path.strip("/")
-            for folder in (group, *group.parents):
-                for name in ("cpu.max", "cpu.cfs_quota_us"):
-                    with contextlib.suppress(OSError):
-                        if (folder / name).read_text(encoding="ascii")[0].isdigit():
-                            return folder
-                if folder == mounted:
-                    break
+        if names and "cpu" not in names.split(","):
+            continue
+        mounted = root / "cpu" if names else root
+        group = mounted / path.strip("/")
+        for folder in (group, *group.parents):
+            for name in ("cpu.max", "cpu.cfs_quota_us"):
+                with contextlib.suppress(OSError):
+                    if (folder / name).read_text(encoding="ascii")[0].isdigit():
+                        return folder
+            if folder == mounted:
+                break
     return None
 
 
 def anonymous_memory(size: int) -> mmap.mmap:
-    """Returns new private memory, in large pages if the system has them."""
+    """Returns ``size`` bytes of new private memory, in large pages if the system has them."""
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -237,7 +254,11 @@ def anonymous_memory(size: int) -> mmap.mmap:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Allocates the first ``size`` bytes of an empty file, which become zeros.
+    """Allocates the first ``size`` bytes of an empty file on the disk; they are zeros.
+
+    Args:
+        descriptor: The file, opened to be written.
+        size: The number of bytes.
 
     Raises:
         OSError: The disk has less room; ``errno`` is ``ENOSPC``, or ``EFBIG`` beyond a limit on the
@@ -252,12 +273,14 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Opens a file as ``os.open`` does, but no link, and without waiting for a pipe.
+    """Returns a descriptor of a file: ``os.open`` that refuses a link and never waits for a pipe.
 
-    A file that it creates has the mode that the umask allows.
+    Args:
+        path: The file.
+        flags: As for ``os.open``. A file that is created has the mode that the umask allows.
 
     Raises:
-        OSError: It cannot be opened, or is a link.
+        OSError: The file cannot be opened, or is a link.
     """
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     return os.open(path, flags, 0o666)
@@ -274,7 +297,7 @@ def sync_folder(path: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process exists; always true on Windows, where the check might end it."""
+    """Returns whether a process exists; always True on Windows, where the check might end it."""
     if sys.platform != "win32":
         try:
             os.kill(process, 0)
@@ -286,24 +309,24 @@ def is_running(process: int) -> bool:
 
 
 def end_session(leader: int) -> None:
-    """Kills the process group that ``leader`` began; does nothing on Windows."""
+    """Kills the process group whose first process is ``leader``; does nothing on Windows."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Locks a file until this descriptor and its copies in forks are closed.
+    """Locks a file until this descriptor and its copies in forked processes are closed.
 
-    Another process that opens and closes the file, such as a copy of its folder, keeps the lock.
+    The lock stays if another process opens and closes the file, as one that copies the folder does.
 
     Args:
         descriptor: The file, opened to be written or, for a shared lock, to be read.
         shared: Whether the lock allows other shared locks of the file.
-        wait: Whether to wait until it is free.
+        wait: Whether to wait until the file is free.
 
     Returns:
-        Whether it is locked. On Windows, which starts no ranks, it never is.
+        Whether this process has locked the file; always False on Windows, which starts no ranks.
 
     Raises:
         OSError: The file system has no locks.
@@ -321,7 +344,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
 
 
 def lower_priority(nice: int) -> None:
-    """Raises the nice value of this thread to at least ``nice``; only on Linux."""
+    """Raises the nice value of the calling thread to at least ``nice``; only on Linux."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
@@ -330,13 +353,16 @@ def lower_priority(nice: int) -> None:
 
 
 def call_in_forked_child(function: Callable[[], None]) -> None:
-    """Makes every forked child call ``function`` first; Windows has no forks."""
+    """Makes every child that this process forks from now on call ``function`` first.
+
+    Windows has no forks.
+    """
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=function)
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Returns name and IPv4 address of each interface of this host that is up.
+    """Returns the name and the IPv4 address of each network interface of this host that is up.
 
     On other systems than Linux it returns loopback alone: all ranks are on one host there.
     """
@@ -358,10 +384,10 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def unix_domain() -> str:
-    """Returns a key that is equal in two processes that a unix-domain socket can connect; or "".
+    """Returns a text that two processes share if a unix-domain socket can connect them; else "".
 
-    It has the running kernel and the network namespace, in which abstract addresses are visible,
-    and the user, since other users are refused. It is "" if the system has no such names.
+    It names the running kernel and the network namespace, in which abstract addresses are visible,
+    and the user, since other users are refused. It is "" on a system without abstract addresses.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -372,24 +398,24 @@ def unix_domain() -> str:
 
 
 def is_other_user(sock: socket.socket) -> bool:
-    """Whether the other end of a connected unix-domain socket belongs to another user."""
+    """Returns whether the other end of a connected unix-domain socket belongs to another user."""
     if sys.platform == "linux" and sock.family == AF_UNIX:
-        said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-        _, user, _ = _PEERCRED.unpack(said)
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        _, user, _ = _PEERCRED.unpack(credentials)
         return bool(user != os.geteuid())
     return False
 
 
 def send_again_soon(sock: socket.socket) -> None:
-    """Makes a TCP socket repeat lost data each second, if the kernel allows to set that.
+    """Makes a TCP socket repeat lost data each second, if the kernel has an option for that.
 
-    By default the kernel waits longer each time, up to the length of the outage: a wait could then
-    exceed a limit although the outage itself did not.
+    By default the kernel waits twice as long each time. A wait for a message could then be longer
+    than its limit, although the network's outage was shorter.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # an older kernel
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _AGAIN_MILLISECONDS)
-            # By default it would give up after 15 repetitions, which now take 15 s.
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _REPEAT_MILLISECONDS)
+            # By default the kernel would give up after 15 repetitions, which now take 15 s.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MILLISECONDS)
 
 
@@ -409,10 +435,14 @@ def unacknowledged_bytes(sock: socket.socket) -> int:
 
 
 def send_pieces(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> int:
-    """Sends pieces one after another, as far as the kernel takes them; returns the bytes sent.
+    """Sends buffers one after another, as far as the kernel takes them; returns the bytes sent.
+
+    Args:
+        sock: A socket that does not block.
+        pieces: The buffers.
 
     Raises:
-        BlockingIOError: The kernel takes none now.
+        BlockingIOError: The kernel takes no bytes now.
         OSError: The stream has ended.
     """
     if sys.platform == "win32":
@@ -429,13 +459,12 @@ def keep_freed_memory() -> bool:
     in ``GLIBC_TUNABLES``. ``FLEETPIPE_HEAP=0`` turns this off.
 
     Returns:
-        Whether it was set; never with another C library than glibc.
+        Whether this call has set glibc's limits; False with another C library.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    chosen = "glibc.malloc.trim_threshold" in tunables or "glibc.malloc.mmap_thr" in tunables
-    if os.environ.get("FLEETPIPE_HEAP", "1") == "0" or chosen:
-        return False
-    if any(name in os.environ for name in _HEAP_VARIABLES):
+    by_tunables = "glibc.malloc.trim_threshold" in tunables or "glibc.malloc.mmap_thr" in tunables
+    by_variables = any(name in os.environ for name in _HEAP_VARIABLES)
+    if by_tunables or by_variables or os.environ.get("FLEETPIPE_HEAP", "1") == "0":
         return False
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "gnu_get_libc_version"):

@@ -202,6 +202,8 @@ def test_a_connection_that_breaks_is_not_taken_for_the_reader(
     def broken(_: object) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli, "_import", lambda path: broken if "run_" in path else lambda _: None)
+    monkeypatch.setattr(
+        cli, "_import_function", lambda path: broken if "run_" in path else lambda _: None
+    )
     with pytest.raises(BrokenPipeError):
         cli.main(["schedule"])

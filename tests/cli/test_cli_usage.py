@@ -53,7 +53,7 @@ def test_the_commands_that_start_ranks_spell_options_alike() -> None:
     known = []
     for name in ("run", "launch", "parity", "profile"):
         parser = argparse.ArgumentParser()
-        cli._import(next(c.configure for c in COMMANDS if c.name == name))(parser)
+        cli._import_function(next(c.configure for c in COMMANDS if c.name == name))(parser)
         known.append(set(parser._option_string_actions))
     alike = {"--nproc", "--nproc_per_node", "--nproc-per-node"}
     alike |= {"--log-dir", "--log_dir", "--log-level", "--log_level"}
@@ -87,7 +87,7 @@ def test_no_word_at_all_is_answered_with_every_command(capsys: Capture) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_argument_has_a_help_text(command: cli.Command) -> None:
     parser = argparse.ArgumentParser()
-    cli._import(command.configure)(parser)
+    cli._import_function(command.configure)(parser)
     assert [action.dest for action in parser._actions if not action.help] == []
 
 
@@ -141,7 +141,7 @@ def test_processes_are_counted_alike_in_every_spelling(option: str, tmp_path: Pa
     (tmp_path / "train.py").touch()
     count = [f"{option}2"] if option.endswith("=") else [option, "2"]
     words = ["launch", *count, str(tmp_path / "train.py")]
-    assert cli._parser(words).parse_args(words).nproc_per_node == 2
+    assert cli._build_parser(words).parse_args(words).nproc_per_node == 2
 
 
 def test_options_behind_a_script_are_its_own(tmp_path: Path) -> None:
@@ -284,7 +284,9 @@ def test_what_starts_another_frameworks_program_has_a_command_here(
     for name in ("torchrun", "mpirun", "run_pipeline.sh", "rank_table_8pcs.json"):
         assert name in started
     for _, command in rows:
-        assert cli._parser(command.split()).parse_args(command.split()).script == Path("train.py")
+        assert cli._build_parser(command.split()).parse_args(command.split()).script == Path(
+            "train.py"
+        )
 
 
 DISTRIBUTIONS = {
@@ -371,4 +373,4 @@ def test_a_script_without_its_data_is_refused_before_any_rank_starts(
 
 def test_the_examples_need_no_package_but_paddle_and_fleetpipe() -> None:
     examples = sorted((ROOT / "examples").glob("*.py"))
-    assert [name for path in examples for name in extras._imports(path, {path})] == []
+    assert [name for path in examples for name in extras._optional_imports(path, {path})] == []

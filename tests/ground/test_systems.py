@@ -91,10 +91,10 @@ def test_a_time_in_which_a_container_may_not_run_is_told(tmp_path: Path, text: s
     (tmp_path / "cpu.stat").write_text(text)
     (tmp_path / "schedstat").write_text("1 750000000 9")
     queue = systems.ProcessorQueue()
-    queue._file = queue._open(str(tmp_path / "schedstat"))
-    queue._group = queue._open(str(tmp_path / "cpu.stat"))
+    queue._file = queue._open_file(str(tmp_path / "schedstat"))
+    queue._group = queue._open_file(str(tmp_path / "cpu.stat"))
     assert (queue.seconds(), queue.limited_seconds()) == (0.75, 0.25)
-    assert queue._open(str(tmp_path / "missing")) is None
+    assert queue._open_file(str(tmp_path / "missing")) is None
 
 
 @pytest.mark.parametrize(
