@@ -6,7 +6,7 @@ separate layers whose shared weights are those of the first entry.
 
 Entries of a ``LocalSharedLayerDesc`` key are all on one rank, and each is a variant. The
 constructor of each but the first takes the weights by keyword, under the names that the first entry
-gives them. Start with :func:`find` and :func:`build`.
+gives them. Start with :func:`find_shared_layers` and :func:`build`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Variant(NamedTuple):
     attributes: list[str]
 
 
-def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer, ...]:
+def find_shared_layers(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer, ...]:
     """Returns the shared layers of a list in the order of their first entries, after checks.
 
     Args:

@@ -1,4 +1,4 @@
-"""Places a list of layers on ranks, cuts it into stages, and builds schedules that can run it."""
+"""Assigns stages of a list of layers to ranks, cuts the list, and builds schedules for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DUALPIPEV = "DualPipeV"
 
 
 class LayerPlan(Protocol):
-    """The members of :class:`fleetpipe.profiling.PipelinePlan` that a list of layers uses."""
+    """The used members of :class:`fleetpipe.profiling.PipelinePlan`, a plan for the layers."""
 
     @property
     def ranks(self) -> int:
@@ -41,7 +41,7 @@ class LayerPlan(Protocol):
 
     @property
     def recompute(self) -> Sequence[Sequence[int]]:
-        """The layers of each stage whose forward runs again in backward."""
+        """For each stage, the numbers of the layers whose forward runs again in backward."""
 
     @property
     def partition(self) -> Partition:
@@ -61,7 +61,7 @@ class Arrangement:
     """The placement of a list of layers on ranks, and the schedules that can run it.
 
     Attributes:
-        placement: The owner of each stage, which never changes.
+        placement: The rank of each stage, which never changes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Arrangement:
             chunks: The number of chunks on each rank; None for the schedule's own number.
             use_dualpipev: Whether the schedule is DualPipeV.
             plan: The plan that has the schedule; None without a plan.
-            head: Whether the layers end in the parts of a vocabulary head.
+            head: Whether the last layers are the parts of a vocabulary head, one on each rank.
 
         Raises:
             ConfigError: The schedule does not allow that number of chunks, or the plan is for other
@@ -90,7 +90,7 @@ class Arrangement:
         self._chunks = None if use_dualpipev and chunks in (1, 2) else chunks
         self._use_dualpipev = use_dualpipev
         self._plan = plan
-        self._head = head
+        self._has_head = head
         config = PipelineConfig()  # the defaults, if there is no job
         job = current_job()
         if job is not None:
@@ -108,11 +108,11 @@ class Arrangement:
         self.placement = self._schedule(config).placement
 
     def schedule(self, config: PipelineConfig) -> Schedule:
-        """Returns the schedule that ``config`` selects, verified against the memory cap.
+        """Returns the schedule that ``config`` selects, verified against its memory limit.
 
         Raises:
             ConfigError: The schedule needs another placement, or cannot be built.
-            ScheduleError: The schedule needs more memory than the cap.
+            ScheduleError: The schedule needs more memory than the option ``memory_cap`` allows.
         """
         job = current_job()
         if job is not None and job.degrees.pp != self._ranks:
@@ -126,8 +126,8 @@ class Arrangement:
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule {schedule.name} does not run on layers placed like these",
-                expected=_outline(schedule.placement),
-                got=_outline(self.placement),
+                expected=_describe(schedule.placement),
+                got=_describe(self.placement),
                 cause="the strategy was another when the PipelineLayer was built",
                 fix="set schedule_mode, and call fleet.init, before you build the PipelineLayer",
             )
@@ -136,13 +136,15 @@ class Arrangement:
     def _schedule(self, config: PipelineConfig) -> Schedule:
         """Builds the schedule of ``config``, or takes the one of the plan."""
         if self._plan is not None:
-            return _from_plan(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
+            return _schedule_of_plan(
+                self._plan, config, (self._ranks, self._chunks, self._use_dualpipev)
+            )
         if self._use_dualpipev:
-            config = _dualpipev(config, self._chunks)
-        return config.schedule_for(self._ranks, self._chunks, head=self._head)
+            config = _with_dualpipev(config, self._chunks)
+        return config.schedule_for(self._ranks, self._chunks, head=self._has_head)
 
 
-def _from_plan(
+def _schedule_of_plan(
     plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
     """Returns the schedule of a plan, for the number of micro-batches in ``config``.
@@ -164,13 +166,13 @@ def _from_plan(
         )
     schedule = plan.schedule_for(config.micro_batches)
     if config.memory_cap is not None:
-        # The cap of the strategy, in bytes if the strategy's costs have bytes. The schedule has
-        # been checked against the cap of the plan.
+        # The limit of the strategy, in bytes if the strategy's costs have bytes. The schedule has
+        # been checked against the limit of the plan.
         schedule.verify(memory_cap=config.memory_cap, costs=config.costs)
     return schedule
 
 
-def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
+def _with_dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
     """Returns ``config`` with the schedule DualPipeV, for ``use_dualpipev=True``."""
     if config.schedule not in (PipelineConfig.schedule, _DUALPIPEV) or chunks is not None:
         raise ConfigError(
@@ -181,7 +183,8 @@ def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
     return replace(config, schedule=_DUALPIPEV)
 
 
-def _outline(placement: Placement) -> str:
+def _describe(placement: Placement) -> str:
+    """Describes a placement in messages."""
     return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"
 
 
@@ -257,11 +260,11 @@ def cut(
 ) -> Partition:
     """Cuts a list of layers into the stages of a placement.
 
-    Each part of a vocabulary head is a stage, and so is the loss that follows the head.
+    Each part of a vocabulary head is a stage of its own, and so is the loss after the head.
 
     Args:
         layers: The list.
-        placement: The owner of each stage.
+        placement: The rank of each stage.
         method: The option ``seg_method`` of ``PipelineLayer``.
 
     Raises:

@@ -1,9 +1,9 @@
 """Refuses parts of a model outside of its list of layers, and hidden uses between stages.
 
-The functions refuse additions around the list, such as hooks or unlisted parameters.
-:class:`HiddenUses` finds stages that use parameters or values of other ranks' stages. In one
-process all stages share memory, as several ranks do not, and such a use would go unnoticed: so a
-parameter is made unusable for the stages of ranks that do not have its layer.
+The functions refuse what a script adds beside the list, such as hooks or parameters.
+:class:`HiddenUses` finds stages that use parameters or values of other ranks' stages without
+receiving them. In one process all stages share memory, and such a use would work, but not on
+several ranks: so the parameters of other ranks are made unusable while a rank's stage runs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.tensor import is_out_of_reach, is_parameter, out_of_reach
 
-#: Types of objects into which a user's code may put values.
-_PLACES = (dict, list, types.CellType, type)
+#: Types of objects in which a user's code may store values.
+_CONTAINERS = (dict, list, types.CellType, type)
+#: The type of a function with ``functools.lru_cache``.
 _CACHE = type(functools.lru_cache(len))
-_HOLDERS = (
-    *(*_PLACES, tuple, set, deque, types.MethodType, types.SimpleNamespace, argparse.Namespace),
+#: Types of objects whose contents are searched, although a library has defined the type.
+_ENTERED_TYPES = (
+    *(*_CONTAINERS, tuple, set, deque, types.MethodType, types.SimpleNamespace, argparse.Namespace),
     *(functools.partial, _CACHE, paddle.nn.Layer),
 )
 
@@ -52,15 +54,15 @@ def refuse_untied(
         tied: The shared layers of the list.
         rank_of_layer: Returns the rank that owns a layer, from its number.
     """
-    spread = [one for one in tied if len({rank_of_layer(i) for i in one.indices}) > 1]
-    names = {name for one in spread for name in one.names.values()}
-    paths = tuple(f"{one.path}." for one in spread)
-    present, before = ({id(p) for p in held.values()} for held in (parameters, built))
-    changed = [name for name, p in built.items() if name in names and id(p) not in present]
+    on_ranks = [layer for layer in tied if len({rank_of_layer(i) for i in layer.indices}) > 1]
+    names = {name for layer in on_ranks for name in layer.names.values()}
+    paths = tuple(f"{layer.path}." for layer in on_ranks)
+    current_ids, built_ids = {id(p) for p in parameters.values()}, {id(p) for p in built.values()}
+    changed = [name for name, p in built.items() if name in names and id(p) not in current_ids]
     changed += [
         name
         for name, p in parameters.items()
-        if name.startswith(paths) and not p.stop_gradient and id(p) not in before
+        if name.startswith(paths) and not p.stop_gradient and id(p) not in built_ids
     ]
     if changed:
         raise ConfigError(
@@ -74,9 +76,13 @@ def refuse_untied(
 
 
 def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
-    """Refuses a model with its own ``forward``; the argument is that of ``PipelineLayer``.
+    """Refuses a model whose class overrides ``forward``.
 
     Fleet's wrapper calls it once on each rank, so its effect would depend on their number.
+
+    Args:
+        model: The model.
+        forward: The forward of ``PipelineLayer``.
     """
     if getattr(model.forward, "__func__", None) is not forward:
         raise ConfigError(
@@ -88,7 +94,7 @@ def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
 
 def refuse_hooks(model: Layer) -> None:
     """Refuses forward hooks on a whole model: a batch calls its layers, never the model itself."""
-    hooks = [hook for of_one in forward_hooks(model) for hook in of_one.values()]
+    hooks = [hook for table in forward_hooks(model) for hook in table.values()]
     if hooks:
         raise ConfigError(
             "a batch runs the layers of the list, and no forward hook of the whole model",
@@ -102,18 +108,18 @@ def refuse_hooks(model: Layer) -> None:
 def refuse_apart(
     layers: Mapping[int, tuple[int, int]], elsewhere: Mapping[int, tuple[int, int]]
 ) -> None:
-    """Refuses built layers that another pipeline of the job has on other ranks.
+    """Refuses layers built by the script that another pipeline of the job has on other ranks.
 
     Args:
-        layers: The number in the list and the rank of each built layer with parameters, by its id.
-        elsewhere: The numbers and ranks of the other pipeline's layers, by id.
+        layers: The number in the list and the rank of each such layer here, by its id.
+        elsewhere: The same of the other pipeline.
     """
-    for layer, (number, rank) in layers.items():
-        other, other_rank = elsewhere.get(layer, (number, rank))
+    for layer_id, (number, rank) in layers.items():
+        other_number, other_rank = elsewhere.get(layer_id, (number, rank))
         if other_rank != rank:
             raise ConfigError(
                 "a built layer stands in two pipelines, which have it on different ranks",
-                where=f"layer {number} of this list, layer {other} of the other",
+                where=f"layer {number} of this list, layer {other_number} of the other",
                 got=f"rank {rank} here, rank {other_rank} there",
                 cause="each rank has a layer of its own: one is trained, the other stays as it was",
                 fix="cut both lists with seg_method=[..] so that layers of both are on the same "
@@ -122,7 +128,7 @@ def refuse_apart(
 
 
 def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor]) -> None:
-    """Refuses trained parameters outside of the list, because no stage would use them.
+    """Refuses trained parameters of a model that are in no layer of its list: no stage uses them.
 
     Args:
         parameters: This process's parameters by fully qualified name.
@@ -132,7 +138,7 @@ def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor
         name
         for name, parameter in parameters.items()
         if not (is_shared(name) or name.partition(".")[0].isdecimal() or parameter.stop_gradient)
-        and not any(parameter is one for one in of_losses)
+        and not any(parameter is of_loss for of_loss in of_losses)
     ]
     if names:
         raise ConfigError(
@@ -148,23 +154,31 @@ class _OfAnotherStage:
     """Replaces a value that another rank's stage has stored; any use of it raises an error."""
 
     def __init__(self, key: str) -> None:
+        """Stores the name of the value for the error."""
         self.key = key
 
     def __getattribute__(self, name: str) -> Any:
-        raise _refusal(object.__getattribute__(self, "key"))
+        raise _foreign_value_error(object.__getattribute__(self, "key"))
 
     __bool__ = __len__ = __iter__ = __float__ = __array__ = lambda self: self.key
 
 
-class _Left(NamedTuple):
-    """A value that a stage of ``rank`` has stored, and the object that replaces it elsewhere."""
+class _StoredValue(NamedTuple):
+    """A value that a stage has stored, beside what it returns.
+
+    Attributes:
+        rank: The rank of the stage.
+        value: The value.
+        stand_in: The object that stages of other ranks find in its place.
+    """
 
     rank: int
     value: object
     stand_in: _OfAnotherStage
 
 
-def _refusal(keys: str) -> BoundaryError:
+def _foreign_value_error(keys: str) -> BoundaryError:
+    """Returns the error of a stage that uses values of other ranks, with names ``keys``."""
     return BoundaryError(
         "a stage looks for a value that another stage leaves beside what it returns",
         got=keys,
@@ -174,8 +188,8 @@ def _refusal(keys: str) -> BoundaryError:
     )
 
 
-def _stray(names: str) -> ConfigError:
-    """Returns the error of a stage that uses parameters of other ranks."""
+def _foreign_parameter_error(names: str) -> ConfigError:
+    """Returns the error of a stage that uses parameters of other ranks, with these names."""
     return ConfigError(
         "stages use parameters that are of no layer of theirs",
         got=names,
@@ -187,7 +201,7 @@ def _stray(names: str) -> ConfigError:
 
 
 class HiddenUses:
-    """Finds uses of parameters and values of other ranks; implements ``StageWatch``."""
+    """Finds stages that use parameters and values of other ranks; implements ``StageWatch``."""
 
     def __init__(
         self,
@@ -197,24 +211,24 @@ class HiddenUses:
         rank_of: Callable[[int], int],
         here: Collection[int],
     ) -> None:
-        """Searches the values that the functions of this process can reach.
+        """Searches what the functions of this process can reach.
 
         Args:
-            functions: The layers and functions of the list that this process has, by owning rank.
+            functions: The layers, functions and losses of each rank, by rank.
             owners: For each parameter, by id, the ranks that have a layer with it.
             names: The fully qualified name of each parameter, by its id.
             rank_of: Returns the rank that has a stage.
             here: The ranks that this process plays.
         """
         self._names, self._rank_of = names, rank_of
-        reached = {rank: reachable(roots) for rank, roots in functions.items()}
-        near: dict[int, set[int]] = {}
+        reached = {rank: find_reachable(roots) for rank, roots in functions.items()}
+        ranks_by_id: dict[int, set[int]] = {}
         for rank, values in reached.items():
             for key in values:
-                near.setdefault(key, set()).add(rank)
+                ranks_by_id.setdefault(key, set()).add(rank)
 
         def is_foreign(value: Any, rank: int) -> bool:
-            ranks = near[id(value)]
+            ranks = ranks_by_id[id(value)]
             allowed = owners.get(id(value), ranks if len(ranks) == 1 else ())
             return is_parameter(value) and not value.stop_gradient and rank not in allowed
 
@@ -223,36 +237,39 @@ class HiddenUses:
             rank: [value for value in reached[rank].values() if is_foreign(value, rank)]
             for rank in {*here} & reached.keys()
         }
-        self._apart = ExitStack()
+        self._hidden_parameters = ExitStack()
+        #: The rank whose stage runs; None between batches.
         self._rank: int | None = None
-        self._is_first = True
-        self._on_ranks = len(here) < len(functions)
-        every = {key: value for values in reached.values() for key, value in values.items()}
+        self._is_first_batch = True
+        self._on_several_ranks = len(here) < len(functions)
+        by_id = {key: value for values in reached.values() for key, value in values.items()}
         # Values in the cache of a function are allowed: a rank without them calls the function.
-        caches = [one for one in every.values() if isinstance(one, _CACHE)]
-        cached = {id(one) for one in gc.get_referents(*caches)}
-        self._places = [
+        caches = [value for value in by_id.values() if isinstance(value, _CACHE)]
+        cached = {id(value) for value in gc.get_referents(*caches)}
+        #: The containers that functions of several ranks can reach, and their last known items.
+        self._containers = [
             value
-            for key, value in every.items()
-            if len(here) > 1 and len(near[key]) > 1 and isinstance(value, _PLACES)
+            for key, value in by_id.items()
+            if len(here) > 1 and len(ranks_by_id[key]) > 1 and isinstance(value, _CONTAINERS)
             if key not in cached
         ]
-        self._before = [dict(_content(place)) for place in self._places]
-        self._left: dict[tuple[int, Any], _Left] = {}
+        self._before = [dict(_items_of(container)) for container in self._containers]
+        #: The values that stages have stored in these, by the container's number and the key.
+        self._stored_values: dict[tuple[int, Any], _StoredValue] = {}
 
     @property
     def watches(self) -> bool:
-        """Whether a stage can reach parameters or values of other ranks."""
-        return bool(self._places or any(self._foreign.values()))
+        """See :class:`StageWatch`: whether stages can reach what other ranks have."""
+        return bool(self._containers or any(self._foreign.values()))
 
     def enter(self, stage: int, forward: bool) -> None:
-        """Called when an action of a stage begins."""
-        self._note_left()
+        """See :class:`StageWatch`: hides what other ranks have from the stage that runs next."""
+        self._record_stored_values()
         rank = self._rank_of(stage)
         self._show(rank if forward else None)
         if rank != self._rank:
-            self._apart.close()
-            self._apart.enter_context(out_of_reach(self._foreign.get(rank, ())))
+            self._hidden_parameters.close()
+            self._hidden_parameters.enter_context(out_of_reach(self._foreign.get(rank, ())))
         self._rank = rank
 
     def leave(self, ends: bool = False) -> None:
@@ -261,34 +278,41 @@ class HiddenUses:
         Args:
             ends: Whether the batch is over; stored values are inspected in the first batch only.
         """
-        self._note_left()
+        self._record_stored_values()
         self._show(None)
-        self._apart.close()
+        self._hidden_parameters.close()
         self._rank = None
         if ends:
-            self._places, self._before, self._left, self._is_first = [], [], {}, False
+            self._containers, self._before, self._stored_values, self._is_first_batch = (
+                [],
+                [],
+                {},
+                False,
+            )
 
-    def _note_left(self) -> None:
-        """Records values that the last stage has stored within reach of other ranks' functions."""
-        for number, place in enumerate(self._places):
-            before, now = self._before[number], dict(_content(place))
+    def _record_stored_values(self) -> None:
+        """Records values that the last stage has stored where other ranks' functions find them."""
+        for number, container in enumerate(self._containers):
+            before, now = self._before[number], dict(_items_of(container))
             for key, value in now.items():
                 if self._rank is not None and before.get(key) is not value and _has_values(value):
-                    self._left[number, key] = _Left(self._rank, value, _OfAnotherStage(str(key)))
+                    self._stored_values[number, key] = _StoredValue(
+                        self._rank, value, _OfAnotherStage(str(key))
+                    )
             self._before[number] = now
 
     def _show(self, rank: int | None) -> None:
         """Hides from ``rank`` the values that other ranks have stored; None restores all."""
-        for (number, key), left in self._left.items():
-            shown = left.value if rank in (None, left.rank) else left.stand_in
-            now = self._before[number].get(key)
-            if now is not shown and (now is left.value or now is left.stand_in):
-                _put(self._places[number], key, shown)
-                self._before[number][key] = shown
+        for (number, key), stored in self._stored_values.items():
+            visible = stored.value if rank in (None, stored.rank) else stored.stand_in
+            current = self._before[number].get(key)
+            if current is not visible and (current is stored.value or current is stored.stand_in):
+                _set_item(self._containers[number], key, visible)
+                self._before[number][key] = visible
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """While it is open, an error due to a hidden value or parameter becomes a clear one.
+        """While it is open, an error that a hidden value or parameter causes names the use.
 
         Raises:
             ConfigError: A stage has used a parameter of another rank.
@@ -299,35 +323,38 @@ class HiddenUses:
         except Exception as error:
             foreign = [] if self._rank is None else self._foreign.get(self._rank, [])
             if foreign and is_out_of_reach(error):
-                names = listed([self._names.get(id(one), one.name) for one in foreign])
-                raise _stray(f"one of {names} on rank {self._rank}") from error
+                names = listed([self._names.get(id(p), p.name) for p in foreign])
+                raise _foreign_parameter_error(f"one of {names} on rank {self._rank}") from error
             if _OfAnotherStage.__name__ in str(error):
-                raise _refusal(listed([str(key) for _, key in self._left])) from error
-            nothing = isinstance(error, (LookupError, AttributeError, NameError))
-            if self._on_ranks and self._is_first and nothing:
-                raise _refusal(f"{type(error).__name__}: {error}") from error
+                raise _foreign_value_error(
+                    listed([str(key) for _, key in self._stored_values])
+                ) from error
+            is_missing = isinstance(error, (LookupError, AttributeError, NameError))
+            if self._on_several_ranks and self._is_first_batch and is_missing:
+                raise _foreign_value_error(f"{type(error).__name__}: {error}") from error
             raise
 
 
-def _content(place: Any) -> Mapping[Any, object]:
+def _items_of(container: Any) -> Mapping[Any, object]:
     """Returns the values in a dict, a list, a class or a closure's cell, by key."""
-    if isinstance(place, dict):
-        return place
-    if isinstance(place, list):
-        return dict(enumerate(place))
-    if isinstance(place, type):
-        return vars(place)
+    if isinstance(container, dict):
+        return container
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    if isinstance(container, type):
+        return vars(container)
     try:
-        return {"cell_contents": place.cell_contents}
+        return {"cell_contents": container.cell_contents}
     except ValueError:  # the cell is empty
         return {}
 
 
-def _put(place: Any, key: Any, value: object) -> None:
-    if isinstance(place, (dict, list)):
-        place[key] = value
+def _set_item(container: Any, key: Any, value: object) -> None:
+    """Stores a value in a container, under a key as :func:`_items_of` returns it."""
+    if isinstance(container, (dict, list)):
+        container[key] = value
     else:
-        setattr(place, key, value)
+        setattr(container, key, value)
 
 
 def _has_values(value: object) -> bool:
@@ -337,7 +364,7 @@ def _has_values(value: object) -> bool:
     return isinstance(value, (paddle.Tensor, np.ndarray)) and not is_parameter(value)
 
 
-def reachable(roots: Iterable[object]) -> dict[int, object]:
+def find_reachable(roots: Iterable[object]) -> dict[int, object]:
     """Returns all objects that functions and layers can reach, themselves included, by id.
 
     The search follows the names, closures and bound objects of functions, attributes and
@@ -345,16 +372,16 @@ def reachable(roots: Iterable[object]) -> dict[int, object]:
     script has put there.
     """
     values: dict[int, object] = {}
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
-        if id(value) not in values and not _is_closed(value):
+    stack = list(roots)
+    while stack:
+        value = stack.pop()
+        if id(value) not in values and not _is_not_entered(value):
             values[id(value)] = value
-            waiting += _next(value, values)
+            stack += _referents(value, values)
     return values
 
 
-def _next(value: Any, values: dict[int, object]) -> list[Any]:
+def _referents(value: Any, values: dict[int, object]) -> list[Any]:
     """Returns the objects to which an object refers; adds a function's module to ``values``."""
     if isinstance(value, paddle.Tensor):
         return []
@@ -362,21 +389,21 @@ def _next(value: Any, values: dict[int, object]) -> list[Any]:
         # A function reaches only the variables of its module that it names. The module's variables
         # are added all the same, because the function may store values there.
         values[id(value.__globals__)] = value.__globals__
-        parts = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
-        return [*parts, *variables_of(value).values()]
+        bound = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return [*bound, *variables_of(value).values()]
     is_code = isinstance(value, (type, types.ModuleType, types.MethodType))
     if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not is_code:
         return [vars(value), type(value), *gc.get_referents(value)]
     return gc.get_referents(value)
 
 
-def _is_closed(value: Any) -> bool:
-    """Whether an object belongs to a library and contains nothing of the script's."""
+def _is_not_entered(value: Any) -> bool:
+    """Whether the search leaves out an object: it is of a library, or has nothing of the script."""
     if isinstance(value, (str, int, float, types.BuiltinFunctionType, types.CodeType)):
         return True
     if isinstance(value, (ModelWithParts, MetaParallelBase)):
         return True  # a pipeline itself
-    if isinstance(value, _HOLDERS) and not isinstance(value, type):
+    if isinstance(value, _ENTERED_TYPES) and not isinstance(value, type):
         return False
     named = value if isinstance(value, (type, types.FunctionType)) else type(value)
     module = (

@@ -1,8 +1,8 @@
-"""The stages of a list of layers that a process owns: how it runs them, and in which mode.
+"""Runs the stages of a list of layers that a process owns, in training or evaluation mode.
 
-:class:`OwnedStages` runs them. The functions switch a model between training and evaluation, and
-keep the modes that a script sets: the mode that it sets last for a layer, or for the whole model by
-``train()``, is the layer's mode in training batches.
+:class:`OwnedStages` runs them. The functions switch a model between training and evaluation mode,
+and respect the modes that a script has set: the mode that it has set last for a layer, or for the
+whole model by ``train()``, is the layer's mode in training batches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fleetpipe.partition import Partition
 from fleetpipe.schedules import Edge
 
 #: Layers that stay in evaluation mode in training batches.
-_frozen: MutableSet[Layer] = WeakSet()
+_stays_in_evaluation: MutableSet[Layer] = WeakSet()
 #: Layers that the script has put into training mode while their model is in evaluation mode.
-_switched: MutableSet[Layer] = WeakSet()
+_switched_to_training: MutableSet[Layer] = WeakSet()
 
 
-def note(model: Layer) -> None:
-    """Records the modes that the script has set since the last batch."""
+def record_modes(model: Layer) -> None:
+    """Records the modes that the script has set for layers of a model since the last call."""
     layers = model.sublayers(include_self=True)
     if vars(model).get("training") is False:
         # The script called eval() of the model or of a layer around it.
@@ -46,75 +46,93 @@ def note(model: Layer) -> None:
         if mode is None:
             continue
         if model.training:
-            _switched.discard(layer)
-            (_frozen.discard if mode else _frozen.add)(layer)
+            _switched_to_training.discard(layer)
+            (_stays_in_evaluation.discard if mode else _stays_in_evaluation.add)(layer)
         elif mode:
-            _switched.add(layer)
+            _switched_to_training.add(layer)
         else:
-            (_switched.discard if layer in _switched else _frozen.add)(layer)
+            (
+                _switched_to_training.discard
+                if layer in _switched_to_training
+                else _stays_in_evaluation.add
+            )(layer)
             _forget_evaluation([layer])
 
 
 def needs_switch(model: Layer) -> bool:
-    """Whether a model, or a layer that it shares with another model, is in evaluation mode."""
+    """Whether a model must be switched to training mode: it, or a layer of it, is in evaluation."""
     layers = model.sublayers()
     return not model.training or not all("training" in vars(layer) for layer in layers)
 
 
 def evaluate(model: Layer, switch: Callable[[], object]) -> None:
-    """Puts a model into evaluation mode by ``switch``, after recording the script's modes."""
-    note(model)
+    """Puts a model into evaluation mode, after it has recorded the script's modes.
+
+    Args:
+        model: The model.
+        switch: Puts all layers of the model into evaluation mode.
+    """
+    record_modes(model)
     layers = model.sublayers(include_self=True)
     for layer in layers:
-        if layer in _switched:
-            _switched.discard(layer)
-            _frozen.discard(layer)
+        if layer in _switched_to_training:
+            _switched_to_training.discard(layer)
+            _stays_in_evaluation.discard(layer)
     switch()
     _forget_evaluation(layers)
 
 
 def train(model: Layer, switch: Callable[[], object]) -> None:
-    """Puts a model into training mode by ``switch``, then restores the script's modes."""
-    note(model)
+    """Puts a model into training mode, but leaves layers in the modes that the script has set.
+
+    Args:
+        model: The model.
+        switch: Puts all layers of the model into training mode.
+    """
+    record_modes(model)
     modes = {
-        layer: layer in _switched
+        layer: layer in _switched_to_training
         for layer in model.sublayers()
-        if layer in _switched or layer in _frozen
+        if layer in _switched_to_training or layer in _stays_in_evaluation
     }
     switch()
     for layer, mode in modes.items():
         layer.training = mode
 
 
-def in_training(model: Layer) -> list[tuple[str, bool]]:
+def modes_in_training_batches(model: Layer) -> list[tuple[str, bool]]:
     """Returns the path of each layer, and whether training batches run it in training mode."""
-    note(model)
+    record_modes(model)
     layers = model.named_sublayers()
-    return [(path, layer in _switched or layer not in _frozen) for path, layer in layers]
+    return [
+        (path, layer in _switched_to_training or layer not in _stays_in_evaluation)
+        for path, layer in layers
+    ]
 
 
 def _forget_evaluation(layers: Iterable[Layer]) -> None:
-    """Removes the attribute ``training`` of layers in evaluation mode; the class has a default."""
+    """Removes the attribute ``training`` of layers in evaluation mode, so that setting it shows."""
     for layer in layers:
         if not layer.training:
             layer.__dict__.pop("training", None)
 
 
 class OwnedStages:
-    """The stages that a process owns: runs their layers, and describes their borders.
+    """Runs the layers of the stages that a process owns.
 
     Attributes:
         owned: The numbers of the stages in the whole model.
         functions: The layers and functions of the stages, by their numbers in the whole list.
         recomputes: Whether pieces of the stages are recomputed in backward.
-        borders: The borders between the stages; None for a chain.
+        borders: Translates between the values of layers and those on edges; None for a list of
+            layers, each of which takes what the one before returns.
     """
 
     owned: Sequence[int]
     functions: Mapping[int, Callable[..., Nest]]
     recomputes = False
     borders: Borders | None = None
-    _carried: Any = None
+    _loss_with_extra_values: Any = None
 
     def __init__(
         self,
@@ -149,7 +167,7 @@ class OwnedStages:
             losses.functions_in(loss_fn),
         )
         self.functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
-        self._carried = carried
+        self._loss_with_extra_values = carried
         self._runner = StageRunner(self.functions, self._partition, *self._recompute)
 
     @property
@@ -158,7 +176,7 @@ class OwnedStages:
         return False
 
     def edges(self, training: bool) -> Sequence[Edge] | None:
-        """Returns the edges between the stages, in training or evaluation; None for a chain."""
+        """Returns the edges between stages, in training or evaluation; None for a list."""
         return None
 
     def function(self, stage: int) -> Run:
@@ -170,20 +188,24 @@ class OwnedStages:
         return {index: self.functions[index] for index in self._partition.range_of(stage)}
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns the layers to run in a stage for a value, and the first one's argument.
+        """Returns the layers that a stage runs, by number, and the argument of the first of them.
 
         Args:
-            stage: The number of the stage in the whole model.
-            value: The input of the stage: for stage 0 the inputs of a micro-batch.
+            stage: The global number of the stage.
+            value: What the stage receives; stage 0, the inputs of a micro-batch.
         """
         return self.layers(stage), value
 
     def value_of(self, output: Nest) -> Nest:
-        """Returns an output of a layer without extra values for a loss function."""
-        return output if self._carried is None else self._carried.value_of(output)
+        """Returns an output of the last layer, without the extra values for a loss function."""
+        return (
+            output
+            if self._loss_with_extra_values is None
+            else self._loss_with_extra_values.value_of(output)
+        )
 
     def tensors(self) -> dict[int, list[Tensor]]:
-        """Returns the parameters and buffers of each layer, by its number."""
+        """Returns the parameters and buffers with memory of each layer, by its number."""
         return {
             number: [
                 tensor
@@ -211,7 +233,12 @@ class OwnedStages:
     def _by_stage(
         self, parameters: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
     ) -> ParametersByStage:
-        """Returns the parameters of entries by stage; the losses are an entry of the last stage."""
+        """Returns the parameters of layers by stage; losses are one more layer of the last.
+
+        Args:
+            parameters: The parameters of each layer, by number.
+            of_losses: The parameters of the loss functions.
+        """
         range_of, boundaries = self._partition.range_of, self._partition.boundaries
         stages = {stage: {n: parameters[n] for n in range_of(stage)} for stage in self.owned}
         last = stages.get(len(boundaries) - 2)

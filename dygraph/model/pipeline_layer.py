@@ -159,7 +159,7 @@ class PipelineLayer(FleetFace):
             # Every rank builds all blueprints, and so refuses sizes that mp cannot cut before any
             # rank waits for another.
             list(self._blueprints)
-        self._tied = tied.find(self._layers_desc, self._blueprints)
+        self._tied = tied.find_shared_layers(self._layers_desc, self._blueprints)
         self._shared_layers = {index: layer for layer in self._tied for index in layer.indices}
         self.arrangement = Arrangement(
             *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan),
@@ -297,7 +297,7 @@ class PipelineLayer(FleetFace):
         elif not training and model.training:
             self.eval()
         else:
-            owned_stages.note(model)
+            owned_stages.record_modes(model)
         self._began = True
 
     def eval(self) -> Any:
@@ -307,7 +307,7 @@ class PipelineLayer(FleetFace):
 
     def modes_in_training(self) -> list[tuple[str, bool]]:
         """Returns the path of each layer here, and whether it trains in training mode."""
-        return owned_stages.in_training(self.with_modes)
+        return owned_stages.modes_in_training_batches(self.with_modes)
 
     @property
     def with_modes(self) -> Layer:
@@ -343,7 +343,7 @@ class PipelineLayer(FleetFace):
             ConfigError: There is no such chunk.
         """
         self.follow()
-        owned_stages.note(self.with_modes)
+        owned_stages.record_modes(self.with_modes)
         if chunk_id is not None:
             require_chunk(chunk_id, len(self._model_chunks))
         stages = self.owned_stages

@@ -23,7 +23,7 @@ from fleetpipe.dygraph.batch.row_digests import RankData
 from fleetpipe.dygraph.batch.stage_interfaces import Batch
 from fleetpipe.dygraph.batch.units import WHOLE, MicroBatchWeights, Units, units_of
 from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph
-from fleetpipe.dygraph.model.hidden_uses import reachable, refuse_apart
+from fleetpipe.dygraph.model.hidden_uses import find_reachable, refuse_apart
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import FLEET, Keys
 from fleetpipe.dygraph.sums import refuse_beside_trees
@@ -164,7 +164,7 @@ class _Envelopes:
             tensors = [
                 tensor for number in range_of(stage) for tensor in of_entries.get(number, ())
             ]
-            reached = reachable([*roots, *tensors]).values()
+            reached = find_reachable([*roots, *tensors]).values()
             within.append({id(one) for one in reached if isinstance(one, paddle.Tensor)})
         return any(one & other for one, other in itertools.combinations(within, 2))
 

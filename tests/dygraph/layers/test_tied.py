@@ -13,7 +13,7 @@ from paddle.distributed.fleet import meta_parallel as stock
 
 from fleetpipe import parity
 from fleetpipe.dygraph.layers.entries import Blueprints, build_without_memory
-from fleetpipe.dygraph.layers.tied import find
+from fleetpipe.dygraph.layers.tied import find_shared_layers
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph import models
@@ -53,7 +53,7 @@ class Configured(nn.Layer):
 
 
 def found(entries: list[Any]) -> Any:
-    return find(entries, Blueprints(entries))
+    return find_shared_layers(entries, Blueprints(entries))
 
 
 def shared(*inputs: Any, **named: Any) -> Any:
