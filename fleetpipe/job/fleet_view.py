@@ -19,7 +19,7 @@ from fleetpipe.errors import UsageError, nearest
 from fleetpipe.job.job import all_ranks, current_job
 from fleetpipe.mesh.axes import AXES, COPIES, DENSE, Mesh
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.distributed import MeshTopology, topology_made_by
+from fleetpipe.paddle_api.distributed import MeshTopology, replacing_topology
 from fleetpipe.transport.base import Value
 
 #: Fleet's names of the axes that number ranks.
@@ -51,7 +51,7 @@ def of_mesh(mesh: Mesh) -> Iterator[None]:
     if mesh.degrees.cp == mesh.degrees.ep == 1:
         yield
         return
-    with topology_made_by(lambda: mesh_topology(mesh, paddle.distributed.get_rank())):
+    with replacing_topology(lambda: mesh_topology(mesh, paddle.distributed.get_rank())):
         yield
 
 

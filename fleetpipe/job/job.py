@@ -246,7 +246,7 @@ class Job(MeshGroups):
         for transport in self._launched:
             transport.timeout = timeout
 
-    def _make(
+    def _make_group(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
     ) -> Group:
         if self._connections is None or len(members := ranks()) == 1:
@@ -291,7 +291,7 @@ class Job(MeshGroups):
             self._connections.call = calls.begin(words, kind, replicas)
             if not calls.replica:
                 axes = [axis for axis in DENSE if axis not in REPLICA]
-                calls.replica = self._connections.in_step = frozenset(self._along(axes))
+                calls.replica = self._connections.in_step = frozenset(self._ranks_along(axes))
 
     def calling(self, words: str, replicas: bool = True) -> AbstractContextManager[None]:
         """Begins a collective call, and returns its :meth:`guarded` context."""

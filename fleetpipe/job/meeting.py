@@ -1,7 +1,7 @@
-"""The start of a job: opens its key-value store, waits for all ranks, compares their settings.
+"""Starts a job: opens its key-value store, waits for all ranks, compares their settings.
 
 Paddle's own start waits without a limit for a rank that never comes, and does not say which one.
-Here the wait has the user's limit, and its error names the ranks that are missing. Every call of
+Here the wait has the user's limit, and its error names the missing ranks. Every call of
 ``JobStore`` has a limit too; Paddle's client waits without one while it holds the interpreter's
 lock. Paddle's server is used unchanged: a request is a command (int32) and its arguments, strings
 with their length (uint64) before them; the protocol is the same in 2.6.2 and 3.3.1.
@@ -36,32 +36,39 @@ from fleetpipe.transport import Store
 from fleetpipe.transport.base import Limit, await_keys
 from fleetpipe.version import __version__
 
+#: Commands of Paddle's store.
 _ADD, _GET, _SET = 0, 1, 3
 _COMMAND = struct.Struct("<i")
 _NUMBER = struct.Struct("<q")
 #: Seconds between two looks at whether a rank has failed.
 _CHECK_SECONDS = 0.2
+#: The most bytes of a value that is read.
 _LARGEST_VALUE = 1 << 26
 
+#: Seconds between two polls of the store.
 _POLL_SECONDS = 0.02
-#: Seconds that rank 0, which serves the store, stays for others that are about to fail as it does.
+#: Seconds that rank 0, which serves the store, waits for other ranks that still use it.
 _LAST_SECONDS = 3.0
 #: Seconds in which a program that listens at rank 0's endpoint answers, if it is a store.
 _ANSWER_SECONDS = 2.0
 
+#: Returns the rank of this process in the job.
 own_rank = log.own_rank
 
+#: The open store of this process's jobs, if there is one.
 _stores: list[JobStore] = []
 
-#: The server ends with its object.
+#: Paddle's server of the store, on rank 0; it ends with its object.
 _servers: list[Any] = []
 
-_PLACE = "the comparison of what each rank runs"
+#: The purpose of a meeting, for messages.
+_COMPARISON = "the comparison of what each rank runs"
 #: Differences that a message shows; the first ones tell enough.
 _MOST_SHOWN = 4
 
 
-def _string(data: bytes) -> bytes:
+def _encode_string(data: bytes) -> bytes:
+    """Returns a string of the store's protocol: its length, then its bytes."""
     return _NUMBER.pack(len(data)) + data
 
 
@@ -70,7 +77,7 @@ class JobStore:
 
     Attributes:
         check: Called during waits; raises an error if a rank is known to have failed.
-        timeout: Seconds that the answer to one request may take.
+        timeout: Seconds that the server may take to answer one request.
     """
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
@@ -92,10 +99,10 @@ class JobStore:
 
     def set(self, key: str, value: str) -> None:
         """Stores ``value`` under ``key``."""
-        self._send(_SET, key, _string(value.encode()))
+        self._send(_SET, key, _encode_string(value.encode()))
 
     def get(self, key: str) -> bytes:
-        """Returns the value of ``key``, which must be there."""
+        """Returns the value of ``key``, which must be there: the server waits for a missing key."""
         self._send(_GET, key)
         (size,) = _NUMBER.unpack(self._receive(_NUMBER.size))
         if not 0 <= size <= _LARGEST_VALUE:
@@ -110,7 +117,10 @@ class JobStore:
         return self._receive(size)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter that begins at 0 and returns its new value."""
+        """Adds ``amount`` to the counter ``key``, which begins at 0; returns the sum.
+
+        If the sum is 0, so that a rank is still missing, it also calls ``check``.
+        """
         self._send(_ADD, key, _NUMBER.pack(amount))
         value: int = _NUMBER.unpack(self._receive(_NUMBER.size))[0]
         if value == 0:
@@ -122,20 +132,24 @@ class JobStore:
         self._sock.close()
 
     def _send(self, command: int, key: str, arguments: bytes = b"") -> None:
+        """Sends a request: a command, a key and further arguments."""
         try:
             # Paddle's own clients put a stroke before each key.
-            self._sock.sendall(_COMMAND.pack(command) + _string(b"/" + key.encode()) + arguments)
+            self._sock.sendall(
+                _COMMAND.pack(command) + _encode_string(b"/" + key.encode()) + arguments
+            )
         except OSError as error:
             self._raise_gone(error.strerror or str(error))
 
     def _receive(self, size: int) -> bytes:
+        """Receives ``size`` bytes of an answer within the limit."""
         data = bytearray()
         limit = Limit(self.timeout)
         while len(data) < size:
             try:
                 more = self._sock.recv(size - len(data))
             except TimeoutError:
-                self._wait_on(limit)
+                self._check_wait(limit)
                 continue
             except OSError as error:
                 self._raise_gone(error.strerror or str(error))
@@ -144,7 +158,8 @@ class JobStore:
             data += more
         return bytes(data)
 
-    def _wait_on(self, limit: Limit) -> None:
+    def _check_wait(self, limit: Limit) -> None:
+        """Raises an error if a rank has failed or the limit of the answer is reached."""
         self.check()
         if limit.reached():
             raise PipelineTimeout(
@@ -155,6 +170,7 @@ class JobStore:
             )
 
     def _raise_gone(self, why: str) -> NoReturn:
+        """Raises the error that rank 0 is gone, or that of the rank whose failure caused it."""
         self.check()
         raise PeerFailed(
             "rank 0, which serves the job's store, is gone",
@@ -172,7 +188,7 @@ def come_together(number: int, timeout: float) -> JobStore:
     """Waits until every rank is here. Collective over the job.
 
     Args:
-        number: The number of the job; it makes the keys unique.
+        number: Number of earlier jobs of these processes; it makes the keys unique.
         timeout: Seconds to wait.
 
     Returns:
@@ -191,7 +207,7 @@ def come_together(number: int, timeout: float) -> JobStore:
 
 
 def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
-    """Opens the store, as :func:`open_store` does, of a job whose rank 0 is another process now."""
+    """Opens the store of a job whose rank 0 is another process now; see :func:`open_store`."""
     for store in _stores:
         store.close()
     _stores.clear()
@@ -200,7 +216,7 @@ def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
 
 
 def opened_store(timeout: float) -> JobStore:
-    """Returns the store of this process's jobs; the first call opens it by :func:`open_store`."""
+    """Returns the store of this process's jobs; opens it at the first call."""
     if not _stores:
         _stores.append(open_store(timeout))
     return _stores[0]
@@ -220,19 +236,20 @@ def open_store(timeout: float, check: Callable[[], None] = lambda: None) -> JobS
         TransportError: The port that the launcher gave to rank 0 is taken; or the job has been
             restarted, and this rank belongs to the earlier start.
     """
-    host, port = _address()
+    host, port = _store_address()
     _refuse_paddles_store()
     # The port may by now serve another job.
     sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
-    return _reach(host, port, timeout, f"fleetpipe/job/{sign}", check)
+    return _connect_to_store(host, port, timeout, f"fleetpipe/job/{sign}", check)
 
 
 def paddles_client(timeout: float) -> Any:
-    """Returns Paddle's client of the job's open store, for Paddle's own functions."""
-    return _servers[0] if _servers else open_tcp_store(*_address(), False, timeout)
+    """Returns a client of the job's open store for Paddle's own functions."""
+    return _servers[0] if _servers else open_tcp_store(*_store_address(), False, timeout)
 
 
-def _address() -> tuple[str, int]:
+def _store_address() -> tuple[str, int]:
+    """Returns host and port of the job's store: those of rank 0's endpoint."""
     host, _, port = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0].rpartition(":")
     if ":" in host:
         raise ConfigError(
@@ -252,15 +269,15 @@ def meet(
     gone: Callable[[], Collection[int]] = tuple,
     ranks: Collection[int] | None = None,
 ) -> None:
-    """Waits until all of ``ranks`` have come to ``key``. Collective over them.
+    """Waits until some ranks have come to a meeting. Collective over them.
 
     Args:
         store: The job's store.
-        key: The key in the store, new for each meeting.
+        key: The meeting's key in the store, new for each meeting.
         timeout: Seconds to wait.
         place: The purpose of the meeting, for messages; by default the start of the job.
-        gone: Returns the ranks that have ended. The store raises a known failure, but only while
-            somebody is missing: a rank that came may fail later, in its next operation.
+        gone: Returns the ranks that have ended. The store raises a known failure, but only while a
+            rank is missing: a rank that came may fail later, in its next operation.
         ranks: The ranks that meet; by default all ranks of the job.
 
     Raises:
@@ -272,7 +289,7 @@ def meet(
     keys = {rank: f"{key}/{rank}" for rank in (everyone if ranks is None else ranks)}
 
     def given_up() -> bool:
-        # The others' time began at other moments; the first that gives up does it for all.
+        # The others' limits began at other moments: the first rank that gives up ends all waits.
         return store.add(f"{key}/late", 0) > 0
 
     def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
@@ -285,30 +302,30 @@ def meet(
         absent = [rank for rank in everyone if rank not in keys]
         let_others_go(store, f"{key}/going", [*missing, *absent])
         who = f"ranks {missing}" if missing[1:] else f"rank {missing[0]}"
-        return _not_here(who, timeout, place=place)
+        return _missing_error(who, timeout, place=place)
 
     for _ in await_keys(store, keys, Limit(timeout), failure, gone, given_up):
         pass
 
 
 def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
-    """Keeps rank 0, which serves the store, here until the others need it no more. Collective.
+    """Makes rank 0, which serves the store, wait for ranks that still use it. Collective.
 
     Args:
         store: The job's store.
         key: The key at which the ranks count themselves, new for each call.
         missing: The ranks that do not take part.
     """
-    going = world_size() - len(missing or ())
+    expected = world_size() - len(missing or ())
     deadline = time.monotonic() + _LAST_SECONDS
-    gone = store.add(key, 1)
-    while own_rank() == 0 and gone < going and time.monotonic() < deadline:
+    arrived = store.add(key, 1)
+    while own_rank() == 0 and arrived < expected and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        gone = store.add(key, 0)
+        arrived = store.add(key, 0)
 
 
 def give_paddle_an_address(store: Store, timeout: float) -> None:
-    """Gives Paddle an address for a store of its own. Collective over the job.
+    """Gives Paddle an address for a store of its own, if it has none. Collective over the job.
 
     A job does not need that store, but other functions of Paddle's open it. Without an address from
     the launcher they would use the one of the job's store.
@@ -339,6 +356,7 @@ def begin_beside_paddle(timeout: float) -> None:
 
 
 def _paddle_has_an_address() -> bool:
+    """Returns whether the environment has an address for a store of Paddle's own."""
     environment = os.environ
     return "PADDLE_MASTER" in environment or bool(
         environment.get("MASTER_ADDR") and environment.get("MASTER_PORT")
@@ -346,7 +364,11 @@ def _paddle_has_an_address() -> bool:
 
 
 def _refuse_paddles_store() -> None:
-    """Refuses ranks whose Paddle has already opened a store at the job store's address."""
+    """Refuses to begin a job if Paddle began before it in a way that leaves the job no store.
+
+    Raises:
+        StateError: Paddle has a store at the job store's address, or lacks its groups of ranks.
+    """
     if began_without_groups():
         raise StateError(
             "Paddle began without the groups of ranks that a job needs",
@@ -365,7 +387,8 @@ def _refuse_paddles_store() -> None:
         )
 
 
-def _refuse_taken(host: str, port: int) -> None:
+def _refuse_taken_port(host: str, port: int) -> None:
+    """Raises an error if rank 0 cannot listen at the store's address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -381,13 +404,22 @@ def _refuse_taken(host: str, port: int) -> None:
             ) from error
 
 
-def _reach(host: str, port: int, timeout: float, sign: str, check: Callable[[], None]) -> JobStore:
-    """Serves the job's store on rank 0; other ranks wait until it listens.
+def _connect_to_store(
+    host: str, port: int, timeout: float, sign: str, check: Callable[[], None]
+) -> JobStore:
+    """Returns a connection to the job's store; rank 0 serves it, other ranks wait until it listens.
 
     Paddle's own client has no limit for that wait.
+
+    Args:
+        host: The host of rank 0.
+        port: The port of rank 0.
+        timeout: Seconds to wait.
+        sign: A key by which the job's store is known from that of another job.
+        check: Called meanwhile; raises an error to end the wait.
     """
     if own_rank() == 0:
-        _refuse_taken(host, port)
+        _refuse_taken_port(host, port)
         _servers.append(open_tcp_store(host, port, True, timeout))
     limit = Limit(timeout)
     number = attempt_files.number()
@@ -409,17 +441,18 @@ def _reach(host: str, port: int, timeout: float, sign: str, check: Callable[[], 
                     return store
                 if current is not None and current > number:
                     store.close()
-                    raise _left_over(number, current)
+                    raise _left_over_error(number, current)
             except (PeerFailed, PipelineTimeout):
                 pass
             finding = f"what listens at {host}:{port} does not answer as the job's store"
             store.close()
         if limit.reached():
-            raise _not_here("rank 0", timeout, finding)
+            raise _missing_error("rank 0", timeout, finding)
         time.sleep(_POLL_SECONDS)
 
 
-def _left_over(number: int, current: int) -> TransportError:
+def _left_over_error(number: int, current: int) -> TransportError:
+    """Returns the error for a rank of attempt ``number`` in a job that is in a later one."""
     return TransportError(
         f"rank {own_rank()} of attempt {number} of the job was refused: "
         f"the job is in attempt {current}",
@@ -428,7 +461,17 @@ def _left_over(number: int, current: int) -> TransportError:
     )
 
 
-def _not_here(who: str, timeout: float, got: str | None = None, place: str = "") -> PipelineTimeout:
+def _missing_error(
+    who: str, timeout: float, got: str | None = None, place: str = ""
+) -> PipelineTimeout:
+    """Returns the error that some ranks did not come.
+
+    Args:
+        who: The ranks, in words.
+        timeout: The limit in seconds.
+        got: What was found instead.
+        place: The purpose of the meeting; "" for the start of the job.
+    """
     return PipelineTimeout(
         f"{who} did not {f'come to {place}' if place else 'call fleet.init'} within {timeout:g} s",
         where=f"rank {own_rank()}, {place or 'start of the job'}",
@@ -445,7 +488,7 @@ def facts(*options: Any) -> dict[str, str]:
 
     Args:
         *options: Options, as dataclasses. Ranks need only agree on whether ``trace``, a folder, is
-            set: its name matters to rank 0 alone, as all of ``serve`` does.
+            set, and not on ``serve``: both matter to rank 0 alone.
     """
     settings = {**numerics.settings(), "fleetpipe": __version__}
     for options_of in options:
@@ -480,32 +523,44 @@ def require_agreement(
     text = json.dumps(dict(facts), sort_keys=True)
     store.set(f"{key}/facts/{own_rank()}", text)
     store.set(f"{key}/digest/{own_rank()}", hashlib.sha256(text.encode()).hexdigest())
-    meet(store, f"{key}/published", timeout, _PLACE, gone)
+    meet(store, f"{key}/published", timeout, _COMPARISON, gone)
     ranks = range(world_size())
     digests = [store.get(f"{key}/digest/{rank}") for rank in ranks]
     differing = [rank for rank in ranks if digests[rank] != digests[0]]
     if differing:
         first, other = (json.loads(store.get(f"{key}/facts/{rank}")) for rank in (0, differing[0]))
-        error = _disagreement(first, other, differing)
+        error = _disagreement_error(first, other, differing)
         # Nobody raises, and so ends the store or others' waits, before all have seen both sides.
-        meet(store, f"{key}/compared", timeout, _PLACE, gone)
+        meet(store, f"{key}/compared", timeout, _COMPARISON, gone)
         let_others_go(store, f"{key}/seen")
         raise error
 
 
-def _disagreement(
+def _disagreement_error(
     first: Mapping[str, str], other: Mapping[str, str], differing: list[int]
 ) -> ConfigError:
-    subjects = [s for s in {**first, **other} if first.get(s) != other.get(s)]
+    """Returns the error that shows how facts differ.
 
-    def join(facts: Mapping[str, str]) -> str:
-        shown = [f"{s} = {facts.get(s, 'nothing')}" for s in subjects[:_MOST_SHOWN]]
+    Args:
+        first: The facts of rank 0.
+        other: The facts of the first rank that differs.
+        differing: All ranks that differ.
+    """
+    subjects = [
+        subject for subject in {**first, **other} if first.get(subject) != other.get(subject)
+    ]
+
+    def in_words(facts: Mapping[str, str]) -> str:
+        """Returns the first differing facts of one side."""
+        shown = [
+            f"{subject} = {facts.get(subject, 'nothing')}" for subject in subjects[:_MOST_SHOWN]
+        ]
         return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
 
     also = f" (nor do ranks {differing[1:]})" if len(differing) > 1 else ""
     return ConfigError(
         f"ranks 0 and {differing[0]} of the job do not run the same{also}",
-        expected=f"as on rank 0: {join(first)}",
-        got=f"on rank {differing[0]}: {join(other)}",
+        expected=f"as on rank 0: {in_words(first)}",
+        got=f"on rank {differing[0]}: {in_words(other)}",
         fix="start all ranks with the same script, arguments, environment and versions",
     )

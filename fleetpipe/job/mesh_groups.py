@@ -1,6 +1,7 @@
-"""The groups of ranks that a process of a job is in, by what each rank holds of the model.
+"""Makes the groups of ranks that a process of a job is in, by what each rank holds of the model.
 
-Each is a view of the job's connections: it costs nothing, and its creation is not collective.
+Each group is a view of the job's connections: it costs nothing, and no other rank has to take part
+in its creation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from fleetpipe.mesh.axes import COPIES, REPLICA, SEQUENCE, SHARDS, Coordinate, Mesh
 from fleetpipe.mesh.groups import Group
 
-#: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
+#: By axes, the method of Paddle's topology that returns Paddle's group along them.
 _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
     ("dp",): "get_data_parallel_group",
     ("sharding",): "get_sharding_parallel_group",
@@ -38,38 +39,43 @@ class MeshGroups(ABC):
     def __init__(self, mesh: Mesh, hcg: Any, local: bool, fused_copies: Any) -> None:
         """Stores the coordinates of all ranks; groups are created at their first use.
 
-        ``fused_copies`` is Paddle's group of :meth:`copies`, if they span several axes.
+        Args:
+            mesh: The coordinates.
+            hcg: The topology that the user sees.
+            local: Whether this one process plays all ranks.
+            fused_copies: Paddle's group of :meth:`copies`, if they span several axes; else None.
         """
         self.mesh, self.degrees, self.hcg, self.local = mesh, mesh.degrees, hcg, local
         self._fused_copies = fused_copies
         self._groups: dict[str, Group] = {}
 
     def pipeline_ranks(self) -> list[int]:
-        """Returns the numbers in the job of this process's pipeline ranks, in order."""
-        return [0] * self.degrees.pp if self.local else self._along(["pp"])
+        """Returns for each rank of this process's pipeline its number in the job, in order."""
+        return [0] * self.degrees.pp if self.local else self._ranks_along(["pp"])
 
     def group(self) -> Group:
         """Returns the group of this process's pipeline ranks, for collective operations."""
         return self.along("pp")
 
     def holders(self, ranks: Sequence[int]) -> Group:
-        """Returns the group of some ranks of this pipeline, those that hold a tied weight.
+        """Returns the group of some ranks of this pipeline, such as those that hold a tied weight.
 
         Args:
-            ranks: Their numbers in the pipeline, in the same order on all of them.
+            ranks: The ranks' numbers in the pipeline, in the same order on all of them.
         """
-        return self._group(
-            f"holders {list(ranks)}", lambda: [self._along(["pp"])[rank] for rank in ranks]
+        return self._named_group(
+            f"holders {list(ranks)}", lambda: [self._ranks_along(["pp"])[rank] for rank in ranks]
         )
 
     def members(self, ranks: Sequence[int], purpose: str = "ranks") -> Group:
         """Returns a group of some ranks of the job, this process included.
 
         Args:
-            ranks: Their numbers in the job, in the same order on all of them.
-            purpose: Separates groups: none takes the messages of one with another purpose.
+            ranks: The ranks' numbers in the job, in the same order on all of them.
+            purpose: A text that separates groups: messages of one never reach one of another
+                purpose.
         """
-        return self._group(f"{purpose} {list(ranks)}", lambda: list(ranks))
+        return self._named_group(f"{purpose} {list(ranks)}", lambda: list(ranks))
 
     @functools.cached_property
     def coordinate(self) -> Coordinate:
@@ -79,7 +85,7 @@ class MeshGroups(ABC):
         return self.mesh.coordinate(self.hcg.get_global_rank())
 
     def leads(self, *but: str) -> bool:
-        """Whether this process is first on every axis except ``but``; see there."""
+        """Returns whether this process is first on every axis of ``DENSE``, except ``but``."""
         return self.coordinate.leads(*but)
 
     @functools.cached_property
@@ -89,16 +95,16 @@ class MeshGroups(ABC):
 
     @functools.cached_property
     def copy(self) -> int:
-        """The number of this process in :meth:`copies`."""
+        """The number of this process in the group of :meth:`copies`."""
         return self.mesh.number(self.coordinate, COPIES)
 
     @functools.cached_property
     def shard(self) -> tuple[int, int]:
-        """The number of this process's shard of tensor-parallel layers, and of all shards."""
+        """The index of this process's shard of tensor-parallel layers, and the number of shards."""
         return self.mesh.number(self.coordinate, SHARDS), self.degrees.split(*SHARDS)
 
     def replicas(self) -> Group:
-        """Returns the group of ranks that have this rank's part of the model, and other samples.
+        """Returns the group of ranks that hold the same part of the model and take other samples.
 
         It has all dp x sharding ranks with this rank's coordinate on every other axis, by replica.
         """
@@ -128,8 +134,8 @@ class MeshGroups(ABC):
         """Returns the axes along which ranks hold the same values of a parameter.
 
         Args:
-            spread: Whether it is a parameter of an expert.
-            cut: The axes of ``SHARDS`` along which ranks hold parts of it, or different experts.
+            spread: Whether it is a parameter of an expert, of which ranks hold different ones.
+            cut: The axes of ``SHARDS`` along which ranks hold shards of it, or different experts.
         """
         if spread and self.degrees.ep > 1:
             return ("moe_sharding",)
@@ -137,14 +143,18 @@ class MeshGroups(ABC):
         return (*axes, *(axis for axis in SHARDS if axis not in cut))
 
     def beside_sharding(self, spread: bool) -> Group:
-        """Returns the group of ranks that own the same optimizer shard of the same parameters."""
+        """Returns the group of ranks that own the same optimizer shard of the same parameters.
+
+        Args:
+            spread: Whether they are parameters of experts.
+        """
         axes = [axis for axis in COPIES if axis not in self.degrees.state_axes]
         if spread:  # along ep all copies of an expert share its state
             axes = [axis for axis in axes if axis != "dp" and self.degrees.ep == 1]
         return self.along(*axes)
 
     def expert_sharding(self) -> Group:
-        """Returns the part of :meth:`expert_copies` that shares the optimizer's state."""
+        """Returns those ranks of :meth:`expert_copies` that share the optimizer's state."""
         return self.along("moe_sharding") if self.degrees.ep > 1 else self.sharding()
 
     def all_experts(self, sharded: bool) -> Group:
@@ -157,11 +167,12 @@ class MeshGroups(ABC):
         return self.along(*(copies if sharded else ()), self._expert_axis)
 
     def whole_model(self) -> Group:
-        """Returns the group of ranks that together hold all stages and experts."""
+        """Returns the group of ranks that together hold all stages and all experts."""
         return self.along("pp", self._expert_axis)
 
     @property
     def _expert_axis(self) -> str:
+        """The axis along which experts are spread: ep, or without it dp."""
         return "ep" if self.degrees.ep > 1 else "dp"
 
     def model_parallel(self) -> Group:
@@ -174,13 +185,16 @@ class MeshGroups(ABC):
 
     def along(self, *axes: str) -> Group:
         """Returns the group of ranks that differ from this process on the given axes only."""
-        return self._group("+".join(axes), lambda: self._along(axes), self._paddle_group(axes))
+        return self._named_group(
+            "+".join(axes), lambda: self._ranks_along(axes), self._paddle_group(axes)
+        )
 
-    def _along(self, axes: Sequence[str]) -> list[int]:
+    def _ranks_along(self, axes: Sequence[str]) -> list[int]:
+        """Returns the ranks of the job that differ from this process on some axes only."""
         return self.mesh.along(self.coordinate, axes)
 
     def _paddle_group(self, axes: Sequence[str]) -> Callable[[], Any] | None:
-        """Returns a function that returns Paddle's group along some axes; None without one."""
+        """Returns a function that returns Paddle's group along some axes; None if it has none."""
         split = tuple(axis for axis in axes if getattr(self.degrees, axis) > 1)
         name = _PADDLE_GROUPS.get(split)
         if name is not None:
@@ -191,15 +205,15 @@ class MeshGroups(ABC):
 
     def everyone(self) -> Group:
         """Returns the group of all ranks of the job, for small values only."""
-        return self._group("everyone", lambda: list(range(self.hcg.nranks)))
+        return self._named_group("everyone", lambda: list(range(self.hcg.nranks)))
 
-    def _group(
+    def _named_group(
         self,
         name: str,
         ranks: Callable[[], list[int]],
         paddle_group: Callable[[], Any] | None = None,
     ) -> Group:
-        """Returns a group of the job and creates it at its first use.
+        """Returns a group of the job; creates it at its first use.
 
         Args:
             name: The name of the group, unique in this process.
@@ -207,11 +221,11 @@ class MeshGroups(ABC):
             paddle_group: Returns Paddle's group of the same members, which adds large tensors.
         """
         if name not in self._groups:
-            self._groups[name] = self._make(name, ranks, paddle_group)
+            self._groups[name] = self._make_group(name, ranks, paddle_group)
         return self._groups[name]
 
     @abstractmethod
-    def _make(
+    def _make_group(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
     ) -> Group:
-        """Returns a new group over the connections of the job; see :meth:`_group`."""
+        """Returns a new group over the connections of the job; see :meth:`_named_group`."""

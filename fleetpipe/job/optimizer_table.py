@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from fleetpipe.aliases import Clip, Optimizer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.optimizer import is_paddles, names_in_class, wrapper_chain
+from fleetpipe.paddle_api.optimizer import is_paddles, names_used_in_class, wrapper_chain
 
 #: Names of classes by the package that has them.
 Table = Mapping[str, Collection[str]]
@@ -124,7 +124,7 @@ def _only_logs(name: str, method: object, value: object, kind: type) -> bool:
         for word in (_NOTES if branches else _NOTES | _CLOCKS)
         if not (hasattr(value, word) or isinstance(method.__globals__.get(word), FunctionType))
     }
-    allowed = functions | (harmless - names_in_class(kind)) | {name, "get_lr"}
+    allowed = functions | (harmless - names_used_in_class(kind)) | {name, "get_lr"}
     allowed |= {each.__name__ for each in type(value).__mro__}
     return names <= allowed and {*code.co_freevars} <= {"__class__"}
 

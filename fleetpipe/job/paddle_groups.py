@@ -1,9 +1,9 @@
 """Creates Paddle's groups within the user's time limit and reuses them in later jobs.
 
-No group can be closed: its descriptors and threads stay until its process ends. So a job reuses the
-groups with its members that earlier jobs created. All ranks create the same groups in the same
-order, so a group that one rank has, all its members have; the groups of a failed job are not used
-again. A group keeps the options that it was first created with, those of NCCL for example.
+Paddle cannot close a group: its descriptors and threads stay until its process ends. So a job
+reuses the groups with its members that earlier jobs created. All ranks create the same groups in
+the same order, so a group that one rank has, all its members have; the groups of a failed job are
+not used again. A group keeps the options that it was first created with, those of NCCL for example.
 
 Each Gloo group gets a key-value store of its own. In the job's store all groups would write their
 addresses under the same keys (2.6.2 and 3.3.1): a rank that creates its second group a moment
@@ -48,10 +48,10 @@ from fleetpipe.mesh.axes import Mesh
 from fleetpipe.paddle_api import distributed, paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.distributed import (
-    beginning,
+    communicates_over_host,
     has_gloo,
-    meets_by_host,
     open_tcp_store,
+    replacing_store_and_groups,
     transfers,
 )
 from fleetpipe.transport import SocketTransport, Store, View, hosts
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from fleetpipe.transport.lanes import Lane
 
 
-#: By members, Paddle's groups of them, in the order in which a job creates them.
+#: By members (ranks of the job), Paddle's groups of them, in the order in which a job creates them.
 _kept: dict[tuple[int, ...], list[Any]] = {}
 #: Whether some rank may hang in an operation of a group, or may not have created it.
 _in_doubt = False
@@ -78,6 +78,7 @@ _log = log.logger(__name__)
 #: Below the ports that the system gives to outgoing connections: none of those is in the way.
 _PORTS = range(20000, 32000)
 
+#: Seconds between two looks at whether a transfer is over.
 _POLL_SECONDS = 0.001
 
 
@@ -85,33 +86,40 @@ _POLL_SECONDS = 0.001
 def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
     """While this context is open, Paddle's ``fleet.init`` creates the groups of a job. Collective.
 
+    Args:
+        number: Number of earlier jobs of these processes; it makes keys unique.
+        store: The job's store.
+        watch: The watch over the other ranks.
+        timeout: Seconds that any wait for another rank may last.
+
     Raises:
-        PeerFailed: Paddle could not create them.
+        PeerFailed: Paddle could not create the groups.
         PipelineTimeout: Some rank did not come to a group that it is a member of.
     """
-    made: Counter[tuple[int, ...]] = Counter()
-    world = range(meeting.world_size())
+    counts: Counter[tuple[int, ...]] = Counter()
+    all_ranks = range(meeting.world_size())
     separate_stores(store, timeout)
-    limited = watch.limit(timeout, "making Paddle's groups", world)
+    limited = watch.limit(timeout, "making Paddle's groups", all_ranks)
     open_store = functools.partial(meeting.paddles_client, timeout)
 
     def new_group(make: Callable[..., Any], ranks: list[int], **options: Any) -> Any:
+        """Returns an earlier job's group of these members, or the one that ``make`` creates."""
         members = tuple(sorted(ranks))
-        made[members] += 1
+        counts[members] += 1
         groups = _kept.setdefault(members, [])
-        if made[members] > len(groups):
-            meets = meeting.own_rank() in members and len(members) > 1
+        if counts[members] > len(groups):
+            takes_part = meeting.own_rank() in members and len(members) > 1
             what = f"making Paddle's group of ranks {list(members)}"
-            if meets:
-                key = f"fleetpipe/{number}/group/{members}/{made[members]}"
+            if takes_part:
+                key = f"fleetpipe/{number}/group/{members}/{counts[members]}"
                 # Whoever waits there says itself who is missing, before the watch would.
                 with watch.limit(2 * timeout, what, members):
                     meeting.meet(store, key, timeout, what, watch.gone, members)
-            with watch.limit(timeout, what, members if meets else world):
+            with watch.limit(timeout, what, members if takes_part else all_ranks):
                 groups.append(make(ranks, **options))
-        return groups[made[members] - 1]
+        return groups[counts[members] - 1]
 
-    with limited, translating_errors(), beginning(open_store, new_group):
+    with limited, translating_errors(), replacing_store_and_groups(open_store, new_group):
         yield
     # The first rank of a group serves its store: it must not leave while others make it.
     meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
@@ -122,6 +130,11 @@ def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]
     """Drops the groups of earlier jobs if any rank doubts them. Collective over the job.
 
     From now on the groups are in doubt until the job has ended well, see :func:`trust`.
+
+    Args:
+        number: Number of earlier jobs of these processes.
+        store: The job's store.
+        meet: Waits until all ranks are there.
     """
     global _in_doubt
     key = f"fleetpipe/{number}/groups/in_doubt"
@@ -141,7 +154,7 @@ def trust(ended_well: bool) -> None:
 
 @contextmanager
 def translating_errors() -> Iterator[None]:
-    """Turns failures of Gloo and of Paddle's store into errors that say what happened."""
+    """Turns errors of Gloo and of Paddle's store into errors that say what happened."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:
@@ -173,12 +186,12 @@ def separate_stores(store: Store, timeout: float) -> None:
         store: The job's store, through which a group's ranks find the group's store.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
-    distributed.replace_gloo_stores(_opener(store, "fleetpipe/gloo", timeout))
+    distributed.replace_gloo_stores(_make_store_opener(store, "fleetpipe/gloo", timeout))
     _complete_gloo(timeout)
 
 
 def make_unconnected(timeout: float) -> None:
-    """Leaves Paddle's groups without connections, until :func:`connect_members` of the job."""
+    """Makes Paddle create groups without connections, until :func:`connect_members`."""
     distributed.replace_gloo_stores(None)
     _complete_gloo(timeout)
 
@@ -189,50 +202,66 @@ def connect_members(store: Store, prefix: str, time: int, timeout: float) -> Non
     Args:
         store: The job's store.
         prefix: A prefix of keys there that was not used before.
-        time: How often groups were connected again, this time included.
+        time: How often groups have been connected again, this time included.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
     global _in_doubt
     # A later job's ranks differ in what they have made.
     _in_doubt = True
     with translating_errors():
-        distributed.connect_groups(_opener(store, f"{prefix}/gloo", timeout), time)
-    distributed.replace_gloo_stores(_opener(store, f"{prefix}/later", timeout))
+        distributed.connect_groups(_make_store_opener(store, f"{prefix}/gloo", timeout), time)
+    distributed.replace_gloo_stores(_make_store_opener(store, f"{prefix}/later", timeout))
 
 
-def _opener(store: Store, prefix: str, timeout: float) -> Callable[[int, int, int], Any]:
-    """Returns a function that opens the store of a group; its members call it together."""
+def _make_store_opener(store: Store, prefix: str, timeout: float) -> Callable[[int, int, int], Any]:
+    """Returns a function that opens one Gloo group's store; its members call it together.
+
+    Args:
+        store: The job's store.
+        prefix: Prefix of its keys, new for each use.
+        timeout: Seconds that the ranks of a group may take to arrive.
+    """
     _choose_interface()
 
-    def own_store(rank: int, ranks: int, group: int) -> Any:
+    def open_store(rank: int, ranks: int, group: int) -> Any:
+        """Opens the store of group number ``group``, as its member ``rank`` of ``ranks``."""
         key = f"{prefix}/{group}"
-        opened = _open(store, key, rank, group, timeout)
+        opened = _open_group_store(store, key, rank, group, timeout)
         # They meet at the job's store, whose waits end when a rank fails.
         keys = {member: f"{key}/here/{member}" for member in range(ranks)}
         store.add(keys[rank], 1)
-        _await(store, group, keys, timeout)
+        _await_members(store, group, keys, timeout)
         return opened
 
-    return own_store
+    return open_store
 
 
 def _complete_gloo(timeout: float) -> None:
-    distributed.complete_gloo(exchanges.methods())
-    distributed.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
+    """Gives Paddle's groups the operations that Gloo lacks, and a substitute for Gloo itself."""
+    distributed.replace_gloo_methods(exchanges.methods())
+    distributed.replace_missing_gloo(functools.partial(OwnGroup, timeout=timeout))
 
 
 def share_store_again() -> None:
-    """Lets later Gloo groups use the store that Paddle gives them."""
+    """Lets later Gloo groups use the store that Paddle gives them; see :func:`separate_stores`."""
     distributed.restore_gloo_stores()
 
 
-def _open(store: Store, key: str, rank: int, group: int, timeout: float) -> Any:
-    """Opens a group's store: its first rank serves it, the others find it in the job's store."""
+def _open_group_store(store: Store, key: str, rank: int, group: int, timeout: float) -> Any:
+    """Opens a group's store: its first member serves it, the others find it in the job's store.
+
+    Args:
+        store: The job's store.
+        key: The group's prefix of keys there.
+        rank: This process's number in the group.
+        group: The group's number, for messages.
+        timeout: Seconds that the members may take.
+    """
     if rank == 0:
         host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)
     else:
-        _await(store, group, {0: f"{key}/published"}, timeout)
+        _await_members(store, group, {0: f"{key}/published"}, timeout)
         host, _, text = store.get(f"{key}/address").decode().rpartition(":")
         port = int(text)
     opened = open_tcp_store(host, port, rank == 0, timeout)
@@ -243,6 +272,7 @@ def _open(store: Store, key: str, rank: int, group: int, timeout: float) -> Any:
 
 
 def _choose_interface() -> None:
+    """Sets the network interface that Gloo uses, unless the user has chosen one."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     name, address = hosts.gloo_interface()
@@ -259,8 +289,15 @@ def _choose_interface() -> None:
         )
 
 
-def _await(store: Store, group: int, keys: Mapping[int, str], timeout: float) -> None:
-    """Waits until all members of a group have added to their keys."""
+def _await_members(store: Store, group: int, keys: Mapping[int, str], timeout: float) -> None:
+    """Waits until members of a group have added to their counters in the job's store.
+
+    Args:
+        store: The job's store.
+        group: The group's number, for messages.
+        keys: By member, the key of its counter.
+        timeout: Seconds to wait.
+    """
 
     def failure(missing: list[int], _: object) -> PipelineTimeout:
         who = f"members {missing}" if missing[1:] else f"member {missing[0]}"
@@ -274,6 +311,7 @@ def _await(store: Store, group: int, keys: Mapping[int, str], timeout: float) ->
 
 
 def _free_port(host: str) -> int:
+    """Returns a port of ``_PORTS`` on which nothing listens at ``host``."""
     for port in random.Random().sample(_PORTS, 100):
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -285,20 +323,20 @@ def _free_port(host: str) -> int:
 
 
 class Direction(NamedTuple):
-    """A direction in which one rank of a pipeline sends to another."""
+    """The ranks of a pipeline between which messages go: from ``source`` to ``target``."""
 
     source: int
     target: int
 
 
 def default_transport() -> str:
-    """Returns the default transport of a job's pipelines, which depends on the device."""
-    return SOCKETS if meets_by_host() else PROCESS_GROUP
+    """Returns the transport of a job's pipelines that suits its devices."""
+    return SOCKETS if communicates_over_host() else PROCESS_GROUP
 
 
 def refuse_without_gloo(transport: str) -> None:
-    """Refuses process groups on a system whose Paddle has none that can send."""
-    if transport == PROCESS_GROUP and device_kind() != "cpu" and meets_by_host():
+    """Refuses the transport "process_group" where Paddle has no process groups that send."""
+    if transport == PROCESS_GROUP and device_kind() != "cpu" and communicates_over_host():
         raise ConfigError(
             "ranks that share a card have no process groups that send",
             cause="NCCL refuses two ranks on one card, and Gloo sends nothing that lies in one",
@@ -322,20 +360,20 @@ def directions(ranks: int) -> list[Direction]:
 
 
 def make_groups(mesh: Mesh) -> dict[Direction, PaddleGroup]:
-    """Creates one of Paddle's groups for each direction between neighbours.
+    """Creates one of Paddle's groups for each direction between neighbours of a pipeline.
 
     Collective over the job.
 
     Returns:
         The groups of this process's pipeline.
     """
-    mine: dict[Direction, PaddleGroup] = {}
+    groups: dict[Direction, PaddleGroup] = {}
     for members in mesh.groups(["pp"]):
         for direction in directions(len(members)):
             group = paddle.distributed.new_group(ranks=[members[rank] for rank in direction])
             if meeting.own_rank() in members:
-                mine[direction] = group
-    return mine
+                groups[direction] = group
+    return groups
 
 
 def connect_neighbours(
@@ -370,10 +408,14 @@ def lanes(
     namespace: str,
     timeout: float,
 ) -> tuple[dict[int, Lane], dict[int, Lane]]:
-    """Connects this rank to its neighbours, by a lane in each direction. Collective.
+    """Connects this rank to its neighbours by lanes. Collective over the pipeline.
 
-    ``view`` has its connections to the ranks of the pipeline; the other arguments are those of
-    :func:`connect_neighbours`.
+    Args:
+        view: This rank's connections to the ranks of the pipeline.
+        groups: The groups of :func:`make_groups`, in their order.
+        store: The job's store.
+        namespace: Prefix of its keys there, new for each job.
+        timeout: Seconds that any wait for another rank may last.
 
     Returns:
         The lanes by which it sends, and those by which it receives, by neighbour.
@@ -392,7 +434,8 @@ def lanes(
             attempt=attempt_files.number(),
         )
 
-    def lane(direction: Direction) -> Lane:
+    def make_lane(direction: Direction) -> Lane:
+        """Returns this rank's end of a lane; with Gloo it has a stream of its own."""
         sends = direction.source == view.rank
         peer = direction.target if sends else direction.source
         isend, irecv = transfers(groups[direction], view.members[peer])
@@ -402,12 +445,13 @@ def lanes(
         stream = streams[direction.source > direction.target]
         seals = {peer: stream.seals[peer]} if stream.seals else None
         sockets = {peer: stream.sockets.pop(peer)}
-        only = SocketTransport(view.rank, view.ranks, sockets, timeout=timeout, seals=seals)
-        return Lane(peer, only, transfer, only.interrupt)
+        connection = SocketTransport(view.rank, view.ranks, sockets, timeout=timeout, seals=seals)
+        return Lane(peer, connection, transfer, connection.interrupt)
 
-    all_lanes = {direction: lane(direction) for direction in groups if view.rank in direction}
-    for sock in (sock for stream in streams for sock in stream.sockets.values()):
-        sock.close()
+    all_lanes = {direction: make_lane(direction) for direction in groups if view.rank in direction}
+    for stream in streams:  # sockets to ranks that are no neighbours
+        for sock in stream.sockets.values():
+            sock.close()
     if not streams:
         _warm_up(all_lanes.values())
     outgoing = {d.target: lane for d, lane in all_lanes.items() if d.source == view.rank}

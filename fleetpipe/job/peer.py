@@ -1,8 +1,7 @@
-"""The state of another rank as the watch knows it, and the messages between the two.
+"""Stores what the watch knows of another rank, and exchanges the watch's messages with that rank.
 
-A message is a length, a JSON object, and a seal. It is checked before it is used: a message of
-another shape is a ``ValueError``. An invalid record is only replaced by its error: the job can do
-without it.
+A message is a length, a JSON object, and a seal. It is checked before it is used: anything else is
+a ``ValueError``. An invalid record is only replaced by its error: the job can do without it.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from fleetpipe.json_value import JsonValue, Source, parse_small
 from fleetpipe.transport.wire.structure import SEAL_BYTES, Seal, Seals
 
 _LENGTH = struct.Struct("<I")
+#: The most bytes of a message.
 _LARGEST = 1 << 20
 #: Deepest nesting, and number, of lists and objects in a message: those of a record with its rows.
 _DEEPEST, _MOST_PARTS = 5, 6 + 3 * MOST_ROWS
@@ -38,7 +38,12 @@ SILENT_SECONDS = 2.0
 
 
 class Status(NamedTuple):
-    """A message with the record of a rank, or the error in its place, and its last call."""
+    """A message about what a rank is doing.
+
+    Attributes:
+        record: The rank's record; if it is invalid, the error that says so.
+        call: The last collective call that the rank has begun.
+    """
 
     record: RankRecord | ConfigError
     call: CollectiveCall
@@ -49,14 +54,18 @@ class Goodbye(NamedTuple):
 
 
 def pack(message: dict[str, Any], seal: Seal | None) -> bytes:
-    """Returns the bytes of a message."""
+    """Returns the bytes of a message, with its seal if there is one."""
     text = json.dumps(message).encode()
     frame = _LENGTH.pack(len(text)) + text
     return frame if seal is None else frame + seal.of([frame])
 
 
 def unpack(received: bytearray, seal: Seal | None) -> Iterator[Status | Failure | Goodbye]:
-    """Removes the complete messages from ``received`` and yields them.
+    """Removes the complete messages from received bytes, and yields them.
+
+    Args:
+        received: The bytes that have not been unpacked yet.
+        seal: Checks the sender's seals; None without a secret.
 
     Raises:
         TransportError: A message does not have the seal of its sender.
@@ -75,13 +84,19 @@ def unpack(received: bytearray, seal: Seal | None) -> Iterator[Status | Failure 
             seal.check([frame], received[end:whole])
         del received[:whole]
         text = frame[_LENGTH.size :]
-        yield _message_of(parse_small(text, _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
+        yield _parse_message(parse_small(text, _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
 
 
-def _message_of(content: Any) -> Status | Failure | Goodbye:
+def _parse_message(content: Any) -> Status | Failure | Goodbye:
+    """Returns the message of a JSON object.
+
+    Raises:
+        ConfigError: The object is not a message.
+    """
     value = JsonValue(content, _SOURCE)
     kind = value["kind"].text()
-    rest = JsonValue({name: one for name, one in content.items() if name != "kind"}, _SOURCE)
+    fields = {name: field for name, field in content.items() if name != "kind"}
+    rest = JsonValue(fields, _SOURCE)
     if kind == "status":
         rest.require_names(("record", "call"))
         call = rest["call"].row(CollectiveCall)
@@ -101,13 +116,13 @@ class Peer:
     """Another rank of the job, as the watch knows it.
 
     Attributes:
-        rank: Its rank in the job.
+        rank: The rank.
         sock: The connection to it.
-        record: Its last record.
+        record: Its last record, without steps.
         call: The last collective call that it has begun.
-        rows: Its steps that have not been read yet.
+        rows: Steps of its records that nobody has read yet.
         heard: Time of its last message (``time.monotonic()``).
-        left: Whether it said goodbye; no more messages come from it.
+        left: Whether it said goodbye or reported a failure; no more messages come from it.
         ended: Whether the connection has ended.
         unsent: Bytes for it that the kernel has not taken yet.
     """
@@ -132,8 +147,8 @@ class Peer:
     def tell(self, message: dict[str, Any]) -> None:
         """Sends a message without waiting for a rank that does not read.
 
-        Bytes that the kernel does not take wait for :meth:`send`; a record is dropped if earlier
-        messages still wait.
+        Bytes that the kernel does not take wait for :meth:`send`. A record is dropped if earlier
+        bytes still wait or the rank is silent.
         """
         if message["kind"] != "status" or not (self.silent or self.unsent):
             self.unsent += pack(message, self._outgoing)
@@ -163,7 +178,7 @@ class Peer:
         for message in unpack(self._received, self._incoming):
             self.heard = time.monotonic()
             if isinstance(message, Status):
-                self._note(message.record)
+                self._store_record(message.record)
                 self.call = message.call
                 continue
             # A rank that reports a failure leaves because of it: the end of its connection is then
@@ -172,7 +187,8 @@ class Peer:
             if isinstance(message, Failure):
                 yield message
 
-    def _note(self, record: RankRecord | ConfigError) -> None:
+    def _store_record(self, record: RankRecord | ConfigError) -> None:
+        """Stores a record; an invalid one is left out, and the first of these is logged."""
         if isinstance(record, RankRecord) and record.rank == self.rank:
             self.record = record.lean
             self.rows.extend(record.rows)
@@ -183,16 +199,16 @@ class Peer:
 
     @property
     def silence(self) -> float:
-        """Seconds since its last message."""
+        """Seconds since the rank's last message."""
         return time.monotonic() - self.heard
 
     @property
     def silent(self) -> bool:
-        """Whether its next record is overdue."""
+        """Whether the rank's next record is overdue."""
         return self.silence > SILENT_SECONDS
 
     def whereabouts(self) -> str:
-        """Describes what it was doing at its last message."""
+        """Returns in words what the rank was doing at its last message."""
         if self.silent:
             return (
                 f"rank {self.rank} is silent for {self.silence:.1f} s: stopped, or its host or "

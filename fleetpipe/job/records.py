@@ -1,8 +1,9 @@
-"""The records that ranks send each other five times a second, and what they are made of.
+"""Measures a rank's progress and times, for the records that ranks send each other.
 
-A record (``RankRecord``) has a rank's progress and step times, which ``RunProgress`` and
-``WallTime`` measure. Its collective calls (``CollectiveCalls``), which all ranks must begin in one
-order, go with it; the header of each message has the kind of the last call.
+Five times a second a rank sends a record (``RankRecord``) with its progress and step times, which
+``RunProgress`` and ``WallTime`` measure. With it goes the last of its collective calls
+(``CollectiveCalls``), which all ranks must begin in one order; the header of each message between
+ranks has the kind of that call too.
 """
 
 from __future__ import annotations
@@ -24,22 +25,24 @@ from fleetpipe.job import attempt_files
 from fleetpipe.json_value import JsonValue, Source
 from fleetpipe.systems import ProcessorQueue
 
-#: Past calls that are stored for comparison; no rank is further behind another one.
+#: Past calls that are stored for comparison: more than a rank can be behind another one.
 _MOST_CALLS = 512
-#: Packages whose frames are not the script's.
+#: Packages whose stack frames are not the script's.
 _NOT_THE_SCRIPTS = {"fleetpipe", "paddle", "contextlib", "decorator", "functools"}
 
-#: Most rows of a record: where steps are very short, it has the last ones only.
+#: Most steps in one record: where steps are very short, it has the last ones only.
 MOST_ROWS = 16
+#: A record of a higher rank is invalid.
 _MOST_RANKS = 1 << 20
 #: The parts of the time between two steps.
 BETWEEN = ("data", "callbacks", "evaluation", "saves", "other")
 #: The parts of wall time: in a step a rank computes, or waits for other ranks.
 PARTS = ("compute", "waiting", *BETWEEN)
 
+#: How errors about a record from elsewhere are worded.
 SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the same fleetpipe")
 
-#: The last steps, from which a record's mean times are taken.
+#: The number of last steps over which a record's mean times are taken.
 _STEPS = 10
 #: A run of more steps counts as one without an end.
 _MOST_STEPS = 1 << 40
@@ -52,12 +55,12 @@ StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
 class CollectiveCall(NamedTuple):
-    """A collective call.
+    """A call that several ranks must begin in the same order, such as that of a training batch.
 
     Attributes:
-        number: Its number among those of one replica, from 1.
-        of_job: Its number among the calls that all replicas begin; 0 if only some begin it.
-        kind: A text that is the same on all ranks that begin it.
+        number: The call's number among those of one replica, from 1.
+        of_job: The call's number among those that all replicas begin; 0 if only some begin it.
+        kind: A text that is the same on all ranks that begin the call.
         words: What the rank does, and the line of the script.
     """
 
@@ -68,20 +71,23 @@ class CollectiveCall(NamedTuple):
 
 
 class CollectiveCalls:
-    """The last calls of this process: the main thread begins them, the watch's compares them.
+    """The last collective calls of this process.
+
+    The main thread begins them, and the watch's thread compares them with those of other ranks.
 
     Attributes:
         replica: The ranks of this process's replica.
     """
 
     def __init__(self) -> None:
+        """Begins without a call; the replica is set later."""
         self.replica: frozenset[int] = frozenset()
         self._calls = deque([CollectiveCall()], _MOST_CALLS)
         self._of_job = 0
 
     @property
     def last(self) -> CollectiveCall:
-        """The last call that has begun; one without a kind before the first."""
+        """The last call that has begun; before the first one, one without a kind."""
         return self._calls[-1]
 
     def begin(self, words: str, kind: str = "", replicas: bool = True) -> int:
@@ -90,10 +96,10 @@ class CollectiveCalls:
         Args:
             words: What this rank does, as ``trains a batch``.
             kind: A text that is the same on all ranks; by default the words.
-            replicas: Whether all replicas begin it.
+            replicas: Whether all replicas begin the call, not only this one.
 
         Returns:
-            A number of its kind, for the headers of messages.
+            A number that stands for the kind, for the headers of messages.
         """
         self._of_job += replicas
         words, kind = f"{words} ({line_of_the_script()})", kind or words
@@ -102,20 +108,24 @@ class CollectiveCalls:
         return zlib.crc32(kind.encode())
 
     def mismatch(self, other: CollectiveCall, same_replica: bool) -> CollectiveCall | None:
-        """Returns this process's call of the same number, if it is of another kind than ``other``.
+        """Compares another rank's call with this process's call of the same number.
 
         Args:
             other: The last call of the other rank.
             same_replica: Whether that rank is of this one's replica.
+
+        Returns:
+            This process's call, if it is of another kind than ``other``; None if it is of the same
+            kind, or not known.
         """
-        number = attrgetter("number" if same_replica else "of_job")
+        number_of = attrgetter("number" if same_replica else "of_job")
         # A copy: the main thread may add a call meanwhile.
-        calls = [call for call in [*self._calls] if number(call) == number(other) > 0]
+        calls = [call for call in [*self._calls] if number_of(call) == number_of(other) > 0]
         return calls[0] if calls and calls[0].kind != other.kind else None
 
 
 def line_of_the_script() -> str:
-    """Returns the file and the line of the script that called into fleetpipe."""
+    """Returns the file and the line of the script that called into fleetpipe, in words."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -131,12 +141,12 @@ class StepRow(NamedTuple):
     Attributes:
         step: Number of the step, from 0.
         span: Time from the end of the step before to the end of this one.
-        cpu: Processor time of the rank's actions.
+        cpu: Processor time of the rank's actions in the step.
         wall: Elapsed time of these actions, without waits for messages and for a processor.
         data: Time from the step before to the first action, without saving and waits for a
             processor.
         save: Time of saving since the step before.
-        limited: Time in which the container's limit kept it from running.
+        limited: Time in which the container's limit kept the process from running.
         flights: Three numbers for each rank that sent messages: the rank, the shortest time in
             seconds from sending to arrival (by both clocks, which may differ), and how many of the
             messages this rank waited for.
@@ -156,7 +166,7 @@ class StepRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The state and progress of one rank.
+    """The state and progress of one rank at one moment.
 
     Attributes:
         rank: Its rank in the job.
@@ -167,11 +177,11 @@ class RankRecord:
         awaited: The rank for whose message it waits; None if it does not wait.
         step: Steps that are done, in all attempts.
         steps: Steps of the whole run; None if unknown.
-        step_age: Seconds since the last one was done; None before the first.
-        step_time: Seconds of a step, the mean of the last ones.
-        usual_step: The same, their median.
-        busy: The share of the last steps in which it computed.
-        spent: Seconds since its first step, by ``PARTS``.
+        step_age: Seconds since the last step was done; None before the first.
+        step_time: Seconds of a step: the mean of the last ones.
+        usual_step: Seconds of a step: the median of the last ones.
+        busy: The share of the time of the last steps in which it computed.
+        spent: Seconds on each of ``PARTS`` since its first step.
         samples: Rows of a step, of all replicas.
         memory: Bytes that the process holds.
         memory_limit: Bytes that it may hold; None if unknown.
@@ -182,8 +192,8 @@ class RankRecord:
         incoming: Number of arrived messages that it has not taken.
         outgoing: Bytes that wait to be sent.
         saved: The last step that was saved; None without one.
-        saved_age: Seconds since that save.
-        rows: Steps that were done since the last record.
+        saved_age: Seconds since that save; None without one.
+        rows: The times of the steps that were done since the last record.
         state: On a board: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
         part: The part of ``BETWEEN`` that it is in; empty in steps, and in "other".
     """
@@ -222,31 +232,36 @@ class RankRecord:
 
     @property
     def doing(self) -> str:
-        """Its present operation or the part of the time between steps, in words."""
+        """The rank's present operation, or the part of the time between steps, in words."""
         return f"{self.part}, after {self.action}" if self.part else self.action
 
     @property
     def lean(self) -> RankRecord:
-        """The record without its rows of steps."""
+        """The same record without its ``rows``."""
         return replace(self, rows=())
 
     def content(self) -> dict[str, Any]:
-        """Returns the record as a JSON value, with times to the nanosecond."""
-        return {field.name: _round(getattr(self, field.name)) for field in fields(self)}
+        """Returns the record as a JSON value, with times in seconds to the nanosecond."""
+        return {field.name: _round_floats(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def of(cls, content: object) -> RankRecord:
-        """Reads a value of :meth:`content`, which may come from another program.
+        """Reads the result of :meth:`content`, which may come from another program.
 
         Raises:
-            ConfigError: It is not such a record.
+            ConfigError: The value is not a record.
         """
         return cls.read(JsonValue(content, SOURCE))
 
     @classmethod
     def read(cls, value: JsonValue) -> RankRecord:
-        """Reads a record from a JSON value; the source of the value raises errors."""
-        record = value.record(cls, rows=_rows, gradient_norm=JsonValue.number)
+        """Reads a record from a JSON value.
+
+        Raises:
+            FleetPipeError: The value is not a record; the error is of the kind that its source
+                names.
+        """
+        record = value.record(cls, rows=_read_rows, gradient_norm=JsonValue.number)
         if (
             record.rank >= _MOST_RANKS
             or len(record.rows) > MOST_ROWS
@@ -256,18 +271,26 @@ class RankRecord:
         return record
 
 
-def _round(value: Any) -> Any:
+def _round_floats(value: Any) -> Any:
+    """Returns a value of a record with tuples as lists, and floats with 9 decimals."""
     if isinstance(value, tuple):
-        return [_round(item) for item in value]
+        return [_round_floats(item) for item in value]
     return round(value, 9) if isinstance(value, float) else value
 
 
-def _rows(value: JsonValue) -> tuple[StepRow, ...]:
+def _read_rows(value: JsonValue) -> tuple[StepRow, ...]:
+    """Reads the steps of a record from a JSON value."""
     return tuple(item.row(StepRow, flights=JsonValue.differences) for item in value.items())
 
 
 class Heard(NamedTuple):
-    """The last record of a rank, its age, and whether the rank has left."""
+    """What one process knows of a rank.
+
+    Attributes:
+        record: The rank's last record.
+        silence: Seconds since the rank's last message.
+        left: Whether the rank has left the job.
+    """
 
     record: RankRecord
     silence: float = 0.0
@@ -297,40 +320,44 @@ class WallTime:
         self.recent: deque[tuple[float, ...]] = deque(maxlen=_STEPS)
         self.seconds = (0.0,) * len(PARTS)
         self._waited = waited
-        #: Seconds since the last step that :meth:`spending` has named.
-        self._named = dict.fromkeys(BETWEEN, 0.0)
-        #: Seconds of waits within ``_named``, which do not count as waits a second time.
-        self._waits_in_named = 0.0
+        #: Seconds since the last step that :meth:`spending` has counted, by part.
+        self._counted = dict.fromkeys(BETWEEN, 0.0)
+        #: Seconds of waits for messages within these, which do not count as waits a second time.
+        self._waits_in_counted = 0.0
         #: The clock, and the seconds of all waits so far, at the begin and the end of a step.
         self._begun = self._ended = (0.0, 0.0)
         self._steps = 0
         self._measured = False
-        self._sample: list[float] = []
+        #: Seconds of computing, waiting and "other" in the last measured step and after it.
+        self._shares: list[float] = []
 
     @contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """Counts the time in the context for a part; a save within another part as a save."""
-        around = self.part
-        if around and part != "saves":
+        """While it is open, counts the time for a part of ``BETWEEN``.
+
+        Within another part only a save is counted, as a save.
+        """
+        outer = self.part
+        if outer and part != "saves":
             yield
             return
-        begin, waited, saved = time.monotonic(), self._waited(), self._named["saves"]
+        begin, waited, saved = time.monotonic(), self._waited(), self._counted["saves"]
         self.part = part
         try:
             yield
         finally:
-            self.part = around
-            self._named[part] += time.monotonic() - begin - (self._named["saves"] - saved)
-            if not around:
-                self._waits_in_named += self._waited() - waited
+            self.part = outer
+            self._counted[part] += time.monotonic() - begin - (self._counted["saves"] - saved)
+            if not outer:
+                self._waits_in_counted += self._waited() - waited
 
     def begin_step(self) -> None:
-        """Begins a step, and sets ``between``: the seconds since the last step ended, by cause."""
+        """Begins a step, and sets ``between``: the seconds since the last step ended, by part."""
         self._begun = time.monotonic(), self._waited()
         if self._steps:
             passed, waits = (now - before for now, before in zip(self._begun, self._ended))
-            named = sum(self._named.values()) - self._waits_in_named
-            self.between = {**self._named, "other": max(0.0, passed - waits - named)}
+            counted = sum(self._counted.values()) - self._waits_in_counted
+            self.between = {**self._counted, "other": max(0.0, passed - waits - counted)}
 
     def end_step(self, measured: bool = True) -> None:
         """Ends a step.
@@ -342,21 +369,21 @@ class WallTime:
         now = time.monotonic(), self._waited()
         took, waits = (end - begin for end, begin in zip(now, self._begun))
         if measured:
-            self._sample[:2] = max(0.0, took - waits), waits
+            self._shares[:2] = max(0.0, took - waits), waits
         if self._measured:
-            self._sample[2:] = [self.between["other"]]
+            self._shares[2:] = [self.between["other"]]
         if self._steps:
             passed, waits = (end - before for end, before in zip(now, self._ended))
-            waits = max(0.0, waits - self._waits_in_named)
-            rest = passed - sum(self.between.values()) - waits
-            spent = [max(0.0, rest), waits, self.between["other"]]
-            if sum(self._sample) and not (measured and self._measured):
-                spent = [sum(spent) * part / sum(self._sample) for part in self._sample]
+            waits = max(0.0, waits - self._waits_in_counted)
+            computed = passed - sum(self.between.values()) - waits
+            spent = [max(0.0, computed), waits, self.between["other"]]
+            if sum(self._shares) and not (measured and self._measured):
+                spent = [sum(spent) * part / sum(self._shares) for part in self._shares]
             compute, waiting, *other = spent
             self.recent.append((compute, waiting, *[*self.between.values()][:-1], sum(other)))
             self.seconds = tuple(map(float.__add__, self.seconds, self.recent[-1]))
         self._ended, self._measured = now, measured
-        self._named, self._waits_in_named = dict.fromkeys(BETWEEN, 0.0), 0.0
+        self._counted, self._waits_in_counted = dict.fromkeys(BETWEEN, 0.0), 0.0
         self._steps += 1
 
 
@@ -364,24 +391,25 @@ class RunProgress:
     """Counts and times the steps of one process. The main thread writes it, another one reads.
 
     Attributes:
-        action: Describes the present operation; called on any thread.
-        awaited: Returns the rank for whose message it waits; None if it does not wait.
-        waited: Returns the seconds for which it has waited for messages.
-        flights: Returns by rank the shortest time that a message took since the last call.
-        queues: Returns the number of untaken messages and of unsent bytes.
-        memory: Returns how many bytes it holds.
+        action: Returns the present operation in words; called on any thread.
+        awaited: Returns the rank for whose message the process waits; None if it does not wait.
+        waited: Returns the seconds for which the process has waited for messages so far.
+        flights: Returns by rank the shortest seconds that a message took since the last call.
+        queues: Returns the numbers of untaken messages and of unsent bytes.
+        memory: Returns how many bytes the process holds.
         synchronize: Waits until its device has computed all queued work, within a limit.
-        memory_limit: Bytes that it may hold.
+        memory_limit: Bytes that the process may hold.
         gradient_norm: Returns the gradient norm of the last step; None if it is not known.
         figures: Receives each step with its figures by name; None if nobody reads them.
         events: Receives events of the run, as a kind and a text; None if nobody reads them.
         folders: The folders in which the run is recorded.
-        calls: The collective calls that it has begun.
-        wall_time: How its time is divided.
+        calls: The collective calls that the process has begun.
+        wall_time: Adds up its time by parts.
         stages, replica, shard, samples, held, held_cap, step, steps: See :class:`RankRecord`.
     """
 
     def __init__(self) -> None:
+        """Begins without any step; the job sets the functions that it can answer."""
         self.action: Callable[[], str] = lambda: "outside of the pipeline"
         self.awaited: Callable[[], int | None] = lambda: None
         self.waited: Callable[[], float] = float
@@ -412,7 +440,12 @@ class RunProgress:
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
     def expect(self, step: int, steps: int | None) -> None:
-        """Sets how many steps the run has done already, and how many it has in all, if it ends."""
+        """Sets the extent of the run.
+
+        Args:
+            step: Steps that are done already, in earlier attempts.
+            steps: Steps of the whole run; None, or a very large number, if it has no end.
+        """
         self.step = step
         self.steps = steps if steps is not None and steps < _MOST_STEPS else None
 
@@ -420,9 +453,9 @@ class RunProgress:
         """Sets the function that reads the gradient norm of the last step.
 
         Args:
-            read: Returns it.
-            waits: Whether it waits for a GPU. The watch's thread must not wait: this thread then
-                reads the norm, once in ``_CARD_SECONDS``.
+            read: Returns the norm; None if it is not known.
+            waits: Whether reading waits for a GPU. The watch's thread must not wait: this thread
+                then reads the norm, at most once in ``_CARD_SECONDS``.
         """
         if not waits:
             self.gradient_norm = read
@@ -434,27 +467,29 @@ class RunProgress:
         """Stores the loss of the step that ends next, a Tensor of one number or a list of them.
 
         Args:
-            loss: The loss; another kind of value is left out.
-            waits: Whether reading it waits for a GPU: it is then read once in ``_CARD_SECONDS``.
+            loss: The loss; another kind of value is ignored.
+            waits: Whether reading it waits for a GPU: it is then read at most once in
+                ``_CARD_SECONDS``.
         """
         if self.figures is not None and (not waits or self._is_due("loss")):
             losses = loss if isinstance(loss, list) else [loss]
             names = [f"loss {n}" for n in range(len(losses))] if len(losses) > 1 else ["loss"]
-            single = all(getattr(one, "shape", None) in ([], [1]) for one in losses)
-            self._losses = {n: float(one.item()) for n, one in zip(names, losses)} if single else {}
+            self._losses = {}
+            if all(getattr(value, "shape", None) in ([], [1]) for value in losses):
+                self._losses = {n: float(value.item()) for n, value in zip(names, losses)}
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Adds figures of the last step, such as metrics, to those that a board shows."""
+        """Adds figures of the last step, such as metrics, to the ``figures`` that a board reads."""
         if self.figures is not None:
             self.figures.append((self.step, figures))
 
     def note_event(self, kind: str, text: str) -> None:
-        """Adds an event, such as a healing, to those that a board shows."""
+        """Adds an event, such as a healing, to the ``events`` that a board reads."""
         if self.events is not None:
             self.events.append((kind, text))
 
     def _is_due(self, name: str) -> bool:
-        """Whether a value was last read ``_CARD_SECONDS`` ago; counts as reading it."""
+        """Returns whether a value may be read again after ``_CARD_SECONDS``; notes that it is."""
         now = time.monotonic()
         due = now >= self._due.get(name, 0.0)
         if due:
@@ -462,12 +497,16 @@ class RunProgress:
         return due
 
     def begin_step(self) -> None:
-        """Begins a step; forgets times of earlier messages, which may be an evaluation's."""
+        """Begins a step, and drops the times of earlier messages, which may be an evaluation's."""
         self.flights()
         self.wall_time.begin_step()
 
     def end_step(self, times: StepTimes) -> None:
-        """Counts a step; the time since the one before counts as its data."""
+        """Ends a step and stores its times.
+
+        Args:
+            times: The times; the time since the step before counts as the step's data.
+        """
         cpu, wall, passed, limited, awaited, probe = times
         flights = tuple(
             number
@@ -493,7 +532,10 @@ class RunProgress:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Times the save of a step while it is open; a wait for the GPU does not count."""
+        """While it is open, counts the time as that of saving step ``step``.
+
+        It first waits for the GPU; this wait does not count.
+        """
         self.synchronize()
         self._queue = self._queue or ProcessorQueue()
         begin, queued = time.monotonic(), self._queue.seconds()
@@ -505,7 +547,13 @@ class RunProgress:
         self._saved = step, end
 
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:
-        """Returns the present record of the process, and forgets the rows that are in it."""
+        """Returns the present record of the process; may be called on any thread.
+
+        Args:
+            rank: This process's rank.
+            action: The present operation, in words.
+            with_rows: Whether to move the stored steps into the record.
+        """
         # Read once, before the clock: the main thread changes them, and no age may be below 0.
         ended, saved, spans = self._ended, self._saved, [row.span for row in [*self._last]]
         recent = [*self.wall_time.recent]

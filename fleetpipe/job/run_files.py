@@ -1,6 +1,6 @@
-"""The files in the folder of a run: their names, and how files of JSON lines are read and written.
+"""Names the files in the folder of a run, and reads and writes files of JSON lines.
 
-A line may be torn, where its process was killed as it wrote it.
+A line may be torn: incomplete, as its process was killed while it wrote the line.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Lines(NamedTuple):
 
 
 def read_lines(path: Path) -> Lines:
-    """Reads the objects of a file of JSON lines; none if there is no such file.
+    """Reads a file of JSON lines; a missing file has no lines.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     values: list[dict[str, Any]] = []
     torn = 0
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            value = _value(line)
+            value = _parse_line(line)
             if isinstance(value, dict):
                 values.append(value)
             elif line.strip():
@@ -56,10 +56,10 @@ def read_lines(path: Path) -> Lines:
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Appends a line, on a new line even after a torn one.
+    """Appends an object to a file of JSON lines, on a new line even after a torn one.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
@@ -71,15 +71,16 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces a file of JSON lines at once: a process that is killed leaves the old one.
+    """Replaces a file of JSON lines at once: if the process is killed, the old file stays.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     atomic_file.replace_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
-def _value(line: str) -> Any:
+def _parse_line(line: str) -> Any:
+    """Returns the value of a JSON line; None if the line is torn."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

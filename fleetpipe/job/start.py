@@ -38,7 +38,7 @@ def begin_together(
         facts: Facts that must be the same on all ranks, by subject; compared before groups are
             created.
         timeout: Seconds that any wait for another rank may last.
-        number: Number of earlier jobs of these processes.
+        number: Number of earlier jobs of these processes, so that no key is used twice.
         make_groups: Creates Paddle's groups; returns its topology, and its group of the ranks that
             hold the same parameters if they span several axes.
         transport: The transport of a pipeline's tensors: "sockets" or "process_group".
@@ -59,10 +59,10 @@ def begin_together(
     store = meeting.come_together(number, timeout)
     if rank == 0:
         store.set(f"{prefix}/run", uuid.uuid4().hex)
-    watch, used = connect_ranks(store, f"{prefix}/mesh", timeout)
+    watch, joined = connect_ranks(store, f"{prefix}/mesh", timeout)
     # From now on the store's waits end when a rank fails.
     store.check = watch.check
-    connections = SocketTransport(rank, ranks, used.sockets, timeout=timeout, seals=used.seals)
+    connections = SocketTransport(rank, ranks, joined.sockets, timeout=timeout, seals=joined.seals)
     watch.on_failure(connections.interrupt)
     agree = functools.partial(
         require_agreement, store, f"{prefix}/strategy", facts, timeout, watch.gone
@@ -114,10 +114,10 @@ def connect_ranks(store: Store, namespace: str, timeout: float) -> tuple[Watch, 
         timeout: Seconds for all ranks to arrive.
 
     Returns:
-        The connections over which they watch each other, and those for everything else.
+        The watch over its own connections, and the connections for everything else.
     """
     rank = meeting.own_rank()
-    watched, used = join(
+    for_watch, for_messages = join(
         rank=rank,
         ranks=meeting.world_size(),
         store=store,
@@ -126,4 +126,4 @@ def connect_ranks(store: Store, namespace: str, timeout: float) -> tuple[Watch, 
         streams=2,
         attempt=attempt_files.number(),
     )
-    return Watch(rank, *watched), used
+    return Watch(rank, *for_watch), for_messages
