@@ -26,9 +26,9 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet, replaced
 from fleetpipe.paddle_api.layer import is_patched
 from fleetpipe.paddle_api.random import (
-    count_pass,
-    drawn_on_host,
+    draw_on_host,
     generators,
+    next_pass_number,
     stream_seeds,
     track_streams,
 )
@@ -323,10 +323,10 @@ def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) 
     if mode == FLEET:
         return None
     states = None if training else GeneratorStates()
-    number = drawn_on_host(2**31 - 1)
+    number = draw_on_host(2**31 - 1)
     if states is not None:
         states.put_back()
-        number = key(number, _EVALUATION, count_pass())
+        number = key(number, _EVALUATION, next_pass_number())
     return Keys(key(number, part) if part else number, python)
 
 
@@ -479,7 +479,7 @@ def in_apply(
         names: Returns the fully qualified name of a layer.
         function: The user's function, for ``Layer.apply``.
     """
-    keys = Keys(drawn_on_host(2**31 - 1))
+    keys = Keys(draw_on_host(2**31 - 1))
 
     def apply(layer: Layer) -> None:
         with keys.within((APPLY, zlib.crc32(names(layer).encode())), function):

@@ -25,7 +25,7 @@ from fleetpipe.mesh.sums import TreeSum
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import add_in_place
 from fleetpipe.paddle_api.layer import parameters_in
-from fleetpipe.paddle_api.tensor import stand_in, take_gradient
+from fleetpipe.paddle_api.tensor import parameter_on_same_memory, take_gradient
 from fleetpipe.schedules import Placement
 
 #: The parameters that each layer uses, by the stage and then by the number of the layer.
@@ -112,7 +112,7 @@ class Uses:
             self.of_stage[stage].append(Use(number, parameter, parameter, parameter))
             return
         _refuse_hooks(parameter, stage)
-        total = stand_in(parameter)
+        total = parameter_on_same_memory(parameter)
         first = all(use.parameter is not parameter for use in self.of_stage[stage])
         if not first:
             replacements = self._replacements.setdefault(number, [])

@@ -23,7 +23,7 @@ from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.mesh.parts import LocalTensor, ModelParts
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
-from fleetpipe.paddle_api.static import dynamic, found_tensor, overwrite, static
+from fleetpipe.paddle_api.static import dynamic_tensor, found_tensor, overwrite, static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
 
@@ -393,7 +393,7 @@ class ProgramParts:
 
     def _shared_tensor(self, name: str) -> Any:
         """Returns a dynamic tensor that shares the memory of a variable."""
-        return dynamic(tensor_in(self._scope, name))
+        return dynamic_tensor(tensor_in(self._scope, name))
 
 
 def _full_names(declared: Mapping[str, Sequence[int]], names: _Names) -> dict[str, str]:

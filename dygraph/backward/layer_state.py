@@ -21,7 +21,7 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradien
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import automatic_casts
-from fleetpipe.paddle_api.device import device_kind, used_here
+from fleetpipe.paddle_api.device import device_kind, device_setter
 from fleetpipe.paddle_api.eager_operations import set_data
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
@@ -300,7 +300,7 @@ class OwnState:
 
     def inherited(self) -> AbstractContextManager[None]:
         """Returns a context that gives another thread this thread's casts, device and switch."""
-        return _with_settings(automatic_casts(), used_here(), paddle.is_grad_enabled())
+        return _with_settings(automatic_casts(), device_setter(), paddle.is_grad_enabled())
 
 
 @contextmanager

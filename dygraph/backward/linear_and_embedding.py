@@ -18,7 +18,12 @@ from fleetpipe.dygraph.backward.added_gradients import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import casts_automatically, casts_of_now, rehearsal_dtype, uncast
+from fleetpipe.paddle_api.amp import (
+    casts_automatically,
+    casts_of_now,
+    rehearsal_dtype,
+    without_casts,
+)
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.eager_operations import linear, product, reshape
 from fleetpipe.paddle_api.tensor import run_reduce_hooks, to_host
@@ -113,7 +118,7 @@ class ProductCall(Call):
             return []
         if grad is None:
             return [paddle.zeros_like(value, self._dtype)]
-        with uncast():  # as autograd does
+        with without_casts():  # as autograd does
             way = self._product.way
             return [
                 _restore_dtype(
@@ -128,7 +133,7 @@ class ProductCall(Call):
         if grad is None:
             return []
         weight, bias, trained, way = self._product
-        with uncast():
+        with without_casts():
             of_weight = (
                 weight,
                 _restore_dtype(_weight_gradient(value, grad, way), weight.dtype, way),
@@ -238,7 +243,7 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
         output = plain(*inputs)
         grad = draw(output.shape, output.dtype).detach()
         expected = paddle.grad(output, inputs, grad)
-    with paddle.no_grad(), uncast():
+    with paddle.no_grad(), without_casts():
         x, weight = inputs[:2]
         got = [_input_gradient(grad, weight, way), _weight_gradient(_cast(x, way.dtype), grad, way)]
         got += [_bias_gradient(grad, way)] * (len(inputs) == 3)

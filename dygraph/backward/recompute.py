@@ -27,16 +27,16 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import automatic_casts
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.tensor import (
-    SavedBy,
+    SavedTensorHooks,
     contiguous,
     copy_of,
-    in_layout,
     is_for_pylayer,
     is_parameter,
     layout_of,
     leaf_on_same_memory,
     switch_gradients_on,
     to_host,
+    with_layout,
 )
 
 #: ``run(value)`` runs the layers of a piece and returns the output of the last one.
@@ -262,7 +262,7 @@ class _Rerun:
                 return tensor
             ticket = next(tickets, _missing_ticket)()
             if ticket is not None:
-                laid_out = in_layout(tensor.detach(), ticket.layout)
+                laid_out = with_layout(tensor.detach(), ticket.layout)
                 ticket.tensor = leaf_on_same_memory(laid_out)
                 ticket.tensor.stop_gradient = tensor.stop_gradient
                 filled.append((tensor, tensor.inplace_version))
@@ -276,7 +276,7 @@ class _Rerun:
             with random_states_kept(), states, paddle.enable_grad(), self._casts():
                 # Copies, because Paddle allows no writes into leaves of a graph.
                 copies = {
-                    id(leaf): in_layout(copy_of(leaf), layout) for leaf, layout in self._layouts
+                    id(leaf): with_layout(copy_of(leaf), layout) for leaf, layout in self._layouts
                 }
                 inputs = replace(self._value, copies)
                 self._random.put_back()
@@ -406,7 +406,7 @@ def _saving_tensors_by(
 ) -> Iterator[None]:
     """While it is open, autograd saves ``pack(tensor)``, and reads it back by ``unpack``."""
     before, _flags.in_piece = _flags.in_piece, True
-    saving = SavedBy(pack, unpack, _refuse_backward)
+    saving = SavedTensorHooks(pack, unpack, _refuse_backward)
     try:
         saving.begin()
         changes.append(saving)

@@ -17,7 +17,7 @@ from fleetpipe.dygraph import layer_kinds
 from fleetpipe.dygraph.random_keys import PythonStates, random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.layer import counted_names
+from fleetpipe.paddle_api.layer import save_name_counters
 from fleetpipe.paddle_api.meta_parallel import LocalSharedLayerDesc
 
 #: An entry of a list of layers: a ``LayerDesc``, a built layer, or a function. A description with a
@@ -210,7 +210,7 @@ def build_without_memory(entry: Entry, index: int, lent: Mapping[str, Tensor]) -
         return None
     if hasattr(entry, "blueprint"):
         return entry.blueprint()
-    states, restore_names = PythonStates(), counted_names()
+    states, restore_names = PythonStates(), save_name_counters()
     paddle.seed(FIRST_SEED + index)
     try:
         return _build_lazily(entry, lent)

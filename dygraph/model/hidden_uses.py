@@ -27,7 +27,7 @@ from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.errors import BoundaryError, ConfigError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
-from fleetpipe.paddle_api.tensor import is_out_of_reach, is_parameter, out_of_reach
+from fleetpipe.paddle_api.tensor import is_missing_memory_error, is_parameter, without_memory
 
 #: Types of objects in which a user's code may store values.
 _CONTAINERS = (dict, list, types.CellType, type)
@@ -269,7 +269,7 @@ class HiddenUses:
         self._show(rank if forward else None)
         if rank != self._rank:
             self._hidden_parameters.close()
-            self._hidden_parameters.enter_context(out_of_reach(self._foreign.get(rank, ())))
+            self._hidden_parameters.enter_context(without_memory(self._foreign.get(rank, ())))
         self._rank = rank
 
     def leave(self, ends: bool = False) -> None:
@@ -322,7 +322,7 @@ class HiddenUses:
             yield
         except Exception as error:
             foreign = [] if self._rank is None else self._foreign.get(self._rank, [])
-            if foreign and is_out_of_reach(error):
+            if foreign and is_missing_memory_error(error):
                 names = listed([self._names.get(id(p), p.name) for p in foreign])
                 raise _foreign_parameter_error(f"one of {names} on rank {self._rank}") from error
             if _OfAnotherStage.__name__ in str(error):

@@ -30,7 +30,7 @@ from fleetpipe.engine.observer import Blocked, Instruction, Observer, Played, St
 from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
-from fleetpipe.paddle_api.device import allocated_bytes, device_clock, device_kind, taken_bytes
+from fleetpipe.paddle_api.device import allocated_bytes, device_clock, device_kind, reserved_bytes
 from fleetpipe.profiling import ProcessMemory
 from fleetpipe.schedules import Action, Free, Op, Placement, Recv, Schedule, Send, forward_only
 from fleetpipe.schedules.action import micro_batch_numbers
@@ -62,7 +62,7 @@ class _Moment(NamedTuple):
 
     @classmethod
     def now(cls) -> _Moment:
-        return cls(allocated_bytes(), taken_bytes())
+        return cls(allocated_bytes(), reserved_bytes())
 
 
 class MemoryMeter:

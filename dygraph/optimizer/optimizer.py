@@ -25,7 +25,7 @@ from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.job.optimizer_table import require_optimizer
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import (
-    note_unscaled,
+    mark_unscaled,
     rehearsal_dtype,
     replace_unscale,
     scale_of,
@@ -34,7 +34,7 @@ from fleetpipe.paddle_api.amp import (
 )
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.distributed import in_data_parallel_mode
-from fleetpipe.paddle_api.layer import left_unaveraged
+from fleetpipe.paddle_api.layer import has_unaveraged_gradients
 from fleetpipe.paddle_api.optimizer import (
     GLOBAL_NORM_CLIPS,
     HybridParallelOptimizer,
@@ -45,8 +45,8 @@ from fleetpipe.paddle_api.optimizer import (
     learning_rate_of,
     optimized_parameters,
     options_of,
-    owner_of,
     put_groups,
+    wrapper_with_attribute,
 )
 from fleetpipe.representation import shows
 
@@ -148,7 +148,7 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
         return
     gradients = map(gradient_of, optimized_parameters(optimizer))
     overflow = unscale((one for one in gradients if one is not None), scale_of(scaler))
-    note_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
+    mark_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
 
 
 def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
@@ -471,7 +471,7 @@ class PipelineOptimizer(FleetsType):
         job = current_job()
         if job is None or job.copies().ranks == 1:
             return
-        if in_data_parallel_mode(job.hcg) and not left_unaveraged(parameters):
+        if in_data_parallel_mode(job.hcg) and not has_unaveraged_gradients(parameters):
             return
         if self._layers is None and not job.trains(parameters):
             reduce_all(parameters, job, job.degrees.sep / job.copies().ranks, self._shards)
@@ -484,7 +484,7 @@ class PipelineOptimizer(FleetsType):
         """Sets an attribute: of the user's optimizer if that has it, such as ``_grad_clip``."""
         inner = vars(self).get("_inner_opt")
         stays = inner is None or name in vars(self) or hasattr(type(self), name)
-        owner = None if stays else owner_of(inner, name)
+        owner = None if stays else wrapper_with_attribute(inner, name)
         object.__setattr__(self if owner is None else owner, name, value)
 
     def __getattr__(self, name: str) -> Any:

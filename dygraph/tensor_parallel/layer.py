@@ -24,8 +24,8 @@ from fleetpipe.paddle_api.meta_parallel import (
     SEQUENCE_PARALLEL,
     Initializer,
     assigned_shape,
-    attribute,
     shard_weights,
+    weight_attribute,
 )
 from fleetpipe.paddle_api.tensor import give_memory
 
@@ -103,7 +103,7 @@ class ParallelLayer(paddle.nn.Layer):
         part = list(shape)
         if self.is_mp:
             part[axis] //= self.world_size
-            attr = attribute(attr)
+            attr = weight_attribute(attr)
             if assigned_shape(attr.initializer) != part:
                 whole = attr.initializer
                 attr.initializer = ShardOf(whole, shape, axis, self.rank, self.world_size)

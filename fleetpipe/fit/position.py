@@ -28,7 +28,7 @@ from fleetpipe.io.position import Pass
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import SEQUENCE, SHARDS
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.loading import batches_of, closing
+from fleetpipe.paddle_api.loading import batches_of, closing_iterator
 
 #: The key of the dtype in the description of an array.
 _ARRAY = "dtype"
@@ -94,7 +94,7 @@ class BatchSource:
                 else self.loader
             )
             deque(islice(items, dropped), maxlen=0)
-        with closing(items):
+        with closing_iterator(items):
             for number in count():
                 item = next(items, None)
                 rows = None if item is None else self._rows_of(item, left)

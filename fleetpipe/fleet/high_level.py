@@ -16,13 +16,13 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_norms_by_hand
+from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_before_clip_grad_norm
 
 
 def install() -> None:
     """Changes Paddle's ``Model`` so; without a pipeline it works as before."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
-    check_norms_by_hand(_refuse_norm_of_a_stage)
+    check_before_clip_grad_norm(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__
 
     @functools.wraps(constructor)

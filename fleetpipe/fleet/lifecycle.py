@@ -300,7 +300,7 @@ def _begin(
         facts = {
             **meeting.facts(degrees, config),
             "transport": transport,
-            "groups by the host's memory": str(distributed.meets_by_host()),
+            "groups by the host's memory": str(distributed.communicates_over_host()),
             "hybrid_configs": repr(strategy.hybrid_configs),
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
             "sharding_configs['stage']": str(stage),
@@ -312,7 +312,7 @@ def _begin(
     begun.sums_by_tree = config.sums == "tree"
     begun.allow = Allow(config.allow)
     job.begin(begun)
-    distributed.lend_to_role_maker(fleet_view.Workers())
+    distributed.replace_role_maker_gloo(fleet_view.Workers())
     _rehearse(config)
     # One process that plays all ranks has a board only if somebody may read it.
     watched = config.serve is not None or attempt_files.folder() is not None or not begun.local

@@ -21,7 +21,7 @@ from typing import Any
 
 from fleetpipe.extras import Finder, spec_of
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.eager_operations import provide
+from fleetpipe.paddle_api.eager_operations import provide_operations
 from fleetpipe.paddle_api.layer import replace_in_moe
 from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS
 
@@ -220,4 +220,4 @@ def mend_mixtures() -> None:
             _alltoall=_load_at_call("alltoall"),
             check_nccl_version_for_p2p=_load_at_call("no_check"),
         )
-        provide({name: _load_at_call(name) for name in _OPERATIONS})
+        provide_operations({name: _load_at_call(name) for name in _OPERATIONS})

@@ -26,7 +26,7 @@ from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.distributed import install_topology, user_strategy
-from fleetpipe.paddle_api.layer import without_reentrance, wrapped_layer
+from fleetpipe.paddle_api.layer import recompute_without_reentrance, wrapped_layer
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
 
 
@@ -102,7 +102,7 @@ def distributed_model(model: Any) -> Any:
     with job.guarded(lambda: "wrapping the model"):
         # Gloo gives up after 30 s: nobody enters it before all ranks are here.
         job.require_agreement({"the model to wrap": type(model).__name__})
-        return without_reentrance(paddle_fleet.distributed_model(model))
+        return recompute_without_reentrance(paddle_fleet.distributed_model(model))
 
 
 def _decorate(model: PipelineLayer) -> Any:

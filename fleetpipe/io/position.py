@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from fleetpipe.errors import CheckpointError, StateError, require_whole
 from fleetpipe.io.sample_streams import Key
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.loading import closing
+from fleetpipe.paddle_api.loading import closing_iterator
 from fleetpipe.paddle_api.random import python_states, set_python_states
 
 _OF = "DataLoader over data without numbers"
@@ -165,7 +165,7 @@ class BatchesInTurn:
                         expected=f"{self._taken}, which the run that saved had taken",
                         fix="give the loader the data of that run, or begin anew",
                     )
-        with closing(batches):
+        with closing_iterator(batches):
             for batch in batches:
                 self._taken += 1
                 yield batch
@@ -243,7 +243,7 @@ class DrawnBatches:
         """Yields the batches of a pass, and counts each when the training takes it."""
         batches = iter(begin())
         ahead = self._ahead
-        with closing(batches):
+        with closing_iterator(batches):
             for batch in batches:
                 self._state = ahead.popleft()
                 yield batch

@@ -57,7 +57,7 @@ def casts_of_now() -> Casts | None:
     return Casts(tracer._amp_level.name, tracer._amp_dtype, *lists)
 
 
-def uncast() -> AbstractContextManager[object]:
+def without_casts() -> AbstractContextManager[object]:
     """Returns a context without automatic casts."""
     return paddle.amp.auto_cast(enable=False) if casts_automatically() else nullcontext()
 
@@ -66,7 +66,7 @@ def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
     """Returns a function that re-creates the present context of automatic casts."""
     casts = casts_of_now()
     if casts is None:
-        return uncast
+        return without_casts
     level, dtype, white, black = casts
     auto_cast: Callable[..., AbstractContextManager[object]] = paddle.amp.auto_cast
     return lambda: auto_cast(True, set(white), set(black), level, dtype)
@@ -178,7 +178,7 @@ def _update_scale(scaler: Scaler) -> None:
         scaler._scale = scaler._scale.reshape([1])
 
 
-def note_unscaled(scaler: Scaler, optimizer: Optimizer, found_inf: bool) -> None:
+def mark_unscaled(scaler: Scaler, optimizer: Optimizer, found_inf: bool) -> None:
     """Marks the gradients of a scaler as unscaled, with whether some were not finite.
 
     Raises:

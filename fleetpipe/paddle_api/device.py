@@ -81,7 +81,7 @@ def expected_place() -> Place:
     return framework._current_expected_place_()
 
 
-def used_here() -> Callable[[], None]:
+def device_setter() -> Callable[[], None]:
     """Returns a function that makes another thread use the device of this one."""
     framework: ModuleType = paddle.framework
     place = expected_place()
@@ -93,7 +93,7 @@ def device_id() -> int:
     return int(getattr(expected_place(), "get_device_id", int)())
 
 
-def cards() -> int:
+def gpu_count() -> int:
     """Returns how many GPUs this process may use; 0 if it computes on another device."""
     return int(paddle.device.cuda.device_count()) if device_kind() == "gpu" else 0
 
@@ -106,7 +106,7 @@ def allocated_bytes() -> int:
     return int(core.host_memory_stat_current_value("Allocated", 0))
 
 
-def taken_bytes() -> int:
+def reserved_bytes() -> int:
     """Returns the bytes of its device's memory that this process has, freed tensors included.
 
     On a CPU that is the resident size, 0 where the system does not say it; on a GPU the bytes that

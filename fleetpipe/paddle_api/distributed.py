@@ -27,7 +27,7 @@ from paddle.distributed.fleet.base import topology as _topology
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle, paddle_fleet, replaced
-from fleetpipe.paddle_api.device import device_kind, used_here
+from fleetpipe.paddle_api.device import device_kind, device_setter
 
 #: Paddle's modules with all their names: their stubs hide some that are used here.
 _paddle_collective: Any = _collective
@@ -170,7 +170,7 @@ def has_gloo() -> bool:
     return isinstance(getattr(core, "ProcessGroupGloo", None), type)
 
 
-def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
+def replace_missing_gloo(create: Callable[..., PaddleGroup]) -> None:
     """Makes ``create(store, rank, ranks, group_id)`` create the groups that lack Gloo.
 
     Does nothing if Gloo works: the wheels for macOS and Windows lack it, and it takes no tensors on
@@ -180,7 +180,7 @@ def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
         vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
-def complete_gloo(methods: Mapping[str, Callable[..., Any]]) -> None:
+def replace_gloo_methods(methods: Mapping[str, Callable[..., Any]]) -> None:
     """Replaces methods of Gloo's groups that only say that Gloo lacks them."""
     if has_gloo():
         for name, method in methods.items():
@@ -221,7 +221,7 @@ def group_of_ring(ring_id: int) -> PaddleGroup:
     return _paddle_collective._get_group_map()[ring_id]
 
 
-def meets_by_host() -> bool:
+def communicates_over_host() -> bool:
     """Whether groups work through the hosts' memory: on CPUs, and on a shared GPU.
 
     The launcher lets ranks that share a GPU use Gloo, since NCCL refuses them.
@@ -345,13 +345,13 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         return _paddle_topology.ParallelMode.SEGMENT_PARALLEL if split else mode
 
 
-def lend_to_role_maker(workers: object) -> None:
+def replace_role_maker_gloo(workers: object) -> None:
     """Makes Fleet's role maker use ``workers`` in place of its Gloo."""
     paddle_fleet.fleet._role_maker._gloo = workers
 
 
 @contextmanager
-def beginning(
+def replacing_store_and_groups(
     open_store: Callable[[], PaddleStore], new_group: Callable[..., PaddleGroup]
 ) -> Iterator[None]:
     """While this context is open, Paddle's start uses these functions for its store and groups.
@@ -362,7 +362,7 @@ def beginning(
         new_group: Called with Paddle's ``new_group`` and the arguments of a call of it.
     """
     # Paddle's start over Gloo would set the device to the CPU; over NCCL it chooses the GPU.
-    by_host, return_to_device = meets_by_host(), used_here()
+    by_host, return_to_device = communicates_over_host(), device_setter()
     names: list[tuple[object, str, object]] = [
         (core, "create_or_get_global_tcp_store", open_store),
         (
@@ -383,7 +383,7 @@ def beginning(
 
 
 @contextmanager
-def topology_made_by(make: Callable[[], Topology]) -> Iterator[None]:
+def replacing_topology(make: Callable[[], Topology]) -> Iterator[None]:
     """While this context is open, ``fleet.init`` gets its topology from ``make``."""
 
     def make_topology(*_: object) -> Topology:

@@ -295,7 +295,7 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
     value._share_underline_tensor_to(tensor)
 
 
-def renew(tensor: Tensor) -> None:
+def move_to_new_memory(tensor: Tensor) -> None:
     """Moves a tensor to new memory, so that a graph that uses it keeps the old values."""
     set_data(tensor, tensor.detach().clone())
 
@@ -375,7 +375,7 @@ def _is_operation(value: Any) -> bool:
     return isinstance(wrapped, BuiltinFunctionType)
 
 
-def provide(operations: Mapping[str, Function]) -> None:
+def provide_operations(operations: Mapping[str, Function]) -> None:
     """Gives Paddle's functions replacements for operations that lack a CPU kernel.
 
     Args:

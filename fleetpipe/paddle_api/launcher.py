@@ -23,7 +23,7 @@ from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 from paddle.distributed.launch.utils import process_context as _process_context
 
-from fleetpipe.paddle_api.device import cards, device_kind
+from fleetpipe.paddle_api.device import device_kind, gpu_count
 from fleetpipe.systems import STOP_SIGNALS
 
 #: Seconds between two checks of the processes.
@@ -141,7 +141,7 @@ def _present_device() -> Any:
     named, kind = _named_device(), device_kind()
     if kind == "gpu":
         # CUDA hides the devices that the environment names after one that does not exist.
-        named.labels = named.labels[: cards()]
+        named.labels = named.labels[: gpu_count()]
     return _Cpu(_device.DeviceType.CPU, labels=named.labels) if kind == "cpu" else named
 
 

@@ -40,7 +40,7 @@ FULL_NAME = "_full_name"
 _DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def counted_names() -> Callable[[], None]:
+def save_name_counters() -> Callable[[], None]:
     """Returns a function that resets Paddle's counters of names to their present values."""
     counts, used = unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set
     before = dict(counts), set(used)
@@ -185,7 +185,7 @@ class RecomputingDataParallel(paddle.DataParallel):
             return super().forward(*inputs, **options)
 
 
-def without_reentrance(model: Layer) -> Layer:
+def recompute_without_reentrance(model: Layer) -> Layer:
     """Makes recompute within a model correct under ``DataParallel``, if it is wrapped in one."""
     if type(model) is paddle.DataParallel:
         model.__class__ = RecomputingDataParallel
@@ -193,7 +193,7 @@ def without_reentrance(model: Layer) -> Layer:
     return model
 
 
-def left_unaveraged(parameters: Sequence[Any]) -> bool:
+def has_unaveraged_gradients(parameters: Sequence[Any]) -> bool:
     """Whether ``DataParallel`` leaves gradients of parameters unaveraged: ``no_sync`` was on."""
     wanted = {id(parameter) for parameter in parameters}
     models = [model for model in _DATA_PARALLEL if not model.synchronizes]

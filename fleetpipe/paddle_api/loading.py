@@ -180,7 +180,7 @@ def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iter
 
 
 @contextmanager
-def closing(batches: Iterator[Any]) -> Iterator[None]:
+def closing_iterator(batches: Iterator[Any]) -> Iterator[None]:
     """Ends the threads and workers of an iterator of :func:`batches_of` at the end."""
     try:
         yield
@@ -230,7 +230,7 @@ __all__ = [
     "batches_of",
     "default_collate_fn",
     "default_convert_fn",
-    "closing",
+    "closing_iterator",
     "keep_workers_from_signals",
     "load_data_in_threads",
 ]

@@ -47,7 +47,7 @@ Hook = Callable[..., object]
 _zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
 
 
-def attribute(attr: Attribute) -> Attribute:
+def weight_attribute(attr: Attribute) -> Attribute:
     """Returns ``weight_attr`` as a ``ParamAttr`` with the initializer that Paddle would use."""
     copied: Attribute = copy.copy(ParamAttr._to_attr(attr))
     if copied and copied.initializer is None:

@@ -59,7 +59,7 @@ def is_paddles(optimizer: Optimizer) -> bool:
 
 
 @functools.cache
-def names_in_class(kind: type) -> frozenset[str]:
+def names_used_in_class(kind: type) -> frozenset[str]:
     """Returns the names of attributes and variables in the methods of a class and its bases."""
     methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values()]
     codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
@@ -104,7 +104,7 @@ def _placeholder() -> Tensor:
     return parameter
 
 
-def check_norms_by_hand(check: Callable[[list[Tensor]], None]) -> None:
+def check_before_clip_grad_norm(check: Callable[[list[Tensor]], None]) -> None:
     """Makes every reference to ``paddle.nn.utils.clip_grad_norm_`` call ``check`` first."""
     decorated: Any = paddle.nn.utils.clip_grad_norm_
     stock = decorated.__wrapped__
@@ -155,7 +155,7 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
             value.update((kind, by_dtype[kind]) for kind in value if value[kind] is not None)
 
 
-def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:
+def wrapper_with_attribute(optimizer: Optimizer, name: str) -> Optimizer | None:
     """Returns the optimizer, of a wrapper and those inside it, that has an attribute; or None."""
     return next((one for one in wrapper_chain(optimizer) if name in vars(one)), None)
 
@@ -270,7 +270,7 @@ def rate_of_steps(optimizer: Optimizer) -> float:
     return number if rate is None or float(rate) == np.float32(number) else float(rate)
 
 
-def put_rate(optimizer: Optimizer, rate: float, of_steps: float) -> None:
+def set_rates(optimizer: Optimizer, rate: float, of_steps: float) -> None:
     """Sets the constant learning rate that ``get_lr`` returns, and the one that steps use."""
     base = base_optimizer(optimizer)
     base.set_lr(of_steps)

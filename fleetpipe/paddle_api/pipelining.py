@@ -104,7 +104,7 @@ def _entry(action: Any) -> Entry:
     return str(action.computation_type), action.stage_index, action.microbatch_index
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Returns this process's part of a tensor that is sharded or replicated over a mesh.
 
     Raises:

@@ -78,7 +78,7 @@ def count_seedings() -> Callable[[], None]:
     return functools.partial(setattr, paddle, "seed", original)
 
 
-def drawn_on_host(below: int) -> int:
+def draw_on_host(below: int) -> int:
     """Draws a whole number below ``below`` from the CPU's generator, as an operation would.
 
     On a GPU, Paddle's own operation would make this process wait for all queued work.
@@ -87,7 +87,7 @@ def drawn_on_host(below: int) -> int:
     return int(drawn.item())
 
 
-def count_pass() -> int:
+def next_pass_number() -> int:
     """Returns how often it was called since the CPU's generator was seeded; draws no number.
 
     The count is the offset in the generator's state, which is unused on a CPU. So checkpoints and
@@ -220,6 +220,6 @@ def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
     return words
 
 
-def seed_anew() -> None:
+def seed_from_system() -> None:
     """Seeds the generator of the CPU by the system, as when a process begins."""
     core.default_cpu_generator().seed()

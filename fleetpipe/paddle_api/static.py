@@ -116,12 +116,12 @@ def is_initialized(tensor: ScopeTensor) -> bool:
     return bool(tensor._is_initialized())
 
 
-def share(tensor: ScopeTensor, source: ScopeTensor) -> None:
+def share_data(tensor: ScopeTensor, source: ScopeTensor) -> None:
     """Makes a dense tensor share the data of ``source``, without a copy."""
     tensor._share_data_with(source)
 
 
-def release(tensor: ScopeTensor) -> None:
+def free_memory(tensor: ScopeTensor) -> None:
     """Frees the memory of a dense tensor."""
     tensor._clear()
 
@@ -135,7 +135,7 @@ def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
         tensor.set(array, _any_core.CPUPlace())
 
 
-def take(source: ScopeTensor) -> ScopeTensor | list[int]:
+def save_data(source: ScopeTensor) -> ScopeTensor | list[int]:
     """Returns a tensor that shares a dense tensor's data; its shape if it has none."""
     if not source._is_initialized():
         return source.shape()
@@ -144,15 +144,15 @@ def take(source: ScopeTensor) -> ScopeTensor | list[int]:
     return tensor
 
 
-def put_back(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
-    """Restores the contents that :func:`take` returned."""
+def restore_data(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
+    """Restores the contents that :func:`save_data` returned."""
     if isinstance(held, list):
         tensor._set_dims(held)
     else:
         tensor._share_data_with(held)
 
 
-def dynamic(source: ScopeTensor) -> Tensor:
+def dynamic_tensor(source: ScopeTensor) -> Tensor:
     """Returns a dynamic tensor with the data of a dense one; needs dynamic mode."""
     return _any_core.eager.Tensor(source)
 
@@ -195,7 +195,7 @@ def operation_count(program: Program) -> int:
     return int(program.num_ops() if is_pir(program) else program.desc.block(0).op_size())
 
 
-def within(program: Any) -> Any:
+def program_within(program: Any) -> Any:
     """Returns the program inside a ``CompiledProgram``; any other program unchanged."""
     return program._program if isinstance(program, static.CompiledProgram) else program
 
@@ -234,7 +234,7 @@ def no_place() -> Any:
     return _any_core.Place()
 
 
-def unread_slots(op: Op) -> set[str]:
+def shape_only_slots(op: Op) -> set[str]:
     """Returns the slots from which an operation of the older Program reads only shapes."""
     slots = {name: op.input(name) for name in op.input_names}
     outputs = {name: op.output(name) for name in op.output_names}

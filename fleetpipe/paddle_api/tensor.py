@@ -24,7 +24,7 @@ from paddle.base import framework as _framework
 from fleetpipe.aliases import DType, Tensor
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import uncast
+from fleetpipe.paddle_api.amp import without_casts
 from fleetpipe.paddle_api.device import expected_place, synchronize
 
 _Tensor: Any = core.eager.Tensor
@@ -150,14 +150,14 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
     return MemoryLayout(tuple(tensor.strides), tensor.offset)
 
 
-def in_layout(tensor: Tensor, layout: MemoryLayout) -> Tensor:
+def with_layout(tensor: Tensor, layout: MemoryLayout) -> Tensor:
     """Returns a tensor itself if it has a layout, else a copy of its values that has it.
 
     A copy is detached from the graph but, unlike a leaf, may be written into.
     """
     if 0 in tensor.shape or layout_of(tensor) == layout:
         return tensor
-    with uncast():
+    with without_casts():
         ends = [(size - 1) * stride for size, stride in zip(tensor.shape, layout.strides)]
         numbers = layout.offset // tensor.element_size() + sum(max(end, 0) for end in ends) + 1
         memory = paddle.empty([numbers], tensor.dtype)
@@ -178,7 +178,7 @@ def shares_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def out_of_reach(tensors: Sequence[Tensor]) -> Iterator[None]:
+def without_memory(tensors: Sequence[Tensor]) -> Iterator[None]:
     """While this context is open, tensors have no memory: Paddle refuses to compute with them."""
     kept = [(tensor, paddle.empty([0], tensor.dtype)) for tensor in tensors if has_memory(tensor)]
     for tensor, memory in kept:
@@ -191,7 +191,7 @@ def out_of_reach(tensors: Sequence[Tensor]) -> Iterator[None]:
             memory._share_buffer_to(tensor)
 
 
-def is_out_of_reach(error: BaseException) -> bool:
+def is_missing_memory_error(error: BaseException) -> bool:
     """Whether an error is Paddle's error for a tensor without memory."""
     said = f"{error} {error.__cause__}"
     return any(words in said for words in ("holds no memory", "not initialized", "has_allocation"))
@@ -235,7 +235,7 @@ def give_memory(source: Tensor, parameter: Tensor) -> None:
     source._share_underline_tensor_to(parameter)
 
 
-def stand_in(parameter: Tensor) -> Tensor:
+def parameter_on_same_memory(parameter: Tensor) -> Tensor:
     """Returns another parameter with the same memory and attributes, and a gradient of its own."""
     other = _framework.EagerParamBase(
         parameter.shape, parameter.dtype, trainable=not parameter.stop_gradient
@@ -293,7 +293,7 @@ for _name in _OF_NUMBERS:
         setattr(ElsewhereParameter, _name, _requiring_numbers(_name))
 
 
-def note_elsewhere(parameter: Tensor) -> None:
+def refuse_values_of(parameter: Tensor) -> None:
     """Makes it an error to read or write the values of a parameter while it has none."""
     parameter.__class__ = ElsewhereParameter
 
@@ -316,7 +316,7 @@ def switch_gradients_on() -> None:
     framework._dygraph_tracer()._has_grad = True
 
 
-class SavedBy:
+class SavedTensorHooks:
     """Works like ``paddle.autograd.saved_tensors_hooks``, but not within ``paddle.grad``.
 
     The graph for gradients of gradients saves its tensors unchanged there: Paddle fails if hooks

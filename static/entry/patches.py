@@ -28,10 +28,10 @@ from fleetpipe.paddle_api.static import (
     OlderProgram,
     found_tensor,
     program_classes,
+    program_within,
     static,
     static_io,
     swap_switch_device,
-    within,
 )
 from fleetpipe.static import saved_state
 from fleetpipe.static.entry.optimizer import StaticOptimizer, amp_refusal, items_for
@@ -291,7 +291,7 @@ def _refusing_pipeline_state(original: Callable[..., Any], name: str) -> Callabl
         bound = signature.bind(*arguments, **named).arguments
         bound.update(bound.get("kwargs", {}))
         chosen = bound.get("main_program") or bound.get("program")
-        pipeline, is_main = of_main(within(chosen or static.default_main_program()))
+        pipeline, is_main = of_main(program_within(chosen or static.default_main_program()))
         if pipeline is not None:
             wanted = {getattr(variable, "name", variable) for variable in bound.get("vars") or ()}
             is_copy = pipeline.local and (not is_main or "serialize" in name)
@@ -335,7 +335,9 @@ def install() -> None:
 
     @functools.wraps(original)
     def run(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
-        chosen = paddle.static.default_main_program() if program is None else within(program)
+        chosen = (
+            paddle.static.default_main_program() if program is None else program_within(program)
+        )
         if not is_attached(chosen):
             refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
             return original(self, program, *more, **named)
@@ -431,7 +433,9 @@ def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_from_dataset(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
-        chosen = paddle.static.default_main_program() if program is None else within(program)
+        chosen = (
+            paddle.static.default_main_program() if program is None else program_within(program)
+        )
         if is_attached(chosen):
             raise ConfigError(
                 "a pipeline takes no dataset: train_from_dataset would train nothing",

@@ -24,7 +24,13 @@ from fleetpipe.job.optimizer_table import require_clip
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import current_rate, gradient_clip
-from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
+from fleetpipe.paddle_api.static import (
+    dynamic_tensor,
+    found_tensor,
+    job_executor,
+    share_data,
+    tensor_of,
+)
 from fleetpipe.schedules import Action, Fused, Plan
 from fleetpipe.schedules.action import parts
 from fleetpipe.static import cut
@@ -203,7 +209,7 @@ class Compiled:
             tensor_of(scope, recipe.split.names.clip_factor)
             self._run_step = job_executor(recipe.update.step, scope, place).run
         self._gradients = {
-            name: dynamic(tensor_of(scope, recipe.split.names.accumulator(name)))
+            name: dynamic_tensor(tensor_of(scope, recipe.split.names.accumulator(name)))
             for name in recipe.parameters
         }
 
@@ -218,7 +224,7 @@ class Compiled:
             # Read when the progress of the job is read.
             job.progress.gradient_norm = norm.item
             factor = clip_factor(norm, recipe.limit)
-            share(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
+            share_data(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
 
     def drop_gradients(self) -> None:
         """Sets the accumulators to 0, after a batch that has failed."""

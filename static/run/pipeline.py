@@ -20,7 +20,7 @@ from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.optimizer import current_rate
-from fleetpipe.paddle_api.static import EOFException, dynamic, found_tensor
+from fleetpipe.paddle_api.static import EOFException, dynamic_tensor, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.static.cut import GraphReader, OptimizerVariables, Split
@@ -153,7 +153,7 @@ class StaticPipeline:
         tensors = [found_tensor(scope, name) for name in self.persistable]
         with dynamic_mode(), self._job.guarded(lambda: "initialising the static pipeline"):
             self._job.replicas().broadcast_each(
-                [(dynamic(tensor), 0) for tensor in tensors if tensor is not None]
+                [(dynamic_tensor(tensor), 0) for tensor in tensors if tensor is not None]
             )
         self._compiled = self._streams = None
         self._streams_to_begin = {}

@@ -259,7 +259,7 @@ class StaticStage:
         runner = self._runners[stage]
         for edge, tensors in runner.inputs.items():
             for tensor, value in zip(tensors, inputs[edge]):
-                static.share(tensor, value.get_tensor())
+                static.share_data(tensor, value.get_tensor())
         for name, tensor in runner.fed:
             self._feed(name, micro_batch - self._first_micro_batch, tensor)
         with self._streams.of(stage):
@@ -267,19 +267,20 @@ class StaticStage:
         for number, tensor in runner.fetched.items():
             self.fetched.setdefault(number, {})[micro_batch] = np.array(tensor)
         outputs = {
-            edge: tuple(map(static.dynamic, tensors)) for edge, tensors in runner.outputs.items()
+            edge: tuple(map(static.dynamic_tensor, tensors))
+            for edge, tensors in runner.outputs.items()
         }
         shapes = {
             edge: [(tensor.shape, tensor.dtype) for tensor in tensors]
             for edge, tensors in outputs.items()
         }
         saved = {
-            name: tensor.shape() if shape_only else static.take(tensor)
+            name: tensor.shape() if shape_only else static.save_data(tensor)
             for name, tensor, shape_only in runner.saved
         }
         self._saved[stage, micro_batch] = _SavedValues(saved, shapes)
         for tensor in runner.after_forward:
-            static.release(tensor)
+            static.free_memory(tensor)
         return outputs
 
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
@@ -287,7 +288,7 @@ class StaticStage:
         runner = self._runners[stage]
         grads = self._differentiate(runner, runner.backward, (stage, micro_batch), output_grads)
         for tensor in runner.after_backward:
-            static.release(tensor)
+            static.free_memory(tensor)
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
@@ -296,12 +297,12 @@ class StaticStage:
         grads = self._differentiate(runner, runner.input_grad, key, output_grads)
         saved = self._saved[key].variables
         for_weights = {
-            name: saved[name] if name in saved else static.take(tensor)
+            name: saved[name] if name in saved else static.save_data(tensor)
             for name, tensor in runner.weight_grad.saved
         }
         self._saved[key] = _SavedValues(for_weights, {})
         for tensor in runner.after_backward:
-            static.release(tensor)
+            static.free_memory(tensor)
         return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
@@ -311,7 +312,7 @@ class StaticStage:
             self._put_back(weight_grad, self._saved[stage, micro_batch])
             weight_grad.run([], False)
             for _, tensor in weight_grad.saved:
-                static.release(tensor)
+                static.free_memory(tensor)
 
     def _differentiate(
         self,
@@ -339,17 +340,19 @@ class StaticStage:
                 if tensor is not None:
                     # None: the loss does not depend on the value by this edge.
                     grad = paddle.zeros(shape, dtype) if grad is None else grad
-                    static.share(tensor, grad.get_tensor())
+                    static.share_data(tensor, grad.get_tensor())
         backward.run([], False)
         return {
-            edge: tuple(None if tensor is None else static.dynamic(tensor) for tensor in tensors)
+            edge: tuple(
+                None if tensor is None else static.dynamic_tensor(tensor) for tensor in tensors
+            )
             for edge, tensors in runner.input_grads.items()
         }
 
     def _put_back(self, backward: BackwardRunner, saved: _SavedValues) -> None:
         """Puts saved values into the variables that a program of the backward takes."""
         for name, tensor in backward.saved:
-            static.put_back(tensor, saved.variables[name])
+            static.restore_data(tensor, saved.variables[name])
 
     def release(self, stage: int, micro_batch: int) -> None:
         """Drops the saved values of a stage and micro-batch."""

@@ -52,9 +52,9 @@ def test_the_card_that_paddles_start_chooses_stays(
     monkeypatch: pytest.MonkeyPatch, by_host: bool
 ) -> None:
     returned: list[bool] = []
-    monkeypatch.setattr(distributed, "used_here", lambda: lambda: returned.append(True))
-    monkeypatch.setattr(distributed, "meets_by_host", lambda: by_host)
-    with distributed.beginning(lambda: None, lambda make: None):
+    monkeypatch.setattr(distributed, "device_setter", lambda: lambda: returned.append(True))
+    monkeypatch.setattr(distributed, "communicates_over_host", lambda: by_host)
+    with distributed.replacing_store_and_groups(lambda: None, lambda make: None):
         pass
     assert returned == [True] * by_host
 

@@ -37,7 +37,7 @@ from fleetpipe.paddle_api.optimizer import (
     forget_state,
     groups_of,
     master_weight_of,
-    names_in_class,
+    names_used_in_class,
     state_of,
 )
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
@@ -317,7 +317,7 @@ def _require_no_other_state(optimizer: Optimizer) -> None:
         )
     # The methods of Paddle's and PaddleNLP's optimizers name all attributes that these set.
     stock = next((k for k in kind.__mro__ if k.__module__.partition(".")[0] in _PADDLES), object)
-    of_stock = names_in_class(stock)
+    of_stock = names_used_in_class(stock)
     for name, value in vars(optimizer).items():
         if name not in of_stock and _has_tensors(value):
             allow.refuse(

@@ -28,9 +28,9 @@ from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.optimizer import (
     learning_rate_of,
-    put_rate,
     rate_of_steps,
     scheduler_of,
+    set_rates,
 )
 from fleetpipe.paddle_api.random import (
     generator_state,
@@ -237,7 +237,7 @@ class TrainingState:
         here: Any = None if self._optimizer is None else self._optimizer.get_lr()
         both = None not in (first, self._first_rate)
         if here is not None and saved is not None and (not both or first == self._first_rate):
-            put_rate(self._optimizer, saved, state.get("learning_rate_of_steps", saved))
+            set_rates(self._optimizer, saved, state.get("learning_rate_of_steps", saved))
             if not both and here != saved:
                 _log.info(
                     "the learning rate is %s, as it was saved, not the script's %s", saved, here

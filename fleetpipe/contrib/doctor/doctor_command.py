@@ -183,9 +183,9 @@ def check_ranks(ranks: int) -> list[Finding]:
         systems.require_ranks()
     except UsageError as error:
         return [Finding("ranks", NOTE, str(error))]
-    from fleetpipe.paddle_api.device import cards
+    from fleetpipe.paddle_api.device import gpu_count
 
-    ranks_share_cards = 0 < cards() < ranks
+    ranks_share_cards = 0 < gpu_count() < ranks
     with command_folder(large=True) as folder:
         environment = {"FLEETPIPE_TRANSPORT": SOCKETS} if ranks_share_cards else {}
         results, ending = _run_workers(ranks, folder, environment)

@@ -25,7 +25,7 @@ from fleetpipe.job.start import connect_ranks
 from fleetpipe.job.watch import Watch
 from fleetpipe.launch.forked_ranks import EARLY
 from fleetpipe.mesh.axes import Mesh
-from fleetpipe.paddle_api.distributed import beginning, refuse_unconnected
+from fleetpipe.paddle_api.distributed import refuse_unconnected, replacing_store_and_groups
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
 from fleetpipe.transport.base import PROCESS_GROUP
 
@@ -211,6 +211,6 @@ def _without_connections(timeout: float) -> Iterator[None]:
     def make(new_group: Callable[..., Any], ranks: list[int], **options: Any) -> Any:
         return new_group(ranks, **options)
 
-    with paddle_groups.translating_errors(), beginning(lambda: None, make):
+    with paddle_groups.translating_errors(), replacing_store_and_groups(lambda: None, make):
         yield
     refuse_unconnected(ALONE)

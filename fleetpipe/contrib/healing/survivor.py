@@ -25,7 +25,7 @@ from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, Pipeli
 from fleetpipe.job import attempt_files
 from fleetpipe.job.attempt_files import Generation
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.distributed import has_gloo, meets_by_host
+from fleetpipe.paddle_api.distributed import communicates_over_host, has_gloo
 
 #: Digests of a batch: of its inputs, of its labels, and of random states, learning rate and so on.
 Record = list[int | None]
@@ -210,7 +210,7 @@ class Healing:
         if job.healing is not None:
             # A process that replaces a rank would begin with the first training.
             attempt_files.tell_unhealed("the script has begun a second training")
-        elif not (meets_by_host() and has_gloo()):
+        elif not (communicates_over_host() and has_gloo()):
             # The launcher is told before a rank dies: such groups cannot be connected again.
             attempt_files.tell_unhealed("the ranks' groups are not Gloo's")
         #: In a process that replaces a rank: the records from before, and that it has yet to join.

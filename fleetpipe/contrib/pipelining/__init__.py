@@ -32,7 +32,7 @@ from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.pipelining import MicroBatchData, PaddleSchedule, local, stepping
+from fleetpipe.paddle_api.pipelining import MicroBatchData, PaddleSchedule, local_tensor, stepping
 from fleetpipe.schedules import Action, Placement, Schedule, build, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.schedules.placement import SHAPES
@@ -50,7 +50,7 @@ class _Stage(DygraphStage):
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs a backward, and turns its gradients into local tensors."""
         grads = super().backward(stage, micro_batch, output_grads)
-        return {edge: map_tensors(local, grad) for edge, grad in grads.items()}
+        return {edge: map_tensors(local_tensor, grad) for edge, grad in grads.items()}
 
 
 class _Pipeline:
@@ -110,7 +110,7 @@ class _Pipeline:
     def _forward(self, stage: int, value: Nest, number: GlobalMicroBatch) -> Nest:
         arguments = value if isinstance(value, (tuple, list)) else (value,)
         output = self._paddles.layers[stage](*arguments, **self._data.keywords[number])
-        return output if stage == self._paddles.stages - 1 else map_tensors(local, output)
+        return output if stage == self._paddles.stages - 1 else map_tensors(local_tensor, output)
 
     def _loss(self, output: Nest, target: Nest) -> Tensor:
         loss = self._paddles.loss(output, target)

@@ -31,7 +31,7 @@ def draws_of(op: Op) -> bool:
 def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
     """Returns the variables that an operation reads, each with whether it reads the shape alone."""
     slots = {name: op.input(name) for name in op.input_names}
-    unread = static.unread_slots(op)
+    unread = static.shape_only_slots(op)
     read = {name for slot, names in slots.items() if slot not in unread for name in names}
     shapes = {name for slot in unread for name in slots.get(slot, ())} - read
     return [(name, name in shapes) for name in reads_of(program, op)]
