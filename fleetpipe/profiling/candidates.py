@@ -1,4 +1,7 @@
-"""The choices of a search (shapes, first cuts, schedules), and the costs of each."""
+"""The choices of the planner (placements, first cuts, schedules), and the costs of each plan.
+
+A cut is a tuple of boundaries: the first layer of each stage, and last the number of layers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
-from fleetpipe.profiling.memory import Recompute, choose, peak_bytes
+from fleetpipe.profiling.memory import Recompute, choose_recompute, peak_bytes
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
@@ -19,9 +22,10 @@ from fleetpipe.schedules.families.variants import variants
 from fleetpipe.schedules.placement import HEAD, SHAPES
 from fleetpipe.schedules.simulation import replay
 
-#: Most chunks on a rank that are tried.
+#: The most chunks on a rank that the planner tries.
 MOST_CHUNKS = 4
 
+#: A cut: the first layer of each stage, then the number of layers.
 Boundaries = tuple[int, ...]
 
 
@@ -29,7 +33,7 @@ class Candidate(NamedTuple):
     """A plan that fits into memory, with its costs.
 
     Attributes:
-        seconds: Time from the first action to the end of the last.
+        seconds: Seconds of a batch, from its first action to the end of its last.
         peak: The most bytes of any rank.
         schedule: The schedule that runs.
         boundaries: The cut.
@@ -81,32 +85,32 @@ class PlanTask:
 
     @cached_property
     def stages(self) -> Stages:
-        """The costs of stages."""
+        """The costs of any stage that consists of successive layers."""
         return self.profile.stages
 
     def shapes(self) -> list[Placement]:
-        """Returns the placements with no more stages than the model can be cut into."""
+        """Returns the placements to try: those with as many stages as the model can be cut into."""
         most = len(self.profile.cuts) + 1
         if self.profile.body < len(self.profile.layers):
             return [Placement(f"loop{HEAD}", self.ranks)]
-        searched = "placement" in self.search and self.ranks > 1
+        several = "placement" in self.search and self.ranks > 1
         shapes = [
             Placement(name, self.ranks, chunks)
-            for chunks in range(1, MOST_CHUNKS + 1 if searched else 2)
+            for chunks in range(1, MOST_CHUNKS + 1 if several else 2)
             for name, shape in SHAPES.items()
             if shape.allows(chunks)
         ]
         return [shape for shape in shapes if shape.stages <= most]
 
     def schedules(self, shape: Placement) -> Iterator[Schedule]:
-        """Yields the schedules to try on a placement; only the usual one if none is searched."""
+        """Yields the schedules to try on a placement: 1F1B alone if schedules are not searched."""
         if "schedule" not in self.search and shape.shape == "loop":
             yield self._build("1F1B", shape)
             return
         for name, family in FAMILIES.items():
             if family.placement != shape.shape or family.chunks > shape.chunks:
                 continue
-            for options in self._options(name):
+            for options in self._options_to_try(name):
                 try:
                     schedule = self._build(name, shape, **options)
                 except ConfigError:  # it does not take these numbers
@@ -115,8 +119,11 @@ class PlanTask:
                 if schedule.placement == shape and runs:
                     yield schedule
 
-    def _options(self, name: str) -> list[dict[str, Any]]:
-        """Returns the options of a family to try; the measured slices for a family of slices."""
+    def _options_to_try(self, name: str) -> list[dict[str, Any]]:
+        """Returns the sets of options with which to try a family.
+
+        A family that cuts sequences is tried with the number of slices of the profile alone.
+        """
         slices = len(self.profile.slices)
         if FAMILIES[name].sliced:
             return [{"slices": slices}] if slices > 1 else []
@@ -124,7 +131,7 @@ class PlanTask:
 
     @cached_property
     def _hidden_latency(self) -> float:
-        """The longest latency, divided by the time of F and B of an even share of the layers."""
+        """The longest latency of a link, in units of F and B of an even share of the layers."""
         sizes = [layer.output for layer in self.profile.layers[:-1]]
         latency = max(link.seconds(max(sizes, default=0)) for link in self.profile.links)
         share = self.stages.least() / self.ranks
@@ -132,17 +139,21 @@ class PlanTask:
 
     @cached_property
     def of_slices(self) -> tuple[Stages, ...]:
-        """The costs of stages for each slice of a micro-batch."""
+        """For each slice of a micro-batch the costs of any stage; empty without slices."""
         return self.profile.stages_of_slices
 
     def cuts(self, shape: Placement) -> list[Boundaries]:
-        """Returns the first cuts to try: even in layers, in time, in time with links, in memory."""
+        """Returns the first cuts to try on a placement.
+
+        They are even in the number of layers, in time, in time with transfers, and in memory; only
+        the first one if cuts are not searched.
+        """
         parts, places, count = shape.body, self.profile.cuts, self.profile.body
-        units = [0, *places]
-        even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
+        starts = [0, *places]
+        even = tuple(starts[index] for index in uniform(len(starts), parts)[:-1])
         # Each part of a head is a stage; so is the loss.
         head = range(count + 1, self.stages.count + 1)
-        tried: list[Boundaries] = [(*even, count)]
+        body_cuts: list[Boundaries] = [(*even, count)]
         if "partition" not in self.search:
             return [(*even, count, *head)]
         stages = self.stages
@@ -151,19 +162,19 @@ class PlanTask:
             return stages.seconds(start, end)
 
         def memory(stage: int, start: int, end: int) -> float:
-            return self._memory(parts, stage, start, end)
+            return self._bytes_under_1f1b(parts, stage, start, end)
 
         def static(start: int, end: int) -> float:
             return sum(stages.static(start, end))
 
-        tried += [
+        body_cuts += [
             fastest(places, count, parts, time, stages.seconds).boundaries,
-            self.fastest(shape).boundaries,
+            self.fastest_cut(shape).boundaries,
             fastest(places, count, parts, memory, static).boundaries,
         ]
-        return [(*cut, *head) for cut in dict.fromkeys(tried)]
+        return [(*cut, *head) for cut in dict.fromkeys(body_cuts)]
 
-    def fastest(self, shape: Placement, cap: float = math.inf) -> Bottleneck:
+    def fastest_cut(self, shape: Placement, cap: float = math.inf) -> Bottleneck:
         """Returns the cut whose slowest stage is fastest, transfers between ranks included.
 
         Of cuts that are equally fast within the noise of measurements it takes the one that sends
@@ -177,13 +188,15 @@ class PlanTask:
             PartitionError: There are too few places, or no cut fits.
         """
         parts, stages = shape.body, self.stages
-        crossing = cache(lambda border, layer: self._crossing(shape, border, layer))
+        transfer_times = cache(
+            lambda stage_before, layer: self._transfer_times(shape, stage_before, layer)
+        )
 
         def cost(stage: int, start: int, end: int) -> float:
-            if cap < math.inf and self._memory(parts, stage, start, end) > cap:
+            if cap < math.inf and self._bytes_under_1f1b(parts, stage, start, end) > cap:
                 return math.inf
-            busy, waiting = crossing(stage - 1, start)
-            return stages.seconds(start, end) + busy + waiting + crossing(stage, end)[0]
+            busy, waiting = transfer_times(stage - 1, start)
+            return stages.seconds(start, end) + busy + waiting + transfer_times(stage, end)[0]
 
         def bytes_sent(start: int) -> int:
             return self.profile.layers[start - 1].output if start else 0
@@ -191,31 +204,56 @@ class PlanTask:
         places, count = self.profile.cuts, self.profile.body
         return fastest(places, count, parts, cost, stages.seconds, bytes_sent)
 
-    def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
-        """Returns how long a value before ``layer`` keeps both ranks busy and delays the later."""
-        if not 0 < layer < self.stages.count or shape.rank_of(border) == shape.rank_of(border + 1):
+    def _transfer_times(
+        self, shape: Placement, stage_before: int, layer: int
+    ) -> tuple[float, float]:
+        """Returns the times of the transfers between two stages, for one micro-batch.
+
+        Args:
+            shape: The placement.
+            stage_before: The stage that sends values and receives their gradients.
+            layer: The first layer of the next stage.
+
+        Returns:
+            The seconds for which they keep each of the two ranks busy, and the latency of a value
+            and its gradient; both are 0 if the stages are on one rank.
+        """
+        if not 0 < layer < self.stages.count or shape.rank_of(stage_before) == shape.rank_of(
+            stage_before + 1
+        ):
             return 0.0, 0.0
         size, transfer = self.profile.layers[layer - 1].output, self.profile.transfer
         # The rank receives a value and sends its gradient back.
-        return transfer.sends(size) + transfer.receives(size), 2 * self._comm(shape, border, size)
+        return transfer.sends(size) + transfer.receives(size), 2 * self._latency(
+            shape, stage_before, size
+        )
 
-    def _memory(self, parts: int, stage: int, start: int, end: int) -> float:
-        """Returns the bytes that a stage uses under 1F1B."""
+    def _bytes_under_1f1b(self, parts: int, stage: int, start: int, end: int) -> float:
+        """Returns the bytes that stage ``stage`` of ``parts`` uses under 1F1B.
+
+        It consists of the layers ``start`` to ``end - 1``.
+        """
         parameters, gradients, buffers = self.stages.static(start, end)
-        under_way = min(self.micro_batches, parts - stage)
+        forwards = min(self.micro_batches, parts - stage)
         moments = self.optimizer_copies * gradients
-        held = under_way * self.stages.held(start, end)
+        held = forwards * self.stages.held(start, end)
         return parameters + gradients + buffers + moments + held
 
     def costs(self, shape: Placement, stages: Sequence[StageCost], **options: Any) -> Costs:
-        """Returns the costs of the actions of some stages, their transfers included."""
+        """Returns the costs of all actions of a cut, for a simulation.
+
+        Args:
+            shape: The placement of the stages.
+            stages: The costs of the stages, without transfers.
+            options: Further fields of ``Costs``.
+        """
         stages = self.with_transfers(shape, stages)
         return costs_of(stages, self.comm(shape, stages), **options)
 
     def with_transfers(
         self, shape: Placement, stages: Sequence[StageCost]
     ) -> tuple[StageCost, ...]:
-        """Adds to the costs of stages the time to send and receive between ranks."""
+        """Returns the costs of stages with the time for which transfers keep their ranks busy."""
         transfer, costs = self.profile.transfer, []
         for number, stage in enumerate(stages):
             forward = backward = 0.0
@@ -235,31 +273,32 @@ class PlanTask:
         return tuple(costs)
 
     def comm(self, shape: Placement, stages: Sequence[StageCost]) -> tuple[float, ...]:
-        """Returns how long a value takes from each stage to the next; 0 from the last."""
-        edges = [self._comm(shape, s, stage.output) for s, stage in enumerate(stages[:-1])]
+        """Returns for each stage the seconds that its output takes to the next; 0 for the last."""
+        edges = [self._latency(shape, s, stage.output) for s, stage in enumerate(stages[:-1])]
         return (*edges, 0.0)
 
-    def _comm(self, shape: Placement, stage: int, size: int) -> float:
-        """Returns how long ``size`` bytes take from a stage to the next one."""
+    def _latency(self, shape: Placement, stage: int, size: int) -> float:
+        """Returns the seconds that ``size`` bytes take from a stage to the next one."""
         if shape.rank_of(stage) == shape.rank_of(stage + 1):
             return 0.0
         return self.profile.link(shape.link_of(stage)).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
-        """Returns the time and peak memory of a schedule on a cut, and the recompute that it needs.
+        """Returns the plan of a schedule and a cut, with the recompute that the memory cap needs.
 
-        If some rank exceeds the memory cap even with recompute, a ``Lack`` says by how much.
+        A schedule that cuts sequences recomputes nothing.
 
-        A schedule of slices recomputes nothing.
+        Returns:
+            A ``Lack`` if some rank exceeds the cap even with recompute, else a ``Candidate``.
         """
         stages, copies, shape = self.stages, self.optimizer_copies, schedule.placement
-        slices = [one.cut(boundaries) for one in self.of_slices if schedule.slices > 1]
+        slices = [costs.cut(boundaries) for costs in self.of_slices if schedule.slices > 1]
         chosen: Recompute = ((),) * (len(boundaries) - 1)
         costs = stages.cut(boundaries)
         peaks = peak_bytes(schedule, costs, copies, slices)
         if max(peaks) > self.cap and "recompute" in self.search and not slices:
             layers = self.profile.layers
-            chosen = choose(schedule, layers, stages, boundaries, self.cap, copies)
+            chosen = choose_recompute(schedule, layers, stages, boundaries, self.cap, copies)
             costs = stages.cut(boundaries, chosen)
             peaks = peak_bytes(schedule, costs, copies)
         most = max(peaks)
@@ -271,6 +310,7 @@ class PlanTask:
         return Candidate(seconds, most, schedule, boundaries, chosen)
 
     def _build(self, name: str, shape: Placement, **options: Any) -> Schedule:
+        """Builds the schedule of a family for a placement."""
         return build(
             name,
             ranks=shape.ranks,

@@ -1,6 +1,7 @@
 """A plan as a value: cut, schedule, recompute, predicted costs, and the bottleneck of its speed.
 
-Start with ``PipelinePlan``; the functions before it write its description.
+Start with ``PipelinePlan``. The functions before it write its description, those after it read its
+file.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from fleetpipe.schedules import Costs, Schedule, rebuild
 from fleetpipe.schedules.forms import draw, panel_of
 from fleetpipe.schedules.rows import in_slices
 
-#: From this share of the time on that a rank computes, its work is the bottleneck.
-_BUSY = 0.9
+#: A rank that computes for at least this share of the time is the bottleneck.
+_BUSY_SHARE = 0.9
 
-#: From this share of the cap on that a rank uses, its memory is a bottleneck.
-_FULL = 0.95
+#: A rank whose memory is at least this share of the cap makes it a bottleneck.
+_FULL_SHARE = 0.95
 
-#: The version of the form of a file, which is written into it.
+#: The version of a plan's file, which is written into it.
 VERSION = 1
 
 _SOURCE = Source(
@@ -43,6 +44,7 @@ _SOURCE = Source(
     "write one with plan.write(path), or with fleetpipe plan -o FILE",
 )
 
+#: What is read for each stage.
 Value = TypeVar("Value")
 
 
@@ -66,8 +68,8 @@ class Predicted(NamedTuple):
     process_bytes: tuple[int, ...] | None = None
 
 
-def _describe(plan: PipelinePlan) -> str:
-    """Returns a heading, a table of the stages and one of the ranks."""
+def _plan_as_tables(plan: PipelinePlan) -> str:
+    """Writes a plan as a heading, a table of the stages and one of the ranks."""
     schedule, predicted = plan.schedule, plan.predicted
     placement = schedule.placement
     heading = (
@@ -83,12 +85,12 @@ def _describe(plan: PipelinePlan) -> str:
             (
                 str(part.stage),
                 str(placement.rank_of(part.stage)),
-                shown_range(range(part.start, part.end)),
+                show_range(range(part.start, part.end)),
                 " .. ".join(names) if part.end - part.start > 1 else names[0],
                 f"{1e3 * cost.forward:.3f}",
                 f"{1e3 * cost.backward:.3f}",
                 show_bytes(cost.held),
-                _ranges(again) or "-",
+                _shown_ranges(again) or "-",
             )
         )
     ranks = [
@@ -102,7 +104,7 @@ def _describe(plan: PipelinePlan) -> str:
     return "\n".join([heading, table(rows, left=(3,)), table(list(zip(*ranks)))])
 
 
-def _time(plan: PipelinePlan) -> Iterator[str]:
+def _lines_on_time(plan: PipelinePlan) -> Iterator[str]:
     """Yields lines on the time of a batch, the lower bound and the busiest rank."""
     predicted, placement = plan.predicted, plan.schedule.placement
     rank = predicted.busy.index(max(predicted.busy))
@@ -117,9 +119,9 @@ def _time(plan: PipelinePlan) -> Iterator[str]:
     )
     yield (
         f"busiest: rank {rank} computes {share:.1%} of the time; its slowest stage is {slowest}"
-        f" (layers {shown_range(range(part.start, part.end))})"
+        f" (layers {show_range(range(part.start, part.end))})"
     )
-    if share >= _BUSY:
+    if share >= _BUSY_SHARE:
         yield f"what binds: the work of rank {rank}"
         if part.end - part.start == 1:
             yield f"  layer {part.start} ({part.layers[0].name}) cannot be cut: list it more finely"
@@ -131,7 +133,7 @@ def _time(plan: PipelinePlan) -> Iterator[str]:
         )
 
 
-def _memory(plan: PipelinePlan) -> Iterator[str]:
+def _lines_on_memory(plan: PipelinePlan) -> Iterator[str]:
     """Yields lines on the rank that uses the most memory."""
     peaks, taken = plan.predicted.peak_bytes, plan.predicted.process_bytes
     rank = peaks.index(max(peaks))
@@ -141,27 +143,27 @@ def _memory(plan: PipelinePlan) -> Iterator[str]:
     else:
         share = peaks[rank] / plan.memory_cap
         yield f"{most}, {share:.1%} of the cap of {show_bytes(plan.memory_cap)}"
-        if share >= _FULL or any(plan.recompute):
+        if share >= _FULL_SHARE or any(plan.recompute):
             yield f"  the memory of rank {rank} binds: a plan with a larger cap may be faster"
     if taken is not None:
         about = "" if plan.memory_cap is None else "; the cap is about tensors alone"
         yield f"  its process takes some {show_bytes(taken[rank])}, libraries included{about}"
 
 
-def _recompute(plan: PipelinePlan) -> Iterator[str]:
+def _lines_on_recompute(plan: PipelinePlan) -> Iterator[str]:
     """Yields a line for each stage that recomputes layers."""
     for stage, layers in enumerate(plan.recompute):
         if layers:
             rank = plan.schedule.placement.rank_of(stage)
-            yield f"recompute: layers {_ranges(layers)} of stage {stage} on rank {rank}"
+            yield f"recompute: layers {_shown_ranges(layers)} of stage {stage} on rank {rank}"
 
 
-def shown_range(numbers: range) -> str:
-    """Writes the first and the last of successive numbers: ``3-5``, or ``3``."""
+def show_range(numbers: range) -> str:
+    """Writes successive numbers, at least one, as the first and the last: ``3-5``, or ``3``."""
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _shown_ranges(numbers: Sequence[int]) -> str:
     """Writes ascending numbers, successive ones as a range: ``3-5, 8``."""
     ranges: list[range] = []
     for number in numbers:
@@ -169,7 +171,7 @@ def _ranges(numbers: Sequence[int]) -> str:
             ranges[-1] = range(ranges[-1].start, number + 1)
         else:
             ranges.append(range(number, number + 1))
-    return ", ".join(map(shown_range, ranges))
+    return ", ".join(map(show_range, ranges))
 
 
 @shows("schedule", "memory_cap", "bound", boundaries="partition.boundaries")
@@ -225,10 +227,12 @@ class PipelinePlan:
         return self.schedule.placement.chunks
 
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """Returns its schedule, or a verified one like it for another number of micro-batches.
+        """Returns the plan's schedule for some number of micro-batches, which may be another one.
+
+        Another number gets a verified schedule of the same family, placement and options.
 
         Raises:
-            ScheduleError: It would need more memory than the plan's own cap.
+            ScheduleError: It would need more memory than the plan's memory cap.
         """
         if micro_batches == self.micro_batches:
             return self.schedule
@@ -249,10 +253,10 @@ class PipelinePlan:
     @property
     def costs(self) -> Costs:
         """The costs of the actions, for ``schedule.simulate``."""
-        costs = _costs(self.stages, self.comm)
+        costs = _costs_of_stages(self.stages, self.comm)
         if not self.slices:
             return costs
-        return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
+        return replace(costs, each_slice=tuple(map(_costs_of_stages, self.slices, self.slice_comm)))
 
     @cached_property
     def predicted(self) -> Predicted:
@@ -265,13 +269,15 @@ class PipelinePlan:
 
     def explain(self) -> str:
         """Names the bottleneck (work, waiting or memory) and the gap to the lower bound."""
-        return "\n".join([*_time(self), *_memory(self), *_recompute(self)])
+        return "\n".join(
+            [*_lines_on_time(self), *_lines_on_memory(self), *_lines_on_recompute(self)]
+        )
 
     def __str__(self) -> str:
-        return _describe(self)
+        return _plan_as_tables(self)
 
     def require_layers(self, names: Sequence[str]) -> None:
-        """Refuses a model that is not the one in the profile.
+        """Raises ConfigError for a model that is not the one of the plan's profile.
 
         Args:
             names: The names of the model's layers, in order.
@@ -295,7 +301,11 @@ class PipelinePlan:
                 )
 
     def require_degrees(self, degrees: Any) -> None:
-        """Refuses a job whose ranks split experts and sequences in another way."""
+        """Raises ConfigError for a job that splits experts or sequences in another way.
+
+        Args:
+            degrees: The degrees of the job.
+        """
         degrees = LayerDegrees.of(degrees)
         if self.degrees not in (None, degrees):
             raise ConfigError(
@@ -338,7 +348,7 @@ class PipelinePlan:
             ScheduleError: The schedule was edited and cannot run.
             PartitionError: The cut was edited and is not valid.
         """
-        return _plan(parse(text, _SOURCE))
+        return _read_plan(parse(text, _SOURCE))
 
     def write(self, path: str | Path) -> None:
         """Writes the plan to a file, as JSON."""
@@ -358,10 +368,11 @@ class PipelinePlan:
     @classmethod
     def read(cls, path: str | Path) -> PipelinePlan:
         """Reads a file from :meth:`write`; raises the same errors as :meth:`loads`."""
-        return read(path, _SOURCE, _plan)
+        return read(path, _SOURCE, _read_plan)
 
 
-def _plan(content: JsonValue) -> PipelinePlan:
+def _read_plan(content: JsonValue) -> PipelinePlan:
+    """Reads the JSON object of a plan's file; raises the errors of :meth:`PipelinePlan.loads`."""
     version = content["fleetpipe-plan"]
     if version.content != VERSION:
         raise version.refused(str(VERSION))
@@ -381,16 +392,18 @@ def _plan(content: JsonValue) -> PipelinePlan:
     return PipelinePlan(
         schedule,
         partition,
-        _for_each_stage(partition, content["recompute"], JsonValue.counts),
-        _for_each_stage(partition, content["stages"], _stage),
-        _for_each_stage(partition, content["comm"], JsonValue.figure),
+        _read_for_each_stage(partition, content["recompute"], JsonValue.counts),
+        _read_for_each_stage(partition, content["stages"], _read_stage),
+        _read_for_each_stage(partition, content["comm"], JsonValue.figure),
         None if cap is None else cap.figure(),
         content["optimizer_copies"].figure(),
         content["bound"].figure(),
-        tuple(_for_each_stage(partition, part, _stage) for part in slices.items())
+        tuple(_read_for_each_stage(partition, part, _read_stage) for part in slices.items())
         if slices
         else (),
-        tuple(_for_each_stage(partition, part, JsonValue.figure) for part in slice_comm.items())
+        tuple(
+            _read_for_each_stage(partition, part, JsonValue.figure) for part in slice_comm.items()
+        )
         if slice_comm
         else (),
         None if degrees is None else degrees.record(LayerDegrees, JsonValue.count),
@@ -398,19 +411,25 @@ def _plan(content: JsonValue) -> PipelinePlan:
     )
 
 
-def _stage(value: JsonValue) -> StageCost:
+def _read_stage(value: JsonValue) -> StageCost:
     return value.record(StageCost, JsonValue.figure)
 
 
-def _for_each_stage(
+def _read_for_each_stage(
     partition: Partition, value: JsonValue, each: Callable[[JsonValue], Value]
 ) -> tuple[Value, ...]:
-    """Reads a JSON list with one value for each stage."""
+    """Reads a JSON list with one item for each stage of a cut.
+
+    Args:
+        partition: The cut.
+        value: The list.
+        each: Reads one item.
+    """
     values = tuple(map(each, value.items()))
     if len(values) != len(partition.stages):
         raise value.refused(f"a list of {len(partition.stages)} values, one for each stage")
     return values
 
 
-def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
+def _costs_of_stages(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
     return costs_of(stages, comm, bytes=tuple(stage.held for stage in stages))

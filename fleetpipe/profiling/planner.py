@@ -1,9 +1,9 @@
 """``fleetpipe.plan``: searches for the plan with the least time, from a model's costs.
 
-Partition, placement, schedule and recompute are searched. As in AdaPtis (arXiv:2509.23722) each is
+Cut, placement, schedule and recompute are chosen. As in AdaPtis (arXiv:2509.23722) each is
 improved in turn until nothing helps: first cuts are tried with the schedules of all families, the
-borders of the best cuts are moved, all schedules are tried on the resulting cut, and its borders
-are moved again.
+boundaries of the best cuts are moved, all schedules are tried on the resulting cut, and its
+boundaries are moved again.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling.candidates import Boundaries, Candidate, Lack, PlanTask
 from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.memory import Recompute, read_bytes, show_bytes
-from fleetpipe.profiling.plan import PipelinePlan, shown_range
+from fleetpipe.profiling.plan import PipelinePlan, show_range
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.schedules import Placement, Schedule
 
-#: Actions that are simulated in all, so that a search of any size takes some seconds.
+#: The number of actions that a search simulates, so that one of any size takes some seconds.
 _BUDGET = 1_500_000
 
-#: Shapes whose best plan is improved.
-_IMPROVED = 3
+#: The number of plans that are improved: the fastest ones, each of another placement or family.
+_STARTS = 8
 
-#: How often the schedules are tried on a cut whose borders were moved.
+#: How often the schedules are tried on a cut whose boundaries were moved.
 _ROUNDS = 3
 
-#: Relative difference of times that count as equal: two profiles of one model differ by as much.
+#: Times whose relative difference is below this count as equal: two profiles of one model differ by
+#: as much.
 _NOISE = 0.01
 
-#: Steps by which neighbouring borders between stages move at once.
-_STEPS = (1, -1, 2, -2, 4, -4)
+#: By how many possible cuts neighbouring boundaries between stages are moved at once.
+_DISTANCES = (1, -1, 2, -2, 4, -4)
 
 Outcome = Candidate | Lack
 
@@ -45,7 +46,13 @@ SEARCH = ("partition", "placement", "schedule", "recompute")
 
 
 class _Score(NamedTuple):
-    """The rank of a plan, smaller is better: first whether it fits, then how fast it is."""
+    """The score by which plans are compared, field after field; a smaller one is better.
+
+    Attributes:
+        lack: The peak bytes of a plan that does not fit; 0 for one that does.
+        seconds: The time of a batch, in units of a rank's even share of the work.
+        peak: The peak bytes of a plan that fits.
+    """
 
     lack: float
     seconds: float
@@ -53,31 +60,42 @@ class _Score(NamedTuple):
 
 
 class _Search:
-    """The search for the best plan of a task, and the number of actions it may still simulate."""
+    """The search for the best plan of a task.
+
+    Attributes:
+        task: Model, ranks, memory cap and choices.
+        left: The number of actions that may still be simulated.
+        fitting: All plans so far that fit into memory.
+        unit: The seconds of a rank's even share of a batch's work.
+    """
 
     def __init__(self, task: PlanTask) -> None:
         self.task = task
         self.left = _BUDGET
         self.fitting: list[Candidate] = []
-        # Against rounding errors, times are compared as multiples of a rank's share of the work.
+        # Times are rounded as multiples of this, so that rounding errors do not decide.
         self.unit = task.micro_batches * task.stages.least() / task.ranks or 1
 
     def run(self) -> Outcome:
-        """Returns the best plan; if none fits, the one that lacks the least memory."""
-        firsts = []
+        """Returns the best plan; if none fits, the one that exceeds the memory cap the least."""
+        starts: dict[tuple[Placement, str], Outcome] = {}
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
-            outcomes = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
-            firsts += sorted(outcomes, key=self._score)[:1]
-        firsts.sort(key=self._score)
-        best = min((self._improve(first) for first in firsts[:_IMPROVED]), key=self._score)
+            for schedule in self.task.schedules(shape):
+                outcome = min((self._try(schedule, cut) for cut in cuts), key=self._score)
+                start = shape, schedule.name
+                starts[start] = min(starts.get(start, outcome), outcome, key=self._score)
+        fastest = sorted(starts.values(), key=self._score)[:_STARTS]
+        best = min(map(self._improve, fastest), key=self._score)
         if isinstance(best, Lack):
             return best
         # Of plans that are as fast within the noise, the one of the smallest peak.
-        fast = [one for one in self.fitting if one.seconds <= best.seconds * (1 + _NOISE)]
-        return min([best, *fast], key=lambda one: (one.peak, one.seconds))
+        limit = best.seconds * (1 + _NOISE)
+        fast = [candidate for candidate in self.fitting if candidate.seconds <= limit]
+        return min([best, *fast], key=lambda candidate: (candidate.peak, candidate.seconds))
 
     def _try(self, schedule: Schedule, boundaries: Boundaries) -> Outcome:
+        """Evaluates a schedule on a cut, and stores the plan if it fits into memory."""
         self.left -= sum(map(len, schedule.actions))
         outcome = self.task.evaluate(schedule, boundaries)
         if isinstance(outcome, Candidate):
@@ -85,22 +103,23 @@ class _Search:
         return outcome
 
     def _score(self, candidate: Outcome) -> _Score:
+        """Returns the score of a plan; that of the best plan is the smallest."""
         if isinstance(candidate, Lack):
             return _Score(candidate.peak, math.inf)
         return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
 
     def _improve(self, first: Outcome) -> Outcome:
-        """Moves the cut and changes the schedule in turn, as long as that helps."""
+        """Returns a better plan: moves the cut and changes the schedule while that helps."""
         best = self._move_cut(first)
         for _ in range(_ROUNDS):
-            better = self._with_schedule(best)
+            better = self._change_schedule(best)
             if better is best:
                 break
             best = self._move_cut(better)
         return best
 
-    def _with_schedule(self, candidate: Outcome) -> Outcome:
-        """Returns the best of a plan and of the same cut with each other schedule."""
+    def _change_schedule(self, candidate: Outcome) -> Outcome:
+        """Returns the best plan with the cut and the placement of a plan, among all schedules."""
         if self.left <= 0:
             return candidate
         schedules = self.task.schedules(candidate.schedule.placement)
@@ -108,13 +127,13 @@ class _Search:
         return min([candidate, *tried], key=self._score)
 
     def _move_cut(self, candidate: Outcome) -> Outcome:
-        """Moves the cut under its present schedule: one border, or neighbouring ones together."""
+        """Returns the best plan with the schedule of a plan, moving boundaries while that helps."""
         if "partition" not in self.task.search:
             return candidate
         best, before = candidate, None
         while best is not before:
             before = best
-            for boundaries in self._moves(best.boundaries):
+            for boundaries in self._moved_cuts(best.boundaries):
                 if self.left <= 0:
                     return best
                 tried = self._try(best.schedule, boundaries)
@@ -123,22 +142,24 @@ class _Search:
                     break
         return best
 
-    def _moves(self, boundaries: Boundaries) -> Iterator[Boundaries]:
-        """Yields cuts with some neighbouring borders moved by the same number of possible cuts."""
+    def _moved_cuts(self, boundaries: Boundaries) -> Iterator[Boundaries]:
+        """Yields cuts in which one boundary, or several neighbouring ones together, are moved.
+
+        All are moved by the same number of possible cuts.
+        """
         cuts = self.task.profile.cuts
         index = {cut: number for number, cut in enumerate(cuts)}
-        # The borders of a head's parts do not move.
+        # The boundaries of a head's parts do not move.
         last = next(n for n in range(1, len(boundaries)) if boundaries[n] not in index)
-        inner = [index[border] for border in boundaries[1:last]]
+        inner = [index[boundary] for boundary in boundaries[1:last]]
         for width in range(1, len(inner) + 1):
             for first in range(len(inner) - width + 1):
-                for step in _STEPS:
+                for step in _DISTANCES:
                     moved = list(inner)
                     for number in range(first, first + width):
                         moved[number] += step
-                    if not moved[first] >= 0 or not moved[first + width - 1] < len(cuts):
-                        continue
-                    if all(one < after for one, after in itertools.pairwise(moved)):
+                    exist = moved[first] >= 0 and moved[first + width - 1] < len(cuts)
+                    if exist and all(one < after for one, after in itertools.pairwise(moved)):
                         yield (0, *(cuts[number] for number in moved), *boundaries[last:])
 
 
@@ -211,11 +232,11 @@ def plan(
     )
     best = _Search(task).run()
     if isinstance(best, Lack):
-        raise _too_small(best, task)
+        raise _cap_error(best, task)
     names = tuple(LayerInfo(layer.name) for layer in profile.layers)
     best.schedule.verify()
     partition = Partition(best.boundaries, "plan", names)
-    return _plan_of(task, best.schedule, partition, best.recompute)
+    return _finish_plan(task, best.schedule, partition, best.recompute)
 
 
 def fastest_cut(
@@ -223,7 +244,7 @@ def fastest_cut(
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
     """Returns the cut whose slowest stage is fastest, and the costs of its stages. Runs nothing.
 
-    :func:`plan` begins its search with the same one: see :meth:`PlanTask.fastest`.
+    :func:`plan` begins its search with the same one: see :meth:`PlanTask.fastest_cut`.
 
     Args:
         profile: The costs of the layers.
@@ -237,7 +258,7 @@ def fastest_cut(
     cap = math.inf if memory_cap is None else read_bytes(memory_cap)
     task = PlanTask(profile, stages, stages, cap, frozenset(("partition",)), 2)
     shape = Placement("loop", stages)
-    boundaries = task.fastest(shape, cap).boundaries
+    boundaries = task.fastest_cut(shape, cap).boundaries
     return boundaries, task.with_transfers(shape, task.stages.cut(boundaries))
 
 
@@ -265,13 +286,13 @@ def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
     copies = plan.optimizer_copies
     cap = math.inf if plan.memory_cap is None else plan.memory_cap
     task = PlanTask(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
-    return _plan_of(task, plan.schedule, plan.partition, plan.recompute)
+    return _finish_plan(task, plan.schedule, plan.partition, plan.recompute)
 
 
-def _plan_of(
+def _finish_plan(
     task: PlanTask, schedule: Schedule, partition: Partition, recompute: Recompute
 ) -> PipelinePlan:
-    """Returns the plan of a schedule and a cut, with its predicted costs."""
+    """Returns the plan of a schedule, a cut and recompute, with the costs that it predicts."""
     placement, boundaries = schedule.placement, partition.boundaries
     layers = task.profile.layers
     stages = task.with_transfers(placement, task.stages.cut(boundaries, recompute))
@@ -295,11 +316,12 @@ def _plan_of(
     )
 
 
-def _too_small(lack: Lack, task: PlanTask) -> ConfigError:
+def _cap_error(lack: Lack, task: PlanTask) -> ConfigError:
+    """Returns the error of a memory cap in which no plan fits, with a cap that works."""
     owned = lack.schedule.placement.stages_of(lack.rank)
     stages = " and ".join(str(stage) for stage in owned)
     layers = ", ".join(
-        shown_range(range(lack.boundaries[stage], lack.boundaries[stage + 1])) for stage in owned
+        show_range(range(lack.boundaries[stage], lack.boundaries[stage + 1])) for stage in owned
     )
     least = math.ceil(lack.peak)
     return ConfigError(
