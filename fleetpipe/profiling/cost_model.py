@@ -1,6 +1,7 @@
 """The cost model: costs of a layer, of a link between ranks, and of a stage of several layers.
 
-Start with ``LayerCost``; ``Stages`` adds the costs of layers up.
+Start with ``LayerCost``; ``Stages`` adds the costs of layers up. All times are in seconds for one
+micro-batch. Activations that a forward leaves allocated for its backward are *held*.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fleetpipe.json_value import MOST
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Costs
 
-_OPTIONAL = ("backward", "input_grad", "weight_grad")
+_TIMES_THAT_MAY_LACK = ("backward", "input_grad", "weight_grad")
 
 
 class Link(NamedTuple):
@@ -31,7 +32,7 @@ class Link(NamedTuple):
     per_byte: float = 3e-10
 
     def seconds(self, size: float) -> float:
-        """Returns how long a value of ``size`` bytes takes."""
+        """Returns the seconds that a value of ``size`` bytes takes from one rank to the other."""
         return self.latency + self.per_byte * size
 
 
@@ -49,11 +50,11 @@ class Transfer(NamedTuple):
     per_byte: float = 0.0
 
     def sends(self, size: float) -> float:
-        """Returns how long sending ``size`` bytes keeps a rank busy."""
+        """Returns the seconds for which a rank is busy sending ``size`` bytes."""
         return self.sending + self.per_byte * size
 
     def receives(self, size: float) -> float:
-        """Returns how long receiving ``size`` bytes keeps a rank busy."""
+        """Returns the seconds for which a rank is busy receiving ``size`` bytes."""
         return self.receiving + self.per_byte * size
 
 
@@ -141,15 +142,12 @@ class LayerCost:
         return (link.latency * self.exchanges + link.per_byte * self.exchanged) / 2
 
     def with_exchanges(self, link: Link) -> LayerCost:
-        """Returns its costs with exchanges over a link included."""
+        """Returns the layer's costs with the time of its exchanges over a link added."""
         half = self.exchange(link)
         if not half:
             return self
-        slower = {
-            name: seconds + half
-            for name in ("forward", "backward", "input_grad")
-            if (seconds := getattr(self, name)) is not None
-        }
+        times = {name: getattr(self, name) for name in ("forward", "backward", "input_grad")}
+        slower = {name: time + half for name, time in times.items() if time is not None}
         return replace(self, **slower)
 
     @property
@@ -166,7 +164,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Time of F and of the backward, whole or split, whichever is faster."""
+        """Seconds of F and of the backward, whole or split, whichever is faster."""
         apart = (self.input_grad or 0) + (self.weight_grad or 0)
         return self.forward + (min(self.whole, apart) if self.splits else self.whole)
 
@@ -177,28 +175,38 @@ class LayerCost:
 
 
 def check_layer(layer: LayerCost, where: str) -> None:
-    """Raises ConfigError for an impossible figure, or if no backward is known."""
+    """Refuses a layer with an impossible figure, or without the time of its backward.
+
+    Args:
+        layer: The costs of the layer.
+        where: What the error calls the layer.
+    """
     for field in fields(LayerCost):
         if field.name not in ("name", "heads", "loads"):
             value = getattr(layer, field.name)
-            if value is not None or field.name not in _OPTIONAL:
+            if value is not None or field.name not in _TIMES_THAT_MAY_LACK:
                 check_figure(field.name, value, where)
     if layer.backward is None and not layer.splits:
+        halves = [
+            name for name in ("weight_grad", "input_grad") if getattr(layer, name) is not None
+        ]
         raise ConfigError(
             "the time of a backward is not known",
             where=where,
             expected="`backward`, or both `input_grad` and `weight_grad`",
-            got="`weight_grad` alone"
-            if layer.weight_grad is not None
-            else "`input_grad` alone"
-            if layer.input_grad is not None
-            else "none of them",
+            got=f"`{halves[0]}` alone" if halves else "none of them",
             fix="give what is missing, or measure it with model.profile(batch)",
         )
 
 
 def check_figure(name: str, value: object, where: str) -> None:
-    """Raises ConfigError for a value that is not a number of at least 0."""
+    """Refuses a figure that is not a number of at least 0.
+
+    Args:
+        name: The name of the figure.
+        value: Its value.
+        where: What the error calls the thing that has the figure.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= float(value) <= MOST or math.isnan(float(value)):  # type: ignore[arg-type]
         raise ConfigError(
@@ -245,29 +253,36 @@ class StageCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Time of a forward and a whole backward."""
+        """Seconds of a forward and a whole backward."""
         return self.forward + self.backward
 
 
 def costs_of(stages: Sequence[StageCost], comm: Any, **options: Any) -> Costs:
-    """Returns the costs of the actions of some stages, with these latencies."""
+    """Returns the costs of the stages of a model in the form that a simulation takes.
+
+    Args:
+        stages: The costs of each stage.
+        comm: The latency of the values that leave each stage.
+        options: Further fields of ``Costs``.
+    """
     names = ("forward", "backward", "input_grad", "weight_grad", "exchange")
     times: Any = {name: tuple(getattr(stage, name) for stage in stages) for name in names}
     return Costs(**times, comm=comm, **options)
 
 
 class Stages:
-    """The costs of every stage that a cut of some layers can have, from prefix sums."""
+    """The costs of any stage that consists of successive layers of a model, from prefix sums."""
 
     def __init__(
         self, layers: Sequence[LayerCost], loss: LayerCost | None, exchange: Link | None = None
     ) -> None:
-        """Computes the sums over the layers.
+        """Computes the prefix sums.
 
         Args:
             layers: All layers of a model.
             loss: The costs of the loss, which the last stage computes; None without one.
-            exchange: The link of their exchanges, if their times do not include it.
+            exchange: The link over which layers exchange values with other ranks of their stage, if
+                their times do not include it.
         """
         link = exchange or Link(0.0, 0.0)
         self._exchanges = [0.0, *accumulate(layer.exchange(link) for layer in layers)]
@@ -292,31 +307,35 @@ class Stages:
             forward + backward for forward, backward in zip(*self._sums[:2])
         ]
 
-    def end(self, end: int) -> int:
-        """Returns the end of a stage; the last layer's includes the loss."""
+    def _end_with_loss(self, end: int) -> int:
+        """Returns the end of a stage in ``_all``: beyond the loss if it has the last layer.
+
+        Args:
+            end: The layer after the stage's last.
+        """
         return len(self._all) if end == self.count else end
 
     def seconds(self, start: int, end: int) -> float:
-        """Returns how long F and B of the layers ``start`` to ``end - 1`` take."""
-        return self._seconds[self.end(end)] - self._seconds[start]
+        """Returns the seconds of F and B of the layers ``start`` to ``end - 1``."""
+        return self._seconds[self._end_with_loss(end)] - self._seconds[start]
 
     def least(self) -> float:
-        """Returns the time of all layers, each with the faster kind of backward."""
+        """Returns the seconds of all layers, each with its faster backward, whole or split."""
         return sum(layer.seconds for layer in self._all)
 
     def static(self, start: int, end: int) -> tuple[int, int, int]:
-        """Returns the bytes of parameters, gradients and buffers."""
-        last = self.end(end)
+        """Returns the bytes of parameters, gradients and buffers of ``start`` to ``end - 1``."""
+        last = self._end_with_loss(end)
         parameters, gradients, buffers = (int(sums[last] - sums[start]) for sums in self._sums[4:7])
         return parameters, gradients, buffers
 
     def held(self, start: int, end: int) -> int:
-        """Returns the bytes that a forward of these layers holds, with nothing recomputed."""
-        last = self.end(end)
+        """Returns the bytes that F of ``start`` to ``end - 1`` holds, with nothing recomputed."""
+        last = self._end_with_loss(end)
         return int(self._sums[7][last] - self._sums[7][start]) + self._input_bytes(start)
 
     def stage(self, start: int, end: int, recompute: Collection[int] = ()) -> StageCost:
-        """Returns the costs of the layers ``start`` to ``end - 1``, the last ones with the loss.
+        """Returns the costs of the stage of layers ``start`` to ``end - 1``, the loss included.
 
         Args:
             start: The first layer.
@@ -324,15 +343,15 @@ class Stages:
             recompute: Layers whose forward is run again in backward; those of other stages are
                 ignored.
         """
-        last = self.end(end)
+        last = self._end_with_loss(end)
         times = [sums[last] - sums[start] for sums in self._sums[:4]]
         received = self._input_bytes(start)
         held, held_split, waiting = (
             int(sums[last] - sums[start]) + extra
             for sums, extra in zip(self._sums[7:], (received, received, 0))
         )
-        chosen = [number for number in recompute if start <= number < end]
-        for layer in (self._all[number] for number in chosen):
+        recomputed = [number for number in recompute if start <= number < end]
+        for layer in (self._all[number] for number in recomputed):
             # Its W runs with its I: what W needs is recomputed only then.
             moved = layer.weight_grad or 0
             times[1] += layer.forward
@@ -344,7 +363,7 @@ class Stages:
         if not all(layer.splits for layer in self._all[start:last]):
             times[2:] = 0, 0
         parameters, gradients, buffers = self.static(start, end)
-        working = self._working(start, last, frozenset(chosen))
+        working = self._peak_of_backward(start, last, frozenset(recomputed))
         output = self._all[end - 1].output
         forward, backward, input_grad, weight_grad = times
         return StageCost(
@@ -363,22 +382,30 @@ class Stages:
             boundaries: First layer of each stage, then the number of layers.
             recompute: For each stage the layers that are recomputed; may be left out.
         """
-        chosen = recompute or [()] * (len(boundaries) - 1)
+        recomputed = recompute or [()] * (len(boundaries) - 1)
         return tuple(
             self.stage(start, end, layers)
-            for start, end, layers in zip(boundaries, boundaries[1:], chosen)
+            for start, end, layers in zip(boundaries, boundaries[1:], recomputed)
         )
 
     def _input_bytes(self, start: int) -> int:
-        """Returns the bytes of a stage's input, with those that its first layer would free."""
+        """Returns the bytes that a stage holds for its input, if it begins with layer ``start``.
+
+        Its first layer does not free what it would free of a layer's output on the same stage.
+        """
         # The input of the first stage is the batch, which is in memory anyway.
         received = self._all[start - 1].output if start else 0
         return received + self._all[start].releases
 
-    def _working(self, start: int, last: int, recompute: Collection[int]) -> int:
-        """Returns the most bytes used at once during a backward, beyond those held before it.
+    def _peak_of_backward(self, start: int, last: int, recompute: Collection[int]) -> int:
+        """Returns the most bytes that a backward of a stage uses beyond those held before it.
 
-        Backward frees a layer's activations when it has finished the layer.
+        It frees the activations of a layer when it has finished that layer.
+
+        Args:
+            start: The stage's first layer.
+            last: The end of the stage in ``_all``.
+            recompute: Layers whose forward is run again in backward.
         """
         most = freed = 0
         for number in range(last - 1, start - 1, -1):

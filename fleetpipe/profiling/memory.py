@@ -1,6 +1,7 @@
 """The bytes that each rank uses at its peak, and the layers to recompute so that they fit.
 
-Also reads and writes numbers of bytes as people do: ``2GiB``, ``500 MB``, 1048576.
+Also reads and writes numbers of bytes as people do: ``2GiB``, ``500 MB``, 1048576. Activations that
+a forward leaves allocated for its backward are *held*.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _UNITS = {
     **{name: 1024**power for power, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
 }
 
-#: The costs of stages, by stage.
+#: The costs of some stages, by the number of the stage.
 Costed = Mapping[int, StageCost] | Sequence[StageCost]
 
 #: For each stage the layers that are recomputed.
@@ -72,7 +73,7 @@ def show_seconds(seconds: float) -> str:
 
 
 class Peak(NamedTuple):
-    """The moment at which a rank has the most activations.
+    """The moment at which a rank has the most bytes of activations.
 
     Attributes:
         bytes: Bytes used at that moment.
@@ -88,12 +89,15 @@ class Peak(NamedTuple):
 
 
 class _Moments(NamedTuple):
-    """The forwards and backwards held while each action of a rank runs, without repeated moments.
+    """What a rank holds while each of its actions runs, equal moments once.
+
+    A column is a stage of the rank and an index of a slice, in this order.
 
     Attributes:
-        counts: For each moment, by stage of the rank and slice: the forwards whose B has not run,
-            then those whose I has not run, then the backwards whose W has not run.
-        stages: For each moment, the index of the computing stage and slice.
+        counts: For each moment three numbers for each column, as one row of the array: all counts
+            of forwards whose B has not run, then all of forwards whose I has not run, then all of
+            backwards whose W has not run.
+        stages: For each moment the column of the action that runs.
     """
 
     counts: np.ndarray
@@ -101,7 +105,14 @@ class _Moments(NamedTuple):
 
 
 def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
-    """Returns the bytes that some stages always need: parameters, gradients, moments, buffers."""
+    """Returns the bytes that some stages of a rank need at any time.
+
+    These are parameters, gradients, buffers and the optimizer's state.
+
+    Args:
+        stages: The costs of the stages.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
+    """
     return sum(
         stage.parameters + stage.gradients + stage.buffers + int(optimizer_copies * stage.gradients)
         for stage in stages
@@ -158,33 +169,36 @@ def activation_peak(
 
 def _moments_of(schedule: Schedule) -> list[_Moments]:
     """Returns the moments of all ranks, cached with the schedule."""
-    kept = vars(schedule)
-    if "_moments" not in kept:
-        kept["_moments"] = [_moments(schedule, rank) for rank in range(schedule.placement.ranks)]
-    moments: list[_Moments] = kept["_moments"]
+    cache = vars(schedule)
+    if "_moments" not in cache:
+        cache["_moments"] = [
+            _moments_of_rank(schedule, rank) for rank in range(schedule.placement.ranks)
+        ]
+    moments: list[_Moments] = cache["_moments"]
     return moments
 
 
-def _moments(schedule: Schedule, rank: int) -> _Moments:
+def _moments_of_rank(schedule: Schedule, rank: int) -> _Moments:
+    """Counts what a rank holds while each action of its row runs."""
     row = list(flatten(schedule.actions[rank]))
-    apart = {(action.stage, action.micro_batch) for action in row if action.kind == "I"}
+    split = {(action.stage, action.micro_batch) for action in row if action.kind == "I"}
     owned = schedule.placement.stages_of(rank)
-    width = len(owned) * schedule.slices
-    counts = [0] * (3 * width)
+    columns = len(owned) * schedule.slices
+    counts = [0] * (3 * columns)
+    # The keys are the moments, in order, without repetitions.
     seen: dict[tuple[int, ...], None] = {}
     for kind, stage, micro_batch in row:
-        index = owned.index(stage) * schedule.slices + micro_batch % schedule.slices
-        held = index + width * ((stage, micro_batch) in apart)
-        counts[held] += kind == "F"
-        moment = (*counts, index)
-        seen[moment] = None
-        counts[held] -= kind in "BI"
-        counts[2 * width + index] += (kind == "I") - (kind == "W")
+        column = owned.index(stage) * schedule.slices + micro_batch % schedule.slices
+        forward = column + columns if (stage, micro_batch) in split else column
+        counts[forward] += kind == "F"
+        seen[(*counts, column)] = None
+        counts[forward] -= kind in "BI"
+        counts[2 * columns + column] += (kind == "I") - (kind == "W")
     table = np.array(list(seen), dtype=np.int64)
     return _Moments(table[:, :-1], table[:, -1])
 
 
-def choose(
+def choose_recompute(
     schedule: Schedule,
     layers: Sequence[LayerCost],
     stages: Stages,
@@ -192,7 +206,10 @@ def choose(
     free: float,
     optimizer_copies: float,
 ) -> Recompute:
-    """Returns for each stage the layers to recompute; all layers of a rank that never fits.
+    """Chooses the layers to recompute, so that each rank's memory keeps within a limit.
+
+    A rank recomputes layers in the order of their time for each byte saved, until it fits; all of
+    them if it does not fit.
 
     Args:
         schedule: The schedule that runs.
@@ -201,6 +218,9 @@ def choose(
         boundaries: The cut.
         free: Bytes that a rank may use.
         optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
+
+    Returns:
+        For each stage the layers to recompute, ascending.
     """
     plain, ranges = stages.cut(boundaries), list(itertools.pairwise(boundaries))
     chosen: list[tuple[int, ...]] = [()] * len(plain)
@@ -208,8 +228,12 @@ def choose(
         costs = {stage: plain[stage] for stage in schedule.placement.stages_of(rank)}
         left = free - static_bytes([*costs.values()], optimizer_copies)
         peak = activation_peak(schedule, rank, costs)
-        numbered = [(s, n) for s in costs for n in range(*ranges[s]) if layers[n].saved]
-        prices = {(s, n): _price(layers[n], s, peak) for s, n in numbered}
+        prices = {
+            (stage, number): _seconds_per_byte(layers[number], stage, peak)
+            for stage in costs
+            for number in range(*ranges[stage])
+            if layers[number].saved
+        }
         for stage, number in sorted(prices, key=prices.__getitem__):
             if peak.bytes <= left:
                 break
@@ -219,8 +243,14 @@ def choose(
     return tuple(chosen)
 
 
-def _price(layer: LayerCost, stage: int, peak: Peak) -> float:
-    """Returns the seconds that recompute of a layer takes for each byte it saves at the peak."""
+def _seconds_per_byte(layer: LayerCost, stage: int, peak: Peak) -> float:
+    """Returns the seconds that recompute of a layer takes for each byte that it saves at a peak.
+
+    Args:
+        layer: The costs of the layer.
+        stage: Its stage.
+        peak: The peak of the stage's rank.
+    """
     gain = (
         peak.whole[stage] * layer.saved
         + peak.split[stage] * layer.saved_split

@@ -1,6 +1,6 @@
 """The commands ``fleetpipe plan`` and ``fleetpipe estimate``: they read a profile, run no model.
 
-An estimate is the time and memory of every schedule on several numbers of ranks.
+``estimate`` prints the time and memory of every schedule on several numbers of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.representation import table
 
-#: The largest tasks that are searched here: some seconds of work.
+#: The largest tasks that these commands plan, which take some seconds: ranks x micro-batches, and
+#: layers x ranks.
 MOST_FORWARDS, MOST_CUTS = 10_000, 2_000
 
 
@@ -47,11 +48,13 @@ class Estimate(NamedTuple):
 def estimates(
     profile: Profile, ranks: Iterable[int], micro_batches: int, optimizer_copies: float = 2
 ) -> list[Estimate]:
-    """Returns the costs of every schedule, on the cut whose slowest stage is fastest.
+    """Returns the time and memory of every schedule on several numbers of ranks.
+
+    Of the first cuts that the planner tries, and of the options of a schedule, the fastest count.
 
     Args:
         profile: The costs of the layers.
-        ranks: Numbers of ranks; those with more stages than layers are left out.
+        ranks: The numbers of ranks. Schedules with more stages than layers are left out.
         micro_batches: Micro-batches of a batch, m.
         optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
 
@@ -62,7 +65,7 @@ def estimates(
     for count in ranks:
         search = frozenset(("partition", "placement", "schedule"))
         task = PlanTask(profile, count, micro_batches, math.inf, search, optimizer_copies)
-        of_ranks: dict[tuple[int, str], Estimate] = {}
+        best_estimates: dict[tuple[int, str], Estimate] = {}
         for shape in task.shapes():
             for schedule in task.schedules(shape):
                 tried = [task.evaluate(schedule, cut) for cut in task.cuts(shape)]
@@ -75,13 +78,14 @@ def estimates(
                 one = Estimate(count, shape.chunks, schedule.name, best.seconds, peaks)
                 # Of several options of a schedule, only the fastest.
                 key = shape.chunks, schedule.name
-                of_ranks[key] = min(of_ranks.get(key, one), one, key=lambda each: each.seconds)
-        rows += sorted(of_ranks.values(), key=lambda one: one.seconds)
+                if key not in best_estimates or one.seconds < best_estimates[key].seconds:
+                    best_estimates[key] = one
+        rows += sorted(best_estimates.values(), key=lambda one: one.seconds)
     return rows
 
 
 def estimates_table(estimates_shown: Sequence[Estimate], alone: float) -> str:
-    """Writes the estimates as a table, with the speed-up over one rank.
+    """Writes estimates as a table, with the speed-up over one rank.
 
     Args:
         estimates_shown: The estimates.
@@ -198,7 +202,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
-    """Refuses sizes that would take minutes or all memory."""
+    """Raises ConfigError for a task that would take minutes to plan, or all memory."""
     for what, size, most in (
         ("ranks x micro-batches", ranks * micro_batches, MOST_FORWARDS),
         ("layers x ranks", len(profile.layers) * ranks, MOST_CUTS),

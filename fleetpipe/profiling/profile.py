@@ -27,15 +27,15 @@ from fleetpipe.profiling.cost_model import (
 from fleetpipe.profiling.splits import LayerDegrees, balanced, costs_at
 from fleetpipe.representation import shows, table
 
-#: The version of the form of a file; it rises if an older reader would misread a newer file.
+#: The version of a profile's file; it rises if an older reader would misread a newer file.
 VERSION = 1
 
 #: Transfers that keep no rank busy.
-_NOTHING = Transfer()
+_NO_TRANSFER = Transfer()
 #: The link of exchanges whose time the layers' times include.
-_FREE = Link(0.0, 0.0)
+_FREE_LINK = Link(0.0, 0.0)
 #: Degrees with which no ranks share experts or sequences.
-_ALONE = LayerDegrees()
+_UNSPLIT = LayerDegrees()
 
 #: The name of a layer that is a part of a vocabulary head. The loss follows the last of them.
 HEAD_PART = "VocabularyPart"
@@ -46,8 +46,8 @@ _SOURCE = Source(
     "write one with model.profile(batch, path), or with fleetpipe profile -o FILE SCRIPT",
 )
 
-#: Most layers of one entry, with ``repeat``, in a file written by hand.
-_MOST_ALIKE = 10_000
+#: The largest ``repeat`` of a layer in a file that is written by hand.
+_MOST_REPEATS = 10_000
 
 
 @shows("layers", "splits", "boundaries", "slice_lengths")
@@ -59,14 +59,15 @@ class Profile:
         layers: The costs of its layers, in order.
         loss: The costs of the loss, which the last stage computes; None if the last layer includes
             them.
-        places: The layers with which a stage may begin, ascending, without the first; None for all.
+        places: The numbers of the layers with which a stage may begin, ascending, without layer 0;
+            None for all layers.
         links: One for all edges between ranks, or one for each rank and the one after it, the last
             of which leads back to rank 0.
         boundaries: The cut under which it was measured; may be left out.
         transfer: The time that a crossing value keeps ranks busy.
         slices: If sequences were cut, for each slice of a micro-batch the costs of all layers, and
             last of the loss if there is one. Their parameters are ignored.
-        slice_lengths: The places of each of these slices.
+        slice_lengths: The number of positions of each of these slices.
         exchange: The link of exchanges among the ranks of a stage, which layers' times leave out.
         degrees: The number of ranks over which experts and sequences were split.
         process: The memory that a process takes for its tensors; None if unknown.
@@ -81,11 +82,11 @@ class Profile:
     places: tuple[int, ...] | None = None
     links: tuple[Link, ...] = (Link(),)
     boundaries: tuple[int, ...] = ()
-    transfer: Transfer = _NOTHING
+    transfer: Transfer = _NO_TRANSFER
     slices: tuple[tuple[LayerCost, ...], ...] = ()
     slice_lengths: tuple[int, ...] = ()
-    exchange: Link = _FREE
-    degrees: LayerDegrees = _ALONE
+    exchange: Link = _FREE_LINK
+    degrees: LayerDegrees = _UNSPLIT
     process: ProcessMemory | None = None
 
     def __post_init__(self) -> None:
@@ -105,31 +106,28 @@ class Profile:
         for name, value in (self.process._asdict() if self.process else {}).items():
             check_figure(name, value, "the memory of a process")
         self.degrees.check()
-        self._require_whole_slices()
-        places = self.places or ()
-        if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
-            set(places)
-        ):
+        self._require_costs_of_slices()
+        places = list(self.places or ())
+        exist = all(0 < place < len(self.layers) for place in places)
+        if not exist or places != sorted(set(places)):
             raise ConfigError(
                 "the places of a profile are numbers of layers, rising",
                 expected=f"numbers from 1 to {len(self.layers) - 1}",
-                got=str(list(places)),
+                got=str(places),
                 fix="leave `places` out: a stage may begin with any layer then",
             )
 
-    def _require_whole_slices(self) -> None:
-        """Checks that each slice has all costs and a length, if lengths are known."""
-        everything = len(self.layers_and_loss)
+    def _require_costs_of_slices(self) -> None:
+        """Refuses slices without the costs of all layers, or with lengths of some slices alone."""
+        count = len(self.layers_and_loss)
         for index, part in enumerate(self.slices):
             for number, layer in enumerate(part):
                 check_layer(layer, f"layer {number} ({layer.name}), slice {index}")
-        if any(len(part) != everything for part in self.slices) or len(self.slice_lengths) not in (
-            0,
-            len(self.slices),
-        ):
+        complete = all(len(part) == count for part in self.slices)
+        if not complete or len(self.slice_lengths) not in (0, len(self.slices)):
             raise ConfigError(
                 "each slice has the costs of all layers, and of the loss, and a length",
-                expected=f"{everything} costs, {len(self.slices)} lengths",
+                expected=f"{count} costs, {len(self.slices)} lengths",
                 got=f"{[len(part) for part in self.slices]} costs,"
                 f" {len(self.slice_lengths)} lengths",
                 fix="measure it with model.profile(batch)",
@@ -142,7 +140,7 @@ class Profile:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layers with which a stage may begin, without the first."""
+        """The numbers of the layers with which a stage may begin, ascending, without layer 0."""
         places = range(1, len(self.layers)) if self.places is None else self.places
         return tuple(place for place in places if place < self.body)
 
@@ -158,7 +156,11 @@ class Profile:
         return all(layer.splits for layer in self.layers)
 
     def require_cuts_for(self, ranks: int) -> None:
-        """Checks that every one of ``ranks`` ranks gets a layer."""
+        """Refuses a number of ranks for which the model cannot be cut into as many stages.
+
+        Args:
+            ranks: Ranks of the pipeline, p.
+        """
         parts = len(self.layers) - self.body - 1
         if parts > 0 and ranks != parts:
             raise ConfigError(
@@ -177,7 +179,7 @@ class Profile:
             )
 
     def with_links(self, *links: Link, exchange: Link | None = None) -> Profile:
-        """Returns this profile with other links, such as those of the machines it is meant for.
+        """Returns this profile with other links, such as those of the machines to plan for.
 
         Args:
             links: As the attribute ``links``.
@@ -206,7 +208,7 @@ class Profile:
         if degrees == self.degrees:
             return self
         # Without a link of exchanges, the times of layers include them.
-        within = self.link(0) if self.exchange == _FREE else _FREE
+        within = self.link(0) if self.exchange == _FREE_LINK else _FREE_LINK
         costs = costs_at(self.layers_and_loss, self.degrees, degrees, self.transfer, within)
         count = len(self.layers)
         return replace(
@@ -215,12 +217,12 @@ class Profile:
             loss=next(iter(costs[count:]), None),
             slices=(),
             slice_lengths=(),
-            exchange=self.link(0) if self.exchange == _FREE else self.exchange,
+            exchange=self.link(0) if self.exchange == _FREE_LINK else self.exchange,
             degrees=degrees,
         )
 
     def link(self, rank: int) -> Link:
-        """Returns the link between a rank and the one after it."""
+        """Returns the link between a rank and the next one, which is rank 0 for the last rank."""
         return self.links[rank % len(self.links)]
 
     def dumps(self) -> str:
@@ -231,7 +233,10 @@ class Profile:
         content["exchange"] = self.exchange._asdict()
         content["degrees"] = self.degrees._asdict()
         content["process"] = self.process and self.process._asdict()
-        layers, slices = _plain(content.pop("layers")), list(map(_plain, content.pop("slices")))
+        layers, slices = (
+            _without_missing(content.pop("layers")),
+            list(map(_without_missing, content.pop("slices"))),
+        )
         lengths = content.pop("slice_lengths")
         if slices:
             content.update(slices=slices, slice_lengths=lengths)
@@ -261,12 +266,12 @@ class Profile:
 
     @property
     def stages(self) -> Stages:
-        """The costs of any stage of these layers, exchanges included."""
+        """The costs of any stage that consists of successive layers, exchanges included."""
         return Stages(self.layers, self.loss, self.exchange)
 
     @property
     def stages_of_slices(self) -> tuple[Stages, ...]:
-        """The costs of stages for each slice of a micro-batch."""
+        """For each slice of a micro-batch the costs of any stage; empty without slices."""
         count = len(self.layers)
         return tuple(Stages(part[:count], next(iter(part[count:]), None)) for part in self.slices)
 
@@ -362,23 +367,23 @@ class Profile:
         return table(rows, left=(1,))
 
 
-def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns layers as dicts without the figures that are None."""
+def _without_missing(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the dict of each layer without the figures that are None."""
     return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
 
 
-def _layers(entry: JsonValue) -> list[LayerCost]:
-    """Reads an entry of the list of layers, which may be repeated."""
+def _read_layers(entry: JsonValue) -> list[LayerCost]:
+    """Reads an item of the list of layers, which stands for ``repeat`` equal layers."""
     values = entry.fields()
     repeat = values.pop("repeat", None)
     times = 1 if repeat is None else repeat.count()
-    if repeat is not None and not 1 <= times <= _MOST_ALIKE:
-        raise repeat.refused(f"a whole number of 1 to {_MOST_ALIKE}")
+    if repeat is not None and not 1 <= times <= _MOST_REPEATS:
+        raise repeat.refused(f"a whole number of 1 to {_MOST_REPEATS}")
     plain = {name: value.content for name, value in values.items()}
-    return [_layer(JsonValue(plain, entry.source, entry.place))] * times
+    return [_read_layer(JsonValue(plain, entry.source, entry.place))] * times
 
 
-def _layer(entry: JsonValue) -> LayerCost:
+def _read_layer(entry: JsonValue) -> LayerCost:
     readers: Any = {
         "name": JsonValue.text,
         "heads": JsonValue.counts,
@@ -387,21 +392,23 @@ def _layer(entry: JsonValue) -> LayerCost:
     return entry.record(LayerCost, JsonValue.figure, **readers)
 
 
-def _link(entry: JsonValue) -> Link:
+def _read_link(entry: JsonValue) -> Link:
     return entry.record(Link, JsonValue.figure)
 
 
 #: By attribute of a profile, the function that reads its value.
 _READERS: Any = {
-    "layers": lambda value: tuple(layer for entry in value.items() for layer in _layers(entry)),
-    "loss": _layer,
+    "layers": lambda value: tuple(
+        layer for entry in value.items() for layer in _read_layers(entry)
+    ),
+    "loss": _read_layer,
     "places": JsonValue.counts,
-    "links": lambda value: tuple(map(_link, value.items())) or (Link(),),
+    "links": lambda value: tuple(map(_read_link, value.items())) or (Link(),),
     "boundaries": JsonValue.counts,
     "transfer": lambda value: value.record(Transfer, JsonValue.figure),
-    "slices": lambda value: tuple(tuple(map(_layer, part.items())) for part in value.items()),
+    "slices": lambda value: tuple(tuple(map(_read_layer, part.items())) for part in value.items()),
     "slice_lengths": JsonValue.counts,
-    "exchange": _link,
+    "exchange": _read_link,
     "degrees": lambda value: value.record(LayerDegrees, JsonValue.count),
     "process": lambda value: value.record(ProcessMemory, JsonValue.figure),
 }

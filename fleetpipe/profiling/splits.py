@@ -21,8 +21,8 @@ from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.profiling.cost_model import LayerCost, Link, Transfer
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
-#: The figures that are proportional to the positions of a sequence.
-_BYTES = (
+#: The figures of a layer that are proportional to the number of positions of a sequence.
+_SIZES_PER_POSITION = (
     *("output", "held", "releases", "held_split", "waiting", "working", "saved"),
     *("routed", "queries", "keys"),
 )
@@ -43,17 +43,17 @@ class LayerDegrees(NamedTuple):
 
     @classmethod
     def of(cls, degrees: Any) -> LayerDegrees:
-        """Returns these degrees from the degrees of a job."""
+        """Returns ``ep``, ``sep`` and ``cp`` of the degrees of a job."""
         return cls(degrees.ep, degrees.sep, degrees.cp)
 
     def check(self) -> None:
-        """Raises ConfigError unless all are whole numbers of at least 1."""
+        """Raises ConfigError unless all degrees are whole numbers of at least 1."""
         for axis, degree in self._asdict().items():
             require_whole(f"{axis}_degree", degree)
 
     @property
     def sequences(self) -> int:
-        """The number of parts of a sequence."""
+        """The number of ranks over which a sequence is split, along sep and cp together."""
         return self.sep * self.cp
 
     def __str__(self) -> str:
@@ -61,20 +61,32 @@ class LayerDegrees(NamedTuple):
 
 
 class _Exchanged(NamedTuple):
-    """The exchanges of a rank for a layer, in forward and backward."""
+    """The exchanges of one rank for a layer with other ranks of its stage, in F and B together.
+
+    Attributes:
+        calls: The number of exchanges.
+        messages: The number of messages that the rank sends in them.
+        nbytes: The bytes of these messages.
+    """
 
     calls: int
     messages: int
     nbytes: float
 
     def busy(self, transfer: Transfer) -> float:
-        """Returns the seconds that they keep a rank busy in F, and again in B or I."""
-        each = transfer.sending + transfer.receiving
-        return self.messages * each / 2 + self.nbytes * transfer.per_byte
+        """Returns the seconds for which they keep the rank busy in F, and again in B or I."""
+        per_message = transfer.sending + transfer.receiving
+        return self.messages * per_message / 2 + self.nbytes * transfer.per_byte
 
 
 def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
-    """Returns the exchanges of a layer at other degrees than the measured ones."""
+    """Returns the exchanges of a layer at other degrees than the measured ones.
+
+    Args:
+        layer: The measured costs of the layer.
+        measured: The degrees at which they were measured.
+        degrees: The wanted degrees.
+    """
     ep, sep, cp = degrees
     parts = degrees.sequences
     routed, queries, keys = (
@@ -94,14 +106,19 @@ def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegree
     )
 
 
-def _busiest(layer: LayerCost, ep: int) -> float:
-    """Returns the tokens of the rank whose experts have the most, divided by an even share."""
-    every = sum(map(sum, layer.loads))
+def _load_of_busiest_rank(layer: LayerCost, ep: int) -> float:
+    """Returns the load of the rank whose experts get the most tokens, as a multiple of the mean.
+
+    Args:
+        layer: The costs of the layer, with the tokens of each expert.
+        ep: Ranks that share the experts.
+    """
+    total = sum(map(sum, layer.loads))
     tokens = [0] * ep
     for loads in layer.loads:
         for expert, count in enumerate(loads):
             tokens[expert * ep // len(loads)] += count
-    return ep * max(tokens) / every if every else 1.0
+    return ep * max(tokens) / total if total else 1.0
 
 
 def costs_at(
@@ -125,30 +142,32 @@ def costs_at(
     Raises:
         ConfigError: Some layer cannot have these degrees, or its costs say nothing about them.
     """
-    _require(layers, measured, degrees)
+    _require_possible(layers, measured, degrees)
     away = Link(-within.latency, -within.per_byte)
-    return [_cost(one.with_exchanges(away), measured, degrees, transfer) for one in layers]
+    return [_cost_at(one.with_exchanges(away), measured, degrees, transfer) for one in layers]
 
 
-def _cost(
+def _cost_at(
     layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees, transfer: Transfer
 ) -> LayerCost:
+    """Returns the costs of one layer, without the time of exchanges, at other degrees."""
     part = measured.sequences / degrees.sequences
-    more = _busiest(layer, degrees.ep) / _busiest(layer, measured.ep)
-    before, after = (_exchanges_at(layer, measured, one) for one in (measured, degrees))
+    more = _load_of_busiest_rank(layer, degrees.ep) / _load_of_busiest_rank(layer, measured.ep)
+    before = _exchanges_at(layer, measured, measured)
+    after = _exchanges_at(layer, measured, degrees)
     times: dict[str, Any] = {}
     for name in _TIMES:
         seconds = getattr(layer, name)
         if seconds is not None:
-            busy, again = (
-                0.0 if name == "weight_grad" else one.busy(transfer) for one in (before, after)
-            )
-            computing = seconds + (more - 1) * layer.expert_share * seconds - busy
-            times[name] = max(computing, 0.0) * part + again
+            exchanges = name != "weight_grad"
+            busy_before = before.busy(transfer) if exchanges else 0.0
+            busy_after = after.busy(transfer) if exchanges else 0.0
+            computing = seconds + (more - 1) * layer.expert_share * seconds - busy_before
+            times[name] = max(computing, 0.0) * part + busy_after
     expert_seconds = layer.expert_share * layer.forward * more * part
     # Experts to which no tokens are routed are on every rank.
     elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1) * bool(layer.loads)
-    sizes: dict[str, Any] = {name: int(getattr(layer, name) * part) for name in _BYTES}
+    sizes: dict[str, Any] = {name: int(getattr(layer, name) * part) for name in _SIZES_PER_POSITION}
     return replace(
         layer,
         **times,
@@ -162,7 +181,10 @@ def _cost(
     )
 
 
-def _require(layers: Sequence[LayerCost], measured: LayerDegrees, degrees: LayerDegrees) -> None:
+def _require_possible(
+    layers: Sequence[LayerCost], measured: LayerDegrees, degrees: LayerDegrees
+) -> None:
+    """Refuses degrees that do not divide experts or heads, or of which nothing was measured."""
     degrees.check()
     experts = [(layer, len(loads)) for layer in layers for loads in layer.loads]
     heads = [(layer, count) for layer in layers for count in layer.heads]
@@ -216,7 +238,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
             got=f"{slices} slices",
             fix="cut into fewer slices",
         )
-    x, y = _fit(lengths, ends, times)
+    x, y = _fit_times(lengths, ends, times)
     total = x * length + y * length**2 / 2
     balanced_lengths: list[int] = []
     for index in range(1, slices + 1):
@@ -230,10 +252,16 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
     return tuple(balanced_lengths)
 
 
-def _fit(
+def _fit_times(
     lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
 ) -> tuple[float, float]:
-    """Fits x and y of :func:`balanced`: a position's own cost, and that for each it attends to."""
+    """Fits x and y of :func:`balanced`: a position's own cost, and that for each it attends to.
+
+    Args:
+        lengths: The number of positions of each measured slice.
+        ends: The position after the last one of each slice.
+        times: The seconds that each slice took.
+    """
     rounded = np.array(lengths, float)
     seen = rounded * (np.array(ends) - rounded / 2)
     measured = np.array(times)

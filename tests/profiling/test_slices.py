@@ -18,7 +18,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.profiling import LayerCost, Link, PipelinePlan, Profile, Transfer, plan, recosted
 from fleetpipe.profiling.candidates import PlanTask
 from fleetpipe.profiling.cost_model import StageCost
-from fleetpipe.profiling.memory import activation_peak, choose, peak_bytes
+from fleetpipe.profiling.memory import activation_peak, choose_recompute, peak_bytes
 from fleetpipe.profiling.plan_commands import estimates
 from fleetpipe.profiling.splits import balanced
 from fleetpipe.schedules import Placement, build
@@ -225,7 +225,7 @@ def test_the_cheapest_bytes_are_recomputed_first_and_no_more_than_it_takes() -> 
         # Neither rank fits; the second has less in flight.
         (0, ((0, 1), (2, 3))),
     ]:
-        assert choose(schedule, layers, stages, (0, 2, 4), cap, 2) == chosen
+        assert choose_recompute(schedule, layers, stages, (0, 2, 4), cap, 2) == chosen
 
 
 def optimum(profile: Profile, ranks: int, micro_batches: int, known: float) -> float:
