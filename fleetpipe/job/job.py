@@ -1,14 +1,15 @@
 """The job: everything that this process shares with others until ``fleet.shutdown``.
 
 A launched job has Paddle's own ``HybridCommunicateGroup``, connections to the other ranks and a
-watch over them; a process that plays all ranks itself has a ``LocalTopology`` and needs neither.
+watch, which tells every rank when another one fails. A process that plays all ranks itself has a
+``LocalTopology``, and neither connections nor a watch.
 
 All ranks are connected when the job begins, and every group is a view of these connections. So a
 rank of a job of n has 2 (n - 1) sockets, half of them for the watch, which connects all pairs
 anyhow, and a buffer of 16 KiB for each of the others. Separate connections for each group would be
 fewer in a large job, but would take one meeting in the store for each group.
 
-``Recovery`` is the interface of what replaces a rank that died, which is an extra.
+``Recovery`` is the interface of the extra that heals a job: replaces a process that died.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ if TYPE_CHECKING:
 
 _log = log.logger(__name__)
 
-#: Describes a process that replaces a rank, before its first batch.
+#: Describes, in errors, a process that replaces a rank before its first batch.
 ALONE = "this process replaces a rank that died, and meets the others at its first batch"
 
+#: The job between ``fleet.init`` and ``fleet.shutdown``.
 _job: Job | None = None
 
 
@@ -57,23 +59,32 @@ class Recovery(Protocol):
     counts: bool
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal from now on if a batch cannot be repeated.
+        """Refuses to heal from now on if batches of a model cannot be repeated.
 
         Args:
             model: The model that is trained.
             scaler: Its ``GradScaler``, or None.
-            guards: How often guards compare the ranks; 0 for never.
+            guards: Every how many steps guards compare the ranks; 0 for never.
             drawn: Whether the batch comes from a function.
         """
 
     def refuse(self, why: str) -> None:
-        """Refuses to heal from now on."""
+        """Refuses to heal from now on, because of ``why``."""
 
     def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
-        """Trains ``begin(data)`` and returns it; trains again after the death of another rank."""
+        """Trains a batch, and again if another rank dies in it.
+
+        Args:
+            begin: Trains a batch of data; returns its result.
+            data: The data.
+            optimizer: The optimizer.
+
+        Returns:
+            The result of ``begin``.
+        """
 
     def meet(self) -> object:
-        """Connects all ranks once more. Collective."""
+        """Connects all ranks once more. Collective over the job."""
 
     def hinder(self, why: str, alone: bool = True) -> None:
         """Refuses to heal a death in this step, which a new process could not repeat.
@@ -86,7 +97,7 @@ class Recovery(Protocol):
     def share(
         self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
     ) -> Any:
-        """Returns the result of ``act``; see :meth:`Job.share`. Repeats it after a rank's death."""
+        """Returns the result of ``act``, repeated after a rank's death; see :meth:`Job.share`."""
 
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
         """Connects to the process that replaces a rank whose death was noticed after a batch.
@@ -113,14 +124,14 @@ class Job(MeshGroups):
         keeps_board: Whether this process collects the records of all ranks.
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
-        healing: Lets the job go on after the death of another rank; None if that ends the job.
+        healing: Lets the job go on after the death of another rank; None if a death ends the job.
         before_batches: By the id of a model, a function that is called with its optimizer before
             each batch.
         alone: Whether this process replaces a rank, and is not connected yet.
         allow: The entries of the option ``allow``.
         has_pipeline: Whether a pipeline has connected its ranks.
-        compares_calls: Whether ranks that begin different collective calls end; not in a job that
-            heals.
+        compares_calls: Whether the job ends if ranks begin different collective calls; not in a
+            job that heals.
         sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
@@ -172,7 +183,7 @@ class Job(MeshGroups):
         self._watch = watch
         self._connections = connections
         self._agreements = 0
-        #: Held by the thread that runs a batch.
+        #: The lock of the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
         self.before_batches: dict[int, Callable[[Any], None]] = {}
@@ -184,15 +195,15 @@ class Job(MeshGroups):
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         self.progress.synchronize = self._synchronize
         #: The transports of a launched job, that of its pipeline first.
-        self._launched = [one for one in (pipeline, connections) if one is not None]
+        self._launched = [each for each in (pipeline, connections) if each is not None]
         if connections is not None:
             self.progress.awaited = self._awaited_rank
-            self.progress.waited = lambda: sum(one.waited for one in self._launched)
+            self.progress.waited = lambda: sum(each.waited for each in self._launched)
             self.progress.queues = connections.queues
             self.progress.flights = connections.flights
 
     def __deepcopy__(self, memo: dict[int, object]) -> Job:
-        """Returns the same job: a copy of a model belongs to the same one."""
+        """Returns the job itself: a copy of a model belongs to the same job."""
         return self
 
     def heard(self) -> Mapping[int, Heard]:
@@ -202,12 +213,12 @@ class Job(MeshGroups):
         return {0: Heard(self.progress.record(0, self.progress.action(), with_rows=True))}
 
     def describe_steps(self, stages: Iterable[int], samples: int, held_cap: int | None) -> None:
-        """Stores what this process runs in each step, for the job's board.
+        """Stores facts about the steps of this process, for the job's board.
 
         Args:
             stages: The stages of this process.
             samples: Rows of a step of one replica.
-            held_cap: The most forwards that it may hold; None: no cap.
+            held_cap: The most forwards whose activations it may hold at once; None: no limit.
         """
         progress = self.progress
         progress.stages, progress.shard = tuple(stages), self.shard[0]
@@ -249,7 +260,11 @@ class Job(MeshGroups):
     def _make_group(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
     ) -> Group:
-        if self._connections is None or len(members := ranks()) == 1:
+        """Returns a new group; see :meth:`MeshGroups._named_group`."""
+        if self._connections is None:
+            return SoleGroup()
+        members = ranks()
+        if len(members) == 1:
             return SoleGroup()
         view = View(self._connections, members)
         group = DirectGroup(view, self.timeout, name)
@@ -260,7 +275,10 @@ class Job(MeshGroups):
         return group
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
-        """Returns what makes a context that ends this process if it is stuck in Paddle's C++."""
+        """Returns a function that returns a context for a collective operation of Paddle's.
+
+        The context ends this process if it is stuck in Paddle's C++ for longer than the limit.
+        """
         what = f"within a collective operation of ranks {ranks}"
 
         def limit() -> AbstractContextManager[None]:
@@ -270,20 +288,23 @@ class Job(MeshGroups):
         return limit
 
     def trains(self, parameters: Sequence[Any]) -> bool:
-        """Whether a pipeline of this job reduces the gradients of any of these parameters."""
+        """Returns whether a pipeline of this job reduces gradients of these parameters."""
         wanted = {id(parameter) for parameter in parameters}
-        models = [model for reference in self.pipelines if (model := reference()) is not None]
-        return any(id(parameter) in wanted for m in models for parameter in m.trained_parameters())
+        for reference in self.pipelines:
+            model = reference()
+            if model is not None and wanted & {id(each) for each in model.trained_parameters()}:
+                return True
+        return False
 
     def call(self, words: str, kind: str = "", replicas: bool = True) -> None:
-        """Begins a collective call; a rank takes its messages only from ranks in the same call.
+        """Begins a collective call: this rank takes messages only from ranks in the same call.
 
         If ranks begin different calls, the job ends with the lines of the script of both.
 
         Args:
             words: What this rank does, as ``trains a batch``.
             kind: A text that is the same on all ranks; by default the words.
-            replicas: Whether all replicas begin it, not only the ranks of this one.
+            replicas: Whether all replicas begin the call, not only the ranks of this one.
         """
         # Where the job heals, a rank repeats calls, and the ranks compare what they do by itself.
         if self._connections is not None and self.compares_calls:
@@ -294,15 +315,15 @@ class Job(MeshGroups):
                 calls.replica = self._connections.in_step = frozenset(self._ranks_along(axes))
 
     def calling(self, words: str, replicas: bool = True) -> AbstractContextManager[None]:
-        """Begins a collective call, and returns its :meth:`guarded` context."""
+        """Begins a collective call, and returns its context; see :meth:`call`, :meth:`guarded`."""
         self.call(words, replicas=replicas)
         return self.guarded(lambda: words)
 
     def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
-        """While it is open, failures elsewhere end this rank's waits, and its own reach all.
+        """While it is open, any rank's failure reaches all others and ends their waits.
 
         Args:
-            where: Says what this rank is doing, for the messages of all.
+            where: Returns in words what this rank is doing, for the messages of all ranks.
 
         Raises:
             PeerFailed: Another rank failed; the message has its error and traceback.
@@ -314,14 +335,16 @@ class Job(MeshGroups):
         return self._watch.guarding(lambda: self._describe(where()))
 
     def _synchronize(self) -> None:
+        """Waits until the device has computed all queued work, within a limit."""
         with self.limited_by_card():
             synchronize()
 
     def limited_by_card(self) -> AbstractContextManager[None]:
-        """While this context is open, a process that is stuck in one operation is ended.
+        """Returns a context that ends this process if it is stuck in an operation of a GPU.
 
-        A wait for a card has no limit of its own. A read of a tensor also waits for transfers: if
-        two ranks read before they receive, neither goes on. The error says where it was stuck.
+        A wait for a GPU has no limit of its own. A read of a tensor also waits for transfers: if
+        two ranks read before they receive, neither goes on. The error says where the process was
+        stuck.
         """
         if self._watch is None or device_kind() == "cpu":
             return nullcontext()
@@ -329,7 +352,14 @@ class Job(MeshGroups):
         return self._watch.limit(2 * self.timeout, "", self.pipeline_ranks())
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
-        """Checks that all ranks have the same facts, by subject. Collective over the job."""
+        """Checks that all ranks have equal facts. Collective over the job.
+
+        Args:
+            facts: The facts, by subject.
+
+        Raises:
+            ConfigError: Some rank has other facts; the message shows both sides.
+        """
         if self._store is not None and not self.alone:
             self._agreements += 1
             key = f"{self._prefix}/agreement/{self._agreements}"
@@ -337,13 +367,13 @@ class Job(MeshGroups):
             require_agreement(self._store, key, facts, self.timeout, gone)
 
     def begin_alone(self) -> None:
-        """Makes this process, which replaces a rank, meet nobody until it is connected."""
+        """Makes this process, which replaces a rank, wait for nobody until it is connected."""
         self.compares_calls = False
         self.local, self.alone = False, True
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it is open, groups do not wait, and use this process's values for all members."""
+        """While it is open, groups do not wait, but use this process's values for all members."""
         before = self.alone
         try:
             self._set_alone(True)
@@ -352,6 +382,7 @@ class Job(MeshGroups):
             self._set_alone(before)
 
     def _set_alone(self, alone: bool) -> None:
+        """Sets whether this process, and each of its groups, waits for the other ranks."""
         self.alone = alone
         for group in self._groups.values():
             if isinstance(group, DirectGroup):
@@ -360,19 +391,24 @@ class Job(MeshGroups):
     def share(
         self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None = None
     ) -> Any:
-        """Returns what ``act`` returns, which is the same on all ranks. Collective.
+        """Returns the result of ``act``, which is the same on all ranks. Collective.
 
         Args:
-            what: Says what it does, for messages.
-            act: Meets the other ranks; it can be repeated.
-            pass_over: Repeats what ``act`` changes in this process, such as random streams, if the
-                others called it before this process replaced one of them; None if it changes
-                nothing.
+            what: What ``act`` does, for messages.
+            act: Exchanges values with the other ranks; it can be repeated.
+            pass_over: Makes the changes of ``act`` in this process, such as those of random
+                streams, where the other ranks called ``act`` before this process replaced one of
+                them; None for none.
         """
         return act() if self.healing is None else self.healing.share(what, act, pass_over)
 
     def exchange(self, what: str, act: Callable[[], Any]) -> Any:
-        """Begins a collective call, and calls ``act`` as :meth:`share` does, :meth:`guarded`."""
+        """Returns the result of ``act`` as :meth:`share` does, as a collective call of its own.
+
+        Args:
+            what: What ``act`` does, for messages, as ``exchanging values``.
+            act: Exchanges values with the other ranks; it can be repeated.
+        """
 
         def guarded() -> Any:
             self.call(f"is {what}", kind=what)
@@ -386,7 +422,7 @@ class Job(MeshGroups):
 
         Args:
             store: The job's store.
-            watch: The connections over which its ranks watch each other now.
+            watch: The watch over its ranks from now on.
             joined: The connections for everything else.
             prefix: Prefix of the job's keys in the store from now on.
         """
@@ -401,13 +437,13 @@ class Job(MeshGroups):
                 group.begin_anew()
 
     def connect_neighbours(self, outgoing: dict[int, Lane], incoming: dict[int, Lane]) -> None:
-        """Replaces the lanes over Paddle's groups; :meth:`connect_again` is called before."""
+        """Replaces the lanes over Paddle's groups; call :meth:`connect_again` before."""
         if self._pipeline is not None and self._watch is not None:
             self._pipeline.connect_again(outgoing, incoming)
             self._watch.on_failure(self._pipeline.interrupt)
 
     def disconnect(self) -> None:
-        """Ends the connections to the other ranks; messages under way are lost."""
+        """Closes the connections to the other ranks; messages under way are lost."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
@@ -416,7 +452,11 @@ class Job(MeshGroups):
             transport.close()
 
     def require_others(self) -> None:
-        """Refuses a call that needs the other ranks in a process that has not joined them yet."""
+        """Refuses a call that needs other ranks, in a process that is not connected yet.
+
+        Raises:
+            StateError: This process replaces a rank, and has not reached its first batch.
+        """
         if self.alone:
             attempt_files.tell_unhealed("the script meets the other ranks before its first batch")
             raise StateError(
@@ -426,7 +466,7 @@ class Job(MeshGroups):
             )
 
     def be_patient(self) -> None:
-        """Lets this process notice the failure of another one late, since the job may heal."""
+        """Allows the main thread to notice another rank's failure late, since the job may heal."""
         if self._watch is not None and self._connections is not None:
             self._watch.patient = True
 
@@ -464,6 +504,7 @@ class Job(MeshGroups):
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        """Runs the endings and closes all connections; ``error`` says why, if that is early."""
         watch, self._watch = self._watch, None
         if watch is not None and error is not None:
             watch.give_up(error)
@@ -485,7 +526,7 @@ class Job(MeshGroups):
         return None if self._connections is None else self._connections.awaited
 
     def _describe(self, text: str) -> str:
-        """Adds to a description of this rank's work its replica and the rank it waits for."""
+        """Adds to a text about this rank's work its replica, shard and awaited rank."""
         if self.degrees.size == self.degrees.pp:
             text = text.removeprefix(f"rank {self.coordinate.pp}, ")
         for axis, name in (("mp", "shard"), ("cp", "cp rank"), ("sep", "sep rank")):
@@ -505,8 +546,12 @@ def current_job() -> Job | None:
 def required_job(summary: str, **facts: Any) -> Job:
     """Returns the current job.
 
+    Args:
+        summary: The error's first line if there is no job.
+        facts: Further lines of the error.
+
     Raises:
-        StateError: There is none; the error has this summary and these facts.
+        StateError: There is no job.
     """
     if _job is None:
         facts.setdefault("fix", "call fleet.init(is_collective=True, strategy=strategy) first")
@@ -515,17 +560,17 @@ def required_job(summary: str, **facts: Any) -> Job:
 
 
 def pipeline_group() -> Group:
-    """Returns the group of the current job's pipeline; one process outside of a job."""
+    """Returns the group of the current job's pipeline; a group of one without a job."""
     return SoleGroup() if _job is None else _job.group()
 
 
 def mp_shard() -> tuple[int, int]:
-    """Returns this process's coordinate along mp, and the number of ranks there."""
+    """Returns this process's coordinate along mp, and the number of ranks along mp."""
     return (0, 1) if _job is None else (_job.coordinate.mp, _job.degrees.mp)
 
 
 def all_ranks() -> Group:
-    """Returns the group of all ranks of the current job, for small values; see ``Job.everyone``."""
+    """Returns the group of all ranks of the job, for small values; of one without a job."""
     return SoleGroup() if _job is None else _job.everyone()
 
 
@@ -536,7 +581,7 @@ def begin(job: Job) -> None:
 
 
 def end(error: BaseException | None = None) -> None:
-    """Closes the current job, if there is one; ``error`` says why it ends early."""
+    """Closes the current job, if there is one; ``error`` says why, if that is early."""
     global _job
     ended, _job = _job, None
     if ended is not None:

@@ -36,7 +36,7 @@ from fleetpipe.transport.wire.structure import Seals
 
 _log = log.logger(__name__)
 
-#: Seconds between two records of what a rank is doing.
+#: Seconds between two records that a rank sends of what it is doing.
 STATUS_SECONDS = 0.2
 #: Seconds that the main thread has to notice a failure before the process is ended.
 GRACE_SECONDS = 1.0
@@ -46,13 +46,21 @@ CAUSE_SECONDS = 0.5
 LAST_WORDS_SECONDS = 0.5
 #: Exit code of a process that is ended because another rank failed.
 EXIT_CODE = 70
+#: The file descriptor of standard error.
 _STDERR = 2
 
+#: The last failing ``SystemExit`` of this process; see :func:`note_exits`.
 _exit: SystemExit | None = None
 
 
 class _Limit(NamedTuple):
-    """An operation of the main thread that no exception can interrupt, and its time limit."""
+    """The time limit of an operation of the main thread that no exception can interrupt.
+
+    Attributes:
+        seconds: The limit.
+        what: What the main thread does, for messages; "" if its action says it.
+        ranks: The ranks that it may be waiting for.
+    """
 
     seconds: float
     what: str
@@ -66,7 +74,7 @@ class Watch:
         rank: This process's rank in the job.
         failure: The failure that ended the job early, once it is known.
         progress: The source of this rank's records.
-        patient: Whether a computing main thread may notice a failure late, as in a job that heals.
+        patient: Whether the main thread may notice a failure late, as in a job that heals.
     """
 
     patient = False
@@ -88,15 +96,18 @@ class Watch:
         self.failure: Failure | None = None
         self.progress = RunProgress()
         self._limit: _Limit | None = None
+        #: The limit and the operation that are being timed, and since when.
         self._timed: _Limit | None = None
         self._timed_status, self._timed_since = "", 0.0
         self._interrupts: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._noticed = False
         self._closed = self._refused = False
+        #: When the process is ended unless its main thread has noticed the failure.
         self._end_at = float("inf")
+        #: When the next record is due, and when the thread last looked at the clock.
         self._status_at = 0.0
-        self._turned = time.monotonic()
+        self._last_look = time.monotonic()
         self._peers = {r: Peer(r, sock, (seals or {}).get(r)) for r, sock in sockets.items()}
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe()
@@ -108,7 +119,11 @@ class Watch:
         self._thread.start()
 
     def on_failure(self, interrupt: Callable[[], None]) -> None:
-        """Registers a function to call, from any thread, when a rank fails: it ends a wait."""
+        """Registers a function to call, from any thread, when a rank fails.
+
+        Args:
+            interrupt: Ends a wait of the main thread; called at once if a failure is known already.
+        """
         with self._lock:
             self._interrupts.append(interrupt)
             failed = self.failure is not None
@@ -129,10 +144,10 @@ class Watch:
             TransportError: Some rank sent bytes that are not a message.
         """
         if self.failure is not None:
-            raise self._as_error(self.failure)
+            raise self._error_of(self.failure)
 
     def gone(self) -> list[int]:
-        """Returns the ranks that have ended."""
+        """Returns the ranks that said goodbye or reported a failure."""
         return [peer.rank for peer in self._peers.values() if peer.left]
 
     def silent(self) -> list[int]:
@@ -141,51 +156,56 @@ class Watch:
 
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
-        """Implements ``Job.guarded``; ``where`` is called on any thread."""
+        """Implements ``Job.guarded``.
+
+        Args:
+            where: Returns in words what the main thread does; called on any thread.
+        """
         self.progress.action = where
         self.check()
         try:
             yield
         except BaseException as error:
-            instead = self._instead_of(error)
-            if instead is None:
+            replacement = self._error_to_raise(error)
+            if replacement is None:
                 raise
-            raise instead from None
+            raise replacement from None
 
     @contextlib.contextmanager
     def limit(self, seconds: float, what: str, ranks: Collection[int]) -> Iterator[None]:
         """While it is open, ends a main thread that waits too long and cannot be interrupted.
 
-        The other ranks are told, and this process is ended a moment later. An outer limit starts
-        again when this one ends, and each starts again when the process reports another operation.
+        The other ranks are told of the failure, and this process is ended a moment later. An outer
+        limit starts again when this one ends, and each starts again when the process reports
+        another operation.
 
         Args:
             seconds: The longest that the main thread may take.
             what: What the main thread does, for all ranks' messages; "" if its action says it.
             ranks: The ranks that it may be waiting for.
         """
-        around = self._limit
+        outer = self._limit
         peers = tuple(rank for rank in ranks if rank != self.rank)
         self._limit = _Limit(seconds, what, peers)
         try:
             yield
         finally:
             # A new object, so that its time starts again.
-            self._limit = None if around is None else around._replace()
+            self._limit = None if outer is None else outer._replace()
 
     def give_up(self, error: BaseException) -> None:
-        """Reports this rank's failure to all other ranks, with the error and its traceback."""
-        self._notice()
-        self._fail(Failure.of(self.rank, error))
+        """Reports that this rank fails by ``error`` to all other ranks, with the traceback."""
+        self._mark_noticed()
+        self._report(Failure.of(self.rank, error))
 
     def close(self) -> None:
         """Says goodbye to all other ranks and ends the thread. May be repeated."""
-        self._notice()
+        self._mark_noticed()
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._tell({"kind": "goodbye"})
+        self._send_to_all({"kind": "goodbye"})
         os.write(self._waker, b"w")
         self._thread.join()
         for peer in self._peers.values():
@@ -200,6 +220,7 @@ class Watch:
         self._release()
 
     def _release(self) -> None:
+        """Closes the sockets and the selector."""
         for peer in self._peers.values():
             peer.sock.close()
         self._selector.close()
@@ -207,42 +228,48 @@ class Watch:
         os.close(self._waker)
         peer_connections.open_holders.discard(self)
 
-    def _instead_of(self, error: BaseException) -> BaseException | None:
-        """Returns the error to raise in place of ``error``, and reports that one to all ranks."""
+    def _error_to_raise(self, error: BaseException) -> BaseException | None:
+        """Returns the error to raise in place of the main thread's ``error``; None for none.
+
+        If this rank is the first to fail, the raised error is reported to all ranks.
+        """
         deadline = time.monotonic() + CAUSE_SECONDS
         if isinstance(error, PeerFailed):
             while self.failure is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             gone = self.gone()
             if gone and self.failure is None:
-                self._fail(Failure(gone[0], "left", "its process ended before its work was done"))
+                self._report(Failure(gone[0], "left", "its process ended before its work was done"))
         if self.failure is not None and isinstance(error, (PeerFailed, PipelineTimeout)):
-            error_of_peer = self._as_error(self.failure)
+            replacement = self._error_of(self.failure)
             # The stack of the wait helps only if the wait itself failed.
-            return error_of_peer.with_traceback(error.__traceback__ if self._is_late() else None)
+            return replacement.with_traceback(error.__traceback__ if self._is_timeout() else None)
         if isinstance(error, PipelineTimeout):
             faulthandler.dump_traceback(_STDERR, all_threads=True)
-            error_of_peer = PipelineTimeout("\n".join([str(error), *self._whereabouts()]))
-            self.give_up(error_of_peer)
-            return error_of_peer.with_traceback(error.__traceback__)
+            replacement = PipelineTimeout("\n".join([str(error), *self._whereabouts()]))
+            self.give_up(replacement)
+            return replacement.with_traceback(error.__traceback__)
         self.give_up(error)
         return None
 
-    def _as_error(self, failure: Failure) -> FleetPipeError:
-        self._notice()
-        if self._is_late():
+    def _error_of(self, failure: Failure) -> FleetPipeError:
+        """Returns the error to raise because of a failure, which counts as noticed now."""
+        self._mark_noticed()
+        if self._is_timeout():
             faulthandler.dump_traceback(_STDERR, all_threads=True)
         return failure.error(f"rank {self.rank}: {self._status()}")
 
-    def _is_late(self) -> bool:
+    def _is_timeout(self) -> bool:
+        """Returns whether the known failure is a wait that reached its limit."""
         return self.failure is not None and self.failure.what == "timed out"
 
-    def _notice(self) -> None:
-        """Records that the main thread knows of the failure; never returns if it comes too late."""
+    def _mark_noticed(self) -> None:
+        """Notes that the main thread knows of the failure; does not return if it is too late."""
         with self._lock:
             self._noticed = True
 
     def _status(self) -> str:
+        """Returns in words what the main thread does; may be called on any thread."""
         try:
             limit = self._limit
             what = "" if limit is None else limit.what
@@ -251,10 +278,11 @@ class Watch:
             return f"unknown ({error!r})"
 
     def _whereabouts(self) -> list[str]:
-        """Describes for each other rank what it was doing at its last message."""
+        """Returns for each other rank a line about what it was doing at its last message."""
         return [f"  {peer.whereabouts()}" for peer in self._peers.values()]
 
-    def _give_up_if_late(self) -> None:
+    def _check_limit(self) -> None:
+        """Reports a failure if the main thread's operation has reached its limit."""
         limit, now = self._limit, time.monotonic()
         if limit is None or self.failure is not None:
             return
@@ -265,18 +293,20 @@ class Watch:
             return
         silent = [rank for rank in limit.ranks if self._peers[rank].silent]
         ranks = silent or list(limit.ranks)
-        who = f"ranks {ranks}" if ranks[1:] else f"rank {ranks[0]}"
-        text = f"rank {self.rank} waited {limit.seconds:g} s for {who}: {limit.what or status}"
-        late = PipelineTimeout("\n".join([text, *self._whereabouts()]))
-        self._fail(Failure.of(self.rank, late))
+        waited_for = f"ranks {ranks}" if ranks[1:] else f"rank {ranks[0]}"
+        text = (
+            f"rank {self.rank} waited {limit.seconds:g} s for {waited_for}: {limit.what or status}"
+        )
+        error = PipelineTimeout("\n".join([text, *self._whereabouts()]))
+        self._report(Failure.of(self.rank, error))
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        """Sends a message to every rank, without waiting for ranks that do not read."""
+    def _send_to_all(self, message: dict[str, Any]) -> None:
+        """Sends a message to every other rank, without waiting for ranks that do not read."""
         with self._lock:
             for peer in self._peers.values():
                 peer.tell(message)
 
-    def _record(self, with_rows: bool) -> RankRecord:
+    def _make_record(self, with_rows: bool) -> RankRecord:
         """Returns this rank's record; if that fails, one with its action only."""
         try:
             return self.progress.record(self.rank, self._status(), with_rows)
@@ -286,9 +316,9 @@ class Watch:
                 _log.warning("rank %d cannot say how it gets on: %r", self.rank, error)
             return RankRecord(self.rank, self._status())
 
-    def _tell_record(self) -> None:
-        """Sends this rank's record; its rows of steps only to rank 0, which has the board."""
-        record = self._record(with_rows=self.rank != 0)
+    def _send_record(self) -> None:
+        """Sends this rank's record to all; its steps only to rank 0, which keeps the board."""
+        record = self._make_record(with_rows=self.rank != 0)
         content, lean = record.content(), record.lean.content()
         call = [*self.progress.calls.last]
         with self._lock:
@@ -299,8 +329,8 @@ class Watch:
                     peer.send()
 
     def heard(self) -> dict[int, Heard]:
-        """Returns the last record of every rank, with its new steps since the last call."""
-        record = self._record(with_rows=True)
+        """Returns the last record of every rank, with its steps since the last call."""
+        record = self._make_record(with_rows=True)
         everyone = {self.rank: Heard(record)}
         for peer in self._peers.values():
             rows = tuple(peer.rows.popleft() for _ in range(len(peer.rows)))
@@ -309,75 +339,77 @@ class Watch:
         return everyone
 
     def _run(self) -> None:
+        """Runs the thread: handles events until the watch is closed."""
         try:
             while not self._closed:
-                self._turn()
+                self._wait_and_handle()
         except Exception as error:
             text = f"its watch over the other ranks broke: {error!r}"
-            self._fail(Failure(self.rank, "raised", text, traceback.format_exc()))
+            self._report(Failure(self.rank, "raised", text, traceback.format_exc()))
             while not self._closed:
                 self._end_if_unnoticed()
                 time.sleep(GRACE_SECONDS / 10)
 
-    def _turn(self) -> None:
-        """Waits for the next event: a message, the time of the next record, or the end."""
+    def _wait_and_handle(self) -> None:
+        """Waits for the next event, a message or a due time, and handles it."""
         now = time.monotonic()
-        if now - self._turned > STOPPED_SECONDS:
+        if now - self._last_look > STOPPED_SECONDS:
             # This process was stopped: all timers start again.
             for peer in self._peers.values():
                 peer.heard = now
             if self._end_at < float("inf"):
                 self._end_at = now + GRACE_SECONDS
-        self._turned = now
+        self._last_look = now
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
-            self._tell_record()
+            self._send_record()
             self._compare_calls()
-        self._give_up_if_late()
+        self._check_limit()
         self._end_if_unnoticed()
         for key, _ in self._selector.select(max(0.0, min(self._status_at, self._end_at) - now)):
             if key.data is not None and not self._closed:
-                self._read(key.data)
+                self._handle_messages(key.data)
 
     def _compare_calls(self) -> None:
-        """Ends the job if the last call of some rank is of another kind than this rank's was."""
+        """Reports a failure if some rank's last call differs from this rank's of the same number."""
         calls = self.progress.calls
         for peer in () if self.patient else self._peers.values():
             call = calls.mismatch(peer.call, peer.rank in calls.replica)
             if call is not None:
                 text = f"it {peer.call.words} where rank {self.rank} {call.words}"
-                self._fail(Failure(peer.rank, "makes another call", text, permanent=True))
+                self._report(Failure(peer.rank, "makes another call", text, permanent=True))
 
-    def _read(self, peer: Peer) -> None:
+    def _handle_messages(self, peer: Peer) -> None:
+        """Reads a rank's messages; reports its failure, or the end of its stream."""
         damage = ""
         try:
             for failure in peer.hear():
-                self._fail(failure)
+                self._report(failure)
         except (ValueError, TransportError) as error:
             damage = f"to the watch of rank {self.rank}: {error}"
         if damage or peer.ended:
             self._selector.unregister(peer.sock)
         if damage:
-            self._fail(Failure(peer.rank, "sent bytes that are no message", damage))
+            self._report(Failure(peer.rank, "sent bytes that are no message", damage))
         elif peer.ended and not peer.left:
-            last = f"last heard {peer.silence:.1f} s before, at: {peer.record.action}"
-            self._fail(Failure(peer.rank, "died", f"it ended without a goodbye; {last}"))
+            last_heard = f"last heard {peer.silence:.1f} s before, at: {peer.record.action}"
+            self._report(Failure(peer.rank, "died", f"it ended without a goodbye; {last_heard}"))
 
-    def _fail(self, failure: Failure) -> None:
-        """Stores the first failure, passes it on, and ends this rank's waits."""
+    def _report(self, failure: Failure) -> None:
+        """Stores the first failure, passes it on to all ranks, and ends this rank's waits."""
         with self._lock:
             if self.failure is not None or self._closed:
                 return
             self.failure = failure
             self._end_at = time.monotonic() + GRACE_SECONDS
             interrupts = list(self._interrupts)
-        self._tell({"kind": "failure", **asdict(failure)})
+        self._send_to_all({"kind": "failure", **asdict(failure)})
         attempt_files.tell_failure(failure)
         for interrupt in interrupts:
             interrupt()
 
     def _end_if_unnoticed(self) -> None:
-        """Ends the process if its main thread computes or hangs and so misses the failure."""
+        """Ends the process if its main thread has not noticed the failure in time."""
         if time.monotonic() < self._end_at:
             return
         self._end_at = float("inf")
@@ -387,22 +419,23 @@ class Watch:
             if self._noticed or self._closed or self.failure is None:
                 return
             # In a thread of their own: the main thread may hold a lock that they need.
-            words = threading.Thread(target=self._last_words, args=(self.failure,), daemon=True)
-            words.start()
-            words.join(LAST_WORDS_SECONDS)
+            printing = threading.Thread(target=self._last_words, args=(self.failure,), daemon=True)
+            printing.start()
+            printing.join(LAST_WORDS_SECONDS)
             os._exit(EXIT_CODE)
 
     def _last_words(self, failure: Failure) -> None:
+        """Prints the error of a failure before the process is ended."""
         error = failure.error(f"rank {self.rank}: {self._status()}")
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        if self._is_late():
+        if self._is_timeout():
             faulthandler.dump_traceback(_STDERR, all_threads=True)
         sys.stderr.flush()
         sys.stdout.flush()
 
 
 def note_exits() -> None:
-    """Makes ``sys.exit`` remember each call with a status that means failure.
+    """Makes ``sys.exit`` store the ``SystemExit`` of each call with a status that means failure.
 
     Python does not report a ``SystemExit`` that ends a process: no hook is called, and it is gone
     when the exit functions run.
@@ -424,13 +457,13 @@ def note_exits() -> None:
 
 
 def error_at_exit() -> BaseException | None:
-    """Returns the error that ends this process: an uncaught one, or a failing sys.exit."""
+    """Returns the error that ends this process: an uncaught one, or a failing ``sys.exit``."""
     uncaught: BaseException | None = getattr(sys, "last_value", None)
     return uncaught if uncaught is not None else _exit
 
 
 def end_with_error(error: BaseException) -> NoReturn:
-    """Ends the process at once, with ``error`` in its log, if no exception could."""
+    """Ends the process at once with ``error`` in its log, where raising it would not end it."""
     try:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()

@@ -374,7 +374,7 @@ def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
     assert soon(lambda: first.failure)
     clock = time.monotonic
     monkeypatch.setattr(module.time, "monotonic", lambda: clock() + 100)
-    assert soon(lambda: first._turned > clock() + 50)
+    assert soon(lambda: first._last_look > clock() + 50)
     assert exits == []
     assert "silent" not in first._whereabouts()[0]
     assert second.failure is not None
