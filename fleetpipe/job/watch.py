@@ -371,7 +371,7 @@ class Watch:
                 self._handle_messages(key.data)
 
     def _compare_calls(self) -> None:
-        """Reports a failure if some rank's last call differs from this rank's of the same number."""
+        """Reports a failure if some rank's last call differs from this one's of that number."""
         calls = self.progress.calls
         for peer in () if self.patient else self._peers.values():
             call = calls.mismatch(peer.call, peer.rank in calls.replica)
