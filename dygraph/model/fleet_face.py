@@ -1,4 +1,4 @@
-"""Members of Fleet's ``PipelineLayer`` for users of Fleet; fleetpipe itself uses few of them."""
+"""Attributes and methods of Fleet's ``PipelineLayer`` for users; fleetpipe uses few of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
 
+#: Methods that only the wrapper of a model has.
 _OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backward_pipeline")
 
 
 class NotWrapped(UsageError, AttributeError):
-    """A method of the wrapper was looked up in a ``PipelineLayer``; ``hasattr`` returns False."""
+    """A method of the wrapper was looked up in a ``PipelineLayer``.
+
+    It is an AttributeError, so that ``hasattr`` returns False.
+    """
 
 
 def refuse_methods_of_the_wrapper(model: Layer, name: str) -> None:
@@ -49,7 +53,7 @@ def shared_comm(
     weights: Sequence[SharedWeight],
     job: Job | None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns Fleet's table of the shared layers of which other ranks have copies, by key.
+    """Returns Fleet's ``shared_comm``: the layers of which other ranks have copies, by key.
 
     Args:
         entries: The whole list of layers.
@@ -63,7 +67,7 @@ def shared_comm(
         holders = [weight.holders for weight in weights if weight.name.startswith(f"{path}.")]
         if job is not None and holders:
             members = sorted({rank for ranks in holders for rank in ranks})
-            first = min(index for index, one in shared.items() if one.path == path)
+            first = min(index for index, candidate in shared.items() if candidate.path == path)
             groups[shared[first].key] = {
                 "ranks": [job.hcg.get_rank_from_stage(rank) for rank in members],
                 "group": sharing_group(job, members),
@@ -112,12 +116,17 @@ class FleetFace(ModelOnRanks):
 
     @abstractmethod
     def follow(self) -> None:
-        """Makes the stages run the layers that the model has now."""
+        """Makes the stages run the layers that the script has put into the model."""
 
     def _set_fleet_attributes(
         self, shared: Mapping[int, SharedLayer], layers: Mapping[str, Layer]
     ) -> None:
-        """Sets the attributes that users of Fleet's class read."""
+        """Sets the attributes that users of Fleet's class read.
+
+        Args:
+            shared: The shared layers, by each of their numbers in the list.
+            layers: The shared layers of this process, by their paths in the model.
+        """
         stages = [self.partition.range_of(stage) for stage in self._owned]
         self.layers = self._layers_desc
         self._num_layers = len(self._layers_desc)
@@ -134,7 +143,7 @@ class FleetFace(ModelOnRanks):
         )
 
     def _list_functions(self, shared: Mapping[int, SharedLayer]) -> None:
-        """Lists the layers that run, for users of Fleet.
+        """Sets the chunks and ``run_function``, in which users of Fleet look for layers.
 
         Args:
             shared: The shared layers, by each of their numbers.
@@ -144,12 +153,12 @@ class FleetFace(ModelOnRanks):
             PipelineLayerChunk(self.owned_stages.layers(stage), keys)
             for stage in (self._owned if self.placement.chunks > 1 else ())
         ]
-        self._show(self.owned_stages.functions.values())
+        self._list_as_run_function(self.owned_stages.functions.values())
 
-    def _show(self, functions: Iterable[Callable[..., Nest]]) -> None:
-        """Makes ``run_function`` list ``functions``."""
-        self._shown = tuple(functions)
-        self.run_function = list(self._shown)
+    def _list_as_run_function(self, functions: Iterable[Callable[..., Nest]]) -> None:
+        """Sets ``run_function`` to a list of ``functions``."""
+        self._functions_in_list = tuple(functions)
+        self.run_function = list(self._functions_in_list)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a parameter, a buffer or a sublayer, as ``nn.Layer`` does.
@@ -235,7 +244,7 @@ class FleetFace(ModelOnRanks):
         self.follow()
         if chunk_id is not None:
             require_chunk(chunk_id, len(self._model_chunks))
-            self._show(self._model_chunks[chunk_id].get_run_function())
+            self._list_as_run_function(self._model_chunks[chunk_id].get_run_function())
 
     def get_schedule_chunk(self, *_arguments: Any) -> NoReturn:
         """Refuses Fleet's schedule nodes, which only Fleet's overlapped schedulers use."""

@@ -81,11 +81,11 @@ class PipelineLayer(FleetFace):
         owned_stages: Runs the layers of this process's stages.
     """
 
-    #: All layers and parameters at the last call of :meth:`follow`.
-    _tree: Sequence[Any] = ()
+    #: All sublayers and parameters of the model at the last call of :meth:`follow`.
+    _last_tree: Sequence[Any] = ()
     version = 0
     #: Whether a batch has begun: the first batch always calls ``train()``, as in Fleet.
-    _began = False
+    _has_begun = False
 
     def __init__(
         self,
@@ -137,14 +137,14 @@ class PipelineLayer(FleetFace):
         require_dynamic_graph("a PipelineLayer")
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
-        described = entries.check_entries(layers)
-        self._layers_desc = entries.expand(described, self._num_stages)
+        users_list = entries.check_entries(layers)
+        self._layers_desc = entries.expand(users_list, self._num_stages)
         self._topo = topology_of(topology, self._num_stages, job)
         # A model of one stage in a job of several ranks is whole here, and needs no other rank.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
-        plan = _plan_of(plan)
+        plan = _load_plan(plan)
         if plan is not None and (interval or seg_method != "uniform"):
             raise ConfigError(
                 "the plan says where to cut, and what to recompute",
@@ -163,7 +163,7 @@ class PipelineLayer(FleetFace):
         self._shared_layers = {index: layer for layer in self._tied for index in layer.indices}
         self.arrangement = Arrangement(
             *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan),
-            head=len(self._layers_desc) > len(described),
+            head=len(self._layers_desc) > len(users_list),
         )
         self.placement = self.arrangement.placement
         if plan is not None:
@@ -205,7 +205,7 @@ class PipelineLayer(FleetFace):
         self._shared_weights = equal_copies(
             weights, self.state.local_tensors(), self._stage_id, self._job
         )
-        self._first = self.state.own_parameters()
+        self._first_parameters = self.state.own_parameters()
         self.owned_stages = OwnedStages(
             *(self._layers_desc, self.partition, self._owned),
             *(self._recompute_interval, self._recompute),
@@ -214,13 +214,13 @@ class PipelineLayer(FleetFace):
         self._set_fleet_attributes(self._shared_layers, built.shared)
 
     def follow(self) -> None:
-        """Makes the stages run the layers that the model has now.
+        """Makes the stages run the layers that the script has put into the model.
 
         Raises:
             ConfigError: A layer is gone, a shared layer has other parameters, or a script has put
                 other layers into ``run_function``.
         """
-        if tuple(self.run_function) != self._shown:
+        if tuple(self.run_function) != self._functions_in_list:
             raise ConfigError(
                 "run_function shows what runs, and says nothing",
                 got="other layers in the list",
@@ -228,18 +228,19 @@ class PipelineLayer(FleetFace):
             )
         layers = paddle.nn.Layer.sublayers(self)
         tree = [*layers, *(p for layer in layers for p in parameters_in(layer).values())]
-        if len(tree) == len(self._tree) and all(map(operator.is_, tree, self._tree)):
+        same_length = len(tree) == len(self._last_tree)
+        if same_length and all(map(operator.is_, tree, self._last_tree)):
             return
         self._registered.follow(self)
         parameters = self.state.own_parameters()
-        refuse_untied(parameters, self._first, self._tied, self.get_stage_from_index)
+        refuse_untied(parameters, self._first_parameters, self._tied, self.get_stage_from_index)
         self.owned_stages.take(self._registered.functions, self._loss_fn)
         self._list_functions(self._shared_layers)
         # The list keeps its objects alive, so no new object has the id of an old one.
-        self._tree, self.version = tree, self.version + 1
+        self._last_tree, self.version = tree, self.version + 1
 
     def built_layers(self) -> dict[int, tuple[int, int]]:
-        """Returns the number and the rank of each trained layer that the user has built, by id."""
+        """Returns number and rank of each trained layer that the script has built, by its id."""
         return {
             id(layer): (number, self.get_stage_from_index(number))
             for number, entry in enumerate(self._layers_desc)
@@ -249,12 +250,12 @@ class PipelineLayer(FleetFace):
         }
 
     def require_listed(self) -> None:
-        """Refuses a ``forward`` or trained parameters that are added beside the list of layers."""
+        """Refuses a ``forward`` of the model's own, and trained parameters outside of the list."""
         refuse_own_forward(self, PipelineLayer.forward)
         refuse_unlisted(self.state.own_parameters(), self.loss_parameters())
 
     def hidden_uses(self) -> HiddenUses | None:
-        """Returns a watch for uses of other ranks' parameters; None if there is one stage."""
+        """Returns a finder of uses of other ranks' parameters; None if there is one stage."""
         if self._num_stages == 1:
             return None
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -278,11 +279,15 @@ class PipelineLayer(FleetFace):
         return HiddenUses(functions, owners, names, rank_of, here)
 
     def companion(self, pipeline: Layer) -> BatchObserver | None:
-        """Returns an observer that trains a reference beside the first batches; None without."""
+        """Returns an observer that trains the reference beside the first batches; None for none.
+
+        Args:
+            pipeline: The wrapper of this model.
+        """
         return None
 
     def begin(self, training: bool) -> None:
-        """Prepares the model's current layers for a batch: in training or in evaluation mode.
+        """Prepares the model for a batch: puts its current layers into training or evaluation mode.
 
         The modes that a script has set apply: see :mod:`fleetpipe.dygraph.model.owned_stages`.
 
@@ -292,13 +297,13 @@ class PipelineLayer(FleetFace):
         self.follow()
         refuse_hooks(self)
         model = self.with_modes
-        if training and (not self._began or owned_stages.needs_switch(model)):
+        if training and (not self._has_begun or owned_stages.needs_switch(model)):
             owned_stages.train(model, self.train)
         elif not training and model.training:
             self.eval()
         else:
             owned_stages.record_modes(model)
-        self._began = True
+        self._has_begun = True
 
     def eval(self) -> Any:
         """Puts all layers into evaluation mode, until a batch trains or a script switches them."""
@@ -306,23 +311,23 @@ class PipelineLayer(FleetFace):
         return self
 
     def modes_in_training(self) -> list[tuple[str, bool]]:
-        """Returns the path of each layer here, and whether it trains in training mode."""
+        """Returns the path of each layer of this process, and its mode in training batches."""
         return owned_stages.modes_in_training_batches(self.with_modes)
 
     @property
     def with_modes(self) -> Layer:
-        """The model whose layers a script switches between training and evaluation mode."""
+        """The model whose layers a script switches between modes: this one, unless captured."""
         return self
 
     def _layer_infos(self) -> list[LayerInfo]:
-        """Returns the class name and the number of parameters of each entry of the list."""
+        """Returns the class name and the number of parameters of each layer of the whole list."""
         return [
             LayerInfo(entries.class_name(entry), entries.count_parameters(layer))
             for entry, layer in zip(self._layers_desc, self._blueprints)
         ]
 
     def begin_uses(self) -> Uses:
-        """Gives each use of a parameter of this process a gradient of its own in a batch.
+        """Gives each use of a parameter of this process its own gradient, for one batch.
 
         Raises:
             ConfigError: The uses of a parameter cannot be told apart.
@@ -333,7 +338,8 @@ class PipelineLayer(FleetFace):
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the layers of this process in order; in one process that is the whole model.
 
-        Under a vee placement the two chunks of a rank are not neighbours: pass ``chunk_id``.
+        Under the placement ``vee`` the two chunks of a rank do not follow each other in the model:
+        pass ``chunk_id``.
 
         Args:
             input: The input of the first of these layers.
@@ -352,7 +358,7 @@ class PipelineLayer(FleetFace):
         return stages.value_of(input)
 
     def take_loss(self, loss_fn: Any) -> None:
-        """Replaces the loss that the constructor was given, from the next batch on.
+        """Replaces the argument ``loss_fn`` of the constructor, from the next batch on.
 
         Raises:
             ConfigError: The loss cannot be called, or takes whole logits of a vocabulary head.
@@ -375,11 +381,11 @@ class PipelineLayer(FleetFace):
         return losses.required_functions(self._loss_fn)
 
     def loss_fn(self) -> Criterion:
-        """Returns the first of :meth:`loss_functions`, and raises the same errors."""
+        """Returns the first loss function; raises the errors of :meth:`loss_functions`."""
         return self.loss_functions()[0]
 
     def loss_layers(self) -> list[Layer]:
-        """Returns the loss functions that are layers; these are in no stage."""
+        """Returns the loss functions that are layers; no stage has them."""
         functions = losses.functions_in(self._loss_fn)
         return [f for f in functions if isinstance(f, paddle.nn.Layer)]
 
@@ -391,13 +397,16 @@ class PipelineLayer(FleetFace):
         return super().checkpoint_part()._replace(loss=loss, owns_loss=owns)
 
     def named_functions(self) -> dict[str, object]:
-        """Returns the layers and functions of this process's stages and the losses, by name."""
+        """Returns the layers and functions of this process's stages, and the losses, by name.
+
+        The name of a layer is its number in the list, that of a loss is ``loss.<number>``.
+        """
         named: dict[str, object] = {str(n): f for n, f in self.owned_stages.functions.items()}
         functions = enumerate(losses.functions_in(self._loss_fn))
         return {**named, **{f"loss.{number}": function for number, function in functions}}
 
     def loss_parameters(self) -> list[Tensor]:
-        """Returns the parameters of :meth:`loss_layers`."""
+        """Returns the parameters of the loss functions that are layers."""
         return [parameter for layer in self.loss_layers() for parameter in layer.parameters()]
 
     def trained_parameters(self) -> list[Tensor]:
@@ -412,7 +421,7 @@ class PipelineLayer(FleetFace):
         return self.counted_partition().table(self.placement.rank_of)
 
     def counted_partition(self) -> Partition:
-        """Returns the cut with the number of trainable parameters of each layer."""
+        """Returns ``partition`` with the number of trainable parameters of each layer."""
         return Partition(
             self.partition.boundaries, self.partition.method, tuple(self._layer_infos())
         )
@@ -437,10 +446,10 @@ class PipelineLayer(FleetFace):
         return self._job.whole_model() if self.state.spreads_experts else self._job.group()
 
 
-def _plan_of(plan: Any) -> LayerPlan | None:
-    """Returns a plan or None as it is; reads the file of any other value."""
+def _load_plan(plan: Any) -> LayerPlan | None:
+    """Returns the argument ``plan`` of a model: a plan or None as it is, and a path's plan."""
     if plan is None or hasattr(plan, "require_layers"):
-        of_layers: LayerPlan | None = plan
+        layer_plan: LayerPlan | None = plan
     else:
-        of_layers = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
-    return of_layers
+        layer_plan = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
+    return layer_plan

@@ -1,8 +1,9 @@
 """The parameters and buffers of the whole model under their fully qualified names, on any ranks.
 
-A name is the path in the whole list by global layer index, such as ``3.weight``. A weight of a
-shared layer has one name, ``shared_layers.<key>.weight``, on all ranks with copies. A state dict
-has the same names for any number of ranks. Start with :class:`ModelState`.
+A fully qualified name begins with the number of the layer in the whole list, as ``3.weight``. A
+weight of a shared layer has one name, ``shared_layers.<key>.weight``, on all ranks with copies. So
+a state dict has the same names for any number of ranks. A slot describes a parameter or buffer.
+Start with :class:`ModelState`.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.partition import Partition
 
-#: The distance of the positions of two layers: larger than the number of a layer's parameters.
-_POSITIONS_OF_A_LAYER = 2**32
-#: The dict that holds a buffer, and the buffer's name in the dict.
-Place = tuple[dict[str, Tensor], str]
+#: The distance of the positions of two layers; no layer has as many parameters.
+_POSITIONS_PER_LAYER = 2**32
+#: Where a layer has a buffer: the dict that holds it, and its name there.
+BufferSlot = tuple[dict[str, Tensor], str]
 
 
 class ModelWithParts(paddle.nn.Layer):
-    """A model that may hold a weight in parts, as of a vocabulary head, and loads whole weights."""
+    """A model that may hold only parts of weights, as of a vocabulary head, and loads wholes."""
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
-        """Loads a state like ``nn.Layer.set_state_dict``; wholes in it are cut into parts."""
+        """Loads a state like ``nn.Layer``; cuts whole weights in it into this rank's parts."""
         state = parted(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
         return super().set_state_dict(state, use_structured_name)
 
@@ -55,12 +56,12 @@ class ModelWithParts(paddle.nn.Layer):
 
 
 class Slot(NamedTuple):
-    """One parameter or buffer of the whole model.
+    """The description of one parameter or buffer of the whole model.
 
     Attributes:
         name: The fully qualified name.
-        shape: The shape, whole along mp.
-        part: Which part of a whole parameter it is; None if it is whole.
+        shape: The shape of the full tensor, from all shards along mp.
+        part: Which part of a whole weight it is, as of a vocabulary head; None if it is whole.
     """
 
     name: str
@@ -69,42 +70,42 @@ class Slot(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Slot:
-        """Describes a tensor."""
+        """Describes a parameter or buffer of this rank with a fully qualified name."""
         return cls(name, tensor_parallel.whole_shape(tensor), attached_part(tensor))
 
     @property
     def whole(self) -> Slot:
-        """The slot of the whole of which this slot is a part; this slot if it is whole."""
+        """The description of the whole weight of which this is a part; itself if it is whole."""
         if self.part is None:
             return self
         return Slot(self.part.whole_name(self.name), self.part.cut.whole(self.shape))
 
     def value_in(self, state: Mapping[str, Any]) -> Any:
-        """Returns the value of this slot from a state of whole tensors by name."""
+        """Returns the value of this parameter or buffer from a state of whole weights by name."""
         whole = state[self.whole.name]
         return whole if self.part is None else self.part.cut.taken_from(whole)
 
 
-def wholes_of(slots: Iterable[Slot]) -> list[Slot]:
-    """Returns slots in which one slot of the whole replaces the slots of its parts."""
+def join_parts(slots: Iterable[Slot]) -> list[Slot]:
+    """Returns slots with one slot of a whole weight in the place of the slots of its parts."""
     return list(dict.fromkeys(slot.whole for slot in slots))
 
 
-def fitting(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Slot]:
-    """Returns the slots that match a source in number: as they are, or with wholes for parts.
+def choose_slots(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Slot]:
+    """Returns the slots of a source, which may have whole weights where the pipeline has parts.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
         source: As for :func:`to_pipeline_names`.
     """
-    state, wholes = _state_of(source), wholes_of(slots)
+    state, wholes = _state_of(source), join_parts(slots)
     if len(state) > len(wholes) and len(state) != len(slots):
         state = _each_tensor_once(state)
     return wholes if len(state) == len(wholes) else list(slots)
 
 
-def slots_of(layer: Layer, index: int) -> list[Slot]:
-    """Returns the parameters and buffers of layer ``index`` under their fully qualified names."""
+def slots_in_layer(layer: Layer, index: int) -> list[Slot]:
+    """Returns the slots of a layer's parameters and buffers; ``index`` is the layer's number."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
     state = layer_kinds.whole_state(layer)
@@ -130,9 +131,9 @@ def names_in(
     """
     state = dict(model)
     if state.keys() == plain_names.keys():
-        _match(slots, _rename(state, plain_names))
+        _pair_with_slots(slots, _rename(state, plain_names))
         return dict(plain_names)
-    pairs = _match(slots, state)
+    pairs = _pair_with_slots(slots, state)
     names = {name: slot.name for slot, (name, _) in zip(slots, pairs)}
     by_tensor = {id(tensor): names[name] for name, tensor in pairs}
     return {name: names.get(name, by_tensor[id(tensor)]) for name, tensor in state.items()}
@@ -155,20 +156,28 @@ def to_pipeline_names(
     state = _state_of(source)
     if state.keys() == plain_names.keys():
         state = _rename(state, plain_names)
-    pairs = _match(slots, state)
+    pairs = _pair_with_slots(slots, state)
     return {slot.name: tensor for slot, (_, tensor) in zip(slots, pairs)}
 
 
 def _state_of(source: Layer | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state dict of a layer, or a copy of a given state dict."""
     return dict(source.state_dict() if isinstance(source, paddle.nn.Layer) else source)
 
 
 def _rename(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a state under other names; ``names`` has the new name for each old one."""
     return {names[name]: tensor for name, tensor in state.items()}
 
 
-def _match(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the name and the tensor of a state for each slot: by name, or else by order."""
+def _pair_with_slots(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns for each slot the name and the tensor of a state that belong to it.
+
+    They are matched by name if the names are equal, else by order.
+
+    Raises:
+        CheckpointError: The state has another number of tensors, or other shapes.
+    """
     if len(state) > len(slots):
         state = _each_tensor_once(state)
     if {slot.name for slot in slots} == set(state):
@@ -195,7 +204,7 @@ def _match(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, A
 
 
 def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state in which each tensor has only the first of its names."""
+    """Returns a state in which each tensor appears once, under the first of its names."""
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
 
@@ -253,13 +262,13 @@ class ModelState:
         return {name: t for name, t in self._named_tensors() if self._is_late(name, t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the fully qualified name and the tensor of each entry of the state dict."""
+        """Yields the tensors of this process's state dict with their fully qualified names."""
         # Layer's own method: a subclass of the model may override state_dict, with other keys.
         state = paddle.nn.Layer.state_dict(self._model)
         return ((self._qualified_name(name), tensor) for name, tensor in state.items())
 
     def _is_late(self, name: str, tensor: Tensor) -> bool:
-        """Whether a forward has registered a buffer."""
+        """Whether the tensor with a name is a buffer that a forward has registered."""
         return name not in self._built and not is_parameter(tensor)
 
     def own_parameters(self) -> dict[str, Tensor]:
@@ -269,8 +278,8 @@ class ModelState:
 
     def hidden_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers of this process's layers that no state dict had at the beginning."""
-        places = hidden_buffers(self._functions)
-        hidden = {name: holder[key] for name, (holder, key) in places.items()}
+        slots = hidden_buffers(self._functions)
+        hidden = {name: holder[key] for name, (holder, key) in slots.items()}
         return {**hidden, **self.late_buffers()}
 
     def checkpoint_part(self) -> ModelParts:
@@ -303,11 +312,11 @@ class ModelState:
         return any(len(users) > 1 for users in stages.values())
 
     def has_several_calls(self, name: str) -> bool:
-        """Whether several ranks may call the layer that has a parameter or buffer."""
+        """Whether several ranks may call the layer that has the parameter or buffer ``name``."""
         return is_shared(name) or is_spread(self.local_tensors()[name])
 
     def stage_of(self, name: str) -> int | None:
-        """Returns the stage of a parameter or buffer; None if entries share it."""
+        """Returns the stage of a parameter or buffer; None for a weight of a shared layer."""
         if is_shared(name):
             return None
         return self._partition.stage_of(int(name.partition(".")[0]))
@@ -320,16 +329,17 @@ class ModelState:
         return [slot for slot in self._all_slots() if slot.name not in late]
 
     def _all_slots(self) -> list[Slot]:
+        """Returns :meth:`slots`, with buffers that forwards of this process have registered."""
         layers = range(len(self._entries))
         by_name = {slot.name: slot for index in layers for slot in self._slots_of(index)}
         return list(by_name.values())
 
     def whole_slots(self) -> list[Slot]:
-        """Returns :meth:`slots`, in which one slot of the whole replaces the slots of its parts."""
-        return wholes_of(self.slots())
+        """Returns :meth:`slots`, with one slot of the whole weight in the place of its parts'."""
+        return join_parts(self.slots())
 
     def positions(self) -> dict[str, int]:
-        """Returns numbers that sort this process's tensors in the order of the single-device model.
+        """Returns numbers that sort the tensors of this process as on one device, by name.
 
         Shared layers come first in a model, whatever their index in the list. Parameters that were
         added to a layer, such as adapters, are sorted by their current index.
@@ -343,16 +353,16 @@ class ModelState:
             # Experts of other ranks are counted too: they stand between the experts of this rank.
             position = whole.get(name, number)
             if is_shared(name):
-                positions.setdefault(name, _POSITIONS_OF_A_LAYER - 1)
+                positions.setdefault(name, _POSITIONS_PER_LAYER - 1)
             else:
                 # Parameters beside the list, as of a loss that is an attribute, are last.
                 first = name.partition(".")[0]
                 layer = int(first) if first.isdecimal() else len(self._entries)
-                positions[name] = (layer + 1) * _POSITIONS_OF_A_LAYER + position
+                positions[name] = (layer + 1) * _POSITIONS_PER_LAYER + position
         return positions
 
     def outlines(self) -> list[str]:
-        """Returns a text for each layer of the whole model: its class and parameters' shapes."""
+        """Describes each layer of the whole model: its class, and the shapes of its parameters."""
         return [
             " ".join(
                 [
@@ -364,14 +374,14 @@ class ModelState:
         ]
 
     def load(self, source: Layer | Mapping[str, Any]) -> None:
-        """Loads this process's part of a whole model or its state dict.
+        """Loads this process's parameters and buffers from a whole model or its state dict.
 
         Raises:
             CheckpointError: The source does not fit. No tensor has changed then.
         """
-        slots, local_tensors = fitting(self.slots(), source), self.local_tensors()
+        slots, local_tensors = choose_slots(self.slots(), source), self.local_tensors()
         state = to_pipeline_names(slots, source, self.plain_names)
-        _assign(local_tensors, parted(state, local_tensors, mp_shard))
+        _check_and_assign(local_tensors, parted(state, local_tensors, mp_shard))
 
     def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole and joined, shared ones first.
@@ -387,7 +397,8 @@ class ModelState:
             for name, tensor in part.items():
                 merged.setdefault(name, tensor)
         slots = sorted(self.slots(), key=lambda slot: not is_shared(slot.name))
-        if gone := [slot.name for slot in slots if slot.name not in merged]:
+        gone = [slot.name for slot in slots if slot.name not in merged]
+        if gone:
             raise CheckpointError(
                 "the model lacks parameters or buffers that it had when it was built",
                 got=f"no {listed(gone)}",
@@ -410,13 +421,13 @@ class ModelState:
             CheckpointError: The model does not fit. No tensor has changed then.
         """
         target = self._state_in(model)
-        slots = fitting(self.slots(), target)
+        slots = choose_slots(self.slots(), target)
         names, state = names_in(slots, target, self.plain_names), self.gather()
         values = {slot.name: slot.value_in(state) for slot in slots}
         for name, tensor in target.items():
             if not has_memory(tensor):
                 set_data(tensor, values[names[name]])
-        _assign(target, {name: values[names[name]] for name in target})
+        _check_and_assign(target, {name: values[names[name]] for name in target})
 
     def names_in(self, model: Layer) -> dict[str, str]:
         """Returns the fully qualified name of each parameter and buffer of a single-device model.
@@ -432,14 +443,14 @@ class ModelState:
         return state
 
     def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Returns :attr:`plain_names` from the path of each entry in the plain model."""
+        """Returns :attr:`plain_names`; ``prefixes`` has each layer's path in the plain model."""
         if len(prefixes) != len(self._entries):
             return {}
         names: dict[str, str] = {}
         for index, prefix in prefixes.items():
             slots, shared = self._slots_of(int(index)), self._shared.get(int(index))
             if shared is None:
-                paths = {s.name.partition(".")[2]: s.name for s in wholes_of(slots)}
+                paths = {s.name.partition(".")[2]: s.name for s in join_parts(slots)}
             else:
                 paths = {**shared.names}
             names.update({f"{prefix}.{path}".lstrip("."): name for path, name in paths.items()})
@@ -450,16 +461,20 @@ class ModelState:
         return self._names.get(name, name)
 
     def _slots_of(self, index: int) -> list[Slot]:
-        """Returns the parameters and buffers of entry ``index``."""
+        """Returns the slots of layer ``index`` of the list."""
         shared = self._shared.get(index)
         if shared is None:
-            return slots_of(self._blueprints[index], index)
+            return slots_in_layer(self._blueprints[index], index)
         shapes = paddle.nn.Layer.state_dict(self._blueprints[shared.indices[0]])
         return [Slot.of(name, shapes[path]) for path, name in shared.names.items()]
 
 
-def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Sets each tensor to the value with its name, after a check of all dtypes."""
+def _check_and_assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Sets each tensor to the value with its name.
+
+    Raises:
+        CheckpointError: A dtype differs; no tensor has changed then.
+    """
     for name, tensor in tensors.items():
         value = values[name]
         dtype = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
@@ -474,30 +489,29 @@ def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         tensor.set_value(values[name])
 
 
-def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, Place]:
-    """Returns the places of the buffers that no state dict has, by name.
+def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, BufferSlot]:
+    """Returns where layers have buffers that no state dict has, by fully qualified name.
 
-    These are buffers with ``persistable=False``, and tensors set as attributes. A name is the
-    number of a layer in the whole list and the buffer's path in the layer, such as ``3.mask``. If
-    several entries share a layer, its buffers appear under each of the entries.
+    These are buffers with ``persistable=False``, and tensors set as attributes. The buffers of a
+    layer that stands at several positions in the list have a name for each position.
 
     Args:
         functions: Layers and functions by their number in the whole list.
     """
     return {
-        f"{index}.{path}": place
+        f"{index}.{path}": slot
         for index, function in functions.items()
         for layer in (function, *called_through(function))
         if isinstance(layer, paddle.nn.Layer)
-        for path, place in _hidden_in(layer)
+        for path, slot in _find_hidden_buffers(layer)
     }
 
 
-def _hidden_in(layer: Layer) -> Iterator[tuple[str, Place]]:
-    """Yields the path and the place of each buffer of a layer that its state dict does not have."""
+def _find_hidden_buffers(layer: Layer) -> Iterator[tuple[str, BufferSlot]]:
+    """Yields the path of each buffer that a layer's state dict does not have, and where it is."""
     keys = paddle.nn.Layer.state_dict(layer).keys()
-    for prefix, part in layer.named_sublayers(include_self=True):
-        for holder, name in state_slots(part):
+    for prefix, sublayer in layer.named_sublayers(include_self=True):
+        for holder, name in state_slots(sublayer):
             path = f"{prefix}.{name}" if prefix else name
             if path not in keys:
                 yield path, (holder, name)

@@ -1,4 +1,4 @@
-"""The whole list of layers as one Layer in one process: the reference of a pipeline.
+"""The whole list of layers as one Layer in one process: the reference model of a pipeline.
 
 Its layers are copies, which train as the originals do.
 """
@@ -15,28 +15,28 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys, tensor_parallel
 from fleetpipe.dygraph.batch.losses import find_loss_with_extra_values
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
-from fleetpipe.dygraph.state.names import ModelWithParts, Place, hidden_buffers
+from fleetpipe.dygraph.state.names import BufferSlot, ModelWithParts, hidden_buffers
 from fleetpipe.dygraph.sums import Uses, find_in_layers, parameters_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import set_data
 
 _Layers = TypeVar("_Layers")
 
-#: Attributes of a parameter on a rank that a copy in one process must not have.
-_OF_RANKS = ("is_firstly_shared", "main_grad", "no_sync")
+#: Attributes of a parameter on several ranks that its copy in one process must not have.
+_ATTRIBUTES_OF_RANKS = ("is_firstly_shared", "main_grad", "no_sync")
 
 
 def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] = ()) -> _Layers:
     """Returns a deep copy of layers that trains as the layers do.
 
-    It has their hooks, modes and attributes, and the names and attributes of parameters. Paddle's
-    copy of a parameter lacks these, but a script may choose by them which parameters decay, and
-    parts of a whole are marked by attributes.
+    The copy has the hooks, modes and attributes of the layers, and the names and attributes of
+    parameters, which Paddle's copy of a parameter lacks. A script may choose by them which
+    parameters decay, and fleetpipe marks by attributes which shard a parameter is.
 
     Args:
         value: A layer, or a container of layers.
-        layers: The layers in ``value``; entries that are functions are ignored.
-        shared: Parameters whose copies have the memory of the originals.
+        layers: The layers in ``value``; functions are ignored.
+        shared: Parameters whose copies use the memory of the originals.
     """
     copies: dict[int, Any] = {}
     with paddle.utils.unique_name.guard():
@@ -48,19 +48,22 @@ def copy_layers(value: _Layers, layers: Iterable[Any], shared: Iterable[Tensor] 
             continue
         # A layer with its own __deepcopy__ may not record its sublayers' copies in ``copies``.
         for parameter, copied_parameter in zip(layer.parameters(), copies[id(layer)].parameters()):
-            for name in vars(parameter).keys() - vars(copied_parameter).keys() - {*_OF_RANKS}:
+            for name in (
+                vars(parameter).keys() - vars(copied_parameter).keys() - {*_ATTRIBUTES_OF_RANKS}
+            ):
                 setattr(copied_parameter, name, getattr(parameter, name))
             copied_parameter.name = parameter.name
     return copied
 
 
 class SingleModel(ModelWithParts):
-    """All layers of a pipeline's list in one Layer, under the same names."""
+    """All layers of a pipeline's list in one Layer, with the same names of parameters."""
 
     def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
+        """Takes all layers of the list, and the loss functions, which may take extra values."""
         super().__init__()
-        carried = find_loss_with_extra_values(loss_fns)
-        functions = carried.carrying(built.functions, loss_fns) if carried else built.functions
+        loss = find_loss_with_extra_values(loss_fns)
+        functions = loss.carrying(built.functions, loss_fns) if loss else built.functions
         self._functions = list(functions.values())
         self._uses: Uses | None = None
         built.register(self)
@@ -72,7 +75,7 @@ class SingleModel(ModelWithParts):
         """While it is open, ``change(layer, value)`` replaces the input of each of ``layers``."""
         functions = list(self._functions)
         for index in layers:
-            self._functions[index] = _after(functools.partial(change, index), functions[index])
+            self._functions[index] = _call_after(functools.partial(change, index), functions[index])
         try:
             yield
         finally:
@@ -80,12 +83,12 @@ class SingleModel(ModelWithParts):
 
     def begin_uses(self) -> Uses:
         """Gives each use of a parameter its own gradient, until :meth:`Uses.end` is called."""
-        entries = {n: parameters_of(function) for n, function in enumerate(self._functions)}
-        self._uses = Uses({0: entries}, lambda n, p: find_in_layers(self._functions[n], p), [])
+        parameters = {n: parameters_of(function) for n, function in enumerate(self._functions)}
+        self._uses = Uses({0: parameters}, lambda n, p: find_in_layers(self._functions[n], p), [])
         return self._uses
 
-    def hidden_buffers(self) -> dict[str, Place]:
-        """Returns the places of the buffers that no state dict has, by layer and path."""
+    def hidden_buffers(self) -> dict[str, BufferSlot]:
+        """Returns where layers have buffers that no state dict has, by layer number and path."""
         return hidden_buffers(dict(enumerate(self._functions)))
 
     def forward(self, value: Nest) -> Nest:
@@ -107,20 +110,21 @@ def single_model(
     Args:
         entries: The whole list of layers; built ones are copied.
         shared: The shared layers of the list.
-        loss_fns: The loss functions, which may take losses of the layers.
+        loss_fns: The loss functions, which may take extra values of the layers.
 
     Raises:
         ConfigError: A built layer holds shards, which cannot be made whole.
     """
-    described = dict(enumerate(entries))
-    ready = {i: e for i, e in described.items() if not hasattr(e, "build_layer")}
-    tensor_parallel.refuse_shards(ready)
-    described.update(copy_layers(ready, ready.values()))
+    by_number = dict(enumerate(entries))
+    built = {i: e for i, e in by_number.items() if not hasattr(e, "build_layer")}
+    tensor_parallel.refuse_shards(built)
+    by_number.update(copy_layers(built, built.values()))
     with tensor_parallel.alone():
-        return SingleModel(build([*described.values()], described, tuple(shared)), loss_fns)
+        return SingleModel(build([*by_number.values()], by_number, tuple(shared)), loss_fns)
 
 
-def _after(
+def _call_after(
     change: Callable[[Nest], Nest], function: Callable[[Nest], Nest]
 ) -> Callable[[Nest], Nest]:
+    """Returns ``function(change(value))`` as a function of ``value``."""
     return lambda value: function(change(value))
