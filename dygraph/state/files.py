@@ -1,7 +1,8 @@
-"""Fleet's checkpoint folder: one file for each layer, written by a rank that holds the layer.
+"""Writes and reads Fleet's checkpoint folders: one file for each layer.
 
-A file has whole weights. If ranks hold parts of a weight, the rank with the first part writes the
-whole, and each rank reads only its parts. Start with :class:`LayerFiles`.
+A rank that has the layer writes the file, one for each mp shard. If ranks hold parts of a weight,
+as of a vocabulary head, the rank with the first part writes the whole weight, and each rank reads
+only its parts. Start with :class:`LayerFiles`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fleetpipe.schedules import Placement
 
 
 class LayerInParts:
-    """The parts of a layer's weights that this process holds."""
+    """A layer of whose weights this process holds only parts, as of a vocabulary head."""
 
     def __init__(
         self, parts: Mapping[str, Sequence[Tensor]], group: Callable[[], Group] = SoleGroup
@@ -40,7 +41,7 @@ class LayerInParts:
 
         Args:
             parts: The parts of each whole weight, in order, by the weight's name in the file.
-            group: Returns the ranks that together hold all parts.
+            group: Returns the ranks that hold the parts.
         """
         self._group = group
         self._parts = [
@@ -51,30 +52,30 @@ class LayerInParts:
         ]
 
     def parts(self) -> dict[str, LocalTensor]:
-        """Returns one part of each whole weight; the part says which shape the whole has."""
+        """Returns one part of each whole weight, by name; it also knows the whole's shape."""
         return dict(self._parts)
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Sets the parts from whole weights, which are read one after another."""
+        """Sets the parts from whole weights by name; these are read one after another."""
         for name, local in self._parts:
-            target: Tensor = local.tensor
+            parameter: Tensor = local.tensor
             values = state[name] if local.cut is None else local.cut.taken_from(state[name])
             native = values.astype(values.dtype.newbyteorder("="), order="C")
-            target.set_value(paddle.to_tensor(native))
+            parameter.set_value(paddle.to_tensor(native))
 
     def whole(self) -> dict[str, Tensor] | None:
-        """Returns the whole weights on the first of the ranks; None on others. Collective."""
+        """Returns the whole weights by name on the first of the ranks; else None. Collective."""
         return joined_on_first(self._group(), self._parts) or None
 
 
-def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
-    """Returns the number of the entry whose file has the weights of a shared layer.
+def number_of_file(shared: SharedLayer, entries: Sequence[Any]) -> int:
+    """Returns the number in the name of the file with the weights of a shared layer.
 
-    Fleet writes a file for each entry that calls the layer itself, but none for an entry with a
-    ``forward_func``.
+    It is the number of the first entry of the list that calls the layer without a ``forward_func``,
+    as in Fleet; if there is none, that of the first entry.
     """
-    plain = [index for index in shared.indices if entries[index].forward_func is None]
-    return plain[0] if plain else shared.indices[0]
+    without_function = [index for index in shared.indices if entries[index].forward_func is None]
+    return without_function[0] if without_function else shared.indices[0]
 
 
 def layers_to_write(
@@ -82,16 +83,15 @@ def layers_to_write(
     shared: Mapping[int, SharedLayer],
     entries: Sequence[Any],
 ) -> dict[int, Layer]:
-    """Returns the layers of this process that get a file, by number.
+    """Returns the layers for which this process writes a file, by the number of the file.
 
-    If every entry of a shared layer has a ``forward_func``, the first entry gets the file. The
-    arguments are as for :func:`files_of_list`.
+    The arguments are as for :func:`files_of_list`.
     """
     layers = {}
     for index, function in functions.items():
         if isinstance(function, paddle.nn.Layer):
             layers[index] = function
-        elif index in shared and written_at(shared[index], entries) == index:
+        elif index in shared and number_of_file(shared[index], entries) == index:
             (layers[index],) = called_through(function)
     return layers
 
@@ -99,20 +99,20 @@ def layers_to_write(
 def save(
     folder: str | Path,
     layers: Mapping[LayerFile, Mapping[str, Tensor]],
-    tensor_shard: int,
+    mp_rank: int,
     writer: Writer,
 ) -> None:
-    """Writes a file for each layer, and then the manifest that names them.
+    """Writes a file for each layer, and then this rank's manifest, a list of the files.
 
     Until all ranks have finished, the previous save in the folder can still be read.
 
     Args:
         folder: The folder to write to; created if it does not exist.
         layers: The state of each layer to write.
-        tensor_shard: This rank's number among the tensor-parallel ranks.
-        writer: This rank's number in the save.
+        mp_rank: This rank's number among the tensor-parallel ranks.
+        writer: This rank's number among those that write the save.
     """
-    states = {file._replace(shard=tensor_shard).name: state for file, state in layers.items()}
+    states = {file._replace(shard=mp_rank).name: state for file, state in layers.items()}
     manifest.keep(Path(folder), writer, states)
     fleet_files.save_all(folder, states)
     manifest.write(Path(folder), writer, states)
@@ -131,16 +131,16 @@ def require_folder(folder: str | Path) -> None:
 def load(
     folder: str | Path,
     layers: Mapping[LayerFile, Layer | LayerInParts],
-    tensor_shard: int,
-    tensor_shards: int,
+    mp_rank: int,
+    mp_size: int,
 ) -> None:
-    """Reads the file of each layer; a weight in several layers gets the first layer's value.
+    """Reads the file of each layer; a weight that several layers share gets the first one's value.
 
     Args:
         folder: The folder of the files, written by fleetpipe or by Fleet.
         layers: The layers to fill.
-        tensor_shard: This rank's number among the tensor-parallel ranks.
-        tensor_shards: The number of tensor-parallel ranks.
+        mp_rank: This rank's number among the tensor-parallel ranks.
+        mp_size: The number of tensor-parallel ranks.
 
     Raises:
         CheckpointError: A file is missing, is not in Paddle's format, does not fit its layer, or
@@ -150,34 +150,44 @@ def load(
     saved = manifest.save_in(folder)
     names = sorted(saved.paths)
     states = {}
-    for place, layer in layers.items():
-        files = _files_of(place, names, folder)
-        file = files[tensor_shard * len(files) // tensor_shards]
+    for layer_file, layer in layers.items():
+        files = _files_of(layer_file, names, folder)
+        file = files[mp_rank * len(files) // mp_size]
         read = fleet_files.mapped if isinstance(layer, LayerInParts) else fleet_files.load
-        states[place] = read(saved.path(file))
-        _require_fit(place, layer, states[place], file)
+        states[layer_file] = read(saved.path(file))
+        _require_fit(layer_file, layer, states[layer_file], file)
         saved.require(file)
-    for place, layer in reversed(list(layers.items())):
-        layer.set_state_dict(states[place])
+    for layer_file, layer in reversed(list(layers.items())):
+        layer.set_state_dict(states[layer_file])
 
 
-def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
-    """Returns the names of a layer's files, by shard; the layer may be in another chunk now."""
+def _files_of(layer_file: LayerFile, names: list[str], folder: Path) -> list[str]:
+    """Returns the names of the files of a layer, one for each mp shard, in order.
+
+    Args:
+        layer_file: The name under which this process would write the layer. Its number must be
+            equal, but it may have been saved in another chunk.
+        names: The names of all files of the save.
+        folder: The folder, for messages.
+
+    Raises:
+        CheckpointError: There is no file of the layer, or the layer is in several chunks.
+    """
     by_stem: dict[str, list[str]] = {}
     for name in names:
         file = LayerFile.parse(name)
-        if file is not None and file.number == place.number:
+        if file is not None and file.number == layer_file.number:
             by_stem.setdefault(file.stem, []).append(name)
-    if place.stem in by_stem:
-        return by_stem[place.stem]
+    if layer_file.stem in by_stem:
+        return by_stem[layer_file.stem]
     if len(by_stem) == 1:
         return next(iter(by_stem.values()))
     raise CheckpointError(
-        f"layer {place.number} was not saved here"
+        f"layer {layer_file.number} was not saved here"
         if not by_stem
-        else f"layer {place.number} was saved here as part of several chunks",
+        else f"layer {layer_file.number} was saved here as part of several chunks",
         where=str(folder),
-        expected=f"{place.stem}-tensor_*-model_states.pdparams",
+        expected=f"{layer_file.stem}-tensor_*-model_states.pdparams",
         got=", ".join(sorted(by_stem)) or f"{len(names)} files, none of this layer",
         cause=None
         if by_stem
@@ -188,9 +198,16 @@ def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
 
 
 def _require_fit(
-    place: LayerFile, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
+    layer_file: LayerFile, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
 ) -> None:
-    """Refuses a saved state whose shapes or dtypes differ from the layer's."""
+    """Refuses a saved state whose shapes or dtypes differ from the layer's.
+
+    Args:
+        layer_file: The name under which this process would write the layer.
+        layer: The layer.
+        state: The saved state.
+        file: The name of the file with the state.
+    """
     if isinstance(layer, LayerInParts):
         tensors = layer.parts()
     else:
@@ -204,7 +221,7 @@ def _require_fit(
         )
         if got != expected:
             raise CheckpointError(
-                f"the saved layer {place.number} does not fit the model's",
+                f"the saved layer {layer_file.number} does not fit the model's",
                 where=f"{name!r} in {file}",
                 expected=str(expected),
                 got=str(got or f"a {type(value).__name__}")
@@ -230,12 +247,12 @@ class LayerFiles:
         Args:
             written: The layers for which this process writes a file.
             read: The layers for which this process reads a file.
-            sources: For each weight that several ranks hold, by name, the rank of the pipeline that
-                reads it.
+            sources: For each weight of which several ranks hold copies, by fully qualified name,
+                the rank of the pipeline that reads it.
             job: The job of the model; None if it was built outside of one.
         """
-        self._written = written
-        self._read = read
+        self._layers_to_write = written
+        self._layers_to_read = read
         self._sources = sources
         self._job = job
 
@@ -246,17 +263,18 @@ class LayerFiles:
             folder: The folder to write to.
             number: The number of this save into the folder, from 1; the same on every rank.
         """
-        if self._writes():
-            with self._guard("saving layers"):
+        if self._is_writer():
+            with self._guarded("saving layers"):
                 states = {
-                    place: layer.whole()
+                    file: layer.whole()
                     if isinstance(layer, LayerInParts)
                     else paddle.nn.Layer.state_dict(layer)
-                    for place, layer in self._written.items()
+                    for file, layer in self._layers_to_write.items()
                 }
             writer = self._writer(number)
-            here = {place: state for place, state in states.items() if state is not None}
-            save(folder, here, self._tensor_shard()[0], writer)
+            states_here = {file: state for file, state in states.items() if state is not None}
+            mp_rank, _ = self._mp_rank_and_size()
+            save(folder, states_here, mp_rank, writer)
 
     def load(self, folder: str | Path, copies: SharedWeights) -> None:
         """Reads the files, and then makes the copies of shared weights equal.
@@ -274,30 +292,31 @@ class LayerFiles:
         """
         # Before the collective calls: a script may catch the error, and go on without a checkpoint.
         require_folder(folder)
-        with self._guard("loading layers"):
-            load(folder, self._read, *self._tensor_shard())
+        with self._guarded("loading layers"):
+            load(folder, self._layers_to_read, *self._mp_rank_and_size())
             copies.equalize(self._sources)
 
-    def _guard(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._job is None else self._job.guarded(lambda: what)
+    def _guarded(self, operation: str) -> AbstractContextManager[None]:
+        """Returns a context whose error reaches all ranks; ``operation`` describes it there."""
+        return nullcontext() if self._job is None else self._job.guarded(lambda: operation)
 
-    def _writes(self) -> bool:
-        """Whether this process writes its layers and tensor-parallel shards."""
+    def _is_writer(self) -> bool:
+        """Whether this process is in the first replica, which writes."""
         if self._job is None:
             return int(paddle.distributed.get_rank()) == 0
         return self._job.leads("pp", "mp")
 
     def _writer(self, number: int) -> Writer:
-        """Returns this process's number in a save; every rank computes its number by itself."""
+        """Returns this process's number among the writers of save ``number``, without messages."""
         if self._job is None:
             return Writer(uuid.uuid4().hex, 0, 1)
-        tensor_shard, shards = self._tensor_shard()
+        mp_rank, mp_size = self._mp_rank_and_size()
         ranks = 1 if self._job.local else self._job.degrees.pp
         rank = self._job.coordinate.pp
         save = f"{self._job.run}/{number}"
-        return Writer(save, rank * shards + tensor_shard, ranks * shards)
+        return Writer(save, rank * mp_size + mp_rank, ranks * mp_size)
 
-    def _tensor_shard(self) -> tuple[int, int]:
+    def _mp_rank_and_size(self) -> tuple[int, int]:
         """Returns this process's number among the tensor-parallel ranks, and their count."""
         if self._job is None:
             return 0, 1
@@ -313,34 +332,38 @@ def files_of_list(
     job: Job | None,
     group: Callable[[], Group],
 ) -> LayerFiles:
-    """Returns the files of this process's layers, numbered like the list of layers.
+    """Returns the writer and reader of this process's layers; files have the layers' numbers.
 
     Args:
         entries: The whole list of layers.
         functions: The layers and functions of this process, by their numbers in the list.
         shared: The shared layers, by each of their numbers.
         partition: The cut into stages.
-        placement: The owner of each stage.
+        placement: The rank of each stage.
         job: The job of the model; None if it was built outside of one.
         group: Returns the ranks that hold the stages.
     """
 
-    def place(index: int) -> LayerFile:
+    def file_of(index: int) -> LayerFile:
         stage = partition.stage_of(index)
         stages = placement.stages_of(placement.rank_of(stage))
         return LayerFile(index, None if placement.chunks == 1 else stages.index(stage))
 
-    at = {index: written_at(layer, entries) for index, layer in shared.items()}
+    file_numbers = {index: number_of_file(layer, entries) for index, layer in shared.items()}
     to_write = layers_to_write(functions, shared, entries)
     layers: Mapping[int, Layer | LayerInParts] = to_write
     if any(attached_part(p) for layer in to_write.values() for p in layer.parameters()):
         with_whole_head = extra("vocabulary").with_whole_head
         layers = with_whole_head(to_write, shared, group)
-    written = {place(index): layer for index, layer in layers.items()}
-    read = {place(index): layer for index, layer in layers.items() if at.get(index, index) == index}
+    written = {file_of(index): layer for index, layer in layers.items()}
+    read = {
+        file_of(index): layer
+        for index, layer in layers.items()
+        if file_numbers.get(index, index) == index
+    }
     sources: dict[str, int] = {}
     for index, layer in sorted(shared.items()):
-        rank = placement.rank_of(partition.stage_of(at[index]))
+        rank = placement.rank_of(partition.stage_of(file_numbers[index]))
         for name in layer.names.values():
             sources.setdefault(name, rank)
     return LayerFiles(written, read, sources, job)

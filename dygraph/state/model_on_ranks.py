@@ -1,4 +1,4 @@
-"""The base class of a model of which each rank has a part: its state, shared weights and files."""
+"""The base class of a model whose layers are on several ranks: state, shared weights, files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = log.logger(__name__)
 
 
 class ModelOnRanks(ModelWithParts):
-    """Saves and loads a model of which this process holds a part, and keeps shared weights equal.
+    """Saves and loads a model whose layers are on several ranks, and keeps shared weights equal.
 
     Attributes:
         state: The parameters and buffers of the whole model, under their fully qualified names.
@@ -38,7 +38,7 @@ class ModelOnRanks(ModelWithParts):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The number of saves into each folder; the same on every rank.
+        #: The number of saves into each folder so far; the same on every rank.
         self._saves: Counter[str] = Counter()
 
     @abstractmethod
@@ -47,7 +47,7 @@ class ModelOnRanks(ModelWithParts):
 
     @abstractmethod
     def _layer_files(self) -> LayerFiles:
-        """Returns the files of this process's layers."""
+        """Returns the object that writes and reads the files of this process's layers."""
 
     def own_state(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by their names in the whole model.
@@ -86,7 +86,7 @@ class ModelOnRanks(ModelWithParts):
             return self.state.gather()
 
     def whole_parameters(self, measure: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
-        """Returns a value of each parameter of the whole model, by its name, on every rank.
+        """Returns a value for each parameter of the whole model, by name, on every rank.
 
         ``parameters()`` has the parameters of this process. Collective over the pipeline.
 
@@ -98,12 +98,12 @@ class ModelOnRanks(ModelWithParts):
         Returns:
             The values by name, in the same order on every rank.
         """
-        of_one = measure or (lambda parameter: list(parameter.shape))
-        here = {name: of_one(p) for name, p in self.state.own_parameters().items()}
+        value_of = measure or (lambda parameter: list(parameter.shape))
+        here = {name: value_of(p) for name, p in self.state.own_parameters().items()}
         merged: dict[str, Any] = {}
         with self._gathering("whole_parameters"):
-            for part in self.holders().all_gather(here):
-                merged = {**part, **merged}
+            for of_rank in self.holders().all_gather(here):
+                merged = {**of_rank, **merged}
         ordered = dict.fromkeys([*(slot.name for slot in self.state.slots()), *merged])
         return {name: merged[name] for name in ordered if name in merged}
 
@@ -122,7 +122,7 @@ class ModelOnRanks(ModelWithParts):
             self.state.copy_to(model)
 
     def _gathering(self, method: str) -> AbstractContextManager[None]:
-        """Returns the context of a collective call of ``method`` over the pipeline."""
+        """Returns the context of a collective call over the pipeline; ``method`` is its name."""
         words = f"gathers the state, by {method}"
         return nullcontext() if self._job is None else self._job.calling(words, replicas=False)
 
@@ -161,7 +161,7 @@ class ModelOnRanks(ModelWithParts):
         self._layer_files().load(path, self._shared_weights)
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns this process's part of the model, in the form that checkpoints save."""
+        """Returns this process's parameters and buffers, described as a checkpoint needs them."""
         return self.state.checkpoint_part()
 
     def _synchronize_shared_weights(self) -> None:
@@ -177,7 +177,7 @@ class ModelOnRanks(ModelWithParts):
 
     @property
     def shared_weights(self) -> list[SharedWeight]:
-        """The weights that this rank shares with others of its pipeline."""
+        """The weights of which this rank and others of its pipeline hold copies."""
         return self._shared_weights.weights
 
     def allreduce_shared_weight_gradients(self) -> None:
@@ -194,10 +194,10 @@ class ModelOnRanks(ModelWithParts):
             self._shared_weights.sum_gradients()
 
     def add_up_uses(self, uses: Uses) -> None:
-        """Gives each parameter with several uses the sum of their gradients on all ranks.
+        """Gives each parameter with several uses the sum of the gradients of all uses.
 
-        It replaces :meth:`allreduce_shared_weight_gradients`, and is collective like it, if the
-        gradients of each use are summed separately.
+        With sums by a tree, each use has a gradient of its own, and this method is called instead
+        of :meth:`allreduce_shared_weight_gradients`. It is collective like that.
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.

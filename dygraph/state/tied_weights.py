@@ -25,11 +25,12 @@ from fleetpipe.paddle_api.layer import option_of
 
 
 class SharedWeight(NamedTuple):
-    """A parameter or buffer of a shared layer.
+    """A parameter or buffer of a shared layer, of which ranks hold copies.
 
     Attributes:
         name: The fully qualified name.
-        holders: The ranks of the pipeline that hold a copy; the rank of the first entry is first.
+        holders: The ranks of the pipeline that hold a copy, in the order in which their layers
+            stand in the list.
     """
 
     name: str
@@ -39,7 +40,7 @@ class SharedWeight(NamedTuple):
 def holders(
     layers: Sequence[SharedLayer], rank_of_layer: Callable[[int], int]
 ) -> list[SharedWeight]:
-    """Returns each parameter and buffer of the shared layers, with the ranks that hold it.
+    """Returns each parameter and buffer of the shared layers, with the ranks that hold copies.
 
     Args:
         layers: The shared layers.
@@ -58,23 +59,30 @@ def holders(
 def refuse_sparse(
     weights: Sequence[SharedWeight], layers: Sequence[SharedLayer], blueprints: Sequence[Layer]
 ) -> None:
-    """Refuses an embedding table with sparse gradients that several ranks hold."""
-    several = {weight.name for weight in weights if len(weight.holders) > 1}
+    """Refuses an embedding table with sparse gradients of which several ranks hold copies.
+
+    Args:
+        weights: The shared weights of the model.
+        layers: The shared layers of the list.
+        blueprints: For each layer of the list, one with the same class and options.
+    """
+    on_several_ranks = {weight.name for weight in weights if len(weight.holders) > 1}
     for layer in layers:
-        for path, part in blueprints[layer.indices[0]].named_sublayers(include_self=True):
+        for path, sublayer in blueprints[layer.indices[0]].named_sublayers(include_self=True):
             name = layer.names.get(f"{path}.weight" if path else "weight")
-            is_table = isinstance(part, paddle.nn.Embedding)
-            if is_table and name in several and option_of(part, "sparse", False):
-                raise _sparse(f"layer {layer.indices[0]} of the list")
+            if name not in on_several_ranks or not isinstance(sublayer, paddle.nn.Embedding):
+                continue
+            if option_of(sublayer, "sparse", False):
+                raise _sparse_gradient_error(f"layer {layer.indices[0]} of the list")
 
 
 def sharing_group(job: Job | None, members: Sequence[int]) -> Group:
-    """Returns the ranks ``members`` of this process's pipeline as a group."""
+    """Returns ranks of this process's pipeline as a group; without a job the group of one rank."""
     return SoleGroup() if job is None else job.holders(tuple(members))
 
 
 class SharedWeights:
-    """This rank's copies of the weights that it shares with other ranks."""
+    """This rank's copies of the weights of which other ranks hold copies, too."""
 
     def __init__(
         self,
@@ -89,7 +97,7 @@ class SharedWeights:
             weights: All shared weights of the model, the same on every rank.
             tensors: This rank's parameters and buffers, by fully qualified name.
             rank: This rank in the pipeline.
-            group_of: Returns ranks of the pipeline as a group.
+            group_of: Returns the group of some ranks of the pipeline.
         """
         self._group_of = group_of
         self._tensors = tensors
@@ -104,17 +112,17 @@ class SharedWeights:
         return [tensor for tensor in tensors if _is_parameter(tensor)]
 
     def equalize(self, sources: Mapping[str, int] | None = None) -> None:
-        """Broadcasts one rank's values to all copies. Collective over the ranks that share.
+        """Broadcasts one rank's values to all copies. Collective over the ranks that hold copies.
 
         Args:
-            sources: The rank whose values are sent, by fully qualified name; by default the rank of
-                the first entry.
+            sources: The rank whose values are sent, by fully qualified name; by default the first
+                of the weight's holders.
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
         sources = {} if sources is None else sources
-        for group, weights in self._groups():
+        for group, weights in self._iterate_groups():
             group.broadcast_each(
                 [
                     (self._tensors[name], members.index(sources.get(name, members[0])))
@@ -123,34 +131,37 @@ class SharedWeights:
             )
 
     def sum_gradients(self, uses: Mapping[int, Sequence[Use]] | None = None) -> None:
-        """Replaces gradients by the sum over all copies. Collective over the ranks that share.
+        """Replaces gradients by their sum over all copies. Collective over the holders.
 
         A copy without a gradient counts as zeros; if no copy has a gradient, none gets one. The sum
-        begins with the rank of the last entry, as backward does, and has the same bits on each
-        rank.
+        begins with the last holder, as backward does, and has the same bits on each rank.
 
         Args:
-            uses: The uses of a copy, by its id, whose gradients are added in the order of the
-                entries; None if each copy has one gradient.
+            uses: The uses of each copy, by its id, whose gradients are added in the order of their
+                layers; None if each copy has one gradient.
 
         Raises:
             ConfigError: A gradient is sparse.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        for group, weights in self._groups():
+        for group, weights in self._iterate_groups():
             tensors = [self._tensors[weight.name] for weight in weights]
             parameters = [tensor for tensor in tensors if _is_parameter(tensor)]
+            # Gradients are added in the order of these numbers: those of the last rank first.
             sums = [[(-group.rank, parameter)] for parameter in parameters]
             if uses is not None:
                 sums = [[(u.number, u.total) for u in uses[id(p)]] for p in parameters]
-            mine = [_gradients_of(numbered) for numbered in sums]
-            for parameter, *of_ranks in zip(parameters, *group.all_gather(mine)):
+            gradients = [_copy_gradients(numbered) for numbered in sums]
+            for parameter, *of_ranks in zip(parameters, *group.all_gather(gradients)):
                 total = sum_in_order(itertools.chain.from_iterable(of_ranks))
                 if total is not None and not parameter.stop_gradient:
                     set_gradient(parameter, total)
 
-    def _groups(self) -> Iterator[tuple[Group, list[SharedWeight]]]:
-        """Yields each group of ranks that share weights, in the same order on all, with weights."""
+    def _iterate_groups(self) -> Iterator[tuple[Group, list[SharedWeight]]]:
+        """Yields each group of ranks with copies of the same weights, and these weights.
+
+        The order is the same on all ranks.
+        """
         ordered = sorted(self.weights, key=lambda weight: weight.holders)
         for members, weights in groupby(ordered, key=lambda weight: weight.holders):
             yield self._group_of(members), list(weights)
@@ -159,7 +170,7 @@ class SharedWeights:
 def equal_copies(
     weights: Sequence[SharedWeight], tensors: Mapping[str, Tensor], rank: int, job: Job | None
 ) -> SharedWeights:
-    """Makes the copies of shared weights equal on all ranks. Collective over the pipeline.
+    """Makes the copies of shared weights equal, and returns them. Collective over the pipeline.
 
     Args:
         weights: The shared weights of the model, from :func:`holders`.
@@ -183,22 +194,27 @@ def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
-def _gradients_of(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    """Returns copies of the gradients of numbered parameters, each with the parameter's number.
+def _copy_gradients(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Returns copies of the gradients of some tensors, each with the tensor's number.
 
-    Copies, because the originals may change in place before all are sent.
+    Copies, because the originals may change in place before all are sent. Tensors without a
+    gradient are left out.
+
+    Raises:
+        ConfigError: A gradient is sparse.
     """
     copies = []
     for number, parameter in numbered:
         gradient = gradient_of(parameter)
         if gradient is not None and gradient.is_selected_rows():
-            raise _sparse(f"parameter {parameter.name}")
+            raise _sparse_gradient_error(f"parameter {parameter.name}")
         if gradient is not None:
             copies.append((number, gradient.clone()))
     return copies
 
 
-def _sparse(where: str) -> ConfigError:
+def _sparse_gradient_error(where: str) -> ConfigError:
+    """Returns the error of a sparse gradient; ``where`` names the layer or the parameter."""
     return ConfigError(
         "the gradient of a shared weight is sparse",
         where=f"{where}, shared by several ranks",
