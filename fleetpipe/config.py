@@ -116,12 +116,14 @@ def _read_allow(name: str, value: object) -> tuple[str, ...]:
 
 
 def _read_guards(name: str, value: object) -> int:
+    """Reads the number of steps between two checks of the training; 0 for none."""
     rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
     fix = "set strategy.fleetpipe_configs = {'guards': 100}"
     return require_whole(name, value, 0, rule=rule, fix=fix)
 
 
 def _read_trace(name: str, value: object) -> str:
+    """Reads the path of the folder for the trace of a run."""
     if not isinstance(value, (str, os.PathLike)):
         raise _option_error(name, "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
     return os.fspath(value)
@@ -158,6 +160,7 @@ def _read_costs(name: str, value: object) -> Costs | None:
 
 
 def _read_timeout(name: str, value: Any) -> float:
+    """Reads the most seconds of a wait for another rank; None means those of the environment."""
     if value is None:
         return _timeout_from_environment()
     number = isinstance(value, Real) and not isinstance(value, bool)
@@ -168,6 +171,7 @@ def _read_timeout(name: str, value: Any) -> float:
 
 
 def _timeout_from_environment() -> float:
+    """Reads ``FLEETPIPE_TIMEOUT``, in seconds; ``DEFAULT_TIMEOUT`` if it is not set."""
     text = os.environ.get("FLEETPIPE_TIMEOUT", str(DEFAULT_TIMEOUT))
     try:
         seconds = float(text)

@@ -127,10 +127,10 @@ class PlanTask:
         slices = len(self.profile.slices)
         if FAMILIES[name].sliced:
             return [{"slices": slices}] if slices > 1 else []
-        return variants(name, self.micro_batches, self._hidden_latency)
+        return variants(name, self.micro_batches, self._latency_in_shares)
 
     @cached_property
-    def _hidden_latency(self) -> float:
+    def _latency_in_shares(self) -> float:
         """The longest latency of a link, in units of F and B of an even share of the layers."""
         sizes = [layer.output for layer in self.profile.layers[:-1]]
         latency = max(link.seconds(max(sizes, default=0)) for link in self.profile.links)
@@ -193,12 +193,14 @@ class PlanTask:
         )
 
         def cost(stage: int, start: int, end: int) -> float:
+            """Returns the seconds of a stage of layers ``start`` to ``end - 1``, with transfers."""
             if cap < math.inf and self._bytes_under_1f1b(parts, stage, start, end) > cap:
                 return math.inf
             busy, waiting = transfer_times(stage - 1, start)
             return stages.seconds(start, end) + busy + waiting + transfer_times(stage, end)[0]
 
         def bytes_sent(start: int) -> int:
+            """Returns the bytes that a stage beginning with layer ``start`` receives."""
             return self.profile.layers[start - 1].output if start else 0
 
         places, count = self.profile.cuts, self.profile.body
@@ -253,7 +255,12 @@ class PlanTask:
     def with_transfers(
         self, shape: Placement, stages: Sequence[StageCost]
     ) -> tuple[StageCost, ...]:
-        """Returns the costs of stages with the time for which transfers keep their ranks busy."""
+        """Returns the costs of all stages with the seconds that transfers keep their ranks busy.
+
+        Args:
+            shape: The placement of the stages.
+            stages: The costs of the stages, without transfers.
+        """
         transfer, costs = self.profile.transfer, []
         for number, stage in enumerate(stages):
             forward = backward = 0.0

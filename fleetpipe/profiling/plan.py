@@ -432,4 +432,5 @@ def _read_for_each_stage(
 
 
 def _costs_of_stages(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
+    """Returns the costs of a plan's actions, with the bytes that its stages hold."""
     return costs_of(stages, comm, bytes=tuple(stage.held for stage in stages))

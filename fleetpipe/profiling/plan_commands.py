@@ -178,6 +178,7 @@ def configure_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that both commands have: the profile, and the training to plan."""
     parser.add_argument(
         "file",
         type=Path,

@@ -384,6 +384,7 @@ def _read_layers(entry: JsonValue) -> list[LayerCost]:
 
 
 def _read_layer(entry: JsonValue) -> LayerCost:
+    """Reads the JSON object of one layer, whose keys are the fields of ``LayerCost``."""
     readers: Any = {
         "name": JsonValue.text,
         "heads": JsonValue.counts,

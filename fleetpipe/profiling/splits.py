@@ -88,19 +88,19 @@ def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegree
         degrees: The wanted degrees.
     """
     ep, sep, cp = degrees
-    parts = degrees.sequences
     routed, queries, keys = (
-        size * measured.sequences / parts for size in (layer.routed, layer.queries, layer.keys)
+        size * measured.sequences / degrees.sequences
+        for size in (layer.routed, layer.queries, layer.keys)
     )
     # Forward sends counts of tokens, the tokens, and the experts' outputs; backward two gradients.
-    experts = 5 * len(layer.loads) * (ep > 1)
-    heads = 4 * len(layer.heads) * (sep > 1)
+    for_experts = 5 * len(layer.loads) * (ep > 1)
+    for_heads = 4 * len(layer.heads) * (sep > 1)
     # Two chunks from each rank, and in backward gradients too. A causal ring leaves some out.
-    chunks = 6 * len(layer.heads) * (cp - 1)
+    for_chunks = 6 * len(layer.heads) * (cp - 1)
     return _Exchanged(
-        experts + heads + chunks,
-        experts * (ep - 1) + heads * (sep - 1) + chunks * (cp - 1),
-        4 * routed * (ep - 1) / ep
+        calls=for_experts + for_heads + for_chunks,
+        messages=for_experts * (ep - 1) + for_heads * (sep - 1) + for_chunks * (cp - 1),
+        nbytes=4 * routed * (ep - 1) / ep
         + 2 * (2 * queries + keys) * (sep - 1) / sep
         + 2.5 * keys * (cp - 1),
     )
@@ -137,14 +137,15 @@ def costs_at(
         measured: The degrees at which they were measured.
         degrees: The wanted degrees.
         transfer: The time that a message keeps a rank busy.
-        within: The link of exchanges whose time the costs include.
+        within: The link of exchanges whose time the measured costs include.
 
     Raises:
         ConfigError: Some layer cannot have these degrees, or its costs say nothing about them.
     """
     _require_possible(layers, measured, degrees)
-    away = Link(-within.latency, -within.per_byte)
-    return [_cost_at(one.with_exchanges(away), measured, degrees, transfer) for one in layers]
+    subtracted = Link(-within.latency, -within.per_byte)
+    bare = [layer.with_exchanges(subtracted) for layer in layers]
+    return [_cost_at(layer, measured, degrees, transfer) for layer in bare]
 
 
 def _cost_at(

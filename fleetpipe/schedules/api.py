@@ -29,7 +29,7 @@ class Schedule(ScheduleRows):
 
     @classmethod
     def of(cls, rows: ScheduleRows) -> Schedule:
-        """Returns the schedule of these rows."""
+        """Returns the schedule that has the fields of some plain rows."""
         return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)})
 
     @classmethod
@@ -108,7 +108,7 @@ class Plan(PlanRows):
 
     @classmethod
     def of(cls, rows: PlanRows) -> Plan:
-        """Returns the plan of these rows."""
+        """Returns the plan that has the fields of some plain rows."""
         return cls(**{field.name: getattr(rows, field.name) for field in fields(rows)})
 
     @classmethod

@@ -50,7 +50,7 @@ def verify(
     memory_cap: float | None = None,
     costs: Costs | None = None,
 ) -> None:
-    """Checks a schedule; see ``Schedule.verify``."""
+    """Raises the error of a schedule that cannot run; see ``Schedule.verify``."""
     replay(schedule, edges, Costs())
     if memory_cap is not None:
         _check_memory(schedule, memory_cap, costs or Costs())
@@ -247,6 +247,7 @@ class _RowChecker:
                 )
 
     def _fail(self, summary: str, expected: str) -> NoReturn:
+        """Raises the error of the operation at the present position of the row."""
         raise ScheduleError(
             summary,
             where=_describe_position(self.plan, self.rank, self.position),

@@ -123,7 +123,7 @@ class Costs:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Costs:
         """Reads a file in the form of :meth:`from_json`, and raises the same errors."""
-        return read(path, _SOURCE, cls._of)
+        return read(path, _SOURCE, cls._from_json_value)
 
     @classmethod
     def _from_json_value(cls, content: JsonValue) -> Costs:
@@ -141,7 +141,7 @@ class Costs:
         return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
-        """Raises ConfigError if costs are given for each of another number of stages."""
+        """Raises ConfigError for costs that are tuples of another length than this many stages."""
         for costs in (self, *(self.each_slice or ())):
             for name in _PER_STAGE:
                 value = getattr(costs, name)
@@ -212,7 +212,11 @@ class Costs:
         return _figure_of_stage(self.comm, stage)
 
     def of_fused(self, unit: Fused) -> float:
-        """Returns the time of a fused unit, in which exchanges may be hidden."""
+        """Returns the time of a fused unit: the sum of its actions' times.
+
+        Of a pair of F and B it is :attr:`overlapped`, if that is given; else, on two stages, the
+        sum without the waits for exchanges, which the other action hides.
+        """
         times = [self.of(action.kind, action.stage) for action in unit.actions]
         if sorted(action.kind for action in unit.actions) != ["B", "F"]:
             return sum(times)

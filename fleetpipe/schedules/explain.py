@@ -72,6 +72,7 @@ def _require_valid(schedule: ScheduleRows, action: Action, rank: int, position: 
 def _repeated_error(
     schedule: ScheduleRows, action: Action, first: tuple[int, int], second: tuple[int, int]
 ) -> FleetPipeError:
+    """Returns the error of an action that stands at two positions (rank, position in the row)."""
     return ScheduleError(
         f"{action} stands twice",
         where=describe_position(schedule, *second),

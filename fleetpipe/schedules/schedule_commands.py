@@ -88,6 +88,7 @@ def configure_schedule(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``fleetpipe schedule`` that are costs of actions."""
     costs = parser.add_argument_group(
         "costs", "of one action of one chunk; F = I = W = 1, B = I + W and no latency by default"
     )
@@ -122,6 +123,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``fleetpipe schedule`` that say what is printed, drawn and written."""
     parser.add_argument(
         "--format",
         choices=("text", "json", "actions"),

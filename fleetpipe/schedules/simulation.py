@@ -362,7 +362,7 @@ class Timeline:
 def simulate(
     schedule: ScheduleRows, costs: Costs | None = None, edges: Iterable[Edge] | None = None
 ) -> Timeline:
-    """Simulates a schedule; see ``Schedule.simulate``."""
+    """Returns the timeline of a schedule; see ``Schedule.simulate``."""
     placement = schedule.placement
     costs = (costs or Costs()).without_loss(placement)
     costs.check_stages(placement.stages)
@@ -392,7 +392,7 @@ def _peak(schedule: ScheduleRows, rank: int, costs: Costs, *, in_bytes: bool = F
 
 
 def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRows:
-    """Lowers a schedule; see ``Schedule.lower``.
+    """Returns the plan of a schedule; see ``Schedule.lower``.
 
     All entries of all ranks are put into one linear order, that of their simulated ends, and every
     transfer is written into both its ranks' rows at one place of that order. So all rows follow one

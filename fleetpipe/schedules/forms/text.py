@@ -258,6 +258,7 @@ def _read_number(key: str, value: str) -> int:
 
 
 def _header_error(summary: str, expected: str, got: str) -> ScheduleError:
+    """Returns the error of a header that cannot be read."""
     return ScheduleError(
         summary,
         where=_HEADER,
