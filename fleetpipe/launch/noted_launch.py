@@ -31,16 +31,16 @@ def launch() -> None:
     end_with_command(functools.partial(end_sessions, home))
     try:
         launcher.launch(
-            started=functools.partial(attempt_files.note_start, home),
-            ended=functools.partial(attempt_files.note_end, home),
+            on_start=functools.partial(attempt_files.note_start, home),
+            on_end=functools.partial(attempt_files.note_end, home),
             exit_code=functools.partial(_exit_code, home),
             # Whether a rank has recorded the error that it raised, which is shown already.
-            explained=lambda: any(
+            is_explained=lambda: any(
                 report.failure.what == "raised" for report in attempt_files.failures(home)
             ),
-            share=require_sockets,
+            allow_sharing=require_sockets,
             popen=forked_ranks.popen,
-            hold=extra("healing.replacing").holder(home) if attempt_files.heals() else None,
+            adopt=extra("healing.replacing").holder(home) if attempt_files.heals() else None,
         )
     except UsageError as error:
         sys.stderr.write(f"fleetpipe: {error}\n")

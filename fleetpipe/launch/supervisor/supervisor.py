@@ -41,11 +41,11 @@ from fleetpipe.launch.supervisor.attempts import (
     End,
     KeptRanks,
     Verdict,
-    after,
+    decide_next,
+    decide_with_all,
+    decide_with_as_many,
+    decide_with_fewer,
     judge,
-    with_all,
-    with_as_many,
-    with_fewer,
     with_interrupt,
 )
 from fleetpipe.launch.supervisor.pods import Order, Pods
@@ -144,8 +144,8 @@ class Local:
         culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
         news = f"attempt {attempt.number}, since {culprit}" if culprit else ""
         self._board.begin(self._home, attempt.restarts, news)
-        environment = {**self._environment(attempt.number), **attempt.width.environment()}
-        self._pods.start(Order(self._arguments(len(attempt.width.places)), environment))
+        environment = {**self._environment(attempt.number), **attempt.positions.environment()}
+        self._pods.start(Order(self._arguments(len(attempt.positions.used)), environment))
 
     def end(self) -> Verdict:
         """Judges an attempt that has ended, and kills processes that it has left."""
@@ -279,16 +279,16 @@ class Supervisor:
         #: When ranks that were asked to stop are killed; infinite for never.
         self._deadline: float | None = None
         #: When fewer ranks are asked to end, so that all start again; infinite once they were.
-        self._wider_at: float | None = None
+        self._all_ranks_at: float | None = None
 
     def run(self) -> int:
         """Runs one attempt after another, and returns the exit code of the job."""
         attempt = Attempt()
         while True:
             self._deadline = None
-            self._wider_at = None
-            if attempt.width.places:
-                self._wider_at = time.monotonic() + attempt.width.seconds
+            self._all_ranks_at = None
+            if attempt.positions.used:
+                self._all_ranks_at = time.monotonic() + attempt.positions.seconds
             self._local.start(attempt)
             verdict = self._verdict()
             for number in self._signals.take():
@@ -296,7 +296,7 @@ class Supervisor:
             verdict = with_interrupt(verdict, self._stopped_by)
             self._local.record(attempt.number, verdict)
             then = self._after(attempt, verdict)
-            for text in then.said:
+            for text in then.lines:
                 say(text)
             if isinstance(then, End):
                 return then.code
@@ -304,17 +304,17 @@ class Supervisor:
 
     def _after(self, attempt: Attempt, verdict: Verdict) -> End | Again:
         """Decides what follows an attempt."""
-        then = after(attempt, verdict, self._options.max_restart, self._stopped_by)
+        then = decide_next(attempt, verdict, self._options.max_restart, self._stopped_by)
         if self._options.least is None or self._stopped_by is not None:
             return then
-        if self._wider_at == math.inf and verdict.saved is not None:
-            return with_all(attempt, verdict.saved)
+        if self._all_ranks_at == math.inf and verdict.saved is not None:
+            return decide_with_all(attempt, verdict.saved)
         if verdict.code == 0 or verdict.saved is not None:
             return then
-        if self._wider_at == math.inf:
-            return with_as_many(attempt, then)
+        if self._all_ranks_at == math.inf:
+            return decide_with_as_many(attempt, then)
         options = self._options
-        return with_fewer(
+        return decide_with_fewer(
             attempt, verdict, then, self._newest_kept, options.least, options.wider_after
         )
 
@@ -330,8 +330,8 @@ class Supervisor:
             left = None
             if self._deadline is not None:
                 left = min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
-            elif self._wider_at is not None:
-                left = min(_LONGEST_WAIT, max(0.0, self._wider_at - time.monotonic()))
+            elif self._all_ranks_at is not None:
+                left = min(_LONGEST_WAIT, max(0.0, self._all_ranks_at - time.monotonic()))
             ready, _, _ = select.select(waited, [], [], left)
             for number in self._signals.take() if self._signals in ready else ():
                 self._stop(number)
@@ -342,13 +342,13 @@ class Supervisor:
                 self._local.kill()
             elif self._deadline is not None and not ready:
                 self._local.stop_late(self._signal)
-            elif self._wider_at is not None and time.monotonic() >= self._wider_at:
+            elif self._all_ranks_at is not None and time.monotonic() >= self._all_ranks_at:
                 if self._local.has_done_a_step():
-                    self._wider_at = math.inf
+                    self._all_ranks_at = math.inf
                     # Without a limit, since they train meanwhile.
                     self._ask(signal.SIGTERM, grace=math.inf)
                 else:
-                    self._wider_at = time.monotonic() + _LOOK_SECONDS
+                    self._all_ranks_at = time.monotonic() + _LOOK_SECONDS
 
     def _stop(self, number: int) -> None:
         """Asks the ranks to save and end; Ctrl-C after another signal ends them at once.

@@ -20,12 +20,12 @@ from fleetpipe.launch.supervisor.attempts import (
     Attempt,
     End,
     KeptRanks,
+    RankPositions,
     Verdict,
-    Width,
-    after,
+    decide_next,
+    decide_with_all,
+    decide_with_fewer,
     judge,
-    with_all,
-    with_fewer,
     with_interrupt,
 )
 
@@ -57,8 +57,8 @@ def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[st
     """Returns with which code a job ends, after how many attempts, and what is said."""
     attempt, said = Attempt(), []
     for verdict in verdicts:
-        then = after(attempt, verdict, max_restart)
-        said += then.said
+        then = decide_next(attempt, verdict, max_restart)
+        said += then.lines
         if isinstance(then, End):
             return then.code, attempt.number, said
         attempt = then.attempt
@@ -114,7 +114,9 @@ def unsaved(name: str) -> tuple[str, ...]:
 def test_a_job_that_is_asked_to_stop_is_not_started_again(
     verdict: Verdict, stopped_by: int, code: int, said: tuple[str, ...]
 ) -> None:
-    assert after(Attempt(), with_interrupt(verdict, stopped_by), 3, stopped_by) == End(code, said)
+    assert decide_next(Attempt(), with_interrupt(verdict, stopped_by), 3, stopped_by) == End(
+        code, said
+    )
 
 
 def test_what_ctrl_c_ended_was_interrupted() -> None:
@@ -169,7 +171,7 @@ CARDS = "CUDA_VISIBLE_DEVICES"
 
 
 def died(rank: int, step: int | None) -> Verdict:
-    return Verdict(137, step=step, culprit=f"rank {rank} died", place=rank)
+    return Verdict(137, step=step, culprit=f"rank {rank} died", suspect=rank)
 
 
 #: All ranks refuse their number, as the layers do not divide by it.
@@ -191,7 +193,9 @@ def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> End | Aga
     for verdict in verdicts:
         assert isinstance(then, Again)
         attempt = then.attempt
-        then = with_fewer(attempt, verdict, after(attempt, verdict, restarts), kept, least, 10.0)
+        then = decide_with_fewer(
+            attempt, verdict, decide_next(attempt, verdict, restarts), kept, least, 10.0
+        )
     return then
 
 
@@ -215,8 +219,8 @@ def test_a_place_is_given_up_when_its_rank_fails_twice_without_a_step_between(
 ) -> None:
     then = followed(*verdicts)
     assert isinstance(then, Again)
-    assert then.attempt.width.places == (places or ())
-    assert ("from memory" in then.said[-1]) is (places is not None)
+    assert then.attempt.positions.used == (places or ())
+    assert ("from memory" in then.lines[-1]) is (places is not None)
 
 
 @pytest.mark.parametrize(
@@ -237,43 +241,45 @@ def test_what_fails_on_any_place_ends_the_job(
     then = followed(*verdicts)
     assert isinstance(then, End)
     assert then.code == code
-    assert any(said in line for line in then.said)
+    assert any(said in line for line in then.lines)
 
 
 def test_restarts_that_are_used_up_give_up_the_place_that_failed_last() -> None:
     then = followed(died(0, 1), died(1, 2), died(2, 3), died(3, 4))
     assert isinstance(then, Again)
-    assert then.attempt == Attempt(5, width=Width((0, 1, 2), (3,), 4, 3, 4, 10.0))
+    assert then.attempt == Attempt(5, positions=RankPositions((0, 1, 2), (3,), 4, 3, 4, 10.0))
 
 
 def test_a_place_is_tried_again_after_twice_the_time() -> None:
     then = followed(died(2, 7), died(2, 7))
     assert isinstance(then, Again)
-    assert then.said[-1].endswith("after 7 steps, from memory, with 3 ranks of 4")
-    wider = with_all(then.attempt, 20).attempt
-    assert (wider.number, wider.width.places, wider.width.lost) == (4, (), (2,))
+    assert then.lines[-1].endswith("after 7 steps, from memory, with 3 ranks of 4")
+    wider = decide_with_all(then.attempt, 20).attempt
+    assert (wider.number, wider.positions.used, wider.positions.lost) == (4, (), (2,))
     for number, seconds in ((2, 20.0), (1, 10.0)):
         verdict = died(number, 20)
-        again = with_fewer(wider, verdict, after(wider, verdict, 3), lambda: kept(3), 2, 10.0)
+        again = decide_with_fewer(
+            wider, verdict, decide_next(wider, verdict, 3), lambda: kept(3), 2, 10.0
+        )
         assert isinstance(again, Again)
         # Another rank's failure is one to start again after.
-        assert again.attempt.width.places == ((0, 1, 3) if number == 2 else ())
-        assert again.attempt.width.seconds == seconds
+        assert again.attempt.positions.used == ((0, 1, 3) if number == 2 else ())
+        assert again.attempt.positions.seconds == seconds
     for verdict in (died(2, 30), died(2, None)):
         # All ranks have kept a step since: a later failure is one like any other.
-        later = with_fewer(wider, verdict, after(wider, verdict, 3), kept, 2, 10.0)
+        later = decide_with_fewer(wider, verdict, decide_next(wider, verdict, 3), kept, 2, 10.0)
         assert isinstance(later, Again)
-        assert later.attempt.width == wider.width
-    second = Attempt(6, 1, died(2, 30), wider.width)
-    again = with_fewer(second, died(2, None), after(second, verdict, 3), kept, 2, 10.0)
+        assert later.attempt.positions == wider.positions
+    second = Attempt(6, 1, died(2, 30), wider.positions)
+    again = decide_with_fewer(second, died(2, None), decide_next(second, verdict, 3), kept, 2, 10.0)
     assert isinstance(again, Again)
-    assert again.attempt.width[:3] == ((0, 1, 3), (2, 2), 4)
+    assert again.attempt.positions[:3] == ((0, 1, 3), (2, 2), 4)
 
 
 def test_nothing_is_given_up_before_a_step_was_kept() -> None:
     attempt = Attempt(2, 1, died(1, None))
-    then = after(attempt, died(1, None), 3)
-    assert with_fewer(attempt, died(1, None), then, lambda: None, 1, 10.0) is then
+    then = decide_next(attempt, died(1, None), 3)
+    assert decide_with_fewer(attempt, died(1, None), then, lambda: None, 1, 10.0) is then
 
 
 @pytest.mark.parametrize(
@@ -281,10 +287,10 @@ def test_nothing_is_given_up_before_a_step_was_kept() -> None:
     [({CARDS: ""}, None), ({CARDS: "4,5,6,7"}, "4,7"), ({CARDS: "0"}, "0")],
 )
 def test_ranks_that_are_left_keep_their_cards(here: dict[str, str], cards: str | None) -> None:
-    environment = Width((0, 3), (1,), 4).environment(here)
+    environment = RankPositions((0, 3), (1,), 4).environment(here)
     assert environment.pop(CARDS, None) == cards
     assert environment == {WHOLE_SIZE: "4"}
-    assert Width((), (1,), 4).environment(here) == {}
+    assert RankPositions((), (1,), 4).environment(here) == {}
 
 
 @pytest.mark.parametrize(("driver", "cards"), [("/", "0,3"), ("/no driver", None)])
@@ -292,7 +298,7 @@ def test_where_no_variable_names_cards_a_host_with_a_driver_has_one_for_each_pla
     monkeypatch: pytest.MonkeyPatch, driver: str, cards: str | None
 ) -> None:
     monkeypatch.setattr(attempts, "_CARDS_DRIVER", driver)
-    assert Width((0, 3), (1,), 4).environment({}).get(CARDS) == cards
+    assert RankPositions((0, 3), (1,), 4).environment({}).get(CARDS) == cards
 
 
 class Home:
@@ -337,7 +343,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_place_that_others_know(h
     home.ended((1, -9), (0, 70))
     words = f"rank 1 died (was ended by SIGKILL): {DIED.text}"
     assert judge(home.path, 137) == Verdict(
-        137, step=7, culprit=words, place=1, died=frozenset([1])
+        137, step=7, culprit=words, suspect=1, died=frozenset([1])
     )
 
 
@@ -442,10 +448,10 @@ def test_a_place_is_at_fault_where_its_rank_alone_fails_before_the_first_step(
     home.rank(0, failure=RAISED, **({} if step is None else {"step": step}))
     home.rank(1, failure=replace(RAISED, rank=int(others)))
     home.ended((0, 1), (1, 1))
-    assert judge(home.path, 1).place == place
+    assert judge(home.path, 1).suspect == place
 
 
 def test_the_place_of_a_rank_that_hangs_is_at_fault_not_that_of_one_that_waited(home: Home) -> None:
     home.rank(0, step=7, failure=replace(RAISED, rank=0, what="timed out"))
     home.ended((0, 70), (1, -9))
-    assert judge(home.path, 1).place == 1
+    assert judge(home.path, 1).suspect == 1

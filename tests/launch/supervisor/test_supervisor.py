@@ -226,14 +226,14 @@ def test_a_signal_between_two_attempts_lets_no_other_begin() -> None:
 def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_their_time_or_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    died = Verdict(137, step=3, culprit="rank 1 died", place=1)
+    died = Verdict(137, step=3, culprit="rank 1 died", suspect=1)
     full = Verdict(1, step=4, culprit="rank 0 raised: CheckpointError", raised=True)
     verdicts = [died, full, Verdict(0, 5), Verdict(0)]
 
     class Narrowed(Ranks):
         def start(self, attempt: Attempt) -> None:
             super().start(attempt)
-            self.late = bool(attempt.width.places)
+            self.late = bool(attempt.positions.used)
             if attempt.number > 1:
                 self._ended, self._ends = os.pipe()
             if not self.late:
