@@ -1,7 +1,7 @@
 """Clips by the norm of the gradients of all ranks: ``ClipGradByGlobalNorm`` in a job.
 
-Each rank holds a part of the gradients: of its stages, of its shards of tensor-parallel layers, of
-its share of a sharded optimizer. The squared norm of each gradient goes to all ranks, which add the
+Each rank has some of the gradients: of its stages, of its shards of tensor-parallel layers, of its
+share of a sharded optimizer. The squared norm of each gradient goes to all ranks, which add the
 squares up in the order and with the arithmetic of the single-device model. So the norm and the
 factor are equal on all ranks. They have the single-device model's bits without tensor parallelism
 and replicas, and always with sums by a tree, where squares are added up over blocks. (Fleet adds up
@@ -29,25 +29,26 @@ from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import GLOBAL_NORM_CLIPS, clip_places, squared_norm
 
-_HALVES = ("float16", "bfloat16")
-#: The order of a copy of a tied weight, which another rank counts.
+_HALF_DTYPES = ("float16", "bfloat16")
+#: The order of a copy of a tied weight whose gradient another rank counts.
 COPY = -1
 
-Packed = tuple[str, Tensor]
+#: Squares as one message; see :func:`_pack_squares`.
+PackedSquares = tuple[str, Tensor]
 
 #: Parameters, each with its gradient.
 Pairs = list[tuple[Tensor, Tensor]]
 
 
 class _Square(NamedTuple):
-    """The squared norm of one gradient.
+    """The squared norm of one gradient, or of this rank's shard of it.
 
     Attributes:
         order: The parameter's number in the single-device model.
         dtype: The dtype of the value in the single-device model.
         axis: The axis along which other ranks hold the other shards; empty if there are none.
         spread: Whether the parameter is an expert's, and other ranks hold other experts.
-        value: A Tensor with one element.
+        value: The squared norm, a Tensor with one element.
     """
 
     order: int
@@ -63,7 +64,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     Attributes:
         stock: Paddle's clip that this clip replaces.
         orders: The number of each parameter in the single-device model, or :data:`COPY`, by ``id``.
-        sharded: Whether each sharding rank clips only the gradients of its own share.
+        sharded: Whether each sharding rank clips only the gradients of the parameters that it owns.
         spread: Whether some parameters of this rank are experts that others do not hold.
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
     """
@@ -76,13 +77,16 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.orders: dict[int, int] = {}
         self.sharded = self.spread = False
         self.norms: list[Tensor] = []
-        #: The norm for copies of this clip; it is None if no rank has gradients to clip.
-        self._measured: list[Tensor | None] = []
+        #: The norms that :meth:`measure` has stored for copies of this clip; None for no gradients.
+        self._norms_for_copies: list[Tensor | None] = []
         self._next_norms: list[Tensor | None] = []
 
     @property
     def clip_norm(self) -> float:
-        """The norm to clip to. It is read from the replaced clip, because a script may set it."""
+        """The largest norm, to which larger ones are clipped.
+
+        It is read from the replaced clip, because a script may set it there.
+        """
         norm: float = self.stock.clip_norm
         return norm
 
@@ -91,17 +95,20 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.stock.clip_norm = norm
 
     def begin(self) -> None:
-        """Forgets the norms of the step before."""
-        self.norms, self._measured = [], []
+        """Called before each step: forgets the norms of the step before."""
+        self.norms, self._norms_for_copies = [], []
 
     @paddle.no_grad()
     def measure(self, params_grads: Pairs) -> None:
-        """Stores the norm of some gradients for the next step of this clip's copies. Collective."""
-        self._measured = [self._norm(params_grads)]
+        """Stores the norm of some gradients, which copies of this clip use instead of their own.
+
+        Collective over all ranks with other gradients.
+        """
+        self._norms_for_copies = [self._global_norm_of(params_grads)]
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
-        """Returns the pairs with clipped gradients. Collective over all ranks with other parts.
+        """Returns the pairs with clipped gradients. Collective over all ranks with other gradients.
 
         Args:
             params_grads: Parameters of this rank and their gradients, which are changed in place.
@@ -112,7 +119,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         if self._next_norms:
             norm = self._next_norms.pop()
         else:
-            norm = self._norm(params_grads)
+            norm = self._global_norm_of(params_grads)
             if norm is not None:
                 self._global_norm(paddle.zeros_like(norm), norm * norm)
         if norm is None:
@@ -122,10 +129,10 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         if self.auto_skip_clip and not norm > most:
             return [pair for pair in params_grads if pair[1] is not None]
         factor = most / norm.maximum(most)
-        return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
+        return [(p, _multiply_gradient(p, g, factor)) for p, g in params_grads if g is not None]
 
     def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
-        """Does nothing; trainers override this method of Fleet's, as PaddleFormers to log the norm.
+        """Does nothing; trainers, such as PaddleFormers', override it as Fleet's to log the norm.
 
         Args:
             distributed: Zero. In Fleet this is the squared norm of shards' gradients.
@@ -135,15 +142,17 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
         """Returns a clip for the optimizer of a copied model, which is never sharded."""
         copied = GlobalNormClip(self)
-        copied.spread, copied._next_norms = self.spread, [*self._measured]
+        copied.spread, copied._next_norms = self.spread, [*self._norms_for_copies]
         copied.orders = {
-            id(memo[number]): order for number, order in self.orders.items() if number in memo
+            id(memo[parameter_id]): order
+            for parameter_id, order in self.orders.items()
+            if parameter_id in memo
         }
         memo[id(self)] = copied
         return copied
 
-    def _own_squares(self, params_grads: Pairs) -> Iterator[_Square]:
-        """Yields the squared norms of the gradients that this rank counts."""
+    def _squares_here(self, params_grads: Pairs) -> Iterator[_Square]:
+        """Yields the squared norms of the gradients that this rank counts in the norm of all."""
         for parameter, gradient in params_grads:
             if gradient is None or not _needs_clip(parameter):
                 continue
@@ -153,10 +162,12 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
                 axis, dtype = shard_axis(parameter), str(value.dtype).rpartition(".")[2]
                 yield _Square(order, dtype, axis, is_spread(parameter), value)
 
-    def _norm(self, params_grads: Pairs) -> Tensor | None:
+    def _global_norm_of(self, params_grads: Pairs) -> Tensor | None:
         """Returns the norm of the gradients of all ranks; None if there are none. Collective."""
-        squares = self._all_squares([*self._own_squares(params_grads)])
-        return _norm(sorted(squares, key=lambda square: square.order)) if squares else None
+        squares = self._all_squares([*self._squares_here(params_grads)])
+        return (
+            _norm_of_squares(sorted(squares, key=lambda square: square.order)) if squares else None
+        )
 
     def _all_squares(self, squares: list[_Square]) -> list[_Square]:
         """Returns the squares of all ranks, each once. Collective."""
@@ -167,12 +178,12 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         squares = [square for square in squares if not square.spread]
         for axis in SHARDS:
             if job.along(axis).ranks > 1:
-                squares = _with_shards(squares, axis, job.along(axis))
+                squares = _add_up_shards(squares, axis, job.along(axis))
         if self.sharded and job.sharding().ranks > 1:
-            squares = _gather(squares, job.sharding())
+            squares = _gather_squares(squares, job.sharding())
         if self.spread:
-            squares += _gather(of_experts, job.all_experts(self.sharded))
-        return squares if job.degrees.pp == 1 else _gather(squares, job.group())
+            squares += _gather_squares(of_experts, job.all_experts(self.sharded))
+        return squares if job.degrees.pp == 1 else _gather_squares(squares, job.group())
 
 
 def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
@@ -207,7 +218,7 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
 
 
 def norms_of(clips: Sequence[GlobalNormClip]) -> list[Tensor]:
-    """Returns the norms before clipping in the last step, one for each group of parameters."""
+    """Returns the norms before clipping in the last step, one for each parameter group."""
     return [norm for clip in clips for norm in clip.norms]
 
 
@@ -220,11 +231,12 @@ def total_norm(norms_of_groups: Sequence[Tensor]) -> float | None:
 
 
 def _needs_clip(parameter: Tensor) -> bool:
+    """Whether the script has not excluded a parameter from clipping by ``need_clip=False``."""
     return getattr(parameter, "need_clip", True) is not False
 
 
-def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies a gradient by the factor of a clip, in place, unless ``need_clip`` is False."""
+def _multiply_gradient(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
+    """Returns a gradient times the factor of a clip; in place, if the gradient is dense."""
     if not _needs_clip(parameter):
         return gradient
     factor = factor.astype(gradient.dtype)
@@ -233,15 +245,15 @@ def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient.multiply_(factor)
 
 
-def _norm(squares: Sequence[_Square]) -> Tensor:
+def _norm_of_squares(squares: Sequence[_Square]) -> Tensor:
     """Returns the root of the sum of squares, with the bits of the single-device model's clip.
 
     Paddle's own clip adds the squares of half precision, float32 and float64 in that order, in
     float32 if there is no float64.
     """
-    halves = [square.value for square in squares if square.dtype in _HALVES]
+    halves = [square.value for square in squares if square.dtype in _HALF_DTYPES]
     singles = [square.value for square in squares if square.dtype == "float32"]
-    doubles = [s.value for s in squares if s.dtype != "float32" and s.dtype not in _HALVES]
+    doubles = [s.value for s in squares if s.dtype != "float32" and s.dtype not in _HALF_DTYPES]
     dtype: DType = "float64" if doubles else "float32"
     sums = [
         paddle.stack([value.reshape([]) for value in values]).sum().astype(dtype)
@@ -251,13 +263,13 @@ def _norm(squares: Sequence[_Square]) -> Tensor:
     return paddle.sqrt(paddle.stack(sums).sum())
 
 
-def _gather(squares: Sequence[_Square], members: Group) -> list[_Square]:
+def _gather_squares(squares: Sequence[_Square], members: Group) -> list[_Square]:
     """Returns the squares of all members, one member after another. Collective."""
-    parts = members.all_gather(_pack(squares))
-    return [square for part in parts for square in _unpack(*part)]
+    messages = members.all_gather(_pack_squares(squares))
+    return [square for message in messages for square in _unpack_squares(*message)]
 
 
-def _pack(squares: Sequence[_Square]) -> Packed:
+def _pack_squares(squares: Sequence[_Square]) -> PackedSquares:
     """Returns squares as one message: text with their fields, and a float64 Tensor of values."""
     fields = " ".join(
         f"{square.order}:{square.dtype}:{square.axis}:{square.spread:d}" for square in squares
@@ -266,36 +278,44 @@ def _pack(squares: Sequence[_Square]) -> Packed:
     return fields, paddle.concat(values) if values else None
 
 
-def _unpack(fields: str, values: Tensor) -> list[_Square]:
-    parts = [one.split(":") for one in fields.split()]
+def _unpack_squares(fields: str, values: Tensor) -> list[_Square]:
+    """Returns the squares in a message of :func:`_pack_squares`."""
+    rows = [field.split(":") for field in fields.split()]
     return [
         _Square(int(order), dtype, axis, spread == "1", values[index].astype(dtype))
-        for index, (order, dtype, axis, spread) in enumerate(parts)
+        for index, (order, dtype, axis, spread) in enumerate(rows)
     ]
 
 
-def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[_Square]:
-    """Adds up the squares of all shards along an axis. Collective over the axis.
+def _add_up_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[_Square]:
+    """Returns the squares of full tensors, from those of their shards along an axis. Collective.
 
     Squares of parameters that are not cut along it are equal on the members: the first member's are
     returned.
+
+    Args:
+        squares: The squares of this rank.
+        axis: The axis.
+        members: The ranks along it.
     """
-    packed = members.all_gather(_pack(squares))
-    if any(fields != packed[0][0] for fields, _ in packed):
+    messages = members.all_gather(_pack_squares(squares))
+    fields_of_first, _ = messages[0]
+    if any(fields != fields_of_first for fields, _ in messages):
         raise ConfigError(
             "the tensor-parallel members do not clip the same gradients",
-            expected=f"as on the first: {packed[0][0]} (place:dtype:sharded)",
-            got="; ".join(fields for fields, _ in packed[1:]),
+            expected=f"as on the first: {fields_of_first} (place:dtype:sharded)",
+            got="; ".join(fields for fields, _ in messages[1:]),
             fix="freeze, use and give need_clip to the same parameters on every member",
         )
-    parts = [_unpack(*part) for part in packed]
+    by_member = [_unpack_squares(*message) for message in messages]
     add_all = partial(tree, add=add) if sums_by_tree() else paddle.add_n
-    return [
-        shards[0]._replace(value=add_all([one.value for one in shards]))
-        if shards[0].axis == axis
-        else shards[0]
-        for shards in zip(*parts)
-    ]
+    full: list[_Square] = []
+    for shards in zip(*by_member):
+        square = shards[0]
+        if square.axis == axis:
+            square = square._replace(value=add_all([shard.value for shard in shards]))
+        full.append(square)
+    return full
 
 
 class SlicedNormClip(paddle.nn.ClipGradByNorm):
@@ -317,9 +337,9 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         """
         factors: dict[int, Tensor] = {}
         for axis in SHARDS:
-            cut = [(p, g) for p, g in params_grads if g is not None and _is_cut(p, axis)]
-            if cut:
-                factors |= zip((id(p) for p, _ in cut), self._factors(cut, axis))
+            shards = [(p, g) for p, g in params_grads if g is not None and _is_cut_along(p, axis)]
+            if shards:
+                factors |= zip((id(p) for p, _ in shards), self._clip_factors(shards, axis))
         clipped: Pairs = []
         for parameter, grad in params_grads:
             if id(parameter) in factors:
@@ -329,22 +349,28 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
                 clipped += super().__call__([(parameter, grad)])
         return clipped
 
-    def _factors(self, cut: Pairs, axis: str) -> Tensor:
-        """Returns the factor of each gradient that is cut along an axis. Collective over it."""
+    def _clip_factors(self, shards: Pairs, axis: str) -> Tensor:
+        """Returns the factor of each gradient that is cut along an axis. Collective over it.
+
+        Args:
+            shards: Parameters that are cut along the axis, with their gradients.
+            axis: The axis.
+        """
         squares = paddle.stack(
-            [sum_over_blocks(_square, shard, parameter) for parameter, shard in cut]
+            [sum_over_blocks(_shard_square, shard, parameter) for parameter, shard in shards]
         )
         totals = total(squares, along(axis))
         most = paddle.full([], self.clip_norm, totals.dtype)
         return most / paddle.sqrt(totals).maximum(most)
 
 
-def _square(shard: Tensor) -> Tensor:
+def _shard_square(shard: Tensor) -> Tensor:
+    """Returns the squared norm of a tensor, in float32."""
     return (shard.astype("float32") ** 2).sum()
 
 
-def _is_cut(parameter: Tensor, axis: str) -> bool:
-    """Whether a parameter to clip is cut into shards, or along mp into blocks."""
+def _is_cut_along(parameter: Tensor, axis: str) -> bool:
+    """Whether a parameter to clip is cut along an axis into shards, or along mp into blocks."""
     part = shard_in(parameter)
     along_axis = part.axis == axis if part else axis == "mp" and blocks_of(parameter) is not None
     return along_axis and _needs_clip(parameter)

@@ -1,7 +1,7 @@
-"""Keeps the replicas of a pipeline equal, and shares the optimizer's state among sharding ranks.
+"""Sums gradients over the replicas of a pipeline, and shards the optimizer's state.
 
-The gradients of replicas are summed, and their losses averaged. In stages 1 and 2 of ZeRO each
-sharding rank has the optimizer's state of its share of the parameters, and steps this share.
+The losses of replicas are averaged. In stages 1 and 2 of ZeRO each sharding rank has the
+optimizer's state of its share of the parameters, and steps this share.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 
 Result = TypeVar("Result")
 
-#: Gradients are summed in pieces of about this size: few calls, and no second copy of all of them.
-_PIECE_BYTES = 128 * 1024 * 1024
+#: Gradients are summed in buckets of about so many bytes: few calls, and no second copy of all.
+_BUCKET_BYTES = 128 * 1024 * 1024
 
 
 class Shards:
-    """The owner of each parameter of an optimizer, among the ranks that share its state.
+    """The owner of each parameter of an optimizer: the sharding rank that keeps its state.
 
     Attributes:
         scatters: Whether only the owner of a parameter keeps its gradient: stage 2.
@@ -51,7 +51,7 @@ class Shards:
         Args:
             optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
             group: The sharding ranks.
-            of_experts: The sharding ranks with the same experts; None if all sharding ranks have.
+            of_experts: The sharding ranks that hold the same experts as this one; None for all.
             scatters: Whether only the owner of a parameter keeps its gradient.
         """
         self.scatters = scatters
@@ -68,7 +68,7 @@ class Shards:
             self._owners.update(owners(shared, members.ranks))
 
     def ranks_by_name(self) -> dict[str, int]:
-        """Returns the rank, in its group, that keeps the state of each parameter, by name."""
+        """Returns each parameter's owner, a rank among the members, by the parameter's name."""
         parameters = optimized_parameters(self._optimizer)
         return {parameter.name: self._owners[id(parameter)] for parameter in parameters}
 
@@ -77,11 +77,11 @@ class Shards:
         return self.owner(parameter) == self._groups[is_spread(parameter)].rank
 
     def members(self, spread: bool) -> Group:
-        """Returns the ranks that share the state of experts, or of all other parameters."""
+        """Returns the ranks that shard the state of experts (``spread``), or of all others."""
         return self._groups[spread]
 
     def owner(self, parameter: Tensor) -> int:
-        """Returns the rank, among the members, that keeps the state of ``parameter``."""
+        """Returns the owner of ``parameter``, a rank among the :meth:`members`."""
         return self._owners[id(parameter)]
 
     def scattered_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -107,7 +107,7 @@ class Shards:
         return self.members(is_spread(parameter)).broadcast(copy, self.owner(parameter))
 
     def step(self, step: Callable[[], Result], nothing: Callable[[], Result]) -> Result:
-        """Steps the parameters that this rank owns, and broadcasts them to all members. Collective.
+        """Steps the parameters that this rank owns, then all get all parameters. Collective.
 
         Args:
             step: Steps the optimizer.
@@ -118,12 +118,12 @@ class Shards:
         """
         with stepping_only(self._optimizer, self.owns) as any_owned:
             result = (step if any_owned else nothing)()
-        self._publish()
+        self._broadcast_parameters()
         return result
 
     @paddle.no_grad()
-    def _publish(self) -> None:
-        """Broadcasts each parameter with a gradient from the parameter's owner. Collective.
+    def _broadcast_parameters(self) -> None:
+        """Broadcasts each parameter that has a gradient from its owner to all members. Collective.
 
         In stage 2 only the owner knows whether a parameter has a gradient, so all are sent.
         """
@@ -133,9 +133,9 @@ class Shards:
             if not parameter.stop_gradient and (self.scatters or gradient_of(parameter) is not None)
         ]
         for spread, members in enumerate(self._groups):
-            part = [(p, self._owners[id(p)]) for p in changed if is_spread(p) == bool(spread)]
-            if part:
-                members.broadcast_each(part)
+            owned = [(p, self._owners[id(p)]) for p in changed if is_spread(p) == bool(spread)]
+            if owned:
+                members.broadcast_each(owned)
 
 
 def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
@@ -150,23 +150,24 @@ def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
     """
     load = [0] * ranks
     owner_of: dict[int, int] = {}
-    units: dict[int | None, list[Tensor]] = {}
+    # Parameters with the same key get one owner; None is the key of a vocabulary's parts.
+    together: dict[int | None, list[Tensor]] = {}
     for parameter in parameters:
         part = attached_part(parameter)
-        unit = id(parameter) if part is None or part.is_shard else None
-        units.setdefault(unit, []).append(parameter)
-    sizes = {unit: sum(int(parameter.size) for parameter in ones) for unit, ones in units.items()}
-    for unit in sorted(units, key=lambda unit: -sizes[unit]):
+        key = id(parameter) if part is None or part.is_shard else None
+        together.setdefault(key, []).append(parameter)
+    sizes = {key: sum(int(p.size) for p in group) for key, group in together.items()}
+    for key in sorted(together, key=lambda key: -sizes[key]):
         owner = load.index(min(load))
-        load[owner] += sizes[unit]
-        owner_of.update((id(parameter), owner) for parameter in units[unit])
+        load[owner] += sizes[key]
+        owner_of.update((id(parameter), owner) for parameter in together[key])
     return owner_of
 
 
 def reduce_all(
     parameters: Sequence[Tensor], job: Job, share: float, shards: Shards | None = None
 ) -> None:
-    """Adds up gradients over all copies of a stage, and experts' gradients over their own copies.
+    """Adds up gradients over all copies of a stage, those of experts over the experts' copies.
 
     An expert gets the tokens of all ranks that share the experts out, so its gradient is already
     the sum over these ranks. Ranks along mp have the same tokens, so their gradients of an expert
@@ -177,25 +178,29 @@ def reduce_all(
         parameters: This rank's parameters, the same on every copy.
         job: The job.
         share: The factor of each gradient.
-        shards: The owner of each parameter; None if each rank steps all.
+        shards: The owners of parameters in a sharded optimizer; None if each rank steps all.
 
     Raises:
         ConfigError: A gradient is sparse.
         PipelineTimeout: Some copy did not come within the limit.
     """
-    spread = [parameter for parameter in parameters if is_spread(parameter)]
-    alike = job.degrees.mp if job.degrees.ep > 1 else 1
-    of_parts = [p for p in spread if is_sequence_parallel_parameter(p)]
-    of_all = [p for p in spread if not is_sequence_parallel_parameter(p)]
+    experts = [parameter for parameter in parameters if is_spread(parameter)]
+    ranks_with_same_tokens = job.degrees.mp if job.degrees.ep > 1 else 1
+    of_split_sequences = [p for p in experts if is_sequence_parallel_parameter(p)]
+    of_whole_sequences = [p for p in experts if not is_sequence_parallel_parameter(p)]
     _reduce_copies([p for p in parameters if not is_spread(p)], job.copies(), job, share, shards)
-    _reduce_copies(of_parts, job.expert_copies(), job, share, shards)
-    _reduce_copies(of_all, job.expert_copies(), job, share / alike, shards)
+    _reduce_copies(of_split_sequences, job.expert_copies(), job, share, shards)
+    expert_share = share / ranks_with_same_tokens
+    _reduce_copies(of_whole_sequences, job.expert_copies(), job, expert_share, shards)
 
 
 def _reduce_copies(
     parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
 ) -> None:
-    """Adds up gradients over ``copies``. In ZeRO stage 2 the sums go to their owners."""
+    """Adds up gradients over ``copies``; in ZeRO stage 2 each sum goes to its owner alone.
+
+    The other arguments are those of :func:`reduce_all`.
+    """
     scattered = [] if shards is None else shards.scattered_parameters(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])
@@ -203,10 +208,10 @@ def _reduce_copies(
         reduce_gradients(scattered, shards.members(spread), share, shards.owner, by_tree)
         kept = [parameter for parameter in scattered if shards.owns(parameter)]
         reduce_gradients(kept, job.beside_sharding(spread), by_tree=by_tree)
-    apart = {id(parameter) for parameter in scattered}
-    whole = [parameter for parameter in parameters if id(parameter) not in apart]
-    if whole:
-        reduce_gradients(whole, copies, share, by_tree=job.sums_by_tree)
+    scattered_ids = {id(parameter) for parameter in scattered}
+    rest = [parameter for parameter in parameters if id(parameter) not in scattered_ids]
+    if rest:
+        reduce_gradients(rest, copies, share, by_tree=job.sums_by_tree)
 
 
 def reduce_gradients(
@@ -216,7 +221,7 @@ def reduce_gradients(
     owner_of: Callable[[Tensor], int] | None = None,
     by_tree: bool = False,
 ) -> None:
-    """Adds up the gradients of ranks with the same parameters, in fused pieces. Collective.
+    """Adds up the gradients of ranks with the same parameters, bucket by bucket. Collective.
 
     A missing gradient counts as zero. The sum has the same bits on every rank that keeps it.
 
@@ -243,15 +248,15 @@ def reduce_gradients(
             set_gradient(parameter, zero_gradient(parameter))
         _require_dense(parameter)
         used.append(parameter)
-    for piece in _pieces(used):
+    for bucket in _group_into_buckets(used):
         if owner_of is None:
-            _add_up(piece, group, share, by_tree)
+            _all_reduce_bucket(bucket, group, share, by_tree)
         else:
-            owned = [[p for p in piece if owner_of(p) == rank] for rank in range(group.ranks)]
-            _scatter(owned, group, share, by_tree)
+            owned = [[p for p in bucket if owner_of(p) == rank] for rank in range(group.ranks)]
+            _reduce_scatter_bucket(owned, group, share, by_tree)
 
 
-def mean_losses(
+def average_losses(
     losses: Sequence[Sequence[Tensor]], by_tree: bool = False, weighed: bool = False
 ) -> list[Tensor]:
     """Returns the mean of the replicas' losses for each loss function, with the same bits on each.
@@ -264,8 +269,8 @@ def mean_losses(
     if len(losses) == 1:
         return [*losses[0]]
     totals = [
-        tree(of_one, add) if by_tree else functools.reduce(operator.add, of_one)
-        for of_one in zip(*losses)
+        tree(of_function, add) if by_tree else functools.reduce(operator.add, of_function)
+        for of_function in zip(*losses)
     ]
     return totals if weighed else [total / len(losses) for total in totals]
 
@@ -274,7 +279,7 @@ def share_in_mean(counted: int, group: Group) -> Fraction:
     """Returns the weight of this member's mean, relative to an equal share. Collective.
 
     Args:
-        counted: The number of entries in the member's mean, such as rows.
+        counted: The number of values over which this member averages, such as rows.
         group: The members.
     """
     everyone = group.all_gather(counted)
@@ -282,6 +287,7 @@ def share_in_mean(counted: int, group: Group) -> Fraction:
 
 
 def _require_dense(parameter: Tensor) -> None:
+    """Refuses a sparse gradient of a parameter."""
     if gradient_of(parameter).is_selected_rows():
         raise ConfigError(
             f"the gradient of {parameter.name} is sparse, and replicas add up dense ones",
@@ -290,76 +296,80 @@ def _require_dense(parameter: Tensor) -> None:
         )
 
 
-def _pieces(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Sorts parameters by their gradients' dtype into pieces that are summed in one call each."""
-    pieces: list[list[Tensor]] = []
-    open_pieces: dict[str, tuple[list[Tensor], int]] = {}
+def _group_into_buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Returns parameters in buckets: lists with gradients of one dtype, summed in one call each."""
+    buckets: list[list[Tensor]] = []
+    # The bucket that is being filled, and its size in bytes, by dtype.
+    open_buckets: dict[str, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
         gradient = gradient_of(parameter)
-        kind = str(gradient.dtype)
-        piece, size = open_pieces.get(kind, ([], _PIECE_BYTES))
+        dtype = str(gradient.dtype)
+        bucket, size = open_buckets.get(dtype, ([], _BUCKET_BYTES))
         nbytes = tensor_bytes(gradient)
-        if size + nbytes > _PIECE_BYTES:
-            piece, size = [], 0
-            pieces.append(piece)
-        piece.append(parameter)
-        open_pieces[kind] = (piece, size + nbytes)
-    return pieces
+        if size + nbytes > _BUCKET_BYTES:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_buckets[dtype] = (bucket, size + nbytes)
+    return buckets
 
 
 @paddle.no_grad()
-def _add_up(piece: Sequence[Tensor], group: Group, share: float, by_tree: bool) -> None:
-    """Replaces the gradients of a piece by their sum over ``group``, each times ``share``."""
+def _all_reduce_bucket(bucket: Sequence[Tensor], group: Group, share: float, by_tree: bool) -> None:
+    """Replaces the gradients of parameters by their sum over ``group``, each times ``share``."""
     # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
     # gradient is sparse, and does not meet the others before it enters Gloo.
-    flat = _flat(piece, share)
+    flat = _flatten_gradients(bucket, share)
     if by_tree:
         flat = _total_by_tree(flat, group)
     else:
         group.all_reduce([flat])
-    _put(flat, piece)
+    _set_from_flat(flat, bucket)
 
 
 def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
-    """Adds up a group's tensors: each member sums a slice by a tree, then slices are gathered."""
+    """Returns the sum of a group's tensors by a tree: each member sums a range. Collective."""
     size, ranks = int(flat.size), group.ranks
     if size < ranks:
         return tree(group.all_gather(flat), add)
     ends = [size * member // ranks for member in range(ranks + 1)]
-    parts = [flat[start:end] for start, end in itertools.pairwise(ends)]
-    return paddle.concat(group.all_gather(tree(group.all_to_all(parts), add)))
+    ranges = [flat[start:end] for start, end in itertools.pairwise(ends)]
+    sum_of_range = tree(group.all_to_all(ranges), add)
+    return paddle.concat(group.all_gather(sum_of_range))
 
 
 @paddle.no_grad()
-def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool) -> None:
-    """Sums like :func:`_add_up`, but only the owner gets a sum; other gradients are freed.
+def _reduce_scatter_bucket(
+    owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool
+) -> None:
+    """Sums gradients like :func:`_all_reduce_bucket`, but only owners get sums; frees others.
 
-    ``owned`` has the parameters of a piece by owner.
+    ``owned`` has the parameters of a bucket by owner.
     """
-    first = next(parameter for part in owned for parameter in part)
+    first = next(parameter for of_owner in owned for parameter in of_owner)
     nothing = paddle.zeros([0], gradient_of(first).dtype)
-    parts = [_flat(part, share) if part else nothing for part in owned]
-    for rank, part in enumerate(owned):
+    flat = [_flatten_gradients(of_owner, share) if of_owner else nothing for of_owner in owned]
+    for rank, of_owner in enumerate(owned):
         if rank != group.rank:
-            drop_gradients(part)
+            drop_gradients(of_owner)
     if by_tree:
-        total = tree(group.all_to_all(parts), add)
+        total = tree(group.all_to_all(flat), add)
     else:
-        total = group.reduce_scatter(parts)
-    _put(total, owned[group.rank])
+        total = group.reduce_scatter(flat)
+    _set_from_flat(total, owned[group.rank])
 
 
-def _flat(parameters: Sequence[Tensor], share: float) -> Tensor:
+def _flatten_gradients(parameters: Sequence[Tensor], share: float) -> Tensor:
     """Returns the gradients of parameters, times ``share``, one after another in one tensor."""
     flat = paddle.concat([gradient_of(parameter).reshape([-1]) for parameter in parameters])
     return flat.scale_(share)
 
 
-def _put(flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Sets the gradients of parameters from a tensor as :func:`_flat` returns it."""
+def _set_from_flat(flat: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Sets the gradients of parameters from a tensor as :func:`_flatten_gradients` returns it."""
     if not parameters:
         return
     gradients = [gradient_of(parameter) for parameter in parameters]
-    parts = paddle.split(flat, [int(gradient.size) for gradient in gradients])
-    for gradient, part in zip(gradients, parts):
-        paddle.assign(part.reshape(gradient.shape), gradient)
+    values = paddle.split(flat, [int(gradient.size) for gradient in gradients])
+    for gradient, value in zip(gradients, values):
+        paddle.assign(value.reshape(gradient.shape), gradient)

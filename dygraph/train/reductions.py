@@ -121,7 +121,7 @@ class Reductions:
                     # Gradients that are added up do not change what is reported.
                     weighed = self._by_tree and self.scale == "avg"
                     by_replica = [one for one, _ in everyone]
-                    total = replicas.mean_losses(by_replica, self._by_tree, weighed)
+                    total = replicas.average_losses(by_replica, self._by_tree, weighed)
             shared: list[Tensor] = self._job.group().broadcast(total, owner)
         return shared[0] if len(shared) == 1 else shared
 
