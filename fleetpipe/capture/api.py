@@ -9,17 +9,22 @@ from itertools import chain
 from typing import Any
 
 from fleetpipe import log
-from fleetpipe.capture.arguments import classes_of, plain_model, requested_stages, require_whole
+from fleetpipe.capture.arguments import (
+    require_plain_model,
+    require_stage_numbers,
+    require_whole,
+    resolve_no_split,
+)
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Findings
-from fleetpipe.capture.cutting.auto import cut_of, require_one_stage
+from fleetpipe.capture.cutting.auto import require_one_stage, resolve_split_spec
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.running.captured_state import initialize, return_memory, without_memory
 from fleetpipe.capture.running.stages import Head
-from fleetpipe.capture.running.variants import Forms
-from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.signature import ROWS, example_of
+from fleetpipe.capture.running.variants import StagedCaptures
+from fleetpipe.capture.tracing.capturing import Capturer
+from fleetpipe.capture.tracing.signature import ROWS, fill_input_specs
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
@@ -32,10 +37,10 @@ from fleetpipe.profiling import PipelinePlan
 
 _log = log.logger(__name__)
 
-#: The ``verify`` that proves a model, and also trains it beside the first batches.
+#: The ``verify`` that proves a model, and also trains the plain model on the first batches.
 FIRST = "first"
 
-#: The number of first batches that are trained beside the plain model.
+#: The number of first batches on which the plain model is trained too.
 SHADOWED = 2
 
 
@@ -97,8 +102,8 @@ def pipeline(
         memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
         shape_inputs: The keys, or indices in a tuple, of inputs of few whole numbers that the
-            forward may read, as the sizes of images. A batch with other numbers in them is captured
-            anew.
+            forward may read, as the sizes of images. A batch with other numbers in these inputs is
+            captured anew.
 
     Returns:
         A ``PipelineLayer`` for ``fleet.distributed_model``, whose parameters and buffers have the
@@ -127,45 +132,58 @@ def pipeline(
     chunks = None if num_chunks == 1 else num_chunks
     if chunks is None and job is not None:
         num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
-    stages = requested_stages(num_stages, num_chunks, job)
+    stages = require_stage_numbers(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
-    no_classes = classes_of(plain_model(model), no_split)
-    of_head = _head_in_place(model, vocabulary_head, stages.ranks, chunks, plan)
+    no_classes = resolve_no_split(require_plain_model(model), no_split)
+    of_head = _vocabulary_head_in_place(model, vocabulary_head, stages.ranks, chunks, plan)
     with paddle.enable_grad(), of_head as head:
         losses = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
-        example = example_of(example_inputs, rows)
+        example = fill_input_specs(example_inputs, rows)
         require_whole(example, shape_inputs)
-        capturing = Capturing(model, example, no_classes, losses, shape_inputs)
+        capturer = Capturer(model, example, no_classes, losses, shape_inputs)
         if verify:
-            require_same_calls(capturing)
+            require_same_calls(capturer)
         names = () if head is None else head.names
-        cut = cut_of(capturing, split_spec, stages.total, memory_cap, names)
+        cut = resolve_split_spec(capturer, split_spec, stages.total, memory_cap, names)
         ranks = stages.ranks_of(cut.stages, str(cut))
         again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
-        forms = Forms(capturing, cut.borders, recompute_interval, again)
-        examples = [forms.example(training) for training in (True, False)]
+        captures = StagedCaptures(capturer, cut.borders, recompute_interval, again)
+        examples = [captures.of_example(training) for training in (True, False)]
         if head is not None:
-            head.require_last(*(form.trace for form in examples))
-        require_one_stage([(form.trace, form.starts) for form in examples])
-        forms.tell(forms.example(training=True))
+            head.require_last(*(staged.trace for staged in examples))
+        require_one_stage([(staged.trace, staged.starts) for staged in examples])
+        captures.warn_left_out(captures.of_example(training=True))
         proof, whole = None, bool(verify) and _allocate_whole(model)
         if whole:
             schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
-            proof = prove(capturing, forms, schedule)
+            proof = prove(capturer, captures, schedule)
         shadowed = SHADOWED if whole and verify == FIRST and head is None else 0
         findings = Findings(cut.choice, proof, plan, shadowed, head)
-        pipe = CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
+        pipe = CapturedPipeline(model, captures, ranks, chunks, loss_fn, findings)
         return_memory()
         return pipe
 
 
 @contextmanager
-def _head_in_place(
+def _vocabulary_head_in_place(
     model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
 ) -> Iterator[Head | None]:
-    """Replaces the ``nn.Linear`` at ``path`` by the parts of a vocabulary head, if it is not None.
+    """Replaces the ``nn.Linear`` that gives a model's logits by the parts of a vocabulary head.
 
     An error within the context restores the ``nn.Linear``.
+
+    Args:
+        model: The model.
+        path: The name of the ``nn.Linear``; None changes nothing, and yields None.
+        ranks: Ranks of the pipeline, one for each part; None if they are unknown.
+        chunks: Chunks on each rank; None takes the schedule's own number.
+        plan: The plan of the pipeline; None without one.
+
+    Yields:
+        The head.
+
+    Raises:
+        ConfigError: The number of ranks is unknown, or the layer cannot be replaced.
     """
     if path is None:
         yield None
@@ -181,7 +199,12 @@ def _head_in_place(
 
 
 def _allocate_whole(model: Layer) -> bool:
-    """Allocates lazy parameters; returns False, and does not, where other ranks share the model."""
+    """Allocates the parameters of a model that was built under ``paddle.LazyGuard``.
+
+    Returns:
+        Whether this process has memory for the whole model now. If several processes run the
+        pipeline of such a model, nothing is allocated here.
+    """
     job = current_job()
     lazy = without_memory(model)
     if lazy and job is not None and not job.local:

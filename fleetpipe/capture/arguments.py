@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.tracing.signature import whole_at
+from fleetpipe.capture.tracing.signature import integer_tensors_at
 from fleetpipe.dygraph.layers.run_stage import require_dynamic_graph
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.errors import ConfigError, UsageError, nearest
@@ -19,7 +19,7 @@ class StageArguments(NamedTuple):
     """The number of ranks and chunks that the user or the job asks for.
 
     Attributes:
-        ranks: Ranks of the pipeline; None if the cut decides.
+        ranks: Ranks of the pipeline; None if they follow from the number of stages in the cut.
         chunks: Chunks on each rank.
     """
 
@@ -28,11 +28,15 @@ class StageArguments(NamedTuple):
 
     @property
     def total(self) -> int | None:
-        """The number of stages; None if the cut decides."""
+        """The number of stages, ranks times chunks; None if the number of ranks is unknown."""
         return None if self.ranks is None else self.ranks * self.chunks
 
     def ranks_of(self, stages: int, cut: str) -> int:
-        """Returns the number of ranks for a cut into ``stages`` stages, which errors name ``cut``.
+        """Returns the number of ranks for a cut.
+
+        Args:
+            stages: The number of stages of the cut.
+            cut: A text for the cut, for the error.
 
         Raises:
             ConfigError: The cut has another number of stages than the arguments.
@@ -49,13 +53,15 @@ class StageArguments(NamedTuple):
         return stages // self.chunks
 
 
-def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -> StageArguments:
-    """Checks the numbers of ranks and chunks, and returns them.
+def require_stage_numbers(
+    num_stages: int | None, num_chunks: int, job: Job | None
+) -> StageArguments:
+    """Checks the numbers of ranks and chunks that ``fleetpipe.pipeline`` got, and returns them.
 
     Args:
-        num_stages: The user's number of ranks of the pipeline, or None.
+        num_stages: The user's number of ranks of the pipeline; None if it was left out.
         num_chunks: Chunks on each rank.
-        job: The current job; its ``pp_degree`` is the number of ranks.
+        job: The current job, whose ``pp_degree`` is the number of ranks; None without a job.
 
     Raises:
         ConfigError: An argument is no positive number, or ``num_stages`` is not the ``pp_degree``.
@@ -73,7 +79,7 @@ def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -
     return StageArguments(ranks, num_chunks)
 
 
-def plain_model(model: Layer) -> Layer:
+def require_plain_model(model: Layer) -> Layer:
     """Checks that a model may become a pipeline, and returns it.
 
     Raises:
@@ -105,9 +111,17 @@ def plain_model(model: Layer) -> Layer:
 
 
 def require_whole(example: Inputs, shape_inputs: Sequence[str | int]) -> None:
-    """Raises an error if ``shape_inputs`` names inputs that are no whole numbers."""
+    """Raises an error if ``shape_inputs`` names inputs that are not tensors of integers.
+
+    Args:
+        example: The example inputs of the model.
+        shape_inputs: The keys or indices of inputs whose numbers the forward may read.
+
+    Raises:
+        ConfigError: A key names no such input, or ``shape_inputs`` is a single text.
+    """
     for key in shape_inputs:
-        if isinstance(shape_inputs, str) or not whole_at(example, [key]):
+        if isinstance(shape_inputs, str) or not integer_tensors_at(example, [key]):
             raise ConfigError(
                 "shape_inputs names inputs of whole numbers",
                 expected="several keys of example_inputs, or places in a tuple of them",
@@ -116,8 +130,10 @@ def require_whole(example: Inputs, shape_inputs: Sequence[str | int]) -> None:
             )
 
 
-def classes_of(model: Layer, no_split: Sequence[type | str]) -> list[type]:
-    """Returns the classes in ``no_split``, looked up by name if it has names.
+def resolve_no_split(model: Layer, no_split: Sequence[type | str]) -> list[type]:
+    """Returns the classes of layers in ``no_split``, in which names of classes may stand for them.
+
+    A name is looked up among the classes of the model's sublayers.
 
     Raises:
         ConfigError: ``no_split`` is no sequence, or the model has no sublayer of a class in it.

@@ -1,4 +1,8 @@
-"""A captured model as a ``PipelineLayer``, ``CapturedPipeline``, and the stages of one process."""
+"""Makes a ``PipelineLayer`` of a captured model: ``CapturedPipeline``.
+
+Its entries are the model's inputs, the nodes of the capture, and the model's outputs; entry n + 1
+is node n. After them come the parts of a vocabulary head, if there is one.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.cutting.auto import Choice, places, state_of
-from fleetpipe.capture.explain import graph
+from fleetpipe.capture.cutting.auto import Choice, find_cut_points, tensors_used_by
+from fleetpipe.capture.explain import graphviz_text
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.captured_state import (
     CapturedState,
+    extract_used_layers,
     files_of_model,
     initialize,
-    part_of,
     release,
-    stages_of,
+    stages_using,
 )
-from fleetpipe.capture.running.stages import CapturedStages, Head, Untouched
+from fleetpipe.capture.running.stages import CapturedStages, Head, PlainCopy
 from fleetpipe.capture.running.variants import (
-    Form,
-    Forms,
-    Same,
+    SameObject,
+    StagedCapture,
+    StagedCaptures,
     require_same_parameters,
-    tensors_of,
+    tensor_references,
 )
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
@@ -42,43 +46,47 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.extras import extra
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.paddle_api.tensor import has_memory, is_parameter, note_elsewhere
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter, refuse_values_of
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge
 
 
 class OwnedNodes(OwnedStages):
-    """Runs the nodes of a process's stages, by the captured run with a micro-batch's shapes."""
+    """Runs the stages of this process, by the captured run with each micro-batch's signature.
+
+    Attributes:
+        borders: Runs the stages, and moves values between them.
+    """
 
     borders: CapturedStages
 
     def __init__(
         self,
-        forms: Forms,
+        captures: StagedCaptures,
         stages: CapturedStages,
         partition: Partition,
         owned: Sequence[int],
         functions: Mapping[int, Callable[..., Nest]],
         uses: Callable[[], list[list[Tensor]]],
     ) -> None:
-        """Stores the captured runs and what this process owns of them.
+        """Stores the captured runs, and the stages and functions of this process.
 
         Args:
-            forms: The captured runs.
+            captures: The captured runs of the forward, cut into stages.
             stages: Runs the stages of the whole model.
-            partition: The cut of the run of the example.
+            partition: The cut of the run of the example into stages.
             owned: The numbers of the stages that this process owns.
-            functions: The functions of the entries of these stages, by their number in the model.
+            functions: The functions of the entries of these stages, by the number of the entry.
             uses: Returns the parameters and buffers of each entry of the whole model.
         """
-        self._forms, self.borders, self._uses = forms, stages, uses
+        self._captures, self.borders, self._uses = captures, stages, uses
         self._partition, self.owned, self.functions = partition, owned, functions
 
     @property
     def draws_python(self) -> bool:
-        """Whether nodes draw from Python's or NumPy's generators, which then need keys."""
-        return self._forms.example(training=True).trace.draws
+        """Whether nodes draw from Python's or NumPy's generators, which then need seeds too."""
+        return self._captures.of_example(training=True).trace.draws
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between the stages, in training or in evaluation."""
@@ -89,35 +97,41 @@ class OwnedNodes(OwnedStages):
         return self.borders.function(stage)
 
     def layers(self, stage: int) -> Mapping[int, Callable[..., Nest]]:
-        """Returns the layers that are nodes of a stage, by the number of their first call."""
-        if stage >= self._forms.stages:
+        """Returns the layers that are nodes of a stage, by the number of their first entry."""
+        if stage >= self._captures.stages:
             return super().layers(stage)
-        return self._forms.example(training=True).layers(stage)
+        return self._captures.of_example(training=True).layers(stage)
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns the functions of a stage's nodes by number, and the input of the first one."""
-        if stage >= self._forms.stages:
+        """Returns the functions of a stage by the number of the entry, and the first one's input.
+
+        Raises:
+            ConfigError: The forward makes other calls for this micro-batch than for the example.
+        """
+        if stage >= self._captures.stages:
             return super().calls_of(stage, value)
-        form, value = self.borders.form(stage, value)
-        if _names(form) != _names(self._forms.example(training=True)):
+        staged, value = self.borders.staged_capture(stage, value)
+        if _function_names(staged) != _function_names(self._captures.of_example(training=True)):
             raise ConfigError(
                 "a captured model is measured with micro-batches like the example",
                 where=f"stage {stage}",
                 got="one for which the forward makes other calls, as without images",
                 fix="give batches in which every micro-batch has what example_inputs have",
             )
-        return {n: form.functions[n] for n in self._partition.range_of(stage)}, value
+        return {n: staged.functions[n] for n in self._partition.range_of(stage)}, value
 
     def tensors(self) -> dict[int, list[Tensor]]:
         """Returns the parameters and buffers of each entry of this process, by its number.
 
         Tensors that no node uses in training belong to the entry of the inputs.
         """
-        uses = self._uses()
-        return {n: [tensor for tensor in uses[n] if has_memory(tensor)] for n in self.functions}
+        tensors = self._uses()
+        return {n: [tensor for tensor in tensors[n] if has_memory(tensor)] for n in self.functions}
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
-        """Returns the uses of each parameter of these stages: see :class:`OwnedStages`.
+        """Returns a record of the uses of each parameter of these stages in the coming batch.
+
+        See :meth:`OwnedStages.begin_uses`.
 
         Raises:
             ConfigError: Nodes of one stage use the same parameter.
@@ -126,14 +140,15 @@ class OwnedNodes(OwnedStages):
         return Uses(self._by_stage(parameters, of_losses), _refuse_slots, shared)
 
     def cut_places(self) -> tuple[int, ...]:
-        """Returns the numbers of the nodes with which a later stage may begin."""
-        named, _ = places(*(self._forms.example(training).trace for training in (True, False)))
-        return tuple(number + 1 for number in named)
+        """Returns the numbers of the entries with which a stage after stage 0 may begin."""
+        training, evaluation = (self._captures.of_example(mode).trace for mode in (True, False))
+        borders, _ = find_cut_points(training, evaluation)
+        return tuple(number + 1 for number in borders)
 
 
-def _names(form: Form) -> list[object]:
-    """Returns the names of the functions of a run."""
-    return [getattr(function, "__name__", None) for function in form.functions]
+def _function_names(staged: StagedCapture) -> list[object]:
+    """Returns the name of each function of a captured run; None for one without a name."""
+    return [getattr(function, "__name__", None) for function in staged.functions]
 
 
 def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:
@@ -151,10 +166,10 @@ class Findings(NamedTuple):
     """The cut of a model and the results of its checks.
 
     Attributes:
-        choice: The cut that was chosen by cost; None if the user gave one.
-        proof: The comparison with the plain model; None if there was none.
-        plan: The plan that the cut comes from; None if there is none.
-        shadowed: Number of first batches to train beside the plain model.
+        choice: The cut that was chosen by cost; None if the user gave the cut.
+        proof: The result of the comparison with the plain model; None if nothing was compared.
+        plan: The plan that the cut comes from; None without a plan.
+        shadowed: The number of first batches on which the plain model is to be trained too.
         head: The vocabulary head whose parts are stages of their own; None without one.
     """
 
@@ -171,27 +186,27 @@ class CapturedPipeline(PipelineLayer):
     It is a ``PipelineLayer`` whose parameters and buffers have the plain model's names.
 
     Attributes:
-        plain: The plain model. If several ranks run the pipeline, it has memory only for this
-            rank's stages.
-        forms: The captured runs of its forward.
-        choice: The cut that was chosen by cost; None if the user gave one.
-        proof: The comparison with the plain model; None if there was none.
+        plain: The plain model, as the user built it. If several ranks run the pipeline, it has
+            memory only for this rank's stages.
+        captures: The captured runs of the forward, cut into stages.
+        choice: The cut that was chosen by cost; None if the user gave the cut.
+        proof: The result of the comparison with the plain model; None if nothing was compared.
         users: By name, the stages that use a parameter or buffer.
     """
 
     plain: Layer
-    forms: Forms
+    captures: StagedCaptures
     choice: Choice | None
     proof: Proof | None
     users: dict[str, tuple[int, ...]]
-    _tensors: dict[str, Same]
+    _tensors: dict[str, SameObject]
     _head: Head | None
     _shadowed: int
 
     def __init__(
         self,
         plain: Layer,
-        forms: Forms,
+        captures: StagedCaptures,
         num_stages: int,
         num_chunks: int | None = None,
         loss_fn: Any = None,
@@ -201,7 +216,7 @@ class CapturedPipeline(PipelineLayer):
 
         Args:
             plain: The plain model.
-            forms: The captured runs of its forward.
+            captures: The captured runs of the forward, cut into stages.
             num_stages: Ranks of the pipeline.
             num_chunks: Chunks on each rank; None takes the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
@@ -211,13 +226,13 @@ class CapturedPipeline(PipelineLayer):
         # Not by Layer.__setattr__, which would make a sublayer of the model.
         self.__dict__.update(
             plain=plain,
-            forms=forms,
+            captures=captures,
             choice=findings.choice,
             proof=findings.proof,
             _shadowed=findings.shadowed,
             _head=findings.head,
         )
-        example = forms.example(training=True)
+        example = captures.of_example(training=True)
         described = [] if findings.head is None else [findings.head.description]
         cut: dict[str, Any] = {"plan": findings.plan}
         if findings.plan is None:
@@ -232,22 +247,27 @@ class CapturedPipeline(PipelineLayer):
         self._follow()
 
     def _build(self) -> None:
-        """Allocates the tensors of this process's stages. Collective if ranks share weights."""
-        example = self.forms.example(training=True)
+        """Makes the stages of this process, and allocates their parameters and buffers.
+
+        Collective if ranks share weights.
+        """
+        example = self.captures.of_example(training=True)
         functions: dict[int, Callable[[Nest], Nest]] = dict(enumerate(example.functions))
-        stages = CapturedStages(self.forms, lambda: self.training)
+        stages = CapturedStages(self.captures, lambda: self.training)
         if self._head is not None:
             functions = dict(enumerate([*example.functions, *self._head.functions()]))
             head = StageRunner(functions, self.partition, recompute=self._recompute)
-            stages = self._head.stages(self.forms, lambda: self.training, head, self.placement)
+            stages = self._head.stages(self.captures, lambda: self.training, head, self.placement)
         owned = {i: functions[i] for stage in self._owned for i in self.partition.range_of(stage)}
         self.__dict__["owned_stages"] = OwnedNodes(
-            *(self.forms, stages, self.partition, self._owned, owned, self._uses)
+            *(self.captures, stages, self.partition, self._owned, owned, self._uses)
         )
-        users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
-        self.__dict__.update(users=users, _tensors=tensors_of(self.plain))
-        self.forms.users = users
-        self._hold(users)
+        users = stages_using(
+            self.plain, lambda stage: self._nodes_of([stage]), self.placement.stages
+        )
+        self.__dict__.update(users=users, _tensors=tensor_references(self.plain))
+        self.captures.users = users
+        self._register_state(users)
         tensors = self.state.local_tensors()
         ranks = {
             name: tuple(dict.fromkeys(map(self.placement.rank_of, stages)))
@@ -257,30 +277,30 @@ class CapturedPipeline(PipelineLayer):
         weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
         self.__dict__["_shared_weights"] = equal_copies(weights, tensors, self._stage_id, self._job)
         if self._job is not None and not self._job.local:
-            kept = {id(tensor) for tensor in (*tensors.values(), *self.forms.numbers)}
-            elsewhere = [t for t in self.plain.state_dict().values() if id(t) not in kept]
-            release(elsewhere)
-            for parameter in filter(is_parameter, elsewhere):
-                note_elsewhere(parameter)
+            needed = {id(tensor) for tensor in (*tensors.values(), *self.captures.numbers)}
+            of_other_ranks = [t for t in self.plain.state_dict().values() if id(t) not in needed]
+            release(of_other_ranks)
+            for parameter in filter(is_parameter, of_other_ranks):
+                refuse_values_of(parameter)
 
-    def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
-        """Registers the sublayers of this process's stages under the model's names."""
+    def _register_state(self, users: dict[str, tuple[int, ...]]) -> None:
+        """Registers the sublayers and tensors of this process's stages under the model's names."""
         slots = [Slot.of(name, tensor) for name, tensor in self.plain.state_dict().items()]
-        nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
+        nodes = [node.name for node in self.captures.of_example(training=True).trace.nodes]
         self.state = CapturedState(self, slots, users, nodes, self.holders)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
         # Last, and not by add_sublayer, since a model's names may be those of this class.
-        self._take_part()
+        self._share_sublayers()
         self.state.keep_parameters()
 
-    def _take_part(self) -> None:
-        """Shares the tables of sublayers and tensors that this process's stages need."""
+    def _share_sublayers(self) -> None:
+        """Gives this layer the sublayers and tensors of the plain model that its stages need."""
         part, state, owned = self.plain, self.plain.state_dict(), set(self._owned)
         if len(owned) < self.placement.stages:
             # Tensors that no node uses are in stage 0.
             tensors = [id(t) for n, t in state.items() if owned & {*self.users.get(n, (0,))}]
-            part = part_of(self.plain, self._nodes(self._owned), tensors)
+            part = extract_used_layers(self.plain, self._nodes_of(self._owned), tensors)
         share_tables(part, self)
 
     @property
@@ -289,8 +309,11 @@ class CapturedPipeline(PipelineLayer):
         return {} if self._head is None else self._head.counted_names
 
     def train(self, mode: bool = True) -> CapturedPipeline:
-        """Switches the plain model to training by its own ``train()``, or else to evaluation."""
-        self.plain.train() if mode else owned_stages.evaluate(self.plain, self.plain.eval)
+        """Switches the plain model by its own ``train()``, or with False by its own ``eval()``."""
+        if mode:
+            self.plain.train()
+        else:
+            owned_stages.evaluate(self.plain, self.plain.eval)
         return self._follow()
 
     def eval(self) -> CapturedPipeline:
@@ -313,14 +336,18 @@ class CapturedPipeline(PipelineLayer):
     require_listed = hidden_uses = follow
 
     def _follow(self) -> CapturedPipeline:
-        """Captures the plain model anew if a script has changed it, and copies its modes."""
-        change, now = self.forms.follow(), tensors_of(self.plain)
+        """Captures the plain model anew if a script has changed it, and copies its modes.
+
+        Raises:
+            CaptureError: A parameter was replaced, or a stage would use a tensor of another one.
+        """
+        change, now = self.captures.detect_change(), tensor_references(self.plain)
         require_same_parameters(self._tensors, now)
         if change is not None:
-            self.forms.require_same_stages(change)
+            self.captures.require_same_stages(change)
         if change is not None or self._tensors != now:
             # A script may have added buffers, or sublayers without parameters.
-            self._take_part()
+            self._share_sublayers()
         self.__dict__["_tensors"] = now
         layers = {id(layer) for layer in self.plain.sublayers()}
         modes = {path: part.training for path, part in self.plain.named_sublayers()}
@@ -348,45 +375,55 @@ class CapturedPipeline(PipelineLayer):
         Values that cross between stages are red, with their bytes for a micro-batch like the
         example.
         """
-        form = self.forms.example(training=True)
-        return graph(form.trace, form.starts)
+        staged = self.captures.of_example(training=True)
+        return graphviz_text(staged.trace, staged.starts)
 
     def companion(self, pipeline: PipelineParallel) -> BatchObserver | None:
-        """Returns the observer that trains the plain model beside the first batches, if any."""
+        """Returns an observer that trains the plain model on the pipeline's first batches too.
+
+        Returns None if no batch is to be compared so.
+        """
         if not self._shadowed:
             return None
-        shadow: BatchObserver = extra("shadow").Shadow(pipeline, self.forms, self._shadowed)
+        shadow: BatchObserver = extra("shadow").Shadow(pipeline, self.captures, self._shadowed)
         return shadow
 
-    def single_model(self) -> Untouched:
-        """Returns a copy of the plain model that draws the pipeline's random numbers."""
-        capturing = self.forms.capturing
-        return Untouched(self.plain, capturing.example, capturing.unopened)
+    def single_model(self) -> PlainCopy:
+        """Returns a copy of the plain model that draws the same random numbers as the pipeline."""
+        capturer = self.captures.capturer
+        return PlainCopy(self.plain, capturer.example, capturer.unopened)
 
     def _layer_infos(self) -> list[LayerInfo]:
-        """Returns the name of each entry, and the number of parameters that no earlier one uses."""
+        """Returns the name of each entry, and the elements of parameters no earlier one uses."""
         return [
             LayerInfo(entry.__name__, sum(math.prod(t.shape) for t in new if not t.stop_gradient))
             for entry, new in zip(self._layers_desc, first_uses(self._uses()))
         ]
 
     def _uses(self) -> list[list[Tensor]]:
-        """Returns the tensors that each entry uses; the first entry has the unused ones."""
-        nodes = self.forms.example(training=True).trace.nodes
-        uses = [state_of(node) for node in nodes]
+        """Returns the parameters and buffers that each entry uses.
+
+        Those that no entry uses count as used by the first entry.
+        """
+        nodes = self.captures.of_example(training=True).trace.nodes
+        uses = [tensors_used_by(node) for node in nodes]
         used = {id(tensor) for tensors in uses for tensor in tensors}
         of_head = [] if self._head is None else [part.parameters() for part in self._head.parts]
         used.update(id(tensor) for tensors in of_head for tensor in tensors)
         unused = [t for t in self.plain.state_dict().values() if id(t) not in used]
         return [unused, *uses, [], *of_head, *([[]] if of_head else [])]
 
-    def _nodes(self, stages: Sequence[int]) -> list[Node]:
-        """Returns the nodes of some stages, in both modes."""
-        body = self.placement.body
-        forms = [self.forms.example(training) for training in (True, False)]
-        nodes = [n for form in forms for at in stages if at < body for n in form.nodes(at)]
-        head = self._head
-        return nodes + [n for at in stages if head and at >= body for n in head.nodes(at - body)]
+    def _nodes_of(self, stages: Sequence[int]) -> list[Node]:
+        """Returns the nodes of some stages, in training and in evaluation."""
+        body, nodes = self.placement.body, list[Node]()
+        for training in (True, False):
+            staged = self.captures.of_example(training)
+            for stage in stages:
+                nodes += staged.nodes(stage) if stage < body else ()
+        for stage in stages:
+            if self._head is not None and stage >= body:
+                nodes += self._head.nodes(stage - body)
+        return nodes
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the stages of this process in order; see :meth:`PipelineLayer.forward`."""
@@ -394,6 +431,7 @@ class CapturedPipeline(PipelineLayer):
         return super().forward(input, chunk_id)
 
     def _layer_files(self) -> LayerFiles:
+        """Returns Fleet's files of the plain model's layers."""
         state = self.state
         return files_of_model(
             state.slots(),

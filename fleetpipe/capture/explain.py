@@ -6,12 +6,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleetpipe.capture.arguments import classes_of, plain_model, require_whole
-from fleetpipe.capture.cutting.auto import measure_nodes, parameter_bytes, places
+from fleetpipe.capture.arguments import require_plain_model, require_whole, resolve_no_split
+from fleetpipe.capture.cutting.auto import find_cut_points, measure_nodes, parameter_bytes
 from fleetpipe.capture.cutting.split_spec import Border
 from fleetpipe.capture.repeatability import require_same_calls
-from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.signature import ROWS, example_of
+from fleetpipe.capture.tracing.capturing import Capturer
+from fleetpipe.capture.tracing.signature import ROWS, fill_input_specs
 from fleetpipe.capture.tracing.value import Capture, ValueId
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import LayerCost
@@ -24,15 +24,16 @@ _COLOURS = ("#8fc7e8", "#f5c56b", "#86d1b3", "#e6b3cf", "#f2a27f", "#f4ec9a", "#
 @shows("places", "parameters", nodes="trace.nodes")
 @dataclass(frozen=True)
 class Explanation:
-    """The capture of a model; its text is a table of the nodes in the order of their run.
+    """The capture of a model; its text is a table of the nodes in the order in which they run.
 
     Attributes:
         trace: The captured forward in training.
         places: The border before each node with which a stage may begin, by the node's number.
-        refused: The reason why a stage may not begin with a node.
-        crossing: By node, the bytes of the values that would cross if a stage began with it.
-        parameters: By node, the bytes of its parameters and buffers that no earlier node uses.
-        unopened: The reason why a layer with sublayers is a single node, by its path.
+        refused: The reason why a stage may not begin with a node, by the node's number.
+        crossing: For each node the bytes that would cross to a stage that began with it, for one
+            micro-batch like the example.
+        parameters: For each node the bytes of its parameters and buffers that no earlier node uses.
+        unopened: By its path, the reason why a layer with sublayers is a single node.
         costs: The cost of each node; None if nothing was measured.
     """
 
@@ -59,7 +60,7 @@ class Explanation:
             yield (
                 str(number),
                 node.name,
-                ", ".join(str(self.trace.likes[value]) for value in node.outputs),
+                ", ".join(str(self.trace.specs[value]) for value in node.outputs),
                 f"{self.crossing[number]:,}" if number else "",
                 f"{self.parameters[number]:,}",
                 *(f"{1e3 * time:.3g}" for time in ((cost.forward, cost.whole) if cost else ())),
@@ -68,7 +69,7 @@ class Explanation:
 
     def graphviz(self) -> str:
         """Returns the nodes and the values between them in Graphviz's language, for ``dot``."""
-        return graph(self.trace)
+        return graphviz_text(self.trace)
 
 
 def explain(
@@ -92,34 +93,35 @@ def explain(
         ConfigError: ``no_split`` names a class that no sublayer has.
         UsageError: ``model`` is no built layer, or a pipeline already.
     """
-    kinds = classes_of(plain_model(model), no_split)
-    example = example_of(example_inputs, ROWS)
+    kinds = resolve_no_split(require_plain_model(model), no_split)
+    example = fill_input_specs(example_inputs, ROWS)
     require_whole(example, shape_inputs)
-    capturing = Capturing(model, example, kinds, shape_inputs=shape_inputs)
-    require_same_calls(capturing)
-    look = capturing.look
-    training, evaluation = capturing(look, True), capturing(look, False)
-    named, refused = places(training, evaluation)
+    capturer = Capturer(model, example, kinds, shape_inputs=shape_inputs)
+    require_same_calls(capturer)
+    signature = capturer.example_signature
+    training, evaluation = capturer(signature, True), capturer(signature, False)
+    named, refused = find_cut_points(training, evaluation)
     return Explanation(
         training,
         named,
         refused,
-        training.alive,
+        training.live_bytes,
         parameter_bytes(training),
         training.unopened,
-        measure_nodes(capturing, training, named).layers[1:-1] if measure else None,
+        measure_nodes(capturer, training, named).layers[1:-1] if measure else None,
     )
 
 
-def graph(trace: Capture, starts: Sequence[int] = ()) -> str:
-    """Returns the text of a directed graph for ``dot -Tsvg``.
+def graphviz_text(trace: Capture, starts: Sequence[int] = ()) -> str:
+    """Returns the nodes of a run and the values between them as a graph for ``dot -Tsvg``.
 
     Nodes have the colour of their stage. A value that crosses to another stage is a red arrow,
-    drawn once, with its bytes.
+    drawn once for that stage, with its bytes.
 
     Args:
         trace: A run of the forward.
-        starts: The first node of each stage after stage 0; empty for a model that is not cut.
+        starts: The number of the first node of each stage after stage 0; empty for a model that is
+            not cut.
     """
     lines = ["digraph capture {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
     lines.append("  inputs [shape=plain]; outputs [shape=plain];")
@@ -133,20 +135,20 @@ def graph(trace: Capture, starts: Sequence[int] = ()) -> str:
 
 
 def _arrows(trace: Capture, starts: Sequence[int]) -> Iterator[str]:
-    """Yields an arrow for each use of a value."""
+    """Yields the line of an arrow in Graphviz's language for each use of a value by a node."""
     uses = [(f"n{number}", number, sorted(node.uses)) for number, node in enumerate(trace.nodes)]
     uses.append(("outputs", len(trace.nodes), list(trace.output_values)))
     crossed: set[tuple[ValueId, int]] = set()
     for target, number, values in uses:
         stage = bisect_right(starts, number)
         for value in values:
-            maker = trace.maker(value)
-            source, like = "inputs" if maker is None else f"n{maker}", trace.likes[value]
-            label, colour = str(like), ""
-            made_in = 0 if maker is None else bisect_right(starts, maker)
-            if made_in != stage and (value, stage) not in crossed:
+            maker, spec = trace.maker(value), trace.specs[value]
+            source = "inputs" if maker is None else f"n{maker}"
+            source_stage = 0 if maker is None else bisect_right(starts, maker)
+            label, colour = str(spec), ""
+            if source_stage != stage and (value, stage) not in crossed:
                 crossed.add((value, stage))
-                label, colour = f"{label}, {like.nbytes:,} bytes", ', color="#b00020"'
+                label, colour = f"{label}, {spec.nbytes:,} bytes", ', color="#b00020"'
             yield f"  {source} -> {target} [label={_quote(label)}{colour}];"
 
 

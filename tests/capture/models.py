@@ -95,7 +95,7 @@ def trained(
 
 def called(pipe: Any, plain: nn.Layer, inputs: Any, keys: Any, number: int) -> Any:
     """What the loss takes of the plain model, which draws as the pipeline does with ``keys``."""
-    unopened = pipe.forms.capturing.unopened
+    unopened = pipe.captures.capturer.unopened
     return loss_input(plain, call_keyed(plain, inputs, unopened, keys, GlobalMicroBatch(number)))
 
 

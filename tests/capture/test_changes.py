@@ -217,7 +217,7 @@ def test_it_is_captured_once_for_what_a_script_goes_back_and_forth_between() -> 
         for step in range(8):
             trained.change(_set("deep", step % 2 == 0))
             trained.step()
-            captures.append(trained.pipe.forms.number)
+            captures.append(trained.pipe.captures.fingerprint_number)
     assert max(captures) == 1
 
 

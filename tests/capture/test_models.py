@@ -102,7 +102,7 @@ MODELS: dict[str, tuple[Callable[[], Any], list[Any], Any, Any, dict[str, int]]]
 def test_a_model_with_glue_gives_the_bits_of_the_plain_one(name: str) -> None:
     build, data, loss_fn, split_spec, edges = MODELS[name]
     done = require_bits(build, data, split_spec, loss_fn=loss_fn, verify=False)
-    crossing = done.pipe.forms.example(training=True).crossing
+    crossing = done.pipe.captures.of_example(training=True).crossing
     assert {str(edge): len(values) for edge, values in crossing.items()} == edges
 
 

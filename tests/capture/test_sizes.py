@@ -15,10 +15,10 @@ from paddle import nn
 import fleetpipe
 from examples.qwen_vl import IMAGE, PAD, QwenVL, Sizes, collate
 from fleetpipe import fleet
-from fleetpipe.capture.cutting.auto import choose, measure_nodes, places
+from fleetpipe.capture.cutting.auto import choose, find_cut_points, measure_nodes
 from fleetpipe.capture.running import variants
 from fleetpipe.capture.tracing import capturing
-from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.errors import CaptureError, ConfigError, PartitionError
 from tests.capture.models import images, require_bits, trained
 from tests.pipelines import accumulate, begin, job
@@ -393,9 +393,9 @@ def test_ranks_without_the_images_capture_what_another_has(
 
 def test_the_automatic_cut_goes_through_the_tower_where_it_is_fastest() -> None:
     model = QwenVL(SIZES)
-    capturing = Capturing(model, micro_batch(IMAGES)[0], shape_inputs=("grids",))
-    training = capturing(capturing.look, True)
-    named, _ = places(training, capturing(capturing.look, False))
+    capturing = Capturer(model, micro_batch(IMAGES)[0], shape_inputs=("grids",))
+    training = capturing(capturing.example_signature, True)
+    named, _ = find_cut_points(training, capturing(capturing.example_signature, False))
     assert not training.unopened
     profile = measure_nodes(capturing, training, named)
     count = len(profile.layers)
@@ -467,7 +467,7 @@ def test_sizes_are_read_from_named_inputs_alone(shape_inputs: Any, error: Any, t
 
 
 def test_there_are_only_so_many_captured_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "_MOST_FORMS", 3)
+    monkeypatch.setattr(variants, "_MOST_CAPTURES", 3)
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with job(2):
         pipe = fleetpipe.pipeline(layers, paddle.ones([2, 3]), split_spec=["1"], verify=False)
@@ -475,4 +475,4 @@ def test_there_are_only_so_many_captured_forms(monkeypatch: pytest.MonkeyPatch) 
         for rows in (1, 3, 4, 5, 1, 2):
             x = paddle.rand([rows, 3])
             assert np.array_equal(wrapped.predict_batch([x]), layers(x))
-    assert (len(pipe.forms._forms), len(pipe.forms.capturing.samples)) == (3, 2)
+    assert (len(pipe.captures._captures), len(pipe.captures.capturer.first_batches)) == (3, 2)

@@ -17,7 +17,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.capture import repeatability
-from fleetpipe.capture.running.variants import attributes_of, tensors_of
+from fleetpipe.capture.running.variants import mark_attributes, tensor_references
 from fleetpipe.dygraph.backward.added_gradients import is_watched
 from fleetpipe.errors import StateError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
@@ -81,13 +81,13 @@ class Model(nn.Layer):  # type: ignore[misc]
 
 def digest(model: Any) -> dict[str, Any]:
     """All that there is in a model, and what would be drawn next."""
-    tensors = {name: one.value for name, one in tensors_of(model).items()}
+    tensors = {name: one.value for name, one in tensor_references(model).items()}
     state = paddle.get_rng_state()
     drawn = paddle.rand([2]).tolist()
     paddle.set_rng_state(state)
     numbers = map(np.asarray, np.random.get_state())
     return {
-        "attributes and hooks": attributes_of(model, lambda *_: True),
+        "attributes and hooks": mark_attributes(model, lambda *_: True),
         "modes": {layer: layer.training for layer in model.sublayers(include_self=True)},
         "tensors": {n: (id(t), t.numpy().tobytes(), t.stop_gradient) for n, t in tensors.items()},
         "gradients": {

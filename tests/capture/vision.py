@@ -84,7 +84,7 @@ def row(name: str) -> tuple[str, ...]:
     return (
         name,
         f"{sum(parameter.size for parameter in pipe.parameters()):,}",
-        str(len(pipe.forms.example(training=True).trace.nodes)),
+        str(len(pipe.captures.of_example(training=True).trace.nodes)),
         *(f"{1e3 * one.bottleneck:.0f} / {1e3 * one.bound:.0f} ms" for one in choices.values()),
         verdict,
     )

@@ -1,1 +1,4 @@
-"""Cuts a capture by the `split_spec` or by measured costs, and finds what crosses borders."""
+"""Cuts a capture into stages by the `split_spec` or by measured costs.
+
+It also finds the values that cross the borders between stages.
+"""

@@ -1,8 +1,9 @@
 """Chooses the cut of a captured model: as the user gave it, or by the measured costs of its nodes.
 
-Start with :func:`cut_of`. ``split_spec="auto"`` is the cut whose slowest stage is fastest. The time
-of a stage is computed as by :func:`fleetpipe.plan`: its nodes forward and backward, and its
-transfers in both directions. All uses of state that a forward writes into stay in one stage.
+Start with :func:`resolve_split_spec`. ``split_spec="auto"`` is the cut whose slowest stage is
+fastest. The time of a stage is computed as by :func:`fleetpipe.plan`: its nodes forward and
+backward, and its transfers in both directions. All uses of a parameter or buffer that a forward
+writes into stay in one stage. A border is the boundary between two consecutive stages.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from fleetpipe.capture.cutting.split_spec import (
     SplitSpec,
     borders_of,
 )
-from fleetpipe.capture.running.captured_state import lent
-from fleetpipe.capture.running.replay import entries
-from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.running.captured_state import lend_zeros
+from fleetpipe.capture.running.replay import entry_functions
+from fleetpipe.capture.tracing.capturing import Capturer, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN
-from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, arguments, like
+from fleetpipe.capture.tracing.value import Capture, Node, Ref, StateRef, arguments, spec_of
 from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.observe import layer_meter
 from fleetpipe.dygraph.observe.profile import TYPICAL
@@ -38,29 +39,30 @@ from fleetpipe.paddle_api.layer import FULL_NAME
 from fleetpipe.paddle_api.tensor import has_memory, tensor_bytes
 from fleetpipe.profiling import PipelinePlan, Profile, fastest_cut
 
-#: The least and the most runs of a node; the fastest run counts.
+#: The least and the most times that a node is run to measure it; the fastest run counts.
 LEAST_RUNS, MOST_RUNS = 5, 20
 
 #: The most nodes that are measured of several equal ones; the median of their times counts.
-MOST_ALIKE = 5
+MOST_EQUAL = 5
 
 #: Seconds of processor time after which nodes run at most ``LEAST_RUNS`` times.
 SECONDS = 1.0
 
 
 class Span(NamedTuple):
-    """The first and the last node of a run that use a parameter or buffer."""
+    """The numbers of the first and the last node of a run that use a parameter or buffer."""
 
     first: int
     last: int
 
 
-#: By the name of a written parameter or buffer, its span in each run; None in a run without it.
+#: By the name of a parameter or buffer, its span in each of several runs; None in a run that does
+#: not use it.
 Spans = dict[str, list[Span | None]]
 
 
-def spans(traces: Sequence[Capture]) -> Spans:
-    """Returns the spans of the parameters and buffers that any of several runs writes into."""
+def find_spans(traces: Sequence[Capture]) -> Spans:
+    """Returns the spans of the parameters and buffers that any of the runs writes into."""
 
     def span(name: str, nodes: Sequence[Node]) -> Span | None:
         users = [number for number, node in enumerate(nodes) if name in node.state]
@@ -70,35 +72,41 @@ def spans(traces: Sequence[Capture]) -> Spans:
     return {name: [span(name, trace.nodes) for trace in traces] for name in names}
 
 
-def split_state(written: Spans, starts: Sequence[int]) -> str | None:
-    """Returns the name of a state that is used on both sides of a border; None if there is none.
+def find_split_state(written: Spans, starts: Sequence[int]) -> str | None:
+    """Returns the name of a parameter or buffer that is used before and after a border.
 
     Args:
-        written: The spans of written state in the runs.
-        starts: The first node after the border, in each run.
+        written: The spans of the parameters and buffers that the runs write into.
+        starts: The number of the first node after the border, in each run.
+
+    Returns:
+        The first such name; None if there is none.
     """
-    for name, nodes in written.items():
-        pairs = [(span, start) for span, start in zip(nodes, starts) if span is not None]
-        if any(span.first < start for span, start in pairs) and any(
-            span.last >= start for span, start in pairs
-        ):
+    for name, spans in written.items():
+        used = [(span, start) for span, start in zip(spans, starts) if span is not None]
+        is_used_before = any(span.first < start for span, start in used)
+        is_used_after = any(span.last >= start for span, start in used)
+        if is_used_before and is_used_after:
             return name
     return None
 
 
 def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
-    """Raises an error if a cut is between two uses of state that a forward writes into.
+    """Raises an error if two stages use a parameter or buffer that a forward writes into.
 
     Args:
-        runs: The runs in training and in evaluation, each with the first node of each stage after
-            stage 0.
+        runs: The runs in training and in evaluation, each with the number of the first node of each
+            stage after stage 0.
+
+    Raises:
+        CaptureError: Two stages do.
     """
     traces, cuts = zip(*runs)
     for starts in zip(*cuts):
-        written = spans(traces)
-        name = split_state(written, starts)
+        written = find_spans(traces)
+        name = find_split_state(written, starts)
         if name is not None:
-            before, after = _sides(name, runs)
+            before, after = _describe_users(name, runs)
             raise CaptureError(
                 f"two stages share {name!r}, into which the forward writes",
                 where=f"{before}; {after}",
@@ -109,37 +117,39 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
             )
 
 
-def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
-    """Returns texts that name a node in each of the first two stages that use a state."""
+def _describe_users(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
+    """Returns a text for a node in each of the first two stages that use the state ``name``."""
     users: dict[int, str] = {}
     for trace, starts in runs:
         for number, node in enumerate(trace.nodes):
             if name in node.state:
                 stage = sum(start <= number for start in starts)
-                users.setdefault(stage, f"{node.name} in stage {stage}, {node.place}")
+                users.setdefault(stage, f"{node.name} in stage {stage}, {node.location}")
     first, second, *_ = (users[stage] for stage in sorted(users))
     return first, second
 
 
-def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:
-    """Measures each node by itself on the example, and restores the model.
+def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> Profile:
+    """Measures the time of each node by itself on the example, and restores the model.
 
     Gradients are cleared.
 
     Args:
-        capturing: The model.
+        capturer: The model with its example inputs.
         trace: The run of its forward in training.
-        places: The nodes with which a stage may begin, without the first.
+        places: The numbers of the nodes with which a stage may begin, without the first.
 
     Returns:
-        The costs of inputs, nodes and outputs. Equal nodes have equal times.
+        The costs of inputs, nodes and outputs. Nodes that compute the same on equal shapes have
+        equal times.
     """
-    model, functions = capturing.model, entries(trace, capturing.look)
+    model, functions = capturer.model, entry_functions(trace, capturer.example_signature)
     names = ["inputs", *(node.name for node in trace.nodes), "outputs"]
-    uses = [[], *map(state_of, trace.nodes), []]
-    alike: defaultdict[str, list[int]] = defaultdict(list)
-    for number, kind in enumerate(("inputs", *(_kind(trace, n) for n in trace.nodes), "outputs")):
-        alike[kind].append(number)
+    uses = [[], *map(tensors_used_by, trace.nodes), []]
+    cost_classes = ["inputs", *(_cost_class(trace, node) for node in trace.nodes), "outputs"]
+    equal_nodes: defaultdict[str, list[int]] = defaultdict(list)
+    for number, cost_class in enumerate(cost_classes):
+        equal_nodes[cost_class].append(number)
     meter = layer_meter.LayerMeter(
         len(functions),
         lambda number, value: ({number: functions[number]}, value),
@@ -148,35 +158,37 @@ def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -
     )
 
     def run(number: int, value: Nest) -> Nest:
-        borrowed = [tensor for tensor in uses[number] if not has_memory(tensor)]
-        with lent(borrowed):
+        without_memory = [tensor for tensor in uses[number] if not has_memory(tensor)]
+        with lend_zeros(without_memory):
             try:
                 output = meter.run_of(number)(value, None)
             except Exception as error:
                 raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
-            drop_gradients(borrowed)
+            drop_gradients(without_memory)
         return output
 
-    often = {number for numbers in alike.values() for number in numbers[:MOST_ALIKE]}
+    measured = {number for numbers in equal_nodes.values() for number in numbers[:MOST_EQUAL]}
     inputs: dict[int, Nest] = {}
     with state_kept(model), in_mode(model, training=True), paddle.set_grad_enabled(True):
-        begun, value = time.thread_time(), capturing.example
+        begin, value = time.thread_time(), capturer.example
         for number in range(len(functions)):
-            if number in often:
+            if number in measured:
                 inputs[number] = value
             value = run(number, value)
         # All nodes in turn, so that a disturbance does not slow all runs of one node.
         for count in range(1, MOST_RUNS):
-            if count >= LEAST_RUNS and time.thread_time() - begun > SECONDS:
+            if count >= LEAST_RUNS and time.thread_time() - begin > SECONDS:
                 break
             for number, value in inputs.items():
                 run(number, value)
     drop_gradients(model.parameters())
-    samples = [layer_meter.fastest(meter.samples[0, number]) for number in range(len(functions))]
-    for numbers in alike.values():
-        part = [samples[number] for number in numbers[:MOST_ALIKE]]
-        forward = statistics.median(one.forward for one in part)
-        backward = statistics.median(one.backward for one in part)
+    samples = [
+        layer_meter.fastest(meter.first_batches[0, number]) for number in range(len(functions))
+    ]
+    for numbers in equal_nodes.values():
+        measured_samples = [samples[number] for number in numbers[:MOST_EQUAL]]
+        forward = statistics.median(sample.forward for sample in measured_samples)
+        backward = statistics.median(sample.backward for sample in measured_samples)
         for number in numbers:
             samples[number] = samples[number]._replace(forward=forward, backward=backward)
     costs = layer_meter.layer_costs(
@@ -185,51 +197,58 @@ def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -
     return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
 
 
-def _kind(trace: Capture, node: Node) -> str:
+def _cost_class(trace: Capture, node: Node) -> str:
     """Returns a text that is equal for nodes that compute the same on equal shapes."""
 
-    def look(leaf: object) -> object:
+    def describe(leaf: object) -> object:
         if isinstance(leaf, Ref):
-            return trace.likes[leaf.value]
-        if isinstance(leaf, Owned):
-            return like(getattr(leaf.layer, leaf.name))
-        return like(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+            return trace.specs[leaf.value]
+        if isinstance(leaf, StateRef):
+            return spec_of(leaf.tensor)
+        return spec_of(leaf) if isinstance(leaf, paddle.Tensor) else leaf
 
     layer: Layer = node.function
-    plain = [
-        (type(part), name, value)
-        for part in (layer.sublayers(include_self=True) if node.is_layer else ())
-        for name, value in vars(part).items()
+    plain_attributes = [
+        (type(inner), name, value)
+        for inner in (layer.sublayers(include_self=True) if node.is_layer else ())
+        for name, value in vars(inner).items()
         if isinstance(value, (*PLAIN, list, tuple)) and name != FULL_NAME
     ]
     called = "" if node.is_layer else getattr(node.function, "__name__", node.function)
-    takes = [look(leaf) for leaf in arguments(node)]
-    makes = [trace.likes[value] for value in node.outputs]
-    return repr((called, plain, takes, makes, [like(tensor) for tensor in state_of(node)]))
+    takes = [describe(leaf) for leaf in arguments(node)]
+    makes = [trace.specs[value] for value in node.outputs]
+    return repr(
+        (
+            called,
+            plain_attributes,
+            takes,
+            makes,
+            [spec_of(tensor) for tensor in tensors_used_by(node)],
+        )
+    )
 
 
-def state_of(node: Node) -> list[Tensor]:
-    """Returns the parameters and buffers of a node's layer and among its arguments."""
+def tensors_used_by(node: Node) -> list[Tensor]:
+    """Returns the parameters and buffers that a node uses: its layer's, and its arguments."""
     layer: Layer = node.function
     tensors = [*layer.parameters(), *layer.buffers()] if node.is_layer else []
-    return tensors + [getattr(owned.layer, owned.name) for owned in node.owned]
+    return tensors + [ref.tensor for ref in node.state_refs]
 
 
 def parameter_bytes(trace: Capture) -> list[int]:
-    """Returns for each node the bytes of the state that no earlier node uses."""
-    return [
-        sum(map(tensor_bytes, new)) for new in layer_meter.first_uses(map(state_of, trace.nodes))
-    ]
+    """Returns for each node the bytes of the parameters and buffers that no earlier node uses."""
+    first_uses = layer_meter.first_uses(map(tensors_used_by, trace.nodes))
+    return [sum(map(tensor_bytes, tensors)) for tensors in first_uses]
 
 
 class Choice(NamedTuple):
     """A cut chosen by costs.
 
     Attributes:
-        borders: The borders of the stages.
-        seconds: The time of each stage for one micro-batch.
-        bound: A lower bound of the slowest stage of any cut into as many stages: the larger of the
-            mean stage and the slowest node.
+        borders: The borders between the stages, in order.
+        seconds: The seconds of each stage for one micro-batch.
+        bound: A lower bound, in seconds, of the slowest stage of any cut into as many stages: the
+            larger of the mean stage and the slowest node.
     """
 
     borders: tuple[Border, ...]
@@ -249,17 +268,24 @@ class Choice(NamedTuple):
         )
 
 
-def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], dict[int, str]]:
-    """Returns the nodes with which a stage may begin, and why it may not begin with others.
+def find_cut_points(
+    training: Capture, evaluation: Capture
+) -> tuple[dict[int, Border], dict[int, str]]:
+    """Finds the nodes with which a stage may begin, and why it may not begin with others.
+
+    Args:
+        training: The run of the forward in training.
+        evaluation: The run in evaluation.
 
     Returns:
-        The border of each place, and the reasons, by the number of the node.
+        Two dicts by the number of the node in training: the border before each node with which a
+        stage may begin, and the reason for each other node except the first.
     """
-    written = spans((training, evaluation))
+    written = find_spans((training, evaluation))
     borders: dict[int, Border] = {}
     refused: dict[int, str] = {}
     for number in range(1, len(training.nodes)):
-        border = _border(training, number)
+        border = _border_before(training, number)
         if border is None:
             refused[number] = "no call of a sublayer is beside it, to name the place"
             continue
@@ -267,23 +293,24 @@ def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], d
             start = border.start(evaluation)
         except ConfigError:
             start = 0
+        name = find_split_state(written, (number, start))
         if not 0 < start < len(evaluation.nodes):
             refused[number] = "in evaluation the forward does not come here"
-        elif name := split_state(written, (number, start)):
+        elif name is not None:
             refused[number] = f"{name!r} is used on both sides, and the forward writes into it"
         else:
             borders[number] = border
     return borders, refused
 
 
-def _border(trace: Capture, number: int) -> Border | None:
-    """Returns the border before a node; None between two operations."""
-    node, before = trace.nodes[number], trace.nodes[number - 1]
+def _border_before(trace: Capture, number: int) -> Border | None:
+    """Returns the border before a node; None between two operations, since no call names it."""
+    node, previous = trace.nodes[number], trace.nodes[number - 1]
     if node.is_layer:
         path, call = node.scopes[-1]
         return AtCall(path, SplitPoint.BEGINNING, call)
-    if before.is_layer:
-        path, call = before.scopes[-1]
+    if previous.is_layer:
+        path, call = previous.scopes[-1]
         return AtCall(path, SplitPoint.END, call)
     return None
 
@@ -298,10 +325,10 @@ def choose(
 
     Args:
         profile: The costs of the inputs, the nodes and the outputs, in that order.
-        places: The border at each place where a stage may begin, by node.
+        places: The border before each node with which a stage may begin, by the node's number.
         stages: Number of stages.
-        memory_cap: The bytes that a stage may use: its parameters with gradients and two moments,
-            and all forwards in flight under 1F1B.
+        memory_cap: The bytes that a stage may use, for its parameters with gradients and two
+            moments and for all forwards in flight under 1F1B; None for no limit.
 
     Raises:
         PartitionError: There are too few places, or no cut fits into memory.
@@ -315,8 +342,8 @@ def choose(
     )
 
 
-def measure_once(job: Job | None, measure: Callable[[], Profile]) -> Profile:
-    """Measures on one rank, and returns the result on every rank. Collective over the job."""
+def measure_on_one_rank(job: Job | None, measure: Callable[[], Profile]) -> Profile:
+    """Calls ``measure`` on one rank, and returns its result on all. Collective over the job."""
     if job is None or job.local:
         return measure()
     with job.guarded(lambda: "measuring the nodes of the model"):
@@ -329,7 +356,7 @@ class Cut(NamedTuple):
     """The cut of a model.
 
     Attributes:
-        borders: The places at which a stage begins, in order.
+        borders: The borders between the stages, in order.
         choice: The chosen cut with its costs; None if the user gave the cut.
     """
 
@@ -345,8 +372,8 @@ class Cut(NamedTuple):
         return ", ".join(map(str, self.borders))
 
 
-def cut_of(
-    capturing: Capturing,
+def resolve_split_spec(
+    capturer: Capturer,
     spec: SplitSpec | PipelinePlan,
     stages: int | None,
     memory_cap: float | str | None = None,
@@ -355,35 +382,36 @@ def cut_of(
     """Returns the cut for a user's ``split_spec``. Collective over the job for "auto".
 
     Args:
-        capturing: The model.
+        capturer: The model with its example inputs.
         spec: See :func:`fleetpipe.pipeline`.
-        stages: The number of stages, if it is known.
+        stages: The number of stages; None if it is unknown.
         memory_cap: With "auto", the bytes that a stage may use.
-        head: The names of the layers after the model's nodes: the parts of its head, and the loss.
+        head: The names of the layers after the model's nodes: the parts of its vocabulary head, and
+            the loss.
 
     Raises:
         ConfigError: ``spec`` names something that does not exist, needs the number of stages, or is
             a plan of another model.
         PartitionError: "auto" finds no cut.
     """
-    look = capturing.look
-    training = capturing(look, True)
+    signature = capturer.example_signature
+    training = capturer(signature, True)
     if isinstance(spec, PipelinePlan):
         # The inputs come first, and the outputs last.
         names = ["inputs", *(node.name for node in training.nodes), "outputs", *head]
         spec.require_layers(names)
-        named, _ = places(training, capturing(look, False))
+        named, _ = find_cut_points(training, capturer(signature, False))
         firsts = spec.partition.boundaries[1 : spec.schedule.placement.body]
         return Cut(tuple(named[first - 1] for first in firsts))
     if not isinstance(spec, str) or spec != AUTO:
-        return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
+        return Cut(tuple(borders_of(spec, capturer.model, training, stages)))
     if stages is None:
         raise ConfigError(
             'split_spec="auto" needs the number of stages',
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
-    evaluation = capturing(look, False)
-    named, _ = places(training, evaluation)
+    evaluation = capturer(signature, False)
+    named, _ = find_cut_points(training, evaluation)
     if len(named) < stages - 1:
         raise PartitionError(
             f"{stages} stages need {stages - 1} places to cut at",
@@ -393,6 +421,6 @@ def cut_of(
             fix="call sublayers so, or use fewer ranks or chunks; fleetpipe.explain(model, "
             "example) shows what is called",
         )
-    profile = measure_once(current_job(), lambda: measure_nodes(capturing, training, named))
+    profile = measure_on_one_rank(current_job(), lambda: measure_nodes(capturer, training, named))
     choice = choose(profile, named, stages, memory_cap)
     return Cut(choice.borders, choice)

@@ -1,7 +1,8 @@
-"""Borders of stages in a capture: how a user's ``split_spec`` names them, and what crosses them.
+"""Finds the borders between stages that a user's ``split_spec`` names, and what crosses them.
 
-Start with :func:`borders_of`. A border is named by the call of a sublayer or of ``pipe_split``, so
-that it is found again in a run with other shapes or in evaluation.
+A border is the boundary between two consecutive stages in a capture: the node before which the
+later stage begins. It is named by the call of a sublayer or of ``pipe_split``, so that it is found
+again in a run with other shapes or in evaluation. Start with :func:`borders_of`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.running.replay import name_of
+from fleetpipe.capture.running.replay import value_name
 from fleetpipe.capture.tracing.value import Capture, Scope, ValueId
 from fleetpipe.errors import CaptureError, ConfigError, nearest, require_whole
 from fleetpipe.partition import uniform
@@ -42,11 +43,14 @@ class SplitPoint(Enum):
 
 
 def nearest_path(path: str, paths: Collection[str]) -> str:
-    """Returns a phrase that names the paths nearest to ``path``, or all of the first level."""
+    """Returns a phrase for an error that names the known paths nearest to a misspelt one.
+
+    If none is near, it names all first components of the known paths.
+    """
     phrase = nearest(path, paths)
-    if not phrase.startswith("known"):
-        return phrase
-    return nearest(path, {candidate.partition(".")[0] for candidate in paths})
+    if phrase.startswith("known"):
+        return nearest(path, {known_path.partition(".")[0] for known_path in paths})
+    return phrase
 
 
 class AtCall(NamedTuple):
@@ -54,8 +58,8 @@ class AtCall(NamedTuple):
 
     Attributes:
         path: The sublayer's path in the model.
-        point: Before or after.
-        call: The number of the call, from 0.
+        point: Whether the later stage begins before or after the call.
+        call: The number of the call of this sublayer, from 0.
     """
 
     path: str
@@ -66,15 +70,15 @@ class AtCall(NamedTuple):
         return f"{self.point.value} {self.path}" + (f" (call {self.call + 1})" * (self.call > 0))
 
     def start(self, trace: Capture) -> int:
-        """Returns the first node of the stage that begins here.
+        """Returns the number of the first node of the stage that begins at this border.
 
         Raises:
             ConfigError: The forward does not call the sublayer.
         """
-        inside = trace.calls.get(Scope(self.path, self.call))
-        if inside is None:
+        first_and_last = trace.calls.get(Scope(self.path, self.call))
+        if first_and_last is None:
             paths = {scope.path for scope in trace.calls if scope.path}
-            within = [
+            reasons = [
                 f"{path} is not opened: {reason}"
                 for path, reason in trace.unopened.items()
                 if self.path.startswith(f"{path}.")
@@ -82,18 +86,18 @@ class AtCall(NamedTuple):
             raise ConfigError(
                 f"split_spec cuts {self}, where the model's forward does not come",
                 got=nearest_path(self.path, paths),
-                cause=within[0]
-                if within
+                cause=reasons[0]
+                if reasons
                 else "its forward is called by no other, or as self.block.forward(x), which is no "
                 "call of the layer",
                 fix="name a sublayer that fleetpipe.explain(model, example) shows",
             )
-        first, last = inside
+        first, last = first_and_last
         return first if self.point is SplitPoint.BEGINNING else last + 1
 
 
 class AtMark(NamedTuple):
-    """A border at a call of :func:`pipe_split`, by its number."""
+    """A border at a call of :func:`pipe_split`, by the number of the call, from 0."""
 
     number: int
 
@@ -101,36 +105,42 @@ class AtMark(NamedTuple):
         return f"at call {self.number + 1} of pipe_split"
 
     def start(self, trace: Capture) -> int:
-        """Returns the first node of the stage that begins here."""
-        if self.number >= len(trace.marks):
+        """Returns the number of the first node of the stage that begins at this border.
+
+        Raises:
+            CaptureError: The forward calls ``pipe_split`` less often.
+        """
+        if self.number >= len(trace.pipe_splits):
             raise CaptureError(
                 "the forward called pipe_split more often in its first run",
                 expected=f"{self.number + 1} calls or more",
-                got=f"{len(trace.marks)} calls",
+                got=f"{len(trace.pipe_splits)} calls",
                 fix="call pipe_split in training and in evaluation, whatever the inputs are",
             )
-        return trace.marks[self.number]
+        return trace.pipe_splits[self.number]
 
 
-#: A place where a stage begins.
+#: The boundary between two stages: where the later one begins.
 Border = AtCall | AtMark
 
 
-def starts(trace: Capture, borders: Sequence[Border], example: Capture | None = None) -> list[int]:
-    """Returns the first node of each stage after stage 0.
+def find_starts(
+    trace: Capture, borders: Sequence[Border], example: Capture | None = None
+) -> list[int]:
+    """Returns the number of the first node of each stage after stage 0.
 
     Args:
         trace: A run of the forward.
         borders: The borders, in the order of the first run.
-        example: The first run in the same mode. A run for another batch may leave out sublayers, as
-            those for images: the others stay in their stages of the first run, and a stage may have
-            no node.
+        example: The first run in the same mode; None if ``trace`` is the first one. A run for
+            another batch may leave out sublayers, as those for images: the others stay in their
+            stages of the first run, and a stage may have no node.
 
     Raises:
         ConfigError: The forward does not reach a border, or a stage would be empty.
     """
     if example is not None:
-        reached = [_start(trace, border, example) for border in borders]
+        reached = [_start_in_run(trace, border, example) for border in borders]
         return list(accumulate(reached, max))
     numbers = [border.start(trace) for border in borders]
     for border, start, after in zip(borders, numbers, [*numbers[1:], len(trace.nodes)]):
@@ -144,8 +154,14 @@ def starts(trace: Capture, borders: Sequence[Border], example: Capture | None = 
     return numbers
 
 
-def _start(trace: Capture, border: Border, example: Capture) -> int:
-    """Returns the first node after a border, in a run that may not reach the border itself."""
+def _start_in_run(trace: Capture, border: Border, example: Capture) -> int:
+    """Returns the number of the first node after a border, in a run that may not reach it.
+
+    Args:
+        trace: The run; the result is its number of nodes if all its nodes are before the border.
+        border: The border.
+        example: The first run in the same mode, which reaches the border.
+    """
     if not isinstance(border, AtCall) or Scope(border.path, border.call) in trace.calls:
         return border.start(trace)
     first = border.start(example)
@@ -155,20 +171,26 @@ def _start(trace: Capture, border: Border, example: Capture) -> int:
     return len(trace.nodes)
 
 
-def in_order(trace: Capture, borders: Sequence[Border]) -> list[Border]:
-    """Sorts borders as a run reaches them; raises the same errors as :func:`starts`."""
+def sort_borders(trace: Capture, borders: Sequence[Border]) -> list[Border]:
+    """Returns borders in the order in which a run reaches them.
+
+    Raises:
+        ConfigError: The forward does not reach a border.
+    """
     return sorted(borders, key=lambda border: border.start(trace))
 
 
-def crossing(
+def values_on_edges(
     trace: Capture, starts: Sequence[int], edges: Collection[Edge] = ()
 ) -> dict[Edge, tuple[str, ...]]:
-    """Returns the names of the values on each edge; each value goes to every stage that uses it.
+    """Returns the names of the values on each edge between two stages.
+
+    A value goes from the stage that makes it to every other stage that uses it.
 
     Args:
-        trace: The run.
-        starts: The first node of each stage after stage 0; the model's inputs are in stage 0, its
-            outputs in the last stage.
+        trace: A run of the forward.
+        starts: The number of the first node of each stage after stage 0; the model's inputs are in
+            stage 0, its outputs in the last stage.
         edges: The edges of a pipeline that is built already. If none of them leads directly to a
             stage, the value takes several edges over other stages.
     """
@@ -182,23 +204,31 @@ def crossing(
     for stage, uses in uses_of_stages:
         for value in uses:
             source = stage_of(trace.maker(value))
-            for edge in _route(source, stage, edges) if source != stage else ():
+            if source == stage:
+                continue
+            for edge in _shortest_route(source, stage, edges):
                 values.setdefault(edge, set()).add(value)
-    return {edge: tuple(map(name_of, sorted(values[edge]))) for edge in sorted(values)}
+    return {edge: tuple(map(value_name, sorted(values[edge]))) for edge in sorted(values)}
 
 
-def _route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
-    """Returns the fewest edges that lead from a stage to a later one; a new one if none do."""
+def _shortest_route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
+    """Returns the fewest of the edges that lead from ``source`` to a later stage, in order.
+
+    If no edges lead there, the route is a new edge between the two.
+    """
     routes = {source: list[Edge]()}
-    for between in range(source, stage):
-        for edge in edges if between in routes else ():
-            if edge.source == between and edge.target <= stage:
-                route = [*routes[between], edge]
+    for reached in range(source, stage):
+        if reached not in routes:
+            continue
+        for edge in edges:
+            if edge.source == reached and edge.target <= stage:
+                route = [*routes[reached], edge]
                 routes[edge.target] = min(routes.get(edge.target, route), route, key=len)
     return routes.get(stage, [Edge(source, stage)])
 
 
-#: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for marks in the model.
+#: How a user names the cut: ``{name: SplitPoint}``, ``{name: stage}``, names of sublayers, the
+#: prefix of names, "auto", or None if the model says it by ``pipeline_stage`` or ``pipe_split``.
 SplitSpec = str | Sequence[str] | Mapping[str, SplitPoint] | Mapping[str, int] | None
 
 
@@ -209,28 +239,29 @@ def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
         spec: Any ``split_spec`` except "auto".
         model: The model.
         trace: The run of its forward in training.
-        stages: The number of stages, if it is known; a prefix needs it.
+        stages: The number of stages; None if it is unknown. A prefix needs it.
 
     Raises:
         ConfigError: ``spec`` names something that does not exist, or has an unknown form.
     """
     if isinstance(spec, str):
-        return _evenly(spec, trace, stages)
+        return _split_evenly(spec, trace, stages)
     if spec is None:
-        return _marked_in(model, trace)
+        return _marked_borders(model, trace)
     if not isinstance(spec, (Mapping, Sequence)):
-        raise _unknown_form(spec)
+        raise _unknown_spec_error(spec)
     _require_names(spec, model)
     if isinstance(spec, Sequence):
-        return in_order(trace, [AtCall(path) for path in spec])
+        return sort_borders(trace, [AtCall(path) for path in spec])
     # The enumeration of Paddle's ``pp_config`` has the same names.
     points = {path: SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
     if len(points) == len(spec):
-        return in_order(trace, [AtCall(path, point) for path, point in points.items()])
-    return _of_stages(spec, trace)
+        return sort_borders(trace, [AtCall(path, point) for path, point in points.items()])
+    return _borders_of_stages(spec, trace)
 
 
-def _unknown_form(spec: object) -> ConfigError:
+def _unknown_spec_error(spec: object) -> ConfigError:
+    """Returns the error for a ``split_spec`` of an unknown type."""
     return ConfigError(
         "split_spec is of no form that is known",
         expected='"auto", a prefix, a list of names, {name: SplitPoint}, {name: stage} or None',
@@ -240,10 +271,10 @@ def _unknown_form(spec: object) -> ConfigError:
 
 
 def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) -> None:
-    """Raises an error if a name is no sublayer of the model."""
+    """Raises a ConfigError if a name is no text, or not the name of a sublayer of the model."""
     layers = dict(model.named_sublayers())
     if not all(isinstance(name, str) for name in names):
-        raise _unknown_form(names)
+        raise _unknown_spec_error(names)
     unknown = [name for name in names if name not in layers]
     if unknown:
         raise ConfigError(
@@ -253,8 +284,14 @@ def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) ->
         )
 
 
-def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
-    """Shares the sublayers below a prefix evenly among the stages, in the order of their calls."""
+def _split_evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
+    """Returns borders that share the sublayers below a prefix evenly among the stages.
+
+    The sublayers are in the order of their first calls.
+
+    Raises:
+        ConfigError: No sublayer below the prefix is called, or the number of stages is unknown.
+    """
     depth = prefix.count(".") + 2
     called = dict.fromkeys(scope.path for node in trace.nodes for scope in node.scopes)
     children = [
@@ -272,39 +309,51 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
             f"split_spec={prefix!r} shares sublayers among stages, of which there is no number",
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
-    first = uniform(len(children), stages)[1:-1]
-    return [AtCall(children[index]) for index in first]
+    boundaries = uniform(len(children), stages)[1:-1]
+    return [AtCall(children[index]) for index in boundaries]
 
 
-def _marked_in(model: Layer, trace: Capture) -> list[Border]:
-    """Returns the borders that the model marks by ``pipeline_stage`` or by ``pipe_split``."""
+def _marked_borders(model: Layer, trace: Capture) -> list[Border]:
+    """Returns the borders that the model itself marks, by ``pipeline_stage`` or ``pipe_split``.
+
+    Raises:
+        ConfigError: The model marks none.
+    """
     stages = {
         path: layer.pipeline_stage
         for path, layer in model.named_sublayers()
         if hasattr(layer, "pipeline_stage")
     }
     if stages:
-        return _of_stages(stages, trace)
-    if not trace.marks:
+        return _borders_of_stages(stages, trace)
+    if not trace.pipe_splits:
         raise ConfigError(
             "split_spec=None, and the model says nothing of stages",
             expected="sublayers with a pipeline_stage, or calls of fleetpipe.pipe_split()",
             fix='pass split_spec="auto", or model.layer3.pipeline_stage = 1',
         )
-    return [AtMark(number) for number in range(len(trace.marks))]
+    return [AtMark(number) for number in range(len(trace.pipe_splits))]
 
 
-def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
-    """Returns the borders for sublayers with a stage; others are in the stage of the one before.
+def _borders_of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
+    """Returns the borders for sublayers whose stage is given.
 
-    A stage applies to the first call of a sublayer; a second call is in the stage where it runs.
+    The stage applies to the first call of a sublayer. Any other call is in the stage of the call
+    before it.
+
+    Args:
+        stages: The stage of each sublayer, by the sublayer's path.
+        trace: The run of the forward in training.
+
+    Raises:
+        ConfigError: A stage is no number, or the numbers do not increase in the order of the calls.
     """
     borders: list[Border] = []
     for node in trace.nodes:
-        named = [scope for scope in node.scopes if scope.path in stages and not scope.call]
-        if not named:
+        first_calls = [scope for scope in node.scopes if scope.path in stages and not scope.call]
+        if not first_calls:
             continue
-        path = named[-1].path
+        path = first_calls[-1].path
         rule = f"the stage of {path!r} is no number of a stage"
         fix = "give whole numbers from 0, in the order in which the sublayers run"
         stage = require_whole("stage", stages[path], 0, rule=rule, fix=fix)
@@ -313,7 +362,7 @@ def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
         elif stage != len(borders):
             raise ConfigError(
                 f"{path!r} is in stage {stage}, and runs after a sublayer of stage {len(borders)}",
-                where=node.place,
+                where=node.location,
                 expected=f"stage {len(borders)} or {len(borders) + 1}",
                 got=f"stage {stage}",
                 fix="number the stages from 0, in the order in which the sublayers run",

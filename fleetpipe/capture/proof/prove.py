@@ -13,29 +13,29 @@ from typing import Any, NamedTuple
 
 from fleetpipe import schedules
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.cutting.auto import state_of
+from fleetpipe.capture.cutting.auto import tensors_used_by
 from fleetpipe.capture.proof.training import (
     Calls,
-    CapturedRun,
     Comparison,
     Course,
     Digests,
     Moment,
-    PlainLoop,
+    PlainTrainer,
+    StagesTrainer,
     TrainedStep,
     count_hook_calls,
-    moments,
+    run_course,
     state_of_model,
     undo_training,
 )
 from fleetpipe.capture.repeatability import ALL, vary_example, with_another_row
-from fleetpipe.capture.running.replay import name_of
-from fleetpipe.capture.running.stages import Keyed
-from fleetpipe.capture.running.variants import Form, Forms
-from fleetpipe.capture.tracing.capturing import Capturing, in_mode
+from fleetpipe.capture.running.replay import value_name
+from fleetpipe.capture.running.stages import KeyedNodeFinder
+from fleetpipe.capture.running.variants import StagedCapture, StagedCaptures
+from fleetpipe.capture.tracing.capturing import Capturer, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
-from fleetpipe.capture.tracing.user_lines import forward_place, raised_at
-from fleetpipe.capture.tracing.value import Node, NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.capture.tracing.user_lines import forward_location, raising_location
+from fleetpipe.capture.tracing.value import Node, NodeCall, NodeFinder, Unopened, arguments_of
 from fleetpipe.compare.differences import same_bits
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import random_keys
@@ -51,10 +51,12 @@ from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Schedule
 
+#: The cause in an error for stages that train otherwise than the model.
 OUTSIDE_OF_PADDLE = (
     "the forward does something that is no operation of Paddle's on tensors: it keeps something "
     "from call to call, or computes outside of Paddle"
 )
+#: The fix in such an error.
 _INTO_A_SUBLAYER = (
     "put that code into a sublayer, or its layer's class into no_split; where it is in one, "
     "keep what it counts in a buffer, written by set_value or paddle.assign"
@@ -63,9 +65,9 @@ _INTO_A_SUBLAYER = (
 #: The most micro-batches of a step, if a batch has more: enough for every phase of a schedule.
 MOST = 8
 
-#: A forward on other inputs may run this multiple of the example's operations, and this many more;
-#: with more it is taken for an endless loop.
-_TIMES, _MORE = 10, 1000
+#: A forward on other inputs may run at most ``_FACTOR`` times the example's operations and
+#: ``_EXTRA`` more; with more it is taken for an endless loop.
+_FACTOR, _EXTRA = 10, 1000
 
 #: The number of micro-batches of a step, if there is no strategy.
 _MICRO_BATCHES = 3
@@ -74,43 +76,43 @@ _MICRO_BATCHES = 3
 _SCHEDULES = ("1F1B", "ZBH1")
 
 
-def refutation(
-    capturing: Capturing,
-    forms: Forms,
+def training_difference_error(
+    capturer: Capturer,
+    captures: StagedCaptures,
     moment: Moment,
     differing: Sequence[str],
     course: Course,
     keys_of: Callable[[TrainedStep], random_keys.Keys | None],
 ) -> CaptureError:
-    """Returns the error for a moment of the stages' training that differs.
+    """Returns the error for a moment of the stages' training that differs from the plain model's.
 
     Args:
-        capturing: The model, in the state of that moment.
-        forms: Its captured runs.
+        capturer: The model with its example inputs, in its state at that moment.
+        captures: The captured runs, cut into stages.
         moment: The moment of the stages' training.
         differing: The names of the tensors that differ.
-        course: The course of the training.
+        course: The steps and evaluations of the training.
         keys_of: Returns the random keys of a step; None if the model draws no random numbers.
     """
     training = moment.step < len(course.steps)
-    form = forms.example(training)
+    staged = captures.of_example(training)
     node: Node | None = None
     if moment.quantity == "output":
         number = int(differing[0].rpartition(" ")[2])
         micro_batches = course.steps[moment.step].micro_batches if training else course.evaluations
         inputs = micro_batches[number]
-        form = forms.of(capturing.look_of(inputs), training)
+        staged = captures.for_batch(capturer.signature_for(inputs), training)
         keys = keys_of(course.steps[moment.step]) if training else None
-        node = first_difference(capturing, form, copy_tensors(inputs), keys)
+        node = find_first_differing_node(capturer, staged, copy_tensors(inputs), keys)
     names = [re.sub("^the mode of ", "", name) for name in differing]
     # Backward reaches the last node first; written state is wrong from the first node on.
     backwards = moment.quantity == "gradient"
-    node = node or node_of(form, capturing.model, names, backwards)
-    where = f"{node.name}, {node.place}" if node else forward_place(capturing.model)
+    node = node or find_node_using(staged, capturer.model, names, backwards)
+    where = f"{node.name}, {node.location}" if node else forward_location(capturer.model)
     writes = (
-        f"; the forward writes into {name}, which {one.name} uses, {one.place}"
-        for one in form.trace.nodes
-        for name in one.state & form.trace.changed.keys()
+        f"; the forward writes into {name}, which {user.name} uses, {user.location}"
+        for user in staged.trace.nodes
+        for name in user.state & staged.trace.changed.keys()
     )
     schedule = course.steps[moment.step].schedule.name if training else "evaluation"
     kind = {"output": "output ", "gradient": "gradient of "}.get(moment.quantity, "")
@@ -124,35 +126,50 @@ def refutation(
     )
 
 
-def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
-    """Returns the error for hooks that the stages call more or less often than the model does."""
+def hook_calls_error(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
+    """Returns the error for hooks that the stages call more or less often than the model does.
+
+    Args:
+        model: The plain model.
+        calls: The number of calls of each layer's hooks by the stages.
+        expected: The number of calls by the plain model.
+    """
     path = next(path for path in [*expected, *calls] if calls[path] != expected[path])
     return CaptureError(
         f"the captured stages call the hooks of {path} "
         f"{calls[path]} times, and the model calls them {expected[path]} times",
-        where=forward_place(dict(model.named_sublayers())[path]),
+        where=forward_location(dict(model.named_sublayers())[path]),
         cause="the layer is called in another way than by its name in the model",
         fix="put the hook on a sublayer, or the layer's class into no_split",
     )
 
 
-def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> Node | None:
-    """Returns the first node that uses one of these parameters or buffers, or is such a layer.
+def find_node_using(
+    staged: StagedCapture, model: Layer, names: Sequence[str], backwards: bool
+) -> Node | None:
+    """Returns the first node that uses one of the named parameters or buffers, or is a named layer.
 
-    With ``backwards`` it returns the last one.
+    Args:
+        staged: The captured run with the nodes.
+        model: The model.
+        names: The names of parameters, buffers and layers in the model.
+        backwards: Whether the last such node is returned instead.
+
+    Returns:
+        The node; None if no node does.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {id(state[name]) for name in names if name in state}
-    nodes = reversed(form.trace.nodes) if backwards else iter(form.trace.nodes)
+    nodes = reversed(staged.trace.nodes) if backwards else iter(staged.trace.nodes)
     for node in nodes:
-        if not tensors.isdisjoint(map(id, state_of(node))):
+        if not tensors.isdisjoint(map(id, tensors_used_by(node))):
             return node
         if node.is_layer and node.scopes[-1].path in names:
             return node
     return None
 
 
-class _Recorded(Keyed):
+class _OutputRecorder(KeyedNodeFinder):
     """Records the outputs of each node of the untouched model."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -160,65 +177,79 @@ class _Recorded(Keyed):
         self.outputs: list[list[Tensor]] = []
 
     def node(self, call: NodeCall) -> Any:
-        """Calls a node under its key, if there are keys."""
+        """Calls a node, stores copies of its output tensors, and returns its output."""
         output = super().node(call)
-        made = list(tensors_of(output))
-        self.outputs.append([t.clone() if has_memory(t) else t for t in made])
+        self.outputs.append([t.clone() if has_memory(t) else t for t in tensors_of(output)])
         return output
 
 
-def first_difference(
-    capturing: Capturing, form: Form, inputs: Nest, keys: random_keys.Keys | None
+def find_first_differing_node(
+    capturer: Capturer, staged: StagedCapture, inputs: Nest, keys: random_keys.Keys | None
 ) -> Node | None:
-    """Returns the first node whose captured call returns other values than the model's.
+    """Returns the first node whose captured call returns other values than the plain model's.
 
-    Both run forward in the current mode of the model.
+    Both run forward in the current mode of the model. Returns None if no node does.
 
     Args:
-        capturing: The model.
-        form: Its captured run.
+        capturer: The model with its example inputs.
+        staged: The captured run, cut into stages.
         inputs: One micro-batch.
         keys: The random keys of both; None if the model draws no random numbers.
     """
-    model, (args, named) = capturing.model, arguments_of(copy_tensors(inputs))
-    recorded = _Recorded(model, capturing.unopened, keys)
+    model, (args, named) = capturer.model, arguments_of(copy_tensors(inputs))
+    recorded = _OutputRecorder(model, capturer.unopened, keys)
     with paddle.no_grad(), random_keys.under_keys(keys, SoleGroup()):
         with state_kept(model), intercepting(recorded):
             model(*args, **named)
         with state_kept(model):
-            return _first(form, inputs, keys, recorded.outputs)
+            return _run_until_difference(staged, inputs, keys, recorded.outputs)
 
 
-def _first(
-    form: Form, inputs: Nest, keys: random_keys.Keys | None, expected_outputs: list[list[Tensor]]
+def _run_until_difference(
+    staged: StagedCapture,
+    inputs: Nest,
+    keys: random_keys.Keys | None,
+    expected_outputs: list[list[Tensor]],
 ) -> Node | None:
-    """Runs the captured calls, and returns the first node whose outputs differ."""
-    values: Nest = form.functions[0](inputs)
-    calls = zip(form.functions[1:-1], form.trace.nodes, expected_outputs)
+    """Repeats the captured calls until the outputs of a node differ, and returns that node.
+
+    Args:
+        staged: The captured run.
+        inputs: One micro-batch.
+        keys: The random keys; None if the model draws no random numbers.
+        expected_outputs: The output tensors of each node of the plain model.
+
+    Returns:
+        The node; None if no outputs differ.
+    """
+    values: Nest = staged.functions[0](inputs)
+    calls = zip(staged.functions[1:-1], staged.trace.nodes, expected_outputs)
     for number, (function, node, expected) in enumerate(calls):
         if keys is not None:
             keys.enter(number + 1)
         values = function(values)
-        outputs = [values.get(name_of(value)) for value in node.outputs]
-        if any(
-            one is not None and has_memory(one) and not same_bits(one, other)
-            for one, other in zip(outputs, expected)
-        ):
-            return node
+        outputs = [values.get(value_name(value)) for value in node.outputs]
+        for output, expected_output in zip(outputs, expected):
+            if output is None or not has_memory(output):
+                continue
+            if not same_bits(output, expected_output):
+                return node
     return None
 
 
 class Proof(NamedTuple):
-    """What was compared; all bits are equal, except those of the gradients in ``rounded``.
+    """The record of a comparison of the stages with the plain model that has passed.
+
+    All bits are equal, except those of the gradients in ``rounded``.
 
     Attributes:
-        outputs: The number of tensors that the model returns, over all micro-batches.
-        gradients: The number of parameters with a gradient.
-        buffers: The number of buffers, running statistics among them.
+        outputs: The number of output tensors that were compared, over all micro-batches.
+        gradients: The number of parameters whose gradients were compared.
+        buffers: The number of buffers that were compared, running statistics among them.
         rounded: By parameter, the largest rounding difference of its gradient, divided by the
             largest gradient of its layer.
-        summed: The values and parameters whose gradients are added up stage by stage.
-        keyed: Whether the model drew random numbers, under keys.
+        summed: The names of values and parameters whose gradients are added up stage by stage.
+        keyed: Whether the model draws random numbers; both then drew the same.
         trained: For each step the schedule's name and the number of micro-batches.
         evaluated: The number of rows of each evaluation.
     """
@@ -251,68 +282,82 @@ class Proof(NamedTuple):
         return text + (", under the same random keys" if self.keyed else "")
 
 
-def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) -> Proof:
+def prove(capturer: Capturer, captures: StagedCaptures, schedule: Schedule | None = None) -> Proof:
     """Trains a model and its captured stages, compares them, and restores the model.
 
     Gradients are cleared.
 
     Args:
-        capturing: The model, with an example of its inputs.
-        forms: Its captured runs.
+        capturer: The model with its example inputs.
+        captures: The captured runs, cut into stages.
         schedule: The schedule that will train the model; None takes two, one with a full and one
             with a split backward.
 
     Raises:
         CaptureError: They differ; the error names the first layer that does, with file and line.
     """
-    model = capturing.model
-    draws_in_python = forms.example(training=True).trace.draws
-    keyed = draws_in_python or _draws(model, capturing.example)
+    model = capturer.model
+    draws_in_python = captures.of_example(training=True).trace.draws
+    keyed = draws_in_python or _draws_random_numbers(model, capturer.example)
 
     def keys_of(step: TrainedStep) -> random_keys.Keys | None:
         return random_keys.Keys(step.seed, draws_in_python) if keyed else None
 
-    count = max(_MICRO_BATCHES, forms.stages)
+    count = max(_MICRO_BATCHES, captures.stages)
     planned = (
         [schedule]
         if schedule
-        else [schedules.build(name, ranks=forms.stages, micro_batches=count) for name in _SCHEDULES]
+        else [
+            schedules.build(name, ranks=captures.stages, micro_batches=count) for name in _SCHEDULES
+        ]
     )
-    plain = PlainLoop(model, capturing.unopened, keys_of)
-    expected, expected_calls = _train_plain(plain, _courses(capturing, planned))
+    plain = PlainTrainer(model, capturer.unopened, keys_of)
+    expected, expected_calls = _train_plain(plain, _courses_to_try(capturer, planned))
     course = expected.course
     # These share memory with the model's tensors; ``undo_training`` restores it in place.
     initial = {name: tensor.detach() for name, tensor in state_of_model(model).items()}
     with undo_training(model), count_hook_calls(model) as calls:
         comparison = Comparison(model, expected, initial)
-        for moment in moments(model, CapturedRun(forms, model, keys_of), course):
+        for moment in run_course(model, StagesTrainer(captures, model, keys_of), course):
             differing = comparison.differences(moment)
             if differing:
-                raise refutation(capturing, forms, moment, differing, course, keys_of)
+                raise training_difference_error(
+                    capturer, captures, moment, differing, course, keys_of
+                )
     if calls != expected_calls:
-        raise unequal_hooks(model, calls, expected_calls)
-    return _proof(expected, course, comparison.rounded, forms, keyed)
+        raise hook_calls_error(model, calls, expected_calls)
+    return _summarize(expected, course, comparison.rounded, captures, keyed)
 
 
-def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Course]:
-    """Yields courses: on varied numbers and rows, then simpler ones in case the model fails."""
-    trial = Trial(capturing.model)
-    example = capturing.example
-    inputs = [numbers for one in ALL if trial.accepts(numbers := vary_example(capturing, one))]
-    rows = [example, with_another_row(capturing)]
-    evaluations = [x for x in rows if x is not None and trial.accepts(x, training=False)]
-    steps = _steps(inputs or [example], planned)
+def _courses_to_try(capturer: Capturer, planned: Sequence[Schedule]) -> Iterator[Course]:
+    """Yields courses on varied numbers and rows, then simpler ones in case the model fails.
+
+    Args:
+        capturer: The model, with an example of its inputs.
+        planned: The schedules that the steps take in turn.
+    """
+    trial = Trial(capturer.model)
+    example = capturer.example
+    varied = (vary_example(capturer, variation) for variation in ALL)
+    inputs = [numbers for numbers in varied if trial.accepts(numbers)]
+    longer = with_another_row(capturer)
+    candidates = [example] if longer is None else [example, longer]
+    evaluations = [numbers for numbers in candidates if trial.accepts(numbers, training=False)]
+    steps = _make_steps(inputs or [example], planned)
     yield Course(steps, evaluations)
     # After a step a model may fail in an evaluation that it passed before.
     yield Course(steps, [])
-    yield Course(_steps([example], planned), [])
+    yield Course(_make_steps([example], planned), [])
 
 
-def _train_plain(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
-    """Trains the plain model by the first course that does not fail.
+def _train_plain(plain: PlainTrainer, courses: Iterator[Course]) -> tuple[Digests, Calls]:
+    """Trains the plain model by the first course that does not fail, and restores it.
 
     Returns:
-        The digests, and the number of calls of the hooks of each layer.
+        The digests of the training, and the number of calls of each layer's hooks in it.
+
+    Raises:
+        CaptureError: The model fails in all courses.
     """
     failure = Exception()
     for course in courses:
@@ -323,14 +368,14 @@ def _train_plain(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, 
             failure = error
     raise CaptureError(
         f"the plain {type(plain.model).__name__} fails in training: {reason(failure)}",
-        where=raised_at(failure.__traceback__),
+        where=raising_location(failure.__traceback__),
         cause="it was trained on example_inputs by a plain loop, to compare the pipeline with it",
         fix="train the plain model on such inputs first",
     ) from failure
 
 
-def _draws(model: Layer, inputs: Nest) -> bool:
-    """Whether a model draws random numbers in training."""
+def _draws_random_numbers(model: Layer, inputs: Nest) -> bool:
+    """Returns whether a model draws random numbers of Paddle's in training on these inputs."""
     args, named = arguments_of(copy_tensors(inputs))
     with undo_training(model), in_mode(model, training=True):
         before = generator_states()
@@ -338,8 +383,11 @@ def _draws(model: Layer, inputs: Nest) -> bool:
         return generator_states() != before
 
 
-def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedStep]:
-    """Returns steps that have each of the inputs as a micro-batch at least once."""
+def _make_steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedStep]:
+    """Returns at least two steps, with each of the inputs as a micro-batch at least once.
+
+    The steps take the schedules in turn, and SGD and Momentum in turn.
+    """
     optimizers = (paddle.optimizer.SGD, paddle.optimizer.Momentum)
     endless = itertools.cycle(inputs)
     steps: list[TrainedStep] = []
@@ -351,20 +399,32 @@ def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedS
     return steps
 
 
-def _proof(
-    expected: Digests, course: Course, rounded: dict[str, float], forms: Forms, keyed: bool
+def _summarize(
+    expected: Digests,
+    course: Course,
+    rounded: dict[str, float],
+    captures: StagedCaptures,
+    keyed: bool,
 ) -> Proof:
-    """Returns the numbers of compared tensors, for a comparison that has passed."""
+    """Returns the record of a comparison that has passed.
+
+    Args:
+        expected: The digests of the plain training, one for each compared tensor.
+        course: The steps and evaluations of the training.
+        rounded: See :class:`Proof`.
+        captures: The captured runs, cut into stages.
+        keyed: See :class:`Proof`.
+    """
     names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
     for moment in expected.moments:
         names[moment.quantity] += moment.tensors
-    trained = (n for n, p in forms.capturing.model.named_parameters() if not p.stop_gradient)
+    trained = (n for n, p in captures.capturer.model.named_parameters() if not p.stop_gradient)
     return Proof(
         len(names["output"]),
         len({*names["gradient"]}),
         len({*names["state"]}.difference(trained)),
         rounded,
-        reordered_sums(forms),
+        reordered_sums(captures),
         keyed,
         tuple((step.schedule.name, len(step.micro_batches)) for step in course.steps),
         tuple(next((t.shape[0] for t in tensors_of(x) if t.ndim), 0) for x in course.evaluations),
@@ -374,7 +434,10 @@ def _proof(
 def planned_schedule(
     ranks: int, chunks: int | None, plan: PipelinePlan | None, stages: int
 ) -> Schedule | None:
-    """Returns the strategy's schedule for at most ``MOST`` micro-batches, or as few as it takes.
+    """Returns the strategy's schedule for a proof.
+
+    It has ``MOST`` micro-batches if a batch has more, or the least number above that which the
+    schedule allows.
 
     Args:
         ranks: Ranks of the pipeline.
@@ -383,7 +446,7 @@ def planned_schedule(
         stages: The number of stages of the cut.
 
     Returns:
-        None if the schedule cuts sequences, or has another number of stages, which is an error
+        The schedule; None if it cuts sequences, or has another number of stages, which is an error
         later.
 
     Raises:
@@ -405,69 +468,75 @@ def planned_schedule(
     return schedule if fits else None
 
 
-def reordered_sums(forms: Forms) -> tuple[str, ...]:
-    """Returns the names of values and parameters whose gradients the stages sum in another order.
+def reordered_sums(captures: StagedCaptures) -> tuple[str, ...]:
+    """Returns the names of parameters and values whose gradients the stages sum in another order.
 
-    Each stage adds up its own uses first. The sum of two uses of a value is the same in any order;
-    the sum of a parameter is not, since it continues over all micro-batches.
+    Each stage adds up its own uses first. The gradient of a parameter depends on that if two stages
+    use it, since its sum continues over all micro-batches; the gradient of a value does so with
+    three uses or more, since the sum of two is the same in any order. A value has the name of the
+    node that makes it.
     """
-    form = forms.example(training=True)
-    names = {id(p): name for name, p in forms.capturing.model.named_parameters()}
-    weights: dict[str, set[int]] = {}
-    values: dict[str, list[int]] = {}
-    for stage in range(len(form.starts) + 1):
-        for node in form.nodes(stage):
-            for tensor in state_of(node):
+    staged = captures.of_example(training=True)
+    names = {id(p): name for name, p in captures.capturer.model.named_parameters()}
+    stages_of_weight: dict[str, set[int]] = {}
+    stages_of_uses: dict[str, list[int]] = {}
+    for stage in range(len(staged.starts) + 1):
+        for node in staged.nodes(stage):
+            for tensor in tensors_used_by(node):
                 if not tensor.stop_gradient and id(tensor) in names:
-                    weights.setdefault(names[id(tensor)], set()).add(stage)
+                    stages_of_weight.setdefault(names[id(tensor)], set()).add(stage)
             for value in node.uses:
-                maker = form.trace.maker(value)
-                if maker is not None and form.trace.likes[value].dtype.startswith(("f", "b")):
-                    values.setdefault(form.trace.nodes[maker].name, []).append(stage)
+                maker = staged.trace.maker(value)
+                if maker is not None and staged.trace.specs[value].dtype.startswith(("f", "b")):
+                    name = staged.trace.nodes[maker].name
+                    stages_of_uses.setdefault(name, []).append(stage)
     return (
-        *(name for name, stages in weights.items() if len(stages) > 1),
-        *(name for name, at in values.items() if len(at) > 2 and len({*at}) > 1),
+        *(name for name, stages in stages_of_weight.items() if len(stages) > 1),
+        *(name for name, uses in stages_of_uses.items() if len(uses) > 2 and len({*uses}) > 1),
     )
 
 
-class _Endless(BaseException):
-    """Ends a forward that runs too long; no ``Exception``, which a user's ``except`` could stop."""
+class _TooManyOperations(BaseException):
+    """Ends a forward that runs too long.
+
+    It is not an ``Exception``, which an ``except`` in the user's code could stop.
+    """
 
 
-class _Counted(Walk):
-    """Counts operations, and ends a forward that makes too many."""
+class _OperationCounter(NodeFinder):
+    """Counts the operations of a forward, and ends a forward that makes too many."""
 
     def __init__(self, model: Layer, most: float) -> None:
         super().__init__(model, Unopened())
         self.count, self._most = 0, most
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Counts an operation, and runs it."""
+        """Counts an operation, runs it, and returns its output."""
         self.count += 1
         if self.count > self._most:
-            raise _Endless
+            raise _TooManyOperations
         return super().operation(function, args, named)
 
 
 class Trial:
-    """Finds the inputs that the plain model accepts."""
+    """Tries inputs on the plain model, to find those that it accepts."""
 
     def __init__(self, model: Layer) -> None:
-        """Starts without a run; the first one sets the limit of operations."""
+        """Stores the model; the first run sets the limit of operations for later ones."""
         self._model = model
         self._most = float("inf")
 
     def accepts(self, inputs: Nest, training: bool = True) -> bool:
-        """Whether the model runs on inputs, comes to an end, and returns finite numbers."""
+        """Returns whether the model runs on inputs, comes to an end, and returns finite numbers."""
         args, named = arguments_of(copy_tensors(inputs))
-        walk = _Counted(self._model, self._most)
+        counter = _OperationCounter(self._model, self._most)
         try:
-            with undo_training(self._model), in_mode(self._model, training), intercepting(walk):
+            with undo_training(self._model), in_mode(self._model, training), intercepting(counter):
                 output = self._model(*args, **named)
-        except (Exception, _Endless):
+        except (Exception, _TooManyOperations):
             # What the model itself refuses is nothing to compare.
             return False
-        self._most = min(self._most, _TIMES * walk.count + _MORE)
+        self._most = min(self._most, _FACTOR * counter.count + _EXTRA)
         return all(
             bool(paddle.isfinite(tensor).all())
             for tensor in tensors_of(output)

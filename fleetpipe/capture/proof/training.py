@@ -1,9 +1,10 @@
 """Trains one model by a plain loop and by its captured stages, and compares the two trainings.
 
-A training is a few steps of micro-batches, each with an optimizer, then evaluations. It yields its
-outputs, gradients and state as ``Moment``s (start with :func:`moments`). Of the first training only
-digests are kept, with which the second is compared while it runs. If bits differ, and rounding may
-be the reason, the first training runs once more for its numbers.
+A training is a few steps of micro-batches, each with an optimizer, then evaluations: a ``Course``.
+It yields its outputs, gradients and state as ``Moment``s; start with :func:`run_course`. Of the
+first training only digests are kept, with which the second is compared while it runs. If bits
+differ, and rounding may be the reason, the first training runs once more for its numbers. A state
+is the parameters and buffers of a model by name.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.running.stages import CapturedStages, call_keyed
-from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.running.variants import StagedCaptures
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
-from fleetpipe.capture.tracing.user_lines import is_noting
-from fleetpipe.capture.tracing.value import Unopened, Walk, arguments_of
+from fleetpipe.capture.tracing.user_lines import is_capturing
+from fleetpipe.capture.tracing.value import NodeFinder, Unopened, arguments_of
 from fleetpipe.compare.differences import (
     Rounding,
     digest_of,
@@ -56,16 +57,16 @@ from fleetpipe.transport import MemoryHub
 #: The learning rate: large enough to change the bits of parameters, and not what a layer does.
 RATE = 0.05
 
-#: Seconds that an engine waits for a message; in one process none has to be waited for.
-_NO_WAIT = 1.0
+#: The timeout of an engine in seconds; in one process no message has to be waited for.
+_TIMEOUT = 1.0
 
 _FIRST = GlobalMicroBatch(0)
 
-#: By the path of a layer, how often its hooks were called.
+#: The number of calls of a layer's hooks, by the path of the layer.
 Calls = Counter[str]
 
-#: One item for each open :func:`running_from`, in which calls of hooks are not counted.
-_pauses: list[None] = []
+#: One item for each open :func:`temporary_state`, in which calls of hooks are not counted.
+_uncounted_runs: list[None] = []
 
 #: The parameters and buffers of a model by name.
 State = Mapping[str, Tensor]
@@ -78,7 +79,7 @@ class TrainedStep(NamedTuple):
         micro_batches: The inputs of each micro-batch.
         schedule: The schedule that the stages run.
         optimizer: The class of the optimizer that takes the step.
-        seed: The seed of its random numbers.
+        seed: The seed of the random numbers of the step.
     """
 
     micro_batches: Sequence[Nest]
@@ -93,7 +94,7 @@ class TrainedStep(NamedTuple):
 
 
 class Course(NamedTuple):
-    """The steps and evaluations of a training.
+    """The steps and evaluations that make up a training.
 
     Attributes:
         steps: The steps, in order.
@@ -105,14 +106,14 @@ class Course(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The tensors of a training at one moment.
+    """The outputs, the gradients or the state of a model at one moment of a training.
 
     Attributes:
-        quantity: "output", "gradient" or "state" (parameters and buffers).
-        step: The number of the step; for an evaluation the number of all steps.
+        quantity: Which of them: "output", "gradient" or "state" (parameters and buffers).
+        step: The number of the step, from 0; for an evaluation the number of steps of the training.
         tensors: The tensors, or their digests, by name. The names of outputs end with the number of
             the micro-batch.
-        modes: By path, whether a layer is in training.
+        modes: Whether each layer is in training, by path; empty except with a state.
     """
 
     quantity: str
@@ -126,7 +127,7 @@ class Moment(NamedTuple):
         return self._replace(tensors=copies)
 
 
-class PlainLoop:
+class PlainTrainer:
     """Trains the untouched model, one micro-batch after another."""
 
     def __init__(
@@ -136,55 +137,61 @@ class PlainLoop:
 
         Args:
             model: The model.
-            unopened: The layers that are single nodes: each node has a random key of its own.
+            unopened: Decides which layers are single nodes: each node has a random key of its own.
             keys_of: Returns the random keys of a step; None if the model draws no random numbers.
         """
         self.model, self._unopened, self._keys_of = model, unopened, keys_of
 
     def train(self, step: TrainedStep) -> list[Nest]:
-        """Runs forward and backward of each micro-batch; see :func:`moments`."""
+        """Runs forward and backward of each micro-batch of a step, and returns the outputs.
+
+        Gradients are added to the parameters; the optimizer is not stepped.
+        """
         outputs = []
         for number, inputs in enumerate(step.micro_batches):
             keys = self._keys_of(step)
             micro_batch = GlobalMicroBatch(number)
             output = call_keyed(self.model, copy_tensors(inputs), self._unopened, keys, micro_batch)
-            weighted(loss_of(output), step.weights[number]).backward()
+            weighted(weighted_sum_of(output), step.weights[number]).backward()
             outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
         return outputs
 
     def evaluate(self, inputs: Nest) -> Nest:
-        """Runs one forward; see :func:`moments`."""
+        """Runs the forward of one micro-batch without gradients, and returns its output."""
         args, named = arguments_of(inputs)
         # Without gradients, as the stages run it; so a hook on a gradient is no error.
-        with paddle.no_grad(), intercepting(Walk(self.model, self._unopened)):
+        with paddle.no_grad(), intercepting(NodeFinder(self.model, self._unopened)):
             return self.model(*args, **named)
 
 
-class CapturedRun:
+class StagesTrainer:
     """Trains the captured stages, all in this process, under the schedule of each step."""
 
     def __init__(
-        self, forms: Forms, model: Layer, keys_of: Callable[[TrainedStep], Keys | None]
+        self, captures: StagedCaptures, model: Layer, keys_of: Callable[[TrainedStep], Keys | None]
     ) -> None:
         """Stores the captured runs of the forward.
 
         Args:
-            forms: The captured runs.
+            captures: The captured runs of the forward, cut into stages.
             model: The model, whose mode selects the run.
             keys_of: Returns the random keys of a step; None if the model draws no random numbers.
         """
-        self._forms, self._keys_of = forms, keys_of
-        self._parts = CapturedStages(forms, lambda: model.training)
+        self._captures, self._keys_of = captures, keys_of
+        self._stages = CapturedStages(captures, lambda: model.training)
 
     def train(self, step: TrainedStep) -> list[Nest]:
-        """Runs the plan of the step; see :func:`moments`."""
+        """Runs the schedule of a step, and returns the output of each micro-batch.
+
+        Gradients are added to the parameters; the optimizer is not stepped.
+        """
         outputs: list[Nest] = [None] * len(step.micro_batches)
 
         def loss(output: Nest, number: int) -> Tensor:
             outputs[number] = map_tensors(lambda tensor: tensor.detach(), output)
-            return loss_of(output)
+            return weighted_sum_of(output)
 
-        plan = step.schedule.lower(self._parts.edges(training=True))
+        plan = step.schedule.lower(self._stages.edges(training=True))
         stage = self._stage(step.schedule)
         numbers = list(range(len(step.micro_batches)))
         batches = MicroBatches([copy_tensors(inputs) for inputs in step.micro_batches], numbers)
@@ -198,49 +205,52 @@ class CapturedRun:
         return outputs
 
     def evaluate(self, inputs: Nest) -> Nest:
-        """Runs one micro-batch forward; see :func:`moments`."""
-        schedule = forward_only(Placement("loop", self._forms.stages), 1)
+        """Runs the forward of one micro-batch without gradients, and returns its output."""
+        schedule = forward_only(Placement("loop", self._captures.stages), 1)
         stage = self._stage(schedule)
         batch = Batch(MicroBatches([inputs], None))
         stage.begin(batch)
         try:
             with paddle.no_grad():
-                _engine(schedule.lower(self._parts.edges(training=False)), stage).run({}, _FIRST)
+                _engine(schedule.lower(self._stages.edges(training=False)), stage).run({}, _FIRST)
         finally:
             stage.end()
         return batch.outputs[0]
 
     def _stage(self, schedule: Schedule) -> DygraphStage:
-        form = self._forms.example(training=True)
-        split = SplitBackward(schedule, form.layers)
-        placement = Placement("loop", self._forms.stages)
-        return DygraphStage(self._parts.function, placement, split, self._parts)
+        """Returns what runs the actions of all stages in a schedule."""
+        staged = self._captures.of_example(training=True)
+        split = SplitBackward(schedule, staged.layers)
+        placement = Placement("loop", self._captures.stages)
+        return DygraphStage(self._stages.function, placement, split, self._stages)
 
 
 def _engine(plan: Plan, stage: DygraphStage) -> Engine:
     """Returns an engine that runs the actions of all ranks in this process."""
     hub = MemoryHub(plan.placement.ranks)
     endpoints = {rank: hub.endpoint(rank) for rank in range(plan.placement.ranks)}
-    return Engine(plan, stage, endpoints, _NO_WAIT)
+    return Engine(plan, stage, endpoints, _TIMEOUT)
 
 
-def moments(model: Layer, side: PlainLoop | CapturedRun, course: Course) -> Iterator[Moment]:
+def run_course(
+    model: Layer, trainer: PlainTrainer | StagesTrainer, course: Course
+) -> Iterator[Moment]:
     """Trains a model in place, and yields the moments of the training.
 
-    The caller may change the model's values between two moments.
+    These are the outputs, the gradients and the state of each step, then the outputs and the state
+    of each evaluation. The caller may change the model's state between two moments.
 
     Args:
         model: The model, whose own ``train`` and ``eval`` set the modes.
-        side: Runs the model: its ``train`` adds the gradients of all micro-batches of a step to the
-            parameters and returns the outputs, its ``evaluate`` those of one micro-batch.
+        trainer: Runs the forward and backward of the model, or of its stages.
         course: The steps and evaluations to run.
     """
     parameters = list(dict.fromkeys(p for p in model.parameters() if not p.stop_gradient))
     for number, step in enumerate(course.steps):
         drop_gradients(model.parameters())
         model.train()
-        outputs = side.train(step)
-        yield Moment("output", number, _number_outputs(outputs, "micro-batch"), {})
+        outputs = trainer.train(step)
+        yield Moment("output", number, _name_outputs(outputs, "micro-batch"), {})
         del outputs
         yield Moment("gradient", number, gradients_of(model), {})
         if all(bool(paddle.isfinite(gradient).all()) for gradient in gradients_of(model).values()):
@@ -250,13 +260,16 @@ def moments(model: Layer, side: PlainLoop | CapturedRun, course: Course) -> Iter
     model.eval()
     end = len(course.steps)
     for number, inputs in enumerate(course.evaluations):
-        output = side.evaluate(copy_tensors(inputs))
-        yield Moment("output", end, _number_outputs([output], "evaluation", number), {})
+        output = trainer.evaluate(copy_tensors(inputs))
+        yield Moment("output", end, _name_outputs([output], "evaluation", number), {})
         yield Moment("state", end, state_of_model(model), _modes(model))
 
 
 def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
-    """Steps each parameter with its own optimizer, so that memory holds the state of only one."""
+    """Updates each parameter by an optimizer of its own, and clears its gradient.
+
+    So memory holds the optimizer's state of only one parameter.
+    """
     # Paddle counts the names of optimizers' states: the user's optimizers keep their numbers.
     with paddle.utils.unique_name.guard():
         for parameter in parameters:
@@ -266,12 +279,12 @@ def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
 
 
 def gradients_of(model: Layer) -> dict[str, Tensor]:
-    """Returns the gradients of a model's parameters by name, for those that have one."""
+    """Returns the gradient of each parameter that has one, by the parameter's name."""
     return {n: dense(p.grad, p) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def state_of_model(model: Layer) -> dict[str, Tensor]:
-    """Returns all parameters and buffers of a model by name, also those that no state dict has."""
+    """Returns all parameters and buffers of a model by name, unsaved buffers included."""
     buffers = {
         f"{path}.{name}" if path else name: holder[name]
         for path, layer in model.named_sublayers(include_self=True)
@@ -281,7 +294,7 @@ def state_of_model(model: Layer) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def loss_of(output: Nest) -> Tensor:
+def weighted_sum_of(output: Nest) -> Tensor:
     """Returns a weighted sum of all numbers that a model returns, each with another weight.
 
     Backward may start from it even if no output depends on a trained parameter.
@@ -291,60 +304,73 @@ def loss_of(output: Nest) -> Tensor:
     for tensor in differentiable(output, roots=True):
         real = paddle.as_real(tensor) if tensor.is_complex() else tensor
         if real.size:
-            total = total + (real.astype("float32") * _weights(tuple(real.shape))).mean()
+            total = total + (real.astype("float32") * _fixed_weights(tuple(real.shape))).mean()
     return total
 
 
 @functools.cache
-def _weights(shape: tuple[int, ...]) -> Tensor:
-    """Returns fixed weights between 0.5 and 1.5 in a shape."""
+def _fixed_weights(shape: tuple[int, ...]) -> Tensor:
+    """Returns a tensor of a shape with fixed numbers between 0.5 and 1.5."""
     # A short list is repeated, since many random numbers take long.
     numbers = np.random.default_rng(0).uniform(0.5, 1.5, 997).astype("float32")
     return paddle.to_tensor(np.resize(numbers, shape))
 
 
-def _number_outputs(outputs: Sequence[Nest], what: str, first: int = 0) -> dict[str, Tensor]:
-    """Returns the tensors of outputs by names as "0 of micro-batch 2"."""
+def _name_outputs(outputs: Sequence[Nest], unit: str, first: int = 0) -> dict[str, Tensor]:
+    """Returns the tensors of several outputs by names such as "0 of micro-batch 2".
+
+    Args:
+        outputs: The nested outputs of micro-batches or evaluations.
+        unit: The word for what has one output: "micro-batch" or "evaluation".
+        first: The number of the first one.
+    """
     return {
-        f"{index} of {what} {number}": tensor
+        f"{index} of {unit} {number}": tensor
         for number, output in enumerate(outputs, first)
         for index, tensor in enumerate(tensors_of(output))
     }
 
 
 def _modes(model: Layer) -> dict[str, bool]:
+    """Returns whether each layer of a model is in training, by the layer's path."""
     return {path: layer.training for path, layer in model.named_sublayers(include_self=True)}
 
 
 @contextmanager
 def count_hook_calls(model: Layer) -> Iterator[Calls]:
-    """Counts calls of the forward hooks of all sublayers while the context is open.
+    """Counts calls of the forward hooks of all sublayers while this context is open.
 
     Hooks of the model itself are left out, since their operations are captured.
+
+    Yields:
+        The numbers of calls so far, by the path of the layer.
     """
     calls: Calls = Counter()
-    replaced: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    originals: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for path, layer in model.named_sublayers():
         for hooks in forward_hooks(layer):
-            replaced.append((hooks, dict(hooks)))
+            originals.append((hooks, dict(hooks)))
             for key, hook in hooks.items():
                 hooks[key] = functools.partial(_count_call, calls, path, hook)
     try:
         yield calls
     finally:
-        for hooks, before in replaced:
-            hooks.update((key, hook) for key, hook in before.items() if key in hooks)
+        for hooks, original in originals:
+            hooks.update((key, hook) for key, hook in original.items() if key in hooks)
 
 
 def _count_call(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Calls a hook, and counts the call unless it belongs to a capture or a repeated run."""
-    calls[path] += not (is_noting() or _pauses or rerunning())
+    """Calls a hook of the layer at ``path``, and adds the call to ``calls``.
+
+    Calls in a capture, in a recompute and within :func:`temporary_state` are not counted.
+    """
+    calls[path] += not (is_capturing() or _uncounted_runs or rerunning())
     return hook(*args, **named)
 
 
 @contextmanager
 def undo_training(model: Layer) -> Iterator[None]:
-    """Restores a model's state when the context ends, and clears its gradients."""
+    """Restores a model's state and modes when the context ends, and clears its gradients."""
     with state_kept(model), in_mode(model, model.training):
         try:
             yield
@@ -352,8 +378,8 @@ def undo_training(model: Layer) -> Iterator[None]:
             drop_gradients(model.parameters())
 
 
-def give(model: Layer, state: State) -> None:
-    """Copies the tensors of a state into a model's parameters and buffers."""
+def copy_state_into(model: Layer, state: State) -> None:
+    """Copies the tensors of a state into a model's parameters and buffers of these names."""
     with paddle.no_grad():
         for name, tensor in state_of_model(model).items():
             if name in state and not same_bits(tensor, state[name]):
@@ -362,36 +388,48 @@ def give(model: Layer, state: State) -> None:
 
 
 class Digests:
-    """The digests of all moments of a plain training.
+    """The digests of all moments of a training of the plain model.
 
     Attributes:
         moments: All moments, with digests in the place of tensors.
-        course: The course of the training.
+        course: The steps and evaluations of the training.
     """
 
-    def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
-        """Trains the model; the caller restores its state, see :func:`undo_training`."""
+    def __init__(self, model: Layer, plain: PlainTrainer, course: Course) -> None:
+        """Trains the model, and stores the digests.
+
+        The caller restores the model's state by :func:`undo_training`.
+        """
         self._model, self._plain, self.course = model, plain, course
         self._states: dict[int, State] = {}
         self.moments = [
-            moment._replace(tensors=digests_of(moment)) for moment in moments(model, plain, course)
+            moment._replace(tensors=digests_of(moment))
+            for moment in run_course(model, plain, course)
         ]
 
-    def tensors(self, number: int, initial: State) -> State:
-        """Returns the tensors of moment ``number``, from another run of the training."""
+    def tensors_at(self, number: int, initial: State) -> State:
+        """Returns the tensors of a moment, for which the training runs again.
+
+        Args:
+            number: The index of the moment in :attr:`moments`.
+            initial: The model's state before the training.
+        """
         if number not in self._states:
-            with running_from(self._model, initial):
-                again = enumerate(moments(self._model, self._plain, self.course))
+            with temporary_state(self._model, initial):
+                moments = enumerate(run_course(self._model, self._plain, self.course))
                 # The next moment is kept too: after gradients the state is asked for.
                 self._states = {
-                    at: moment.clone_tensors().tensors
-                    for at, moment in again
-                    if at in (number, number + 1)
+                    index: moment.clone_tensors().tensors
+                    for index, moment in moments
+                    if index in (number, number + 1)
                 }
         return self._states[number]
 
     def moved_gradients(self, step: int, start: State) -> State:
-        """Returns the gradients of a step from parameters moved by a unit in the last place."""
+        """Returns the gradients of a step that starts from slightly other parameters.
+
+        Each is moved by a unit in the last place of its dtype from its value in ``start``.
+        """
         train = functools.partial(self._plain.train, self.course.steps[step])
         gradients = functools.partial(gradients_of, self._model)
         return moved_gradients(self._model, start, train, gradients)
@@ -400,98 +438,122 @@ class Digests:
 def moved_gradients(
     model: Layer, start: State, train: Callable[[], object], gradients: Callable[[], State]
 ) -> State:
-    """Returns the gradients of a training from parameters moved by a unit in the last place.
+    """Returns the gradients of a model whose parameters are moved by a unit in the last place.
+
+    They show how large the effect of rounding on the gradients is.
 
     Args:
         model: The model; its state and gradients are restored afterwards.
-        start: The state from which it trains.
+        start: The state from which the parameters are moved.
         train: Runs the model forward and backward.
-        gradients: Returns the gradients by name.
+        gradients: Returns the gradients after that, by name.
     """
-    with running_from(model, start):
+    with temporary_state(model, start):
         move_by_a_unit(p for p in model.parameters() if not p.stop_gradient)
         train()
         return {name: gradient.clone() for name, gradient in gradients().items()}
 
 
 @contextmanager
-def running_from(model: Layer, start: State) -> Iterator[None]:
-    """While it is open, a model has the state ``start``; then its own state is restored.
+def temporary_state(model: Layer, start: State) -> Iterator[None]:
+    """Gives a model the state ``start`` while this context is open, then restores its own state.
 
-    The restored gradients are copies. Calls of hooks are not counted meanwhile.
+    Gradients are cleared meanwhile, and restored as copies. Calls of hooks are not counted.
     """
     # Copies, since clearing a gradient empties its tensor.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
-    _pauses.append(None)
+    _uncounted_runs.append(None)
     try:
         with undo_training(model):
             drop_gradients(model.parameters())
-            give(model, start)
+            copy_state_into(model, start)
             yield
     finally:
-        _pauses.pop()
+        _uncounted_runs.pop()
     for parameter, gradient in gradients:
         parameter.grad = gradient
 
 
 class Comparison:
-    """Compares a second training with the first, moment by moment.
+    """Compares a second training, that of the stages, with the first, moment by moment.
 
     Attributes:
-        rounded: By parameter, the rounding difference of its gradient, divided by the largest
-            gradient of its layer.
+        rounded: By parameter, the largest rounding difference of its gradient, divided by the
+            largest gradient of its layer.
     """
 
     def __init__(self, model: Layer, expected: Digests, initial: State) -> None:
-        """Prepares the comparison, before the second training."""
+        """Prepares the comparison, before the second training.
+
+        Args:
+            model: The model that the second training changes.
+            expected: The digests of the first training.
+            initial: The model's state before both trainings.
+        """
         self.rounded: dict[str, float] = {}
         self._model, self._expected, self._initial = model, expected, initial
+        #: The state with which the current step has begun.
         self._start = initial
+        #: The index of the next moment.
         self._number = 0
-        #: By parameter, how far the gradient of the step is off.
-        self._off: dict[str, float] = {}
+        #: By parameter, the largest difference of its gradient in the current step.
+        self._gradient_gaps: dict[str, float] = {}
 
     def differences(self, moment: Moment) -> list[str]:
-        """Compares the next moment, and returns the names that differ by more than rounding.
+        """Compares the next moment with that of the first training.
 
         If the state after a step differs, the model gets the state of the first training.
+
+        Returns:
+            The names of tensors that differ by more than rounding, and texts for the layers whose
+            modes differ.
         """
         number, self._number = self._number, self._number + 1
         expected = self._expected.moments[number]
-        got, wanted = digests_of(moment), expected.tensors
-        differing = [name for name in {**wanted, **got} if got.get(name) != wanted.get(name)]
+        got, expected_digests = digests_of(moment), expected.tensors
+        names = {**expected_digests, **got}
+        differing = [name for name in names if got.get(name) != expected_digests.get(name)]
         if moment.quantity == "gradient":
-            self._off = {}
+            self._gradient_gaps = {}
         if differing and moment.quantity in ("gradient", "state"):
-            differing = self._beyond(moment, number)
+            differing = self._differences_beyond_rounding(moment, number)
         modes = expected.modes.items()
         wrong = [path for path, mode in modes if moment.modes.get(path) != mode]
         return differing + [f"the mode of {path or 'the model'}" for path in wrong]
 
-    def _beyond(self, moment: Moment, number: int) -> list[str]:
-        """Returns the names whose differences rounding does not explain."""
+    def _differences_beyond_rounding(self, moment: Moment, number: int) -> list[str]:
+        """Returns the names of gradients or states whose differences rounding does not explain.
+
+        Args:
+            moment: The moment of the second training.
+            number: The index of the moment.
+        """
         moment = moment.clone_tensors()
-        right = self._expected.tensors(number, self._initial)
-        names = {**right, **moment.tensors}
-        gaps = {name: largest_gap(moment.tensors.get(name), right.get(name)) for name in names}
-        off = {name: gap for name, gap in gaps.items() if gap}
+        expected = self._expected.tensors_at(number, self._initial)
+        names = {**expected, **moment.tensors}
+        gaps = {name: largest_gap(moment.tensors.get(name), expected.get(name)) for name in names}
+        gaps = {name: gap for name, gap in gaps.items() if gap}
         if moment.quantity == "state":
-            give(self._model, right)
-            self._start = right
-            return [name for name, gap in off.items() if gap > self._limit(name, right[name])]
-        self._off = off
+            copy_state_into(self._model, expected)
+            self._start = expected
+            limits = {name: self._largest_rounding_of_state(name, expected[name]) for name in gaps}
+            return [name for name, gap in gaps.items() if gap > limits[name]]
+        self._gradient_gaps = gaps
         start = self._start
-        rounding = Rounding(right, lambda: self._expected.moved_gradients(moment.step, start))
-        beyond = [name for name, gap in off.items() if not rounding.carries(name, gap)]
-        for name in off.keys() - set(beyond):
-            share = off[name] / (rounding.scale(name) or 1.0)
+        rounding = Rounding(expected, lambda: self._expected.moved_gradients(moment.step, start))
+        beyond = [name for name, gap in gaps.items() if not rounding.carries(name, gap)]
+        for name in gaps.keys() - set(beyond):
+            share = gaps[name] / (rounding.scale(name) or 1.0)
             self.rounded[name] = max(share, self.rounded.get(name, 0.0))
         return beyond
 
-    def _limit(self, name: str, right: Tensor) -> float:
-        """Returns the largest rounding difference of a parameter after a step."""
-        gap = self._off.get(name, 0.0)
-        return 2 * (RATE * gap + unit_of(right.dtype) * largest_of(right)) if gap else 0.0
+    def _largest_rounding_of_state(self, name: str, expected: Tensor) -> float:
+        """Returns the largest rounding difference of a parameter after a step.
+
+        It is 0 for a parameter whose gradient in the step had no rounding difference.
+        """
+        gap = self._gradient_gaps.get(name, 0.0)
+        return 2 * (RATE * gap + unit_of(expected.dtype) * largest_of(expected)) if gap else 0.0
 
 
 def digests_of(moment: Moment) -> dict[str, str]:

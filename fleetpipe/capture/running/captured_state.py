@@ -1,8 +1,9 @@
-"""The parameters and buffers of a captured model: their names, Fleet's files of them, their memory.
+"""Names, saves and allocates the parameters and buffers of a captured model: its state.
 
 Whatever the cut is, they have the plain model's names on all ranks, and its order in Fleet's files:
-a save of two stages can be loaded into three. Tensors of other ranks' stages, and of a lazy model,
-have no memory: a capture needs only their shapes, and a node gets zeros while it runs.
+a save of two stages can be loaded into three. Tensors of other ranks' stages, and of a model built
+under ``paddle.LazyGuard``, have no memory: a capture needs only their shapes, and a node that uses
+them gets zeros while it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.tracing.value import Capture, Node, like
+from fleetpipe.capture.tracing.value import Capture, Node, spec_of
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.dygraph.state.files import LayerFiles, LayerInParts
@@ -40,7 +41,8 @@ from fleetpipe.paddle_api.layer import (
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter, is_state_of_cudnn, release_memory
 from fleetpipe.schedules import Placement
 
-#: Tensors for each parameter: value, gradient, two moments, and the value that is compared.
+#: The number of tensors for each parameter of a model that trains: value, gradient, two moments of
+#: the optimizer, and the value that is compared.
 _COPIES = 5
 
 
@@ -51,20 +53,20 @@ def without_memory(model: Layer) -> dict[str, Tensor]:
 
 
 @contextmanager
-def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """While it is open, tensors without memory are zeros.
+def lend_zeros(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Gives those of the tensors that have no memory zeros while this context is open.
 
     The cuDNN buffer of an LSTM is left out: on a CPU it never has memory, and fails with zeros.
     """
-    without = (tensor for tensor in tensors if not has_memory(tensor))
-    borrowers = [tensor for tensor in without if not is_state_of_cudnn(tensor)]
-    for tensor in borrowers:
+    without_memory = (tensor for tensor in tensors if not has_memory(tensor))
+    filled = [tensor for tensor in without_memory if not is_state_of_cudnn(tensor)]
+    for tensor in filled:
         zeros = np.zeros(tensor.shape, str(tensor.dtype).rpartition(".")[2])
         tensor.get_tensor().set(zeros, paddle.CPUPlace())
     try:
         yield
     finally:
-        release(borrowers)
+        release(filled)
 
 
 def release(tensors: Iterable[Tensor]) -> None:
@@ -75,10 +77,14 @@ def release(tensors: Iterable[Tensor]) -> None:
 
 
 def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
-    """Sets the first values of parameters that were made under ``paddle.LazyGuard``.
+    """Allocates and initializes parameters that were made under ``paddle.LazyGuard``.
 
-    The seed of each is its index in the whole model, so that its value does not depend on which
-    parameters a rank has.
+    The seed of a parameter is its index in the whole model, so that its value does not depend on
+    which parameters a rank has.
+
+    Args:
+        model: The whole model.
+        parameters: By name, the parameters to initialize; those with memory stay unchanged.
     """
     with random_states_kept():
         for number, (name, tensor) in enumerate(model.state_dict().items()):
@@ -100,21 +106,21 @@ def bytes_to_train(model: Layer, trace: Capture) -> int:
         model: The model, whose tensors may have no memory.
         trace: The captured forward in training; memory within its nodes is not counted.
     """
-    state = sum(like(tensor).nbytes for tensor in model.state_dict().values())
-    activations = sum(one.nbytes for one in trace.likes if math.prod(one.shape))
+    state = sum(spec_of(tensor).nbytes for tensor in model.state_dict().values())
+    activations = sum(spec.nbytes for spec in trace.specs if math.prod(spec.shape))
     return _COPIES * state + 2 * activations
 
 
 def bytes_for_each_process() -> int | None:
-    """Returns the free bytes for each process of this host; None if they are unknown."""
+    """Returns the free bytes of the device, or of the host for each process; None if unknown."""
     if device_kind() == "gpu":
         return memory_limit() - process_bytes()
-    free = _available()
-    here = int(os.environ.get("PADDLE_LOCAL_SIZE", meeting.world_size()))
-    return None if free is None else free // max(here, 1)
+    free = _available_bytes()
+    processes = int(os.environ.get("PADDLE_LOCAL_SIZE", meeting.world_size()))
+    return None if free is None else free // max(processes, 1)
 
 
-def _available() -> int | None:
+def _available_bytes() -> int | None:
     """Returns the free bytes of this host; None where /proc/meminfo does not have them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -125,7 +131,10 @@ def _available() -> int | None:
 
 
 class CapturedState(ModelState):
-    """One rank's part of the state of a captured model; fully qualified names are the model's."""
+    """The parameters and buffers of a captured model that this process has, and all their names.
+
+    The fully qualified names are those of the plain model.
+    """
 
     def __init__(
         self,
@@ -135,11 +144,12 @@ class CapturedState(ModelState):
         nodes: Sequence[str],
         group: Callable[[], Group],
     ) -> None:
-        """Describes the whole model and the part that this process has.
+        """Stores which parameters and buffers the whole model has, and which this process has.
 
         Args:
-            part: The part; its sublayers have the names that they have in the model.
-            slots: The names and shapes of the whole model.
+            part: A layer with the sublayers and tensors of this process under their names in the
+                whole model.
+            slots: The names and shapes of the whole model's parameters and buffers.
             stages: By name, the stages that use a parameter or buffer.
             nodes: The names of all nodes, in order.
             group: Returns the group of the ranks that hold the stages.
@@ -153,22 +163,27 @@ class CapturedState(ModelState):
         self._parameters: dict[str, Tensor] = {}
 
     def keep_parameters(self) -> None:
-        """Stores the current parameters of the part; later states have these."""
+        """Stores the current parameters of this process; later states have these."""
         self._parameters = {n: t for n, t in super()._named_tensors() if is_parameter(t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of this process by name: stored parameters, and current buffers."""
         # A script may replace a parameter, which is refused; it then saves the trained ones.
-        named, kept = super()._named_tensors(), self._parameters
-        here = {name: t for name, t in named if name in kept or not is_parameter(t)}
-        return iter({**here, **kept}.items())
+        stored = self._parameters
+        current = {
+            name: tensor
+            for name, tensor in super()._named_tensors()
+            if name in stored or not is_parameter(tensor)
+        }
+        return iter({**current, **stored}.items())
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns no buffers: their names would need the number of a layer."""
+        """Returns an empty dict: a captured model has no buffers that its own names leave out."""
         return {}
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether ranks of a stage hold different experts: never in a capture."""
+        """Whether ranks of a stage hold different experts: never in a captured model."""
         return False
 
     @property
@@ -177,7 +192,7 @@ class CapturedState(ModelState):
         return any(len(users) > 1 for users in self._stages.values())
 
     def has_several_calls(self, name: str) -> bool:
-        """Whether calls of the layer of a tensor may be on several ranks."""
+        """Returns whether several stages use a parameter or buffer, by its name."""
         return len(self._stages[name]) > 1
 
     def stage_of(self, name: str) -> int | None:
@@ -185,7 +200,7 @@ class CapturedState(ModelState):
         return self._stages[name][0]
 
     def slots(self) -> list[Slot]:
-        """Returns the names and shapes of the whole model."""
+        """Returns the names and shapes of the whole model's parameters and buffers."""
         return self._slots
 
     def positions(self) -> dict[str, int]:
@@ -193,7 +208,7 @@ class CapturedState(ModelState):
         return {slot.name: position for position, slot in enumerate(self._slots)}
 
     def outlines(self) -> list[str]:
-        """Returns the names and shapes of the whole model, and its nodes, as text."""
+        """Returns texts by which ranks compare models: names and shapes of tensors, and nodes."""
         return [*(f"{slot.name}{list(slot.shape)}" for slot in self._slots), *self._nodes]
 
     def _qualified_name(self, name: str) -> str:
@@ -205,65 +220,71 @@ class CapturedState(ModelState):
         return {name: tensor for name, tensor in state if not self._is_late(name, tensor)}
 
 
-def stages_of(
+def stages_using(
     model: Layer, nodes_of: Callable[[int], Sequence[Node]], stages: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the stages that use each parameter or buffer of a model, by name.
+    """Returns the stages that use each parameter or buffer of a model, by its name.
 
     A tensor that no node uses is in stage 0.
+
+    Args:
+        model: The model.
+        nodes_of: Returns the nodes of a stage, in training and in evaluation.
+        stages: The number of stages.
     """
     users: dict[int, list[int]] = {}
     for stage in range(stages):
-        part = part_of(model, nodes_of(stage))
+        part = extract_used_layers(model, nodes_of(stage))
         for tensor in {id(t): t for t in part.state_dict().values()}.values():
             users.setdefault(id(tensor), []).append(stage)
     return {name: tuple(users.get(id(tensor), (0,))) for name, tensor in model.state_dict().items()}
 
 
-def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> Layer:
+def extract_used_layers(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> Layer:
     """Returns a Layer with the tensors and sublayers that nodes use, under the model's names.
 
     Args:
         model: The model, which is not changed.
         nodes: The nodes.
-        more: The ids of further parameters and buffers.
+        more: The ids of further parameters and buffers that the Layer has.
     """
     layers = {id(node.function) for node in nodes if node.is_layer}
-    tensors = {id(getattr(one.layer, one.name)) for node in nodes for one in node.owned}
-    return _part(model, layers, tensors.union(more))
+    tensors = {id(ref.tensor) for node in nodes for ref in node.state_refs}
+    return _extract_part(model, layers, tensors.union(more))
 
 
-def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
-    """Returns a Layer with the used tensors and sublayers; the layer itself if it uses all.
+def _extract_part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
+    """Returns a Layer with the used tensors and sublayers of a layer of the model.
 
     Args:
-        layer: A layer of the model.
-        layers: The ids of the layers that are used as a whole.
+        layer: A layer of the model; it is returned itself if all that it has is used.
+        layers: The ids of the layers that nodes call.
         tensors: The ids of the tensors that are used.
     """
     part = paddle.nn.Layer()
-    whole = True
+    uses_all = True
     for name, sublayer in sublayers_in(layer).items():
-        if sublayer is not None:
-            kept = sublayer if id(sublayer) in layers else _part(sublayer, layers, tensors)
-            has_tensors = any(True for _ in chain(sublayer.parameters(), sublayer.buffers()))
-            whole = whole and (kept is sublayer or not has_tensors)
-            if kept is sublayer or any(getattr(kept, table) for table in TABLES):
-                sublayers_in(part)[name] = kept
+        if sublayer is None:
+            continue
+        used = sublayer if id(sublayer) in layers else _extract_part(sublayer, layers, tensors)
+        has_tensors = any(True for _ in chain(sublayer.parameters(), sublayer.buffers()))
+        uses_all = uses_all and (used is sublayer or not has_tensors)
+        if used is sublayer or any(getattr(used, table) for table in TABLES):
+            sublayers_in(part)[name] = used
     # Not by add_parameter, which refuses a name that Layer has itself.
-    for held in (parameters_in, buffers_in):
-        for name, tensor in held(layer).items():
+    for table_of in (parameters_in, buffers_in):
+        for name, tensor in table_of(layer).items():
             if tensor is not None and id(tensor) in tensors:
-                held(part)[name] = tensor
-            whole = whole and (tensor is None or name in held(part))
-    if whole and any(getattr(part, table) for table in TABLES):
+                table_of(part)[name] = tensor
+            uses_all = uses_all and (tensor is None or name in table_of(part))
+    if uses_all and any(getattr(part, table) for table in TABLES):
         return layer
     copy_unsaved_names(layer, part)
     return part
 
 
-class _ShardOnly(paddle.nn.Layer):
-    """A layer with some tensors under their names in the whole model."""
+class _LayerTensors(paddle.nn.Layer):
+    """A layer that has only the tensors of one layer file, under their names in the whole model."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -279,7 +300,7 @@ def files_of_model(
     job: Job | None,
     group: Callable[[], Group],
 ) -> LayerFiles:
-    """Returns the files of Fleet for a captured model.
+    """Returns Fleet's files of a captured model: a file for each layer that has tensors.
 
     Args:
         slots: The parameters and buffers of the whole model, in its order.
@@ -303,10 +324,10 @@ def files_of_model(
             parts.append(tensors[slot.name])
     # The rank that uses a weight first writes it, and reads it for all its holders.
     sources = {name: placement.rank_of(first) for name, (first, *_) in users.items()}
-    places: dict[LayerFile, _ShardOnly | LayerInParts] = {}
+    layer_of_file: dict[LayerFile, _LayerTensors | LayerInParts] = {}
     for number, (path, names) in enumerate(layers.items()):
         if path in in_parts:
-            places[LayerFile(number)] = LayerInParts(in_parts[path], group)
+            layer_of_file[LayerFile(number)] = LayerInParts(in_parts[path], group)
             continue
         if len({sources[name] for name in names}) > 1:
             raise ConfigError(
@@ -316,5 +337,6 @@ def files_of_model(
                 fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
             )
         if users[names[0]][0] in stages:
-            places[LayerFile(number)] = _ShardOnly({name: tensors[name] for name in names})
-    return LayerFiles(places, places, sources, job)
+            layer_tensors = _LayerTensors({name: tensors[name] for name in names})
+            layer_of_file[LayerFile(number)] = layer_tensors
+    return LayerFiles(layer_of_file, layer_of_file, sources, job)

@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.running.captured_state import lent
-from fleetpipe.capture.running.replay import LOOK, SAMPLE
-from fleetpipe.capture.running.variants import Form, Forms
-from fleetpipe.capture.tracing.capturing import FirstBatch, switch
-from fleetpipe.capture.tracing.signature import Signature, complete
-from fleetpipe.capture.tracing.value import Capture, Node, NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.capture.running.captured_state import lend_zeros
+from fleetpipe.capture.running.replay import FIRST_BATCH, SIGNATURE
+from fleetpipe.capture.running.variants import StagedCapture, StagedCaptures
+from fleetpipe.capture.tracing.capturing import FirstBatch, switch_mode
+from fleetpipe.capture.tracing.signature import Signature, add_plain_values
+from fleetpipe.capture.tracing.value import (
+    Capture,
+    Node,
+    NodeCall,
+    NodeFinder,
+    Unopened,
+    arguments_of,
+)
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.state.names import ModelWithParts
@@ -32,69 +39,85 @@ _FIRST = GlobalMicroBatch(0)
 
 
 class CapturedStages:
-    """Runs the stages, and returns the values on their edges: ``Borders`` of dygraph's stage."""
+    """Runs the stages of a captured model, and moves values between them over edges.
 
-    def __init__(self, forms: Forms, training: Callable[[], bool]) -> None:
+    It is the ``Borders`` of a ``DygraphStage``, which calls :meth:`join` before a stage's forward
+    and :meth:`split` after it.
+    """
+
+    def __init__(self, captures: StagedCaptures, training: Callable[[], bool]) -> None:
         """Stores the captured runs, and a function that returns whether the model trains."""
-        self._forms = forms
+        self._captures = captures
         self._training = training
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between the stages, in training or in evaluation."""
-        return tuple(self._forms.example(training).crossing)
+        return tuple(self._captures.of_example(training).crossing)
 
     def function(self, stage: int) -> Run:
-        """Returns the function that runs the nodes of a stage in the current mode."""
+        """Returns the function that runs the nodes of a stage, by the capture of its input."""
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
-            form, value = self.form(stage, value)
-            form.renew(stage)
-            output = form.runner.function(stage)(value, micro_batch)
-            for mode in form.trace.switched:
+            staged, value = self.staged_capture(stage, value)
+            staged.renew(stage)
+            output = staged.runner.function(stage)(value, micro_batch)
+            for mode in staged.trace.switched:
                 mode.put_back()
             return output
 
         return run
 
-    def form(self, stage: int, value: Nest) -> tuple[Form, Nest]:
-        """Returns the captured run for a stage's input, and the input of the run's first node."""
-        forms = self._forms
+    def staged_capture(self, stage: int, value: Nest) -> tuple[StagedCapture, Nest]:
+        """Returns the captured run for a stage's input, and the input of the run's first node.
+
+        Args:
+            stage: The number of the stage.
+            value: The input of stage 0 as the batch has it; of a later stage a dict of values.
+        """
+        captures = self._captures
         if stage:
-            look = value.get(LOOK, forms.first)
-            if SAMPLE in value:
-                forms.capturing.samples.setdefault(look, FirstBatch(value[SAMPLE], set()))
+            signature = value.get(SIGNATURE, captures.example_signature)
+            if FIRST_BATCH in value:
+                captures.capturer.first_batches.setdefault(
+                    signature, FirstBatch(value[FIRST_BATCH], set())
+                )
         else:
-            value = complete(value, forms.capturing.example)
-            look = forms.capturing.look_of(value)
-        return forms.of(look, self._training()), value
+            value = add_plain_values(value, captures.capturer.example)
+            signature = captures.capturer.signature_for(value)
+        return captures.for_batch(signature, self._training()), value
 
     def join(self, values: Values) -> Nest:
-        """Returns the values of all edges into a stage, by name."""
-        return {name: tensor for part in values.values() for name, tensor in part.items()}
+        """Returns the input of a stage: the values of all edges into it, by name."""
+        return {name: value for on_edge in values.values() for name, value in on_edge.items()}
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the values on each edge out of a stage, by name, with the batch's signature."""
-        look: Signature = output[LOOK]
-        first = {LOOK: look}
-        sample = self._forms.capturing.samples.get(look)
-        if sample is not None and stage not in sample.stages:
-            sample.stages.add(stage)
-            first[SAMPLE] = sample.text
+        """Returns the values on each edge out of a stage, by name, from the output of the stage.
+
+        Each edge also carries the signature of the batch, and once the text of the first batch.
+        """
+        signature: Signature = output[SIGNATURE]
+        on_every_edge = {SIGNATURE: signature}
+        first_batch = self._captures.capturer.first_batches.get(signature)
+        if first_batch is not None and stage not in first_batch.stages:
+            first_batch.stages.add(stage)
+            on_every_edge[FIRST_BATCH] = first_batch.text
         training = self._training()
-        crossing = self._forms.of(look, training).crossing
+        crossing = self._captures.for_batch(signature, training).crossing
         return {
-            edge: {**first, **{name: output[name] for name in crossing.get(edge, ())}}
+            edge: {**on_every_edge, **{name: output[name] for name in crossing.get(edge, ())}}
             for edge in self.edges(training)
             if edge.source == stage
         }
 
 
 class Head(Protocol):
-    """The replacement of a model's last layer; its parts are stages after those of the model.
+    """A vocabulary head in parts, which replaces the ``nn.Linear`` that gives a model's logits.
+
+    Its parts are stages after those of the model. ``fleetpipe.contrib.vocabulary`` implements it.
 
     Attributes:
-        description: The entry of the head in a list of layers.
-        counted_names: Paddle's names of the layer's parameters, by their names in the model.
+        description: The head as an entry of a list of layers.
+        counted_names: Paddle's names of the Linear's parameters, by their names in the model.
     """
 
     description: Any
@@ -109,46 +132,56 @@ class Head(Protocol):
         """The names of :meth:`functions` in a profile and in a plan."""
 
     def functions(self) -> list[Callable[[Nest], Nest]]:
-        """Returns the functions of the stages after those of the model."""
+        """Returns the functions of the stages after those of the model: the parts, and the loss."""
 
     def nodes(self, number: int) -> list[Node]:
-        """Returns the nodes of the stage ``number`` after those of the model."""
+        """Returns the nodes of a stage after those of the model, of which the first is 0."""
 
     def require_last(self, *traces: Capture) -> None:
-        """Raises an error if the model uses the layer's output."""
+        """Raises an error if the model uses the logits itself in one of the captured runs."""
 
     def stages(
-        self, forms: Forms, training: Callable[[], bool], runner: StageRunner, placement: Placement
+        self,
+        captures: StagedCaptures,
+        training: Callable[[], bool],
+        runner: StageRunner,
+        placement: Placement,
     ) -> CapturedStages:
         """Returns the stages of the model, then those of the head, which ``runner`` runs."""
 
 
 def loss_input(model: Layer, output: Nest) -> Nest:
-    """Returns the input of a plain model's loss: its output, deferred if it has a head."""
-    heads: list[Any] = [one for one in model.sublayers() if hasattr(one, "defer_logits")]
+    """Returns the input of a plain model's loss: its output, or logits that its head defers."""
+    heads: list[Any] = [layer for layer in model.sublayers() if hasattr(layer, "defer_logits")]
     return heads[0].defer_logits(output) if heads else output
 
 
-class Keyed(Walk):
-    """Enters the random key of each node, if there are keys."""
+class KeyedNodeFinder(NodeFinder):
+    """Runs each node of the untouched model with the random numbers that the pipeline draws in it.
+
+    A random key is the seed of the random numbers of one node in one micro-batch.
+    """
 
     def __init__(self, model: Layer, unopened: Unopened, keys: random_keys.Keys | None) -> None:
-        """Prepares one run of the model; see :class:`Walk`."""
+        """Prepares one run of the model; see :class:`NodeFinder`."""
         super().__init__(model, unopened)
         self._keys = keys
         # The first entry of a list of layers takes the inputs.
         self._entry = 1
 
     def node(self, call: NodeCall) -> Any:
-        """Calls a node under its key."""
+        """Calls a node under its random key, if there are keys, and returns its output."""
         if self._keys is not None:
             self._keys.enter(self._entry)
         self._entry += 1
         return call.do()
 
 
-class Untouched(ModelWithParts):
-    """A copy of a plain model; under the keys of a batch it draws the nodes' random numbers."""
+class PlainCopy(ModelWithParts):
+    """A copy of the plain model, which draws the same random numbers as its pipeline.
+
+    It does so while the random keys of a batch are current: each node has its key.
+    """
 
     def __init__(
         self, model: Layer, example: Nest, unopened: Unopened, shared: Iterable[Tensor] = ()
@@ -158,11 +191,11 @@ class Untouched(ModelWithParts):
         Args:
             model: The model.
             example: An example of its inputs; inputs that a batch lacks are taken from it.
-            unopened: The layers that are single nodes.
+            unopened: Decides which layers are single nodes.
             shared: Parameters whose copies share the memory of the model's parameters.
         """
         super().__init__()
-        with lent(model.state_dict().values()):
+        with lend_zeros(model.state_dict().values()):
             copied = copy_layers(model, [model], shared)
         # Not by Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
@@ -174,23 +207,23 @@ class Untouched(ModelWithParts):
         """The copy of the plain model."""
         return self._model
 
-    def train(self, mode: bool = True) -> Untouched:
-        """Switches the model to training as a pipeline does."""
-        switch(self._model, mode)
+    def train(self, mode: bool = True) -> PlainCopy:
+        """Switches the model to training, or to evaluation, as a pipeline does."""
+        switch_mode(self._model, mode)
         self.training = mode
         return self
 
-    def eval(self) -> Untouched:
+    def eval(self) -> PlainCopy:
         """Switches the model to evaluation as a pipeline does."""
         return self.train(False)
 
     def forward(self, inputs: Nest) -> Nest:
-        """Calls the model."""
+        """Calls the model, and returns the input of its loss."""
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
         if paddle.in_dynamic_mode():
             # In the static graph of jit.save the example would become a weight.
-            inputs = complete(inputs, self._example)
+            inputs = add_plain_values(inputs, self._example)
         output = call_keyed(self._model, inputs, self._unopened, keys, micro_batch)
         return loss_input(self._model, output)
 
@@ -207,13 +240,16 @@ def call_keyed(
     Args:
         model: The untouched model.
         inputs: As for :func:`fleetpipe.pipeline`.
-        unopened: The layers that are single nodes.
-        keys: The random keys of the batch; None draws as the model does by itself.
-        micro_batch: The number of the micro-batch.
+        unopened: Decides which layers are single nodes.
+        keys: The random keys of the batch; with None the model draws random numbers by itself.
+        micro_batch: The number of the micro-batch, on which the keys depend.
     """
     args, named = arguments_of(inputs)
     if keys is None:
         return model(*args, **named)
     keys.micro_batch = micro_batch
-    with random_keys.under_keys(keys, SoleGroup()), intercepting(Keyed(model, unopened, keys)):
+    with (
+        random_keys.under_keys(keys, SoleGroup()),
+        intercepting(KeyedNodeFinder(model, unopened, keys)),
+    ):
         return model(*args, **named)

@@ -1,4 +1,4 @@
-"""Captures the forward of a model once for each signature of a batch; start with ``Capturing``."""
+"""Captures the forward of a model once for each signature of a batch; start with ``Capturer``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.running.captured_state import lent
+from fleetpipe.capture.running.captured_state import lend_zeros
 from fleetpipe.capture.tracing.model_snapshot import python_state_kept, state_kept
 from fleetpipe.capture.tracing.signature import (
     Keys,
     Signature,
-    numbers_like,
+    inputs_with_signature,
+    integer_tensors_at,
     signature_of,
-    whole_at,
 )
 from fleetpipe.capture.tracing.tracer import record
-from fleetpipe.capture.tracing.user_lines import raised_at
+from fleetpipe.capture.tracing.user_lines import raising_location
 from fleetpipe.capture.tracing.value import Capture, Unopened
 from fleetpipe.dygraph.nest import map_tensors, outline
 from fleetpipe.dygraph.observe.hooks import trial
@@ -30,28 +30,30 @@ _log = log.logger(__name__)
 
 
 class FirstBatch(NamedTuple):
-    """Whole numbers of the first batch with a signature, from which it is captured on each rank.
+    """The first batch with a signature: each rank captures the forward with its integers.
 
     Attributes:
-        text: The signature with the numbers.
-        stages: The stages that have sent it to later ones.
+        text: The signature of the batch with the numbers of its tensors of integers.
+        stages: The stages of this process that have sent the text to later stages.
     """
 
     text: str
     stages: set[int]
 
 
-class Capturing:
-    """A model with an example of its inputs, and the captures of its forward so far.
+class Capturer:
+    """Captures the forward of a model, and caches the captures of the example.
+
+    Call it with the signature of a batch and a mode; it returns the capture.
 
     Attributes:
         model: The model.
-        example: The example.
-        unopened: The layers that are nodes as a whole.
+        example: An example of the model's inputs.
+        unopened: The layers that are not opened: a call of one is a single node.
         losses: The loss functions; the forward must not store tensors for them.
         shape_inputs: The keys of inputs whose numbers the forward may read.
-        look: The signature of the example.
-        samples: For each other signature, whole numbers of its first batch.
+        example_signature: The signature of the example.
+        first_batches: For each other signature its first batch.
     """
 
     def __init__(
@@ -67,76 +69,88 @@ class Capturing:
         Args:
             model: The model.
             example: An example of its inputs, for batches with the same shapes and dtypes.
-            no_split: Classes of layers that are nodes as a whole.
+            no_split: Classes of layers that are not opened.
             losses: The loss functions.
             shape_inputs: The keys of inputs whose numbers the forward may read.
         """
         self.losses = losses
         self.shape_inputs = shape_inputs
-        self.samples: dict[Signature, FirstBatch] = {}
+        self.first_batches: dict[Signature, FirstBatch] = {}
         self.model = model
         self.example = example
         self.unopened = Unopened(no_split)
-        self.look = signature_of(example, shape_inputs)
+        self.example_signature = signature_of(example, shape_inputs)
         self._traces: dict[bool, tuple[object, Capture]] = {}
 
-    def look_of(self, inputs: Nest) -> Signature:
-        """Returns the signature of inputs, and stores the whole numbers of its first batch.
+    def signature_for(self, inputs: Nest) -> Signature:
+        """Returns the signature of a batch's inputs, and stores the first batch with it.
 
-        A capture needs them where numbers have to fit, as tokens of images fit the patches.
+        A capture needs its integers where numbers have to fit, as tokens of images fit the patches.
         """
-        look = signature_of(inputs, self.shape_inputs)
-        if look != self.look and look not in self.samples:
-            self.samples[look] = FirstBatch(signature_of(inputs, None), set())
-        return look
+        signature = signature_of(inputs, self.shape_inputs)
+        if signature != self.example_signature and signature not in self.first_batches:
+            self.first_batches[signature] = FirstBatch(signature_of(inputs, None), set())
+        return signature
 
-    def vary(self, change: Callable[[Tensor], Tensor]) -> Nest:
-        """Returns the example with changed tensors, except ``shape_inputs``."""
-        kept = set(map(id, whole_at(self.example, self.shape_inputs)))
-        return map_tensors(lambda t: t if id(t) in kept else change(t), self.example)
+    def map_example(self, change: Callable[[Tensor], Tensor]) -> Nest:
+        """Returns the example with ``change`` applied to its tensors, except ``shape_inputs``."""
+        unchanged = set(map(id, integer_tensors_at(self.example, self.shape_inputs)))
+        return map_tensors(lambda t: t if id(t) in unchanged else change(t), self.example)
 
     def __call__(self, signature: Signature, training: bool) -> Capture:
         """Returns the capture for a batch with this signature, in training or in evaluation.
 
+        That of the example is made once for each mode, and anew if :meth:`_validity` changes.
+
         Raises:
             CaptureError: The forward does something that cannot be captured.
         """
-        if signature != self.look:
-            sample = self.samples.get(signature)
+        if signature != self.example_signature:
+            sample = self.first_batches.get(signature)
             text = signature if sample is None else sample.text
-            return self.with_numbers(numbers_like(text, self.example), training)
+            return self.capture_inputs(inputs_with_signature(text, self.example), training)
         traced = self._traces.get(training)
-        if traced is None or traced[0] != self._depends_on(traced[1]):
-            trace = self.with_numbers(self.example, training)
-            self._traces[training] = traced = (self._depends_on(trace), trace)
+        if traced is None or traced[0] != self._validity(traced[1]):
+            trace = self.capture_inputs(self.example, training)
+            self._traces[training] = traced = (self._validity(trace), trace)
         return traced[1]
 
-    def forget(self) -> None:
-        """Drops the captures, so that the next call runs the forward again."""
+    def forget_captures(self) -> None:
+        """Drops the cached captures, so that the next call runs the forward again."""
         self._traces.clear()
-        self.unopened.forget()
+        self.unopened.forget_decisions()
 
-    def _depends_on(self, trace: Capture) -> object:
-        """Returns a value that changes if a new capture of the same inputs may be another one."""
+    def _validity(self, trace: Capture) -> object:
+        """Returns a value that changes when a capture of the example may be outdated."""
         modes = [layer.training for layer in self.model.sublayers(include_self=True)]
-        numbers = [getattr(owned.layer, owned.name) for owned in trace.numbers]
+        read_buffers = [ref.tensor for ref in trace.numbers]
         return (
             self.unopened.changes,
             modes,
-            [tensor.numpy().tobytes() for tensor in numbers if has_memory(tensor)],
+            [buffer.numpy().tobytes() for buffer in read_buffers if has_memory(buffer)],
             # A run that switches modes is captured each time.
             object() if trace.switched else None,
         )
 
-    def after(self, trace: Capture, signature: Signature, training: bool) -> Capture:
-        """Returns a capture that starts with the layer modes that another capture has left."""
+    def capture_after(self, trace: Capture, signature: Signature, training: bool) -> Capture:
+        """Captures the forward again, from the layers' modes that an earlier run has left.
+
+        Args:
+            trace: The capture of the earlier run.
+            signature: The signature of the batch.
+            training: Whether the model is in training.
+        """
         with in_mode(self.model, training):
             for mode in trace.switched:
                 mode.put_back()
             return self(signature, training)
 
-    def with_numbers(self, inputs: Nest, training: bool) -> Capture:
-        """Returns a capture with these inputs, which are not changed.
+    def capture_inputs(self, inputs: Nest, training: bool) -> Capture:
+        """Captures one run of the forward.
+
+        Args:
+            inputs: The inputs of the run, which are not changed.
+            training: Whether the model is in training.
 
         Raises:
             CaptureError: The forward does something that cannot be captured, or fails.
@@ -156,7 +170,7 @@ class Capturing:
         except Exception as error:
             raise CaptureError(
                 f"the forward of {type(model).__name__} fails: {reason(error)}",
-                where=raised_at(error.__traceback__),
+                where=raising_location(error.__traceback__),
                 got=f"inputs: {outline(inputs)}",
                 cause="example_inputs are not what it takes, or it is made for one size of batch",
                 fix="call the plain model with such inputs first: example_inputs is one argument, "
@@ -164,7 +178,7 @@ class Capturing:
             ) from error
 
     def notice_if_slow(self) -> AbstractContextManager[None]:
-        """While this context is open and takes long, logs that the model is being captured."""
+        """Returns a context that logs that the model is being captured, if it is open for long."""
         name = type(self.model).__name__
         return log.once_if_slow(
             _log.info, f"capturing {name}: its forward runs in both modes, and on other numbers"
@@ -173,10 +187,10 @@ class Capturing:
 
 @contextmanager
 def in_mode(model: Layer, training: bool) -> Iterator[None]:
-    """While this context is open, a model is in training or evaluation; then modes are restored.
+    """Puts a model into training or evaluation while this context is open, then restores modes.
 
-    It also restores everything that the model's own ``train`` and ``eval`` change, such as merged
-    adapters.
+    It also restores everything else that the model's own ``train`` and ``eval`` change, such as
+    merged adapters.
     """
     layers = model.sublayers(include_self=True)
     modes = [(layer, vars(layer).get("training")) for layer in layers]
@@ -185,7 +199,7 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
             kept.enter_context(python_state_kept(model))
             kept.enter_context(state_kept(model))
         try:
-            switch(model, training)
+            switch_mode(model, training)
             yield
         finally:
             for layer, mode in modes:
@@ -194,14 +208,14 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
                     layer.training = mode
 
 
-def switch(model: Layer, training: bool) -> None:
+def switch_mode(model: Layer, training: bool) -> None:
     """Puts a model into training or evaluation by its own ``train()`` or ``eval()``.
 
-    If it is in that mode already, layers whose modes were set separately keep them.
+    If the model is in that mode already, layers whose modes were set separately keep their modes.
     """
     modes = [layer.training for layer in model.sublayers(include_self=True)]
-    # Weights of other ranks are zeros meanwhile; what it writes into them is dropped.
-    with lent(model.state_dict().values() if _has_own_switch(model) else ()):
+    # Weights of other ranks are zeros meanwhile; writes into them are dropped.
+    with lend_zeros(model.state_dict().values() if _has_own_switch(model) else ()):
         if training and (not model.training or all(modes)):
             model.train()
         elif not training and (model.training or not any(modes)):
@@ -209,7 +223,7 @@ def switch(model: Layer, training: bool) -> None:
 
 
 def _has_own_switch(model: Layer) -> bool:
-    """Whether a layer's ``train`` or ``eval`` is not Paddle's: it may do more than set modes."""
+    """Returns whether a layer has a ``train`` or ``eval`` of its own, which may do anything."""
     usual = paddle.nn.Layer
     return any(
         (type(layer).train, type(layer).eval) != (usual.train, usual.eval)

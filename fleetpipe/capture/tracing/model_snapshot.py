@@ -15,20 +15,26 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.running.captured_state import release
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.eager_operations import renew, set_data
+from fleetpipe.paddle_api.eager_operations import move_to_new_memory, set_data
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.transport.wire import bridge
 
 #: The ids of the models whose attributes are restored after several runs, not after each.
-_waiting: set[int] = set()
+_restored_later: set[int] = set()
 
-#: Restores one object.
+#: A function that restores one object.
 _Restore = Callable[[], None]
 
 
-class _Kept(NamedTuple):
-    """A parameter or buffer, and a tensor with its memory; None without memory."""
+class _SavedTensor(NamedTuple):
+    """A parameter or buffer with what it was before a run.
+
+    Attributes:
+        tensor: The parameter or buffer.
+        memory: A tensor with its memory from before; None if it had none.
+        trained: Whether it needed a gradient.
+    """
 
     tensor: Tensor
     memory: Tensor | None
@@ -36,72 +42,82 @@ class _Kept(NamedTuple):
 
 
 @contextmanager
-def attributes_running_on(model: Layer) -> Iterator[None]:
-    """While it is open, each captured run starts with the attributes that the last one left."""
-    _waiting.add(id(model))
+def attributes_kept_between_runs(model: Layer) -> Iterator[None]:
+    """Lets each run start with the attributes that the last run left, and restores them at the end.
+
+    The attributes are the Python attributes of the model's layers; the runs are those within
+    :func:`state_kept` while this context is open.
+    """
+    _restored_later.add(id(model))
     try:
         with python_state_kept(model):
             yield
     finally:
-        _waiting.remove(id(model))
+        _restored_later.remove(id(model))
 
 
 @contextmanager
 def state_kept(model: Layer) -> Iterator[set[int]]:
-    """Restores the state of a model at the end, and yields the ids of the tensors that changed.
+    """Restores the state of a model when the context ends.
 
-    The state is its parameters and buffers, random states, and attributes of layers. Meanwhile
-    parameters and buffers are copies, since an earlier graph may need the old ones.
+    The state is the model's parameters and buffers, the random states, and the attributes of its
+    layers. Meanwhile parameters and buffers have copies of their memory, since the graph of an
+    earlier run may need the old one.
+
+    Yields:
+        A set, which has the ids of the tensors that changed once the context has ended.
     """
     changed: set[int] = set()
     layers = model.sublayers(include_self=True)
     attributes = [(vars(layer), dict(vars(layer))) for layer in layers]
-    places = [
-        (holder, dict(holder))
+    tables = [
+        (table, dict(table))
         for layer in layers
-        for holder in (parameters_in(layer), buffers_in(layer))
+        for table in (parameters_in(layer), buffers_in(layer))
     ]
-    tensors = {id(t): _renew(t) for _, held in places for t in held.values() if t is not None}
-    holders = _restores((vars(layer)[kind] for layer in layers for kind in TABLES), tensors)
-    attributes_of_run = nullcontext() if id(model) in _waiting else python_state_kept(model)
+    tensors = (tensor for _, old in tables for tensor in old.values() if tensor is not None)
+    saved = {id(tensor): _move_to_new_memory(tensor) for tensor in tensors}
+    restores = _restore_functions((vars(layer)[kind] for layer in layers for kind in TABLES), saved)
+    restored_later = id(model) in _restored_later
+    attributes_of_run = nullcontext() if restored_later else python_state_kept(model)
     with random_states_kept(), attributes_of_run:
         try:
             yield changed
         finally:
-            for holder, held in places:
-                changed.update(id(t) for name, t in held.items() if holder.get(name) is not t)
-            regrown = {id(holder) for holder, held in places if _has_other_shape(holder, held)}
-            for restore in holders:
+            for table, old in tables:
+                changed.update(id(t) for name, t in old.items() if table.get(name) is not t)
+            reshaped = {id(table) for table, old in tables if _has_other_shape(table, old)}
+            for restore in restores:
                 restore()
             for layer, (now, before) in zip(layers, attributes):
-                if id(buffers_in(layer)) in regrown:
+                if id(buffers_in(layer)) in reshaped:
                     # A longer input makes a table longer, and sets its length in an attribute.
                     now.update(before)
                 # Attributes that were None, and that a tensor replaced as a buffer.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
-            changed.update(key for key, kept in tensors.items() if _restore(kept))
+            changed.update(key for key, tensor in saved.items() if _restore_tensor(tensor))
 
 
 def _has_other_shape(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
-    """Whether a tensor of a layer was replaced by one of another shape."""
+    """Returns whether a tensor of a layer, by name, was replaced by one of another shape."""
     pairs = ((now.get(name), tensor) for name, tensor in before.items() if tensor is not None)
-    return any(other is not None and other.shape != tensor.shape for other, tensor in pairs)
+    return any(new is not None and new.shape != old.shape for new, old in pairs)
 
 
-def _renew(tensor: Tensor) -> _Kept:
-    """Moves a tensor to new memory, and returns it with a tensor that has the old memory."""
+def _move_to_new_memory(tensor: Tensor) -> _SavedTensor:
+    """Moves a parameter or buffer to new memory, and returns it with its old memory."""
     memory = None
     if has_memory(tensor):
         memory = tensor.detach()
-        renew(tensor)
-    return _Kept(tensor, memory, not tensor.stop_gradient)
+        move_to_new_memory(tensor)
+    return _SavedTensor(tensor, memory, not tensor.stop_gradient)
 
 
-def _restore(kept: _Kept) -> bool:
-    """Restores a tensor, and returns whether it had changed."""
-    tensor, memory, trained = kept
+def _restore_tensor(saved: _SavedTensor) -> bool:
+    """Restores a parameter or buffer, and returns whether its numbers had changed."""
+    tensor, memory, trained = saved
     if memory is None:
-        # It had no memory, and got some for a node or from a write.
+        # The tensor had no memory, and got some for a node or from a write.
         release([tensor])
         return False
     if not tensor.is_leaf:
@@ -117,16 +133,15 @@ def _restore(kept: _Kept) -> bool:
 
 @contextmanager
 def python_state_kept(model: Layer) -> Iterator[None]:
-    """Restores, in the same objects, the Python attributes of a model's layers.
+    """Restores the Python attributes of a model's layers, in the same objects, at the end.
 
-    They include tensors that are neither parameters nor buffers; objects of other classes are not
-    searched.
+    Tensors that are neither parameters nor buffers are restored too. Containers, generators and
+    arrays are restored with their contents; objects of other classes are not searched.
     """
     layers = model.sublayers(include_self=True)
-    state = (
-        t for layer in layers for t in (*parameters_in(layer).values(), *buffers_in(layer).values())
-    )
-    restores = _restores(map(vars, layers), map(id, state))
+    tables = [table for layer in layers for table in (parameters_in(layer), buffers_in(layer))]
+    tensor_ids = [id(tensor) for table in tables for tensor in table.values()]
+    restores = _restore_functions(map(vars, layers), tensor_ids)
     try:
         yield
     finally:
@@ -136,10 +151,13 @@ def python_state_kept(model: Layer) -> Iterator[None]:
 
 @contextmanager
 def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
-    """Restores the state of loss functions: buffers of layers, attributes of other objects."""
+    """Restores the state of loss functions at the end.
+
+    It is the whole state of a loss that is a layer, and the attributes of any other object.
+    """
     owners = [getattr(function, "__self__", function) for function in functions]
     layers = [owner for owner in owners if isinstance(owner, paddle.nn.Layer)]
-    restores = _restores((getattr(owner, "__dict__", None) for owner in owners), ())
+    restores = _restore_functions((getattr(owner, "__dict__", None) for owner in owners), ())
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(state_kept(layer))
@@ -150,17 +168,28 @@ def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
                 restore()
 
 
-def _restores(values: Iterable[Any], visited: Iterable[int]) -> list[_Restore]:
-    """Returns functions that restore values and what is in them, except objects with some ids."""
+def _restore_functions(values: Iterable[Any], excluded: Iterable[int]) -> list[_Restore]:
+    """Returns functions that restore values and the objects in them.
+
+    Args:
+        values: The values, in their state now.
+        excluded: The ids of objects that are left out.
+    """
     restores: list[_Restore] = []
-    seen = set(visited)
+    visited = set(excluded)
     for value in values:
-        _keep(value, restores, seen)
+        _collect_restores(value, restores, visited)
     return restores
 
 
-def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
-    """Adds functions that restore ``value`` and everything in it."""
+def _collect_restores(value: Any, restores: list[_Restore], visited: set[int]) -> None:
+    """Adds functions that restore ``value`` and the objects in it.
+
+    Args:
+        value: The value, in its state now.
+        restores: The list to which the functions are added.
+        visited: The ids of objects that are left out; those that are restored are added.
+    """
     if id(value) in visited:
         return
     if isinstance(value, (dict, list, set, deque)):
@@ -168,10 +197,10 @@ def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
         content = value.copy()
         restores.append(lambda: _refill(value, content))
         for item in content.values() if isinstance(content, dict) else content:
-            _keep(item, restores, visited)
+            _collect_restores(item, restores, visited)
     elif isinstance(value, tuple):
         for item in value:
-            _keep(item, restores, visited)
+            _collect_restores(item, restores, visited)
     elif isinstance(value, paddle.Tensor):
         # Parameters are restored by state_kept.
         if not is_parameter(value) and has_memory(value):
@@ -184,13 +213,13 @@ def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
 
             restores.append(rewrite)
     else:
-        restore = _restore_of(value)
+        restore = _restore_function_of(value)
         if restore is not None:
             visited.add(id(value))
             restores.append(restore)
 
 
-def _restore_of(value: Any) -> _Restore | None:
+def _restore_function_of(value: Any) -> _Restore | None:
     """Returns a function that restores a generator or an array; None for anything else."""
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
@@ -204,15 +233,19 @@ def _restore_of(value: Any) -> _Restore | None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Gives a container its earlier contents, if these have changed."""
+    """Gives a container its earlier content, a copy of it, if any item is another object now."""
     if isinstance(container, dict):
         same = container.keys() == content.keys() and all(
             container[key] is item for key, item in content.items()
         )
     else:
         same = len(container) == len(content) and all(
-            one is other for one, other in zip(container, content)
+            item is earlier for item, earlier in zip(container, content)
         )
-    if not same:
-        container.clear()
-        (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+    if same:
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(content)
+    else:
+        container.extend(content)

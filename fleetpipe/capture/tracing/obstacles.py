@@ -1,7 +1,8 @@
-"""What a forward does that cannot be captured, and what it does with its model's state.
+"""Describes what cannot be captured in a forward, and tracks which of its model's state it writes.
 
 An ``Obstacle`` says what cannot be captured, why, and what to write instead. ``RunState`` tracks
-which nodes of a run use and write the parameters and buffers of a model.
+which nodes of a run use and write the parameters and buffers of a model. These are the model's
+state; the names of a state are the names of parameters and buffers in the whole model.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.capture.tracing.user_lines import forward_place
-from fleetpipe.capture.tracing.value import Node, Owned
+from fleetpipe.capture.tracing.user_lines import forward_location
+from fleetpipe.capture.tracing.value import Node, StateRef
 from fleetpipe.dygraph.batch.losses import kept_for
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
@@ -22,19 +23,19 @@ from fleetpipe.paddle_api.tensor import has_memory, shares_memory
 
 IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
 
-_NONE: frozenset[str] = frozenset()
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 class Obstacle(NamedTuple):
-    """Something in a forward that cannot be captured.
+    """An action of a forward that cannot be captured.
 
     Attributes:
-        what: The action of the forward.
+        action: The action, as a phrase that follows "the forward of X".
         cause: Why it cannot be captured.
-        fix: What to write instead, if it is in the model's own forward.
+        fix: What to write instead, if the action is in the model's own forward.
     """
 
-    what: str
+    action: str
     cause: str
     fix: str = IN_A_SUBLAYER
 
@@ -79,7 +80,7 @@ UNKNOWN = Obstacle(
 
 
 def keeps_tensor(name: str) -> Obstacle:
-    """Returns the obstacle that a tensor becomes an attribute."""
+    """Returns the obstacle that a forward stores a tensor as the attribute ``name``."""
     return Obstacle(
         f"keeps a tensor as {name!r}",
         "a stage repeats operations, and sets no attributes",
@@ -88,7 +89,7 @@ def keeps_tensor(name: str) -> Obstacle:
 
 
 def uses_attribute(path: str, name: str) -> Obstacle:
-    """Returns the obstacle that code uses a tensor which is an attribute of another sublayer."""
+    """Returns the obstacle that code uses a tensor that the layer ``path`` stores as ``name``."""
     return Obstacle(
         f"uses a tensor that {path} keeps as {name!r}",
         f"{path} is one node, and a stage hands on what it returns",
@@ -97,7 +98,7 @@ def uses_attribute(path: str, name: str) -> Obstacle:
 
 
 def returns_number(name: str) -> Obstacle:
-    """Returns the obstacle that a sublayer returns a number which depends on the batch."""
+    """Returns the obstacle that the node ``name`` returns a number that depends on the batch."""
     return Obstacle(
         f"uses a number of Python's that {name} makes of those in a tensor, or of chance",
         "which nodes run, and with what, would depend on the numbers in a batch",
@@ -106,7 +107,7 @@ def returns_number(name: str) -> Obstacle:
 
 
 def reads_state(name: str) -> Obstacle:
-    """Returns the obstacle that Python computes with the numbers of a parameter or buffer."""
+    """Returns the obstacle that Python reads the numbers of the parameter or buffer ``name``."""
     return Obstacle(
         f"reads the numbers in {name!r}, which changes while the model trains",
         "what is computed from them in Python stays as it was at the capture",
@@ -114,8 +115,8 @@ def reads_state(name: str) -> Obstacle:
     )
 
 
-def has_graph(name: str) -> Obstacle:
-    """Returns the obstacle that a value which needs a gradient is written into a parameter."""
+def writes_gradient_value(name: str) -> Obstacle:
+    """Returns the obstacle that a value with a gradient is written into the parameter ``name``."""
     return Obstacle(
         f"writes into the parameter {name!r} what needs a gradient",
         "the parameter would be trained no more: its gradient goes to what was written",
@@ -124,7 +125,7 @@ def has_graph(name: str) -> Obstacle:
 
 
 def outside_no_grad(name: str) -> Obstacle:
-    """Returns the obstacle that code writes into a trained parameter while gradients are on."""
+    """Returns the obstacle that code writes into the parameter ``name`` while gradients are on."""
     return Obstacle(
         f"writes in place into the trained parameter {name!r}",
         "Paddle lets nobody do so while gradients are on",
@@ -132,8 +133,8 @@ def outside_no_grad(name: str) -> Obstacle:
     )
 
 
-def unseen(name: str) -> Obstacle:
-    """Returns the obstacle that a parameter or buffer changes without an operation."""
+def changes_unseen(name: str) -> Obstacle:
+    """Returns the obstacle that the parameter or buffer ``name`` changes without an operation."""
     return Obstacle(
         f"changes {name!r} in a way that is no operation",
         "a stage repeats operations",
@@ -141,14 +142,25 @@ def unseen(name: str) -> Obstacle:
     )
 
 
-def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[int, Tensor]) -> None:
-    """Raises an error if a forward stores tensors for a loss, as auxiliary losses in a list."""
+def require_no_tensor_kept_for_loss(
+    model: Layer, losses: Sequence[Any], before: Mapping[int, Tensor]
+) -> None:
+    """Raises an error if a forward stored a tensor that a loss reads, as an auxiliary loss.
+
+    Args:
+        model: The model.
+        losses: The loss functions.
+        before: By id, the tensors that the loss functions could reach before the forward.
+
+    Raises:
+        CaptureError: A loss function reaches another tensor now.
+    """
     kept = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
     path = next(kept, None)
     if path is not None:
         raise CaptureError(
             f"the loss function reads a tensor that the forward of {type(model).__name__} keeps",
-            where=forward_place(model),
+            where=forward_location(model),
             got=path,
             cause="it appends an auxiliary loss to a list, or keeps it in an attribute: stages "
             "repeat operations, and keep nothing",
@@ -157,12 +169,20 @@ def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[in
 
 
 def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]) -> None:
-    """Raises an error if a forward creates parameters, as a layer built in its first call."""
+    """Raises an error if a forward created parameters, as by building a layer in its first call.
+
+    Args:
+        model: The model, after its forward.
+        is_known: Returns a true value for a parameter that existed before the forward.
+
+    Raises:
+        CaptureError: A parameter of the model is new.
+    """
     name = next((name for name, p in model.named_parameters() if not is_known(p)), None)
     if name is not None:
         raise CaptureError(
             f"the forward of {type(model).__name__} makes the parameter {name!r}",
-            where=forward_place(model),
+            where=forward_location(model),
             cause="the stages and the optimizer have the parameters that there are before it runs",
             fix="make layers and parameters in __init__; or call the model with such inputs once, "
             "before fleetpipe.pipeline",
@@ -170,152 +190,181 @@ def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]
 
 
 class RunState:
-    """The parameters and buffers of a model, while its forward runs once."""
+    """Tracks the use of a model's parameters and buffers while its forward runs once.
+
+    ``_Tracer`` calls it for each node: :meth:`names_used_by` before the call and
+    :meth:`record_call` after it.
+    """
 
     def __init__(self, model: Layer) -> None:
-        self._owned: dict[int, Owned] = {}
-        self._tensors: list[tuple[Tensor, int]] = []
-        self._places: Counter[int] = Counter()
-        self._of_layer: dict[int, frozenset[str]] = {}
+        #: By id, the placeholder of each parameter and buffer.
+        self._refs: dict[int, StateRef] = {}
+        #: Each parameter and buffer with its version before the run.
+        self._versions: list[tuple[Tensor, int]] = []
+        #: By id, the number of layers that have a parameter or buffer as an attribute.
+        self._layer_counts: Counter[int] = Counter()
+        #: By the id of a layer, the names of its parameters and buffers, sublayers included.
+        self._names_in_layer: dict[int, frozenset[str]] = {}
         #: By the id of a view, the names of the parameters and buffers whose memory it shares.
         self._views: dict[int, frozenset[str]] = {}
-        #: By the number of a node, the names of those that it uses through views.
-        self._by_view: dict[int, frozenset[str]] = {}
+        #: By the number of a node, the names of the parameters and buffers it uses through views.
+        self._used_by_view: dict[int, frozenset[str]] = {}
         self._written: set[str] = set()
         self._written_by_view: set[str] = set()
-        self._find(model)
+        self._collect(model)
 
-    def _find(self, model: Layer) -> None:
-        """Collects the parameters and buffers of a model."""
+    def _collect(self, model: Layer) -> None:
+        """Collects the parameters and buffers of a model, and those of each of its layers."""
         for path, layer in model.named_sublayers(include_self=True):
-            for name, tensor in _own_tensors(layer):
-                whole = f"{path}.{name}" if path else name
-                if id(tensor) not in self._owned:
-                    self._tensors.append((tensor, tensor.inplace_version))
-                self._owned.setdefault(id(tensor), Owned(layer, name, whole))
-                self._places[id(tensor)] += 1
+            for name, tensor in _direct_tensors(layer):
+                full_name = f"{path}.{name}" if path else name
+                if id(tensor) not in self._refs:
+                    self._versions.append((tensor, tensor.inplace_version))
+                self._refs.setdefault(id(tensor), StateRef(layer, name, full_name))
+                self._layer_counts[id(tensor)] += 1
         for layer in model.sublayers(include_self=True):
-            parts = layer.sublayers(include_self=True)
-            names = {self._owned[id(t)].path for part in parts for _, t in _own_tensors(part)}
-            self._of_layer[id(layer)] = frozenset(names)
+            inner_layers = layer.sublayers(include_self=True)
+            tensors = [tensor for inner in inner_layers for _, tensor in _direct_tensors(inner)]
+            names = frozenset(self._refs[id(tensor)].path for tensor in tensors)
+            self._names_in_layer[id(layer)] = names
 
-    def get(self, tensor: Tensor) -> Owned | None:
+    def ref_of(self, tensor: Tensor) -> StateRef | None:
         """Returns the placeholder of a parameter or buffer; None for another tensor."""
-        return self._owned.get(id(tensor))
+        return self._refs.get(id(tensor))
 
-    def of(self, function: Function, tensors: Sequence[Tensor], number: int) -> frozenset[str]:
-        """Returns the names of the parameters and buffers of a node and among its inputs.
+    def names_used_by(
+        self, function: Function, tensors: Sequence[Tensor], number: int
+    ) -> frozenset[str]:
+        """Returns the names of the parameters and buffers that a node is about to use.
+
+        They are those of its layer and those among its inputs. Uses through views are recorded.
 
         Args:
             function: The layer or function that the node calls.
             tensors: Its inputs.
             number: The number of the node.
         """
-        names = set(self._of_layer.get(id(function), _NONE))
-        names.update(self._owned[id(t)].path for t in tensors if id(t) in self._owned)
-        by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in tensors))
+        names = set(self._names_in_layer.get(id(function), _NO_NAMES))
+        names.update(self._refs[id(t)].path for t in tensors if id(t) in self._refs)
+        by_view = frozenset().union(*(self._views.get(id(t), _NO_NAMES) for t in tensors))
         if by_view:
-            self._by_view[number] = by_view
+            self._used_by_view[number] = by_view
         return frozenset(names)
 
-    def called(
+    def record_call(
         self,
         function: Function,
         tensors: Sequence[Tensor],
-        made: Iterable[Tensor],
+        outputs: Iterable[Tensor],
         written: Iterable[Tensor],
     ) -> None:
-        """Records what a node has written, and which outputs share memory with the state."""
+        """Records what a node has written, and which outputs share memory with the state.
+
+        Args:
+            function: The layer or function that the node called.
+            tensors: Its inputs.
+            outputs: Its outputs.
+            written: The inputs that it has written into.
+        """
         for tensor in written:
-            self._wrote(tensor)
+            self._record_write(tensor)
         if is_silent(function):
-            self._wrote(tensors[0])
+            self._record_write(tensors[0])
         if isinstance(function, paddle.nn.Layer):
             return
-        sources = [(tensor, self._names_of(tensor)) for tensor in tensors]
+        sources = [(tensor, self._names_sharing_memory(tensor)) for tensor in tensors]
         sources = [(tensor, names) for tensor, names in sources if names and has_memory(tensor)]
         if function is set_data:
             # The buffer has the memory of the value from here on.
-            self._views[id(tensors[1])] = self._names_of(tensors[0]) | self._names_of(tensors[1])
+            buffer, value = tensors[:2]
+            shared = self._names_sharing_memory(buffer) | self._names_sharing_memory(value)
+            self._views[id(value)] = shared
             return
-        for output in made if sources else ():
-            if id(output) in self._owned or not has_memory(output):
+        for output in outputs if sources else ():
+            if id(output) in self._refs or not has_memory(output):
                 continue
             for tensor, names in sources:
                 if tensor is not output and shares_memory(output, tensor):
-                    self._views[id(output)] = names.union(self._views.get(id(output), _NONE))
+                    self._views[id(output)] = names.union(self._views.get(id(output), _NO_NAMES))
 
-    def _wrote(self, tensor: Tensor) -> None:
-        """Records a write into a tensor."""
-        if id(tensor) in self._owned:
-            self._written.add(self._owned[id(tensor)].path)
-        names = self._views.get(id(tensor), _NONE)
+    def _record_write(self, tensor: Tensor) -> None:
+        """Records a write into a tensor, and so into all state whose memory it shares."""
+        if id(tensor) in self._refs:
+            self._written.add(self._refs[id(tensor)].path)
+        names = self._views.get(id(tensor), _NO_NAMES)
         self._written |= names
         self._written_by_view |= names
 
-    def heard(self, function: Function, args: tuple[object, ...]) -> None:
-        """Records a write within a node by an operation that leaves the tensor's version."""
-        if is_silent(function) and id(args[0]) in self._owned:
-            self._wrote(args[0])
+    def record_inner_write(self, function: Function, args: tuple[object, ...]) -> None:
+        """Records that an operation inside of a node writes into a parameter or buffer.
 
-    def changed(self, ids: Collection[int]) -> dict[str, Owned]:
-        """Returns the parameters and buffers that the run has written into, by name."""
+        Only operations that leave the tensor's version unchanged have to be recorded so.
+        """
+        if is_silent(function) and id(args[0]) in self._refs:
+            self._record_write(args[0])
+
+    def written_state(self, ids: Collection[int]) -> dict[str, StateRef]:
+        """Returns the parameters and buffers that the run has written into, by name.
+
+        Args:
+            ids: The ids of tensors that are known to have changed.
+        """
         self._written.update(
-            self._owned[id(tensor)].path
-            for tensor, version in self._tensors
+            self._refs[id(tensor)].path
+            for tensor, version in self._versions
             if id(tensor) in ids or tensor.inplace_version != version
         )
-        return {name: self.named(name) for name in sorted(self._written)}
+        return {name: self.ref_named(name) for name in sorted(self._written)}
 
-    def named(self, name: str) -> Owned:
-        """Returns the placeholder of the parameter or buffer with a name."""
-        return next(owned for owned in self._owned.values() if owned.path == name)
+    def ref_named(self, name: str) -> StateRef:
+        """Returns the placeholder of the parameter or buffer with a name in the whole model."""
+        return next(ref for ref in self._refs.values() if ref.path == name)
 
-    def through_views(self, nodes: Sequence[Node]) -> list[frozenset[str]]:
-        """Returns each node's state, with the written state that it uses through views."""
+    def states_with_views(self, nodes: Sequence[Node]) -> list[frozenset[str]]:
+        """Returns each node's ``state``, with the names of written state that it uses by views."""
         return [
-            node.state | (self._by_view.get(number, _NONE) & self._written_by_view)
+            node.state | (self._used_by_view.get(number, _NO_NAMES) & self._written_by_view)
             for number, node in enumerate(nodes)
         ]
 
-    def _names_of(self, tensor: Tensor) -> frozenset[str]:
+    def _names_sharing_memory(self, tensor: Tensor) -> frozenset[str]:
         """Returns the names of the parameters and buffers whose memory a tensor has."""
-        owned = self._owned.get(id(tensor))
-        return self._views.get(id(tensor), _NONE) if owned is None else frozenset({owned.path})
+        ref = self._refs.get(id(tensor))
+        return self._views.get(id(tensor), _NO_NAMES) if ref is None else frozenset({ref.path})
 
-    def refusal(self, target: Tensor, value: Tensor, stays: bool) -> Obstacle | None:
+    def replacement_obstacle(self, target: Tensor, value: Tensor, stays: bool) -> Obstacle | None:
         """Returns why a tensor cannot replace a parameter or buffer; None if it can.
 
         Args:
-            target: The parameter or buffer.
+            target: The parameter or buffer; for any other tensor the result is None.
             value: The tensor that replaces it.
-            stays: Whether the layers keep the object, which gets the memory of ``value``.
+            stays: Whether the layers keep the object ``target``, which gets the memory of
+                ``value``; otherwise they have the object ``value`` afterwards.
         """
-        owned, other = self._owned.get(id(target)), self._owned.get(id(value))
-        if owned is None:
+        ref, ref_of_value = self._refs.get(id(target)), self._refs.get(id(value))
+        if ref is None:
             return None
-        write = f"write into it: paddle.assign(value.detach(), self.{owned.name})"
-        if other is not None and other != owned:
+        if ref_of_value is not None and ref_of_value != ref:
             return Obstacle(
-                f"has {owned.path!r} be the same tensor as {other.path!r}",
+                f"has {ref.path!r} be the same tensor as {ref_of_value.path!r}",
                 "a stage writes into the tensors that there are",
-                f"assign a copy: self.{owned.name} = value.clone()",
+                f"assign a copy: self.{ref.name} = value.clone()",
             )
         if stays and not target.stop_gradient and DATA_ENDS_TRAINING:
             return Obstacle(
-                f"sets .data of the parameter {owned.path!r}",
+                f"sets .data of the parameter {ref.path!r}",
                 "in this version of Paddle that is another tensor, which is not trained",
-                f"write self.{owned.name}.set_value(value)",
+                f"write self.{ref.name}.set_value(value)",
             )
-        if not stays and self._places[id(target)] > 1:
+        if not stays and self._layer_counts[id(target)] > 1:
             return Obstacle(
-                f"puts another tensor in the place of {owned.path!r}, which several layers have",
+                f"puts another tensor in the place of {ref.path!r}, which several layers have",
                 "the others would keep the one that was there",
-                write,
+                f"write into it: paddle.assign(value.detach(), self.{ref.name})",
             )
         if list(target.shape) != list(value.shape) or target.dtype != value.dtype:
             return Obstacle(
-                f"gives {owned.path!r} another shape or dtype",
+                f"gives {ref.path!r} another shape or dtype",
                 f"it was {list(target.shape)} of {target.dtype}, and becomes {list(value.shape)} "
                 f"of {value.dtype}",
                 "keep one shape and dtype, or put that code into a sublayer: what is within one "
@@ -324,8 +373,8 @@ class RunState:
         return None
 
 
-def _own_tensors(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters and buffers that a layer has itself, by name."""
+def _direct_tensors(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers that a layer itself has, with their names in the layer."""
     for name, tensor in [*parameters_in(layer).items(), *buffers_in(layer).items()]:
         if tensor is not None:
             yield name, tensor

@@ -1,9 +1,10 @@
-"""The signature of a batch as text, and which numbers and sizes of a run depend only on it.
+"""Describes a batch by a text, its signature, and tracks which sizes of a run are data-dependent.
 
-A signature has the containers, dtypes, shapes and plain values of the inputs. Stages send it with
-their values, so that a rank with only a part of a model knows which capture belongs to the batch.
-``Sizes`` tracks numbers that are equal in all batches with one signature, as those that
-``paddle.shape`` returns: code may read them, since each signature has its own capture.
+A signature has the containers, dtypes, shapes and plain values (None, bools, numbers, strings) of a
+model's inputs. Each signature has its own capture. Stages send it with their values, so that a rank
+with only some stages knows which capture belongs to the batch. A size is data-dependent if it
+depends on the numbers in a batch, as the number of rows that a mask selects: code must not read it.
+Numbers that depend only on the signature, such as the result of ``paddle.shape``, may be read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
-from fleetpipe.capture.tracing.user_lines import asked_by_paddle
+from fleetpipe.capture.tracing.user_lines import called_by_paddle
 from fleetpipe.capture.tracing.value import map_parts
 from fleetpipe.dygraph.nest import leaves, rebuild, tensors_of
 from fleetpipe.errors import CaptureError
@@ -24,26 +25,26 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.eager_operations import Function
 from fleetpipe.paddle_api.random import generator_states
 
-#: A signature.
+#: The JSON text that describes a batch; see :func:`signature_of`.
 Signature = str
 
-#: The number of rows of an example, if neither its specification nor a job has one.
+#: The number of rows of an example, if neither its ``InputSpec`` nor a job has one.
 ROWS = 2
 
-#: The classes of plain values.
+#: The classes of plain values: the inputs of a model that are not tensors.
 PLAIN = (type(None), bool, int, float, str)
 
-#: Keys of a dict of inputs, or indices in a tuple of them.
+#: Keys of a dict of inputs, or indices in a tuple of inputs.
 Keys = Collection[object]
 
-#: Operations that depend only on the size of a tensor.
-_OF_SIZE = {"shape", "shape64", "numel", "size", "is_empty"}
+#: Operations whose result depends only on the shape of their input.
+_SIZE_QUERIES = {"shape", "shape64", "numel", "size", "is_empty"}
 
 #: Operations that return uninitialized memory.
-_UNSET = {"empty", "empty_like"}
+_UNINITIALIZED = {"empty", "empty_like"}
 
-#: Operations whose number of output rows depends on numbers, with the index of the first argument
-#: whose numbers count.
+#: Operations whose number of output rows depends on the numbers in their inputs, each with the
+#: index of the first argument whose numbers count.
 _SELECTING = {
     **dict.fromkeys(("nonzero", "where_index", "unique", "unique_consecutive", "bincount"), 0),
     **dict.fromkeys(("nms", "multiclass_nms3", "matrix_nms", "generate_proposals"), 0),
@@ -52,7 +53,7 @@ _SELECTING = {
     **dict.fromkeys(("ctc_align", "sequence_mask"), 0),
 }
 
-#: Operations with whole numbers that may be sizes, with the index of the first such argument.
+#: Operations with integer arguments that may be output sizes, each with the index of the first.
 _RESIZING = {
     **dict.fromkeys(("reshape", "reshape2", "view_shape", "expand", "expand_v2", "tile"), 1),
     **dict.fromkeys(("crop", "pad", "pad3d", "slice", "strided_slice", "split", "topk"), 1),
@@ -62,28 +63,31 @@ _RESIZING = {
     "repeat_interleave_with_tensor_index": 1,
     **dict.fromkeys(("full", "arange", "range_v2", "eye"), 0),
     **dict.fromkeys(("linspace", "logspace", "uniform", "gaussian", "randint", "randperm"), 0),
-    **dict.fromkeys(("truncated_gaussian_random", *_UNSET), 0),
+    **dict.fromkeys(("truncated_gaussian_random", *_UNINITIALIZED), 0),
 }
 
-#: Operations whose outputs may have sizes that depend on numbers.
-_TELLING = {*_SELECTING, *_RESIZING, "getitem_dygraph"}
+#: Operations whose outputs may have data-dependent sizes.
+_SHAPING = {*_SELECTING, *_RESIZING, "getitem_dygraph"}
 
-_WHOLE = (paddle.int32, paddle.int64)
+_INTEGER_DTYPES = (paddle.int32, paddle.int64)
 
+#: The comparisons and unary operators of :class:`Size`, by the name of its method without ``__``.
 _OPERATORS: Mapping[str, Function] = {
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
     "bool": bool,
 }
 
-_READS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
+#: The functions that need the number of a :class:`Size`: a call counts as a read of it.
+_READING_FUNCTIONS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
 
 
 def signature_of(value: Nest, numbers: Keys | None = ()) -> Signature:
-    """Returns the signature of a model's inputs.
+    """Returns the signature of a model's inputs as JSON.
 
     Args:
         value: The inputs.
-        numbers: The inputs whose whole numbers are in the signature; None for all.
+        numbers: The keys of inputs of integers whose numbers are part of the signature; None for
+            all inputs of integers.
 
     Raises:
         CaptureError: The inputs contain something other than tensors and plain values.
@@ -91,36 +95,40 @@ def signature_of(value: Nest, numbers: Keys | None = ()) -> Signature:
     return json.dumps(_describe(value, numbers))
 
 
-def whole_at(inputs: Nest, keys: Keys) -> list[Tensor]:
-    """Returns the tensors of whole numbers, or bools, in the inputs with these keys."""
-    items: Iterable[tuple[object, Nest]] = inputs.items() if isinstance(inputs, dict) else ()
-    items = enumerate(inputs) if isinstance(inputs, (tuple, list)) else items
-    return [t for key, item in items if key in keys for t in tensors_of(item) if _is_whole(t)]
+def integer_tensors_at(inputs: Nest, keys: Keys) -> list[Tensor]:
+    """Returns the tensors of integers or bools in those inputs of a model that have these keys."""
+    items: Iterable[tuple[object, Nest]] = ()
+    if isinstance(inputs, dict):
+        items = inputs.items()
+    elif isinstance(inputs, (tuple, list)):
+        items = enumerate(inputs)
+    return [t for key, item in items if key in keys for t in tensors_of(item) if _is_integer(t)]
 
 
-def numbers_like(signature: Signature, example: Nest) -> Nest:
-    """Returns inputs with a signature, filled by repeating an example's numbers, or with zeros.
+def inputs_with_signature(signature: Signature, example: Nest) -> Nest:
+    """Builds inputs that have a signature, from the numbers of an example or from zeros.
 
     Args:
-        signature: The signature; numbers that it has are kept.
-        example: The inputs whose numbers are repeated, since a forward may fail on zeros.
+        signature: The signature; a tensor whose numbers it contains gets these numbers.
+        example: The inputs whose numbers fill the other tensors, repeated to their shapes, since a
+            forward may fail on zeros. A tensor of another dtype is filled with zeros.
     """
-    numbers = tensors_of(example)
+    example_tensors = tensors_of(example)
 
-    def build(dtype: DType, shape: list[int], *whole: Any) -> Tensor:
+    def build_tensor(dtype: DType, shape: list[int], *integers: Any) -> Tensor:
         zeros = paddle.zeros(shape, dtype)
-        tensor = next(numbers, zeros)
-        if whole:
-            return paddle.to_tensor(whole[0], dtype).reshape(shape)
-        if tensor.dtype != zeros.dtype or not tensor.size:
+        like = next(example_tensors, zeros)
+        if integers:
+            return paddle.to_tensor(integers[0], dtype).reshape(shape)
+        if like.dtype != zeros.dtype or not like.size:
             return zeros
-        return with_numbers(tensor, lambda numbers: np.resize(numbers, zeros.shape))
+        return map_numbers(like, lambda numbers: np.resize(numbers, zeros.shape))
 
-    return _build(json.loads(signature), build)
+    return _build_inputs(json.loads(signature), build_tensor)
 
 
-def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
-    """Applies a function of NumPy arrays to a tensor's numbers, and keeps its dtype.
+def map_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
+    """Returns a new tensor: ``change`` applied to a tensor's numbers as an array, in its dtype.
 
     NumPy is used because Paddle has few kernels for uint8, int16 or float16 on a CPU.
     """
@@ -129,11 +137,12 @@ def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
 
 
 def _describe(value: Nest, numbers: Keys | None) -> Any:
-    """Returns inputs as plain values for JSON; see :func:`signature_of`."""
+    """Describes inputs by dicts and lists for JSON; the arguments are those of `signature_of`."""
     if isinstance(value, paddle.Tensor):
-        described = [str(value.dtype).rpartition(".")[2], list(value.shape)]
-        whole = numbers is None and _is_whole(value)
-        return {"tensor": [*described, value.tolist()] if whole else described}
+        dtype_and_shape = [str(value.dtype).rpartition(".")[2], list(value.shape)]
+        if numbers is None and _is_integer(value):
+            return {"tensor": [*dtype_and_shape, value.tolist()]}
+        return {"tensor": dtype_and_shape}
 
     def describe(key: object, item: Nest) -> Any:
         return _describe(item, None if numbers is None or key in numbers else ())
@@ -152,45 +161,58 @@ def _describe(value: Nest, numbers: Keys | None) -> Any:
     )
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _is_integer(tensor: Tensor) -> bool:
+    """Returns whether the elements of a tensor are integers or bools."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _build(described: Any, tensor: Callable[..., Tensor]) -> Nest:
-    """Builds inputs from what :func:`_describe` returned; ``tensor`` makes each tensor."""
-    ((kind, content),) = described.items()
+def _build_inputs(description: Any, build_tensor: Callable[..., Tensor]) -> Nest:
+    """Builds inputs from a description of :func:`_describe`.
+
+    Args:
+        description: The description.
+        build_tensor: Makes a tensor of a dtype's name, a shape and, if the description has them,
+            its numbers.
+    """
+    ((kind, content),) = description.items()
     if kind == "tensor":
-        return tensor(*content)
+        return build_tensor(*content)
     if kind == "dict":
-        return {key: _build(item, tensor) for key, item in content.items()}
+        return {key: _build_inputs(item, build_tensor) for key, item in content.items()}
     if kind == "plain":
         return content
-    items = [_build(item, tensor) for item in content]
+    items = [_build_inputs(item, build_tensor) for item in content]
     return items if kind == "list" else tuple(items)
 
 
-def complete(inputs: Nest, example: Nest) -> Nest:
-    """Adds the plain values of an example to inputs that lack them.
+def add_plain_values(inputs: Nest, example: Nest) -> Nest:
+    """Returns a batch's inputs with the plain values of the example that they lack.
 
     A batch consists of tensors; other arguments of the forward come from the example. Tensors that
-    a batch lacks are not added. Entries of a dict are in the example's order.
+    the batch lacks are not added. The items of a dict are put into the example's order.
+
+    Args:
+        inputs: The inputs of one micro-batch.
+        example: The inputs that the model was captured with.
 
     Raises:
-        CaptureError: The plain values do not fit in, or the batch has another container.
+        CaptureError: The batch has no position for a plain value, or has a list, tuple or dict
+            where the example has another one.
     """
     if isinstance(example, (tuple, list)) and isinstance(inputs, paddle.Tensor):
         inputs = (inputs,)
     if isinstance(inputs, (tuple, list)) and isinstance(example, paddle.Tensor):
         example = (example,)
-    return _complete(inputs, example)
+    return _add_missing(inputs, example)
 
 
-def _complete(inputs: Nest, example: Nest) -> Nest:
+def _add_missing(inputs: Nest, example: Nest) -> Nest:
+    """Adds plain values to one item of the inputs, from the same item of the example."""
     if isinstance(example, PLAIN):
         return example if inputs is None else inputs
     if isinstance(example, dict) and isinstance(inputs, dict):
         values = {
-            key: _complete(inputs.get(key), item)
+            key: _add_missing(inputs.get(key), item)
             for key, item in example.items()
             if key in inputs or not _has_tensors(item)
         }
@@ -200,11 +222,11 @@ def _complete(inputs: Nest, example: Nest) -> Nest:
         if not any(map(_has_tensors, missing)):
             inputs = rebuild(inputs, [*inputs, *missing]) if missing else inputs
         elif any(_has_plain(item) for item in missing if not _has_tensors(item)):
-            raise _no_place(inputs, example)
-        pairs = map(_complete, inputs, example)
-        return rebuild(inputs, [*pairs, *inputs[len(example) :]])
+            raise _plain_values_error(inputs, example)
+        items = map(_add_missing, inputs, example)
+        return rebuild(inputs, [*items, *inputs[len(example) :]])
     if inputs is not None and not isinstance(example, paddle.Tensor) and _has_plain(example):
-        raise _no_place(inputs, example)
+        raise _plain_values_error(inputs, example)
     kinds = (paddle.Tensor, dict, (tuple, list))
     if inputs is not None and any(isinstance(inputs, k) != isinstance(example, k) for k in kinds):
         raise CaptureError(
@@ -222,11 +244,11 @@ def _has_tensors(value: Nest) -> bool:
 
 
 def _has_plain(value: Nest) -> bool:
-    """Whether there is a plain value other than None."""
+    """Returns whether nested inputs contain a plain value other than None."""
     return any(isinstance(leaf, PLAIN) and leaf is not None for _, leaf in leaves(value))
 
 
-def _no_place(inputs: Nest, example: Nest) -> CaptureError:
+def _plain_values_error(inputs: Nest, example: Nest) -> CaptureError:
     return CaptureError(
         "a batch has no place for the plain values of example_inputs",
         expected=f"inputs like {signature_of(example)}",
@@ -236,271 +258,318 @@ def _no_place(inputs: Nest, example: Nest) -> CaptureError:
     )
 
 
-def example_of(inputs: Nest, rows: int) -> Nest:
-    """Replaces each ``InputSpec`` among inputs by random numbers.
+def fill_input_specs(inputs: Nest, rows: int) -> Nest:
+    """Returns inputs in which each ``InputSpec`` is replaced by a tensor of random numbers.
 
     Args:
-        inputs: Tensors, specifications and plain values, nested.
-        rows: The size of dimensions that a specification leaves open.
+        inputs: Tensors, objects of ``InputSpec`` and plain values, nested.
+        rows: The size of the dimensions that an ``InputSpec`` leaves open (None or -1).
     """
     if isinstance(inputs, paddle.static.InputSpec):
         shape = [rows if size in (None, -1) else size for size in inputs.shape]
         numbers = np.random.default_rng(0)
         dtype: DType = str(inputs.dtype).rpartition(".")[2].lower()
-        whole = "int" in dtype or dtype == "bool"
-        values = numbers.integers(0, 2, shape) if whole else numbers.standard_normal(shape)
-        return paddle.to_tensor(values).astype(dtype)
+        if "int" in dtype or dtype == "bool":
+            return paddle.to_tensor(numbers.integers(0, 2, shape)).astype(dtype)
+        return paddle.to_tensor(numbers.standard_normal(shape)).astype(dtype)
     if isinstance(inputs, (tuple, list)):
-        return type(inputs)(example_of(item, rows) for item in inputs)
+        return type(inputs)(fill_input_specs(item, rows) for item in inputs)
     if isinstance(inputs, dict):
-        return {key: example_of(item, rows) for key, item in inputs.items()}
+        return {key: fill_input_specs(item, rows) for key, item in inputs.items()}
     return inputs
 
 
 class Size:
-    """A size of a dimension that depends on numbers: an int whose use counts as a read."""
+    """The data-dependent size of a dimension: an int that reports when Python code uses its number.
+
+    Arithmetic with it makes another ``Size``, computed for this run and for another run, in which
+    the dimension has another size.
+    """
 
     # So that isinstance(size, int) is true for Paddle's functions.
     __class__ = property(lambda _: int)
 
-    def __init__(self, size: int, other: int | None, read: Callable[[], None]) -> None:
+    def __init__(self, size: int, other_size: int | None, report: Callable[[], None]) -> None:
         """Stores the size.
 
         Args:
             size: The size in this run.
-            other: The value in a run in which the dimension has another size; None if unknown.
-            read: Called when the size is used.
+            other_size: The size in a run on other numbers; None if it is unknown.
+            report: Called each time when the number of the size is read.
         """
-        self._size, self._other, self._read = size, other, read
+        self._size, self._other_size, self._report = size, other_size, report
 
     @property
     def value(self) -> int:
-        """The number; asking for it counts as a read."""
-        self._read()
+        """The size in this run; asking for it counts as a read."""
+        self._report()
         return self._size
 
-    def made(self, function: Function, *operands: Any) -> Any:
-        """Applies a function to sizes and numbers; returns another :class:`Size`, or a bool.
+    def apply(self, function: Function, *operands: Any) -> Any:
+        """Applies an operator to sizes and numbers.
 
-        A comparison counts as a read, unless Paddle's own function makes it, and it has the same
-        result in the other run: so Paddle may check whether sizes fit.
+        Returns:
+            A bool for a comparison, another :class:`Size` for anything else. A comparison counts as
+            a read, unless a function of Paddle's makes it and its result in the other run is the
+            same: so Paddle may check whether sizes fit.
         """
-        sizes, another = zip(
-            *((o._size, o._other) if type(o) is Size else (o, o) for o in operands)
-        )
-        size = function(*sizes)
-        other = None if None in another else function(*another)
+        here = [operand._size if type(operand) is Size else operand for operand in operands]
+        there = [operand._other_size if type(operand) is Size else operand for operand in operands]
+        size = function(*here)
+        other_size = None if None in there else function(*there)
         if not isinstance(size, bool):
-            return Size(size, other, self._read)
-        if size is not other or not asked_by_paddle():
-            self._read()
+            return Size(size, other_size, self._report)
+        if size is not other_size or not called_by_paddle():
+            self._report()
         return size
 
 
-def _on_sizes(function: Function, swapped: bool = False) -> Function:
-    """Returns a method of :class:`Size` that applies an operator."""
+def _size_method(function: Function, swapped: bool = False) -> Function:
+    """Returns a method of :class:`Size` that applies an operator, with swapped operands if asked.
+
+    The swapped form is for methods such as ``__radd__``.
+    """
 
     def compute(*arguments: Any) -> Any:
         size: Size = arguments[0]
-        return size.made(function, *(reversed(arguments) if swapped else arguments))
+        return size.apply(function, *(reversed(arguments) if swapped else arguments))
 
     return compute
 
 
-def _read(function: Function) -> Function:
+def _reading_method(function: Function) -> Function:
+    """Returns a method of :class:`Size` that applies a function to its number, which is a read."""
     return lambda size, *operands: function(size.value, *operands)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Size, f"__{_name}__", _on_sizes(getattr(operator, _name)))
-    setattr(Size, f"__r{_name}__", _on_sizes(getattr(operator, _name), swapped=True))
+    setattr(Size, f"__{_name}__", _size_method(getattr(operator, _name)))
+    setattr(Size, f"__r{_name}__", _size_method(getattr(operator, _name), swapped=True))
 for _name, _function in _OPERATORS.items():
-    setattr(Size, f"__{_name}__", _on_sizes(_function))
-for _function in _READS:
-    setattr(Size, f"__{_function.__name__}__", _read(_function))
+    setattr(Size, f"__{_name}__", _size_method(_function))
+for _function in _READING_FUNCTIONS:
+    setattr(Size, f"__{_function.__name__}__", _reading_method(_function))
 
 
-def whole(value: Nest) -> Nest:
-    """Replaces each :class:`Size` in ``value`` by its number."""
+def sizes_to_ints(value: Nest) -> Nest:
+    """Returns nested arguments in which each :class:`Size` is replaced by its number, a read."""
     return map_parts(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
 
 
 def tensors_in(value: Nest) -> list[Tensor]:
-    """Returns the tensors in arguments, those in slices included."""
+    """Returns the tensors in nested arguments in order, those in slices included."""
     tensors: list[Tensor] = []
-    rest = [value]
-    while rest:
-        value = rest.pop()
+    stack = [value]
+    while stack:
+        value = stack.pop()
         if isinstance(value, paddle.Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            rest.extend(reversed(value))
+            stack.extend(reversed(value))
         elif isinstance(value, dict):
-            rest.extend(reversed(list(value.values())))
+            stack.extend(reversed(list(value.values())))
         elif isinstance(value, slice):
-            rest += [value.step, value.stop, value.start]
+            stack += [value.step, value.stop, value.start]
     return tensors
 
 
 class Sizes:
-    """Tracks sizes through the operations of a run, also within layers that are not opened."""
+    """Tracks which tensors of a run have data-dependent sizes, operation by operation.
+
+    A data-dependent tensor is stored with a substitute: the tensor of another size that the same
+    operation would have returned for other numbers. Operations inside of nodes are tracked too.
+    """
 
     def __init__(self) -> None:
-        #: By id, tensors whose numbers depend only on the signature, with their version.
+        #: By id, each tensor whose numbers depend only on the signature, with its version.
         self._fixed: dict[int, tuple[Tensor, int]] = {}
-        #: By id, tensors that a layer which is not opened has made of Python's numbers.
+        #: By id, the tensors that were made of Python's numbers inside of a node.
         self._plain: dict[int, Tensor] = {}
-        #: By id, tensors whose sizes depend on numbers, each with one of another size, if known.
-        self._selected: dict[int, tuple[Tensor, Tensor | None]] = {}
-        #: Whether any code has got a :class:`Size`.
-        self.asked_for = False
-        #: Whether the running layer, which is not opened, has read numbers of the batch.
-        self.blind = False
-        #: Whether an operation runs on tensors of other sizes, which is not recorded.
-        self.trying = False
+        #: By id, each tensor of a data-dependent size, with its substitute; None if unknown.
+        self._data_dependent: dict[int, tuple[Tensor, Tensor | None]] = {}
+        #: Whether code has received any :class:`Size`.
+        self.handed_out = False
+        #: Whether the running node has read the numbers of a tensor that depend on the batch.
+        self.has_read_numbers = False
+        #: Whether an operation runs again on substitutes, which is not recorded.
+        self.is_trial_run = False
 
-    def fix(self, tensors: Iterable[Tensor]) -> None:
-        """Marks the numbers of tensors as dependent on the batch's signature alone."""
-        self._fixed.update({id(one): (one, one.inplace_version) for one in tensors})
+    def mark_fixed(self, tensors: Iterable[Tensor]) -> None:
+        """Records that the numbers in tensors depend on the batch's signature alone."""
+        self._fixed.update({id(tensor): (tensor, tensor.inplace_version) for tensor in tensors})
 
-    def fixed(self, tensor: Tensor) -> bool:
-        """Whether the numbers of a tensor depend only on the batch's signature."""
-        return bool(self._fixed.get(id(tensor), (None, None))[1] == tensor.inplace_version)
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Returns whether the numbers in a tensor depend only on the batch's signature."""
+        _, version = self._fixed.get(id(tensor), (None, None))
+        return bool(version == tensor.inplace_version)
 
-    def selected(self, tensor: Tensor) -> bool:
-        """Whether the size of a tensor depends on numbers."""
-        return id(tensor) in self._selected
+    def is_data_dependent(self, tensor: Tensor) -> bool:
+        """Returns whether the size of a tensor depends on the numbers in a batch."""
+        return id(tensor) in self._data_dependent
 
-    def dimensions(self, tensor: Tensor, shape: list[int], read: Callable[[], None]) -> list[Any]:
-        """Returns a shape with a :class:`Size` for each dimension that depends on numbers."""
-        self.asked_for = True
-        other = self._selected[id(tensor)][1]
-        sizes: list[Any] = [None] * len(shape)
-        if other is not None and len(_shape(other)) == len(shape):
-            sizes = _shape(other)
+    def track_shape(
+        self, tensor: Tensor, shape: list[int], report: Callable[[], None]
+    ) -> list[Any]:
+        """Returns the shape of a data-dependent tensor, with a :class:`Size` where it may vary.
+
+        Args:
+            tensor: The tensor.
+            shape: Its shape.
+            report: Called when code reads the number of such a size.
+        """
+        self.handed_out = True
+        _, substitute = self._data_dependent[id(tensor)]
+        other_shape: list[Any] = [None] * len(shape)
+        if substitute is not None and len(_shape(substitute)) == len(shape):
+            other_shape = _shape(substitute)
         return [
-            size if size == there else Size(size, there, read) for size, there in zip(shape, sizes)
+            size if size == other_size else Size(size, other_size, report)
+            for size, other_size in zip(shape, other_shape)
         ]
 
-    def select(self, tensors: Iterable[Tensor]) -> None:
-        """Marks the sizes of tensors as dependent on numbers."""
-        self._selected.update({id(one): (one, None) for one in tensors if len(_shape(one))})
+    def mark_data_dependent(self, tensors: Iterable[Tensor]) -> None:
+        """Records that the sizes of tensors depend on the numbers in a batch."""
+        self._data_dependent.update({id(t): (t, None) for t in tensors if len(_shape(t))})
 
-    def done(
+    def run(
         self,
         function: Function,
         args: tuple[Any, ...],
         named: dict[str, Any],
-        constant: Callable[[Tensor], bool] | None = None,
+        is_constant: Callable[[Tensor], bool] | None = None,
     ) -> Any:
-        """Runs an operation, and records what its outputs depend on.
+        """Runs an operation, returns its output, and records what the output depends on.
 
         Args:
             function: The operation.
             args: Its positional arguments.
             named: Its keyword arguments.
-            constant: Returns whether a tensor comes from outside the run; None within a layer that
-                is not opened, where that is unknown.
+            is_constant: Returns whether a tensor comes from outside the run; None inside of a node,
+                where that is unknown.
         """
         name = getattr(function, "__name__", "").strip("_")
-        taken = tensors_in((args, named))
-        if name in _OF_SIZE:
-            depending = [one for one in taken if self.selected(one)]
+        inputs = tensors_in((args, named))
+        if name in _SIZE_QUERIES:
+            varying = [tensor for tensor in inputs if self.is_data_dependent(tensor)]
         else:
-            depending = [one for one in taken if not self.fixed(one)]
-            if constant is not None:
-                depending = [one for one in depending if not constant(one)]
-        follows = not (depending or self.blind or name in _UNSET)
-        states = generator_states() if follows else None
+            varying = [tensor for tensor in inputs if not self.is_fixed(tensor)]
+            if is_constant is not None:
+                varying = [tensor for tensor in varying if not is_constant(tensor)]
+        may_be_fixed = not (varying or self.has_read_numbers or name in _UNINITIALIZED)
+        states = generator_states() if may_be_fixed else None
         output = function(*args, **named)
-        made = tensors_in(output)
-        if follows and states == generator_states():
-            if taken or constant is not None:
-                self.fix(made)
+        outputs = tensors_in(output)
+        if may_be_fixed and states == generator_states():
+            if inputs or is_constant is not None:
+                self.mark_fixed(outputs)
             else:
-                self._plain.update({id(one): one for one in made})
-        if depending and (name in _TELLING or any(map(self.selected, depending))):
-            self.trying = True
+                self._plain.update({id(tensor): tensor for tensor in outputs})
+        if varying and (name in _SHAPING or any(map(self.is_data_dependent, varying))):
+            self.is_trial_run = True
             try:
                 with paddle.no_grad():
-                    self._follow(function, (args, named), {id(one) for one in depending}, made)
+                    self._track_outputs(function, (args, named), set(map(id, varying)), outputs)
             finally:
-                self.trying = False
+                self.is_trial_run = False
         return output
 
-    def _follow(self, function: Function, arguments: Nest, depending: set[int], made: Nest) -> None:
-        """Records the outputs of an operation whose sizes depend on numbers.
+    def _track_outputs(
+        self, function: Function, arguments: Nest, varying: set[int], outputs: list[Tensor]
+    ) -> None:
+        """Records which outputs of an operation have data-dependent sizes.
+
+        If that cannot be told from the operation's name, it runs again on substitutes.
 
         Args:
             function: The operation.
             arguments: Its positional and keyword arguments.
-            depending: The ids of the inputs whose numbers depend on the batch.
-            made: The outputs.
+            varying: The ids of the inputs whose numbers depend on the batch.
+            outputs: The outputs.
         """
         name = getattr(function, "__name__", "").strip("_")
         args, named = arguments
-        says = [
-            one
-            for one in tensors_in((args[_SELECTING.get(name, _RESIZING.get(name, 0)) :], named))
-            if id(one) in depending and id(one) not in self._plain
+        first = _SELECTING.get(name, _RESIZING.get(name, 0))
+        deciding = [
+            tensor
+            for tensor in tensors_in((args[first:], named))
+            if id(tensor) in varying and id(tensor) not in self._plain
         ]
-        if name in _SELECTING and says:
-            return self._note(made, [_longer(one) for one in made])
-        if name in _RESIZING and any(one.dtype in _WHOLE or not _RESIZING[name] for one in says):
-            return self._note(made, None)
+        if name in _SELECTING and deciding:
+            return self._store_substitutes(outputs, [_longer(tensor) for tensor in outputs])
+        if name in _RESIZING:
+            takes_only_sizes = _RESIZING[name] == 0
+            if any(takes_only_sizes or tensor.dtype in _INTEGER_DTYPES for tensor in deciding):
+                return self._store_substitutes(outputs, None)
         index: tuple[Any, ...] = ()
         if name == "getitem_dygraph":
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        ends = tensors_in([item for item in index if isinstance(item, slice)])
-        if any(id(one) in depending for one in ends):
-            return self._note(made, None)
+        slice_ends = tensors_in([item for item in index if isinstance(item, slice)])
+        if any(id(tensor) in varying for tensor in slice_ends):
+            return self._store_substitutes(outputs, None)
         masks = [
-            one
-            for one in tensors_in([item for item in index if not isinstance(item, slice)])
-            if one.dtype == paddle.bool and id(one) in depending
+            tensor
+            for tensor in tensors_in([item for item in index if not isinstance(item, slice)])
+            if tensor.dtype == paddle.bool and id(tensor) in varying
         ]
-        selected = {key: self._selected[key][1] for key in depending if key in self._selected}
+        substitutes = {
+            key: self._data_dependent[key][1] for key in varying if key in self._data_dependent
+        }
         writes = name == "setitem_dygraph" or function.__name__.endswith("_")
-        if not (selected or masks) or (writes and not self.selected(args[0])):
+        if not (substitutes or masks) or (writes and not self.is_data_dependent(args[0])):
             return None
-        if any(other is None for other in selected.values()):
-            return self._note(made, None)
-        for like in (paddle.ones_like, paddle.zeros_like):
-            masked = {id(one): like(selected.get(id(one), one)) for one in masks}
-            tried = _try(function, arguments, {**selected, **masked})
-            if tried is None or [*map(_shape, tried)] != [*map(_shape, made)]:
+        if any(substitute is None for substitute in substitutes.values()):
+            return self._store_substitutes(outputs, None)
+        for fill in (paddle.ones_like, paddle.zeros_like):
+            masked = {id(mask): fill(substitutes.get(id(mask), mask)) for mask in masks}
+            others = _run_on_substitutes(function, arguments, {**substitutes, **masked})
+            if others is None or [*map(_shape, others)] != [*map(_shape, outputs)]:
                 break
-        if masks and tried is not None:
-            # Some operations fail on an empty tensor, so the other output is one row longer.
-            tried = [_longer(one, _shape(other)) for one, other in zip(made, tried)]
-        return self._note(made, tried)
+        if masks and others is not None:
+            # Some operations fail on an empty tensor, so the substitute is one row longer.
+            others = [_longer(output, _shape(other)) for output, other in zip(outputs, others)]
+        return self._store_substitutes(outputs, others)
 
-    def _note(self, made: list[Tensor], selected: list[Tensor] | None) -> None:
-        """Records outputs with the outputs for other sizes, ``selected``; None if unknown."""
-        for one, other in zip(made, selected or [None] * len(made)):
-            if _shape(one) and (other is None or _shape(other) != _shape(one)):
-                self._selected[id(one)] = (one, other)
+    def _store_substitutes(self, outputs: list[Tensor], others: list[Tensor] | None) -> None:
+        """Records the outputs that have other shapes than their substitutes as data-dependent.
+
+        Args:
+            outputs: The outputs of an operation.
+            others: The substitute of each; None if they are unknown: then all are data-dependent.
+        """
+        for output, other in zip(outputs, others or [None] * len(outputs)):
+            if _shape(output) and (other is None or _shape(other) != _shape(output)):
+                self._data_dependent[id(output)] = (output, other)
             else:
-                self._selected.pop(id(one), None)
+                self._data_dependent.pop(id(output), None)
 
 
 def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
-    """Returns zeros with one row more; or one element more if the shapes differ already."""
+def _longer(tensor: Tensor, other_shape: Sequence[int] | None = None) -> Tensor:
+    """Returns zeros in a tensor's shape, with one row more.
+
+    With a non-empty ``other_shape`` it has one element more in each dimension in which the two
+    shapes differ instead.
+    """
     shape = _shape(tensor)
-    grows = [size != there for size, there in zip(shape, other)] if other else [True]
-    shape = [size + more for size, more in zip(shape, [*grows, *[False] * len(shape)])]
+    if other_shape:
+        shape[: len(other_shape)] = [a + (a != b) for a, b in zip(shape, other_shape)]
+    else:
+        shape[:1] = [size + 1 for size in shape[:1]]
     return paddle.zeros(shape, tensor.dtype)
 
 
-def _try(
-    function: Function, arguments: Nest, replacements: Mapping[int, Tensor]
+def _run_on_substitutes(
+    function: Function, arguments: Nest, substitutes: Mapping[int, Tensor]
 ) -> list[Tensor] | None:
-    """Runs an operation on tensors of other sizes; returns None if it fails."""
-    args, named = map_parts(arguments, lambda leaf: replacements.get(id(leaf), leaf))
+    """Runs an operation on substitutes of its inputs, given by the inputs' ids.
+
+    Returns:
+        The outputs; None if the operation fails.
+    """
+    args, named = map_parts(arguments, lambda leaf: substitutes.get(id(leaf), leaf))
     try:
         return tensors_in(function(*args, **named))
     except Exception:

@@ -1,7 +1,8 @@
 """Runs a model's forward once and records its calls: :func:`record`.
 
-If code in a layer does something that cannot be captured, such as reading a tensor's numbers, the
-forward runs again without opening that layer: it becomes a single node, called in Python.
+A layer is opened if the calls within its forward are recorded one by one. If the code of an opened
+layer does something that cannot be captured, such as reading a tensor's numbers, the layer's class
+becomes unopenable, and the forward runs again: such a layer is a single node, called in Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.running.captured_state import lent
+from fleetpipe.capture.running.captured_state import lend_zeros
 from fleetpipe.capture.tracing import obstacles
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.obstacles import RunState
@@ -23,36 +24,36 @@ from fleetpipe.capture.tracing.signature import (
     Keys,
     Size,
     Sizes,
+    integer_tensors_at,
+    sizes_to_ints,
     tensors_in,
-    whole,
-    whole_at,
 )
 from fleetpipe.capture.tracing.user_lines import (
     Generators,
     RandomLines,
-    asked_by_paddle,
-    forward_place,
-    noting,
-    only_checked,
-    only_raises,
-    user_place,
+    called_by_paddle,
+    forward_location,
+    in_checking_function,
+    on_pipe_split,
+    tests_before_raise,
+    user_location,
 )
 from fleetpipe.capture.tracing.value import (
     Capture,
-    Like,
     Mode,
     Node,
     NodeCall,
-    Owned,
+    NodeFinder,
     Ref,
+    StateRef,
+    TensorSpec,
     Unopened,
     ValueId,
-    Walk,
     arguments_of,
-    at_makers,
-    like,
     map_parts,
+    move_hooks_to_makers,
     parts,
+    spec_of,
 )
 from fleetpipe.dygraph.batch.losses import kept_for
 from fleetpipe.dygraph.nest import leaves, map_tensors, tensors_of
@@ -70,7 +71,7 @@ from fleetpipe.paddle_api.eager_operations import (
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.tensor import has_memory, note_write
 
-#: The classes of numbers of Python and NumPy.
+#: The classes of Python's and NumPy's numbers and arrays.
 _NUMBERS = (bool, int, float, np.ndarray, np.generic)
 
 
@@ -89,14 +90,15 @@ def record(
     losses: Sequence[Any] = (),
     shape_inputs: Keys = (),
 ) -> Capture:
-    """Runs a model's forward once and returns the capture.
+    """Captures one run of a model's forward.
 
-    Parameters, buffers, random states and Python attributes of layers are restored.
+    The forward runs again, until each layer that it opens can be captured. Then the model's
+    parameters, buffers, random states and Python attributes are restored.
 
     Args:
-        model: Any layer. It runs in the mode that it is in.
+        model: Any layer. It runs in its current mode, training or evaluation.
         inputs: One argument; a tuple of several; a dict by name.
-        unopened: The layers that are nodes as a whole; classes that could not be opened are added.
+        unopened: The layers that are not opened; classes that turn out to be unopenable are added.
         losses: The loss functions.
         shape_inputs: The keys of inputs whose numbers the forward may read.
 
@@ -105,7 +107,7 @@ def record(
             tensor for a loss.
     """
     generators = Generators(model)
-    follows = False
+    watches_lines = False
     while True:
         # A forward may write into what it is given.
         arguments = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
@@ -116,23 +118,27 @@ def record(
                 states = generators.states()
                 trace = tracer.run(
                     arguments,
-                    RandomLines(generators, tracer.refuse_random_line) if follows else None,
+                    RandomLines(generators, tracer.refuse_random_line) if watches_lines else None,
                 )
                 drew = generators.states() != states
-                obstacles.require_nothing_kept(model, losses, before)
-                obstacles.require_no_new_parameters(model, tracer.owned)
-            trace = tracer.with_state(trace, written)
+                obstacles.require_no_tensor_kept_for_loss(model, losses, before)
+                obstacles.require_no_new_parameters(model, tracer.ref_of)
+            trace = tracer.add_state(trace, written)
         except _Refused as refused:
             raise refused.error from None
-        for kind, reason in tracer.closed.items():
-            unopened.add(kind, reason)
-        if not tracer.closed and (follows or not drew):
+        for layer_class, reason in tracer.unopenable.items():
+            unopened.add(layer_class, reason)
+        if not tracer.unopenable and (watches_lines or not drew):
             return replace(trace, draws=drew)
-        follows = follows or drew
+        watches_lines = watches_lines or drew
 
 
-class _Tracer(Walk):
-    """Records one run."""
+class _Tracer(NodeFinder):
+    """Records the nodes of one run of a model's forward.
+
+    Attributes:
+        unopenable: The classes of layers that cannot be captured call by call, and why.
+    """
 
     def __init__(self, model: Layer, unopened: Unopened, shape_inputs: Keys) -> None:
         super().__init__(model, unopened)
@@ -141,36 +147,39 @@ class _Tracer(Walk):
         #: By id, the layers that were switched between training and evaluation, with the line.
         self._switched: dict[int, tuple[Layer, str]] = {}
         #: By the name of a buffer, the layer whose code reads its numbers, and the line.
-        self._numbers: dict[str, tuple[Layer, obstacles.Obstacle, str]] = {}
+        self._number_reads: dict[str, tuple[Layer, obstacles.Obstacle, str]] = {}
         self._nodes: list[Node] = []
+        #: The value that a tensor holds now, by the tensor's id.
         self._values: dict[int, ValueId] = {}
         #: The tensor of each value, kept so that no other tensor gets its id.
         self._tensors: list[Tensor] = []
-        self._likes: list[Like] = []
-        self._marks: list[int] = []
+        #: The shape and dtype of each value.
+        self._specs: list[TensorSpec] = []
+        #: The number of the next node at each call of ``pipe_split``.
+        self._pipe_splits: list[int] = []
         #: By path, why a layer with sublayers is a node.
-        self._whole: dict[str, str] = {}
+        self._unopened_reasons: dict[str, str] = {}
         #: Texts for actions that no stage repeats, each once.
         self._left_out: dict[str, None] = {}
-        #: The lengths of the lists and dicts of each layer around the current line.
-        self._lengths: list[dict[str, int]] = []
+        #: For each opened layer that is running, the lengths of its lists and dicts before.
+        self._lengths_before: list[dict[str, int]] = []
         self._sizes = Sizes()
         self._random_lines: RandomLines | None = None
         #: The automatic casts around the forward.
         self._casts: Casts | None = None
-        #: The classes of layers that cannot be opened, and why.
-        self.closed: dict[type, str] = {}
+        self.unopenable: dict[type, str] = {}
 
-    def owned(self, tensor: Tensor) -> Owned | None:
+    def ref_of(self, tensor: Tensor) -> StateRef | None:
         """Returns the placeholder of a parameter or buffer that existed before the run."""
-        return self._state.get(tensor)
+        return self._state.ref_of(tensor)
 
     def run(self, inputs: Nest, random_lines: RandomLines | None = None) -> Capture:
-        """Runs the forward.
+        """Runs the forward, and returns its capture without the state that it uses and writes.
 
         Args:
             inputs: The model's inputs.
-            random_lines: Finds the lines that draw random numbers; None if none do.
+            random_lines: Finds the lines that draw from Python's or NumPy's generators; None if the
+                forward draws nothing from them.
 
         Raises:
             CaptureError: The model's own forward does something that cannot be captured.
@@ -178,181 +187,217 @@ class _Tracer(Walk):
         self._random_lines = random_lines
         args, named = arguments_of(inputs)
         for tensor in tensors_of(inputs):
-            self._number(tensor)
-        self._sizes.fix(whole_at(inputs, self._shape_inputs))
-        noted = self._with_placeholders(inputs)
+            self._add_value(tensor)
+        self._sizes.mark_fixed(integer_tensors_at(inputs, self._shape_inputs))
+        input_refs = self._with_placeholders(inputs)
         halves = {str(p.dtype).rpartition(".")[2] for p in self._model.parameters()}
         half = "bfloat16" if "bfloat16" in halves else "float16"
         watching = random_lines.watching() if random_lines else nullcontext()
-        with intercepting(self), noting(self.mark), watching, casts_visible(half) as self._casts:
+        with (
+            intercepting(self),
+            on_pipe_split(self.record_pipe_split),
+            watching,
+            casts_visible(half) as self._casts,
+        ):
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
-        nodes, marks = at_makers(self._nodes, self._marks)
+        nodes, marks = move_hooks_to_makers(self._nodes, self._pipe_splits)
         return Capture(
             tuple(nodes),
-            noted,
+            input_refs,
             self._with_placeholders(output),
-            tuple(self._likes),
+            tuple(self._specs),
             tuple(marks),
             switched=tuple(Mode(layer, layer.training) for layer, _ in self._switched.values()),
             switched_at=next((place for _, place in self._switched.values()), ""),
-            unopened=self._whole,
+            unopened=self._unopened_reasons,
             left_out=tuple(self._left_out),
-            selected=frozenset(
-                value for value, t in enumerate(self._tensors) if self._sizes.selected(t)
+            data_dependent=frozenset(
+                value for value, t in enumerate(self._tensors) if self._sizes.is_data_dependent(t)
             ),
         )
 
-    def refuse_random_line(self, place: str) -> None:
-        """Closes the layer of a line that draws from a generator that is not Paddle's."""
-        self._close(self._opened[-1], obstacles.DRAWS, place)
+    def refuse_random_line(self, location: str) -> None:
+        """Makes the current layer unopenable: a line draws from Python's or NumPy's generators.
 
-    def with_state(self, trace: Capture, ids: set[int]) -> Capture:
-        """Adds to a capture the parameters and buffers that the run wrote into.
+        ``location`` is the file and the line.
+        """
+        self._refuse_to_open(self._opened[-1], obstacles.DRAWS, location)
+
+    def add_state(self, trace: Capture, ids: set[int]) -> Capture:
+        """Adds to a capture the parameters and buffers that each node uses and the run wrote into.
+
+        Args:
+            trace: The capture of the run.
+            ids: The ids of parameters and buffers that the run is known to have changed.
 
         Raises:
             CaptureError: Python code in the model's own forward reads a written value, or no node
                 wrote it.
         """
-        changed = self._state.changed(ids)
+        changed = self._state.written_state(ids)
         self._unopened.written.update(changed)
-        for name in self._numbers.keys() & self._unopened.written:
-            self._close(*self._numbers[name])
-        states = self._state.through_views(trace.nodes)
-        for name in changed.keys() - frozenset().union(*states) if not self.closed else ():
-            self._close(self._model, obstacles.unseen(name), forward_place(self._model) or "?")
+        for name in self._number_reads.keys() & self._unopened.written:
+            self._refuse_to_open(*self._number_reads[name])
+        states = self._state.states_with_views(trace.nodes)
+        for name in changed.keys() - frozenset().union(*states) if not self.unopenable else ():
+            self._refuse_to_open(
+                self._model, obstacles.changes_unseen(name), forward_location(self._model) or "?"
+            )
         nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
-        numbers = tuple(self._state.named(name) for name in self._numbers)
+        numbers = tuple(self._state.ref_named(name) for name in self._number_reads)
         return replace(trace, nodes=tuple(nodes), changed=changed, numbers=numbers)
 
-    def mark(self) -> None:
-        """Records that a stage begins here."""
-        if self._inside:
+    def record_pipe_split(self) -> None:
+        """Records that a stage may begin before the next node; called by ``pipe_split``.
+
+        Raises:
+            CaptureError: A node is running: ``pipe_split`` is called inside of it.
+        """
+        if self._in_node:
             raise CaptureError(
                 "pipe_split() is called in a sublayer that is a node as a whole",
-                where=user_place(),
+                where=user_location(),
                 cause="it has no sublayers, is of Paddle's, in no_split, or does what no node can "
                 "be made of",
                 fix="call pipe_split between sublayers, in the forward of a layer that has some",
             )
-        self._marks.append(len(self._nodes))
+        self._pipe_splits.append(len(self._nodes))
 
     def enter_layer(self, layer: Layer) -> None:
-        """Stores the lengths of a layer's lists and dicts before its forward."""
-        self._lengths.append(_lengths(layer))
+        """Stores the lengths of an opened layer's lists and dicts before its forward."""
+        self._lengths_before.append(_container_lengths(layer))
 
     def leave_layer(self, output: Nest) -> None:
-        """Checks that the outputs of an opened layer come from nodes, and notes longer lists."""
+        """Checks that the outputs of an opened layer come from nodes.
+
+        It also records each list or dict of the layer whose length the forward has changed, since
+        no stage repeats that.
+        """
         self._with_placeholders(output)
-        layer, before = self._opened[-1], self._lengths.pop()
-        for name, size in _lengths(layer).items():
-            if size != before.get(name, size):
-                self._left_out.setdefault(f"it changes {name!r}, {forward_place(layer)}")
+        layer, lengths_before = self._opened[-1], self._lengths_before.pop()
+        for name, size in _container_lengths(layer).items():
+            if size != lengths_before.get(name, size):
+                self._left_out.setdefault(f"it changes {name!r}, {forward_location(layer)}")
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Calls the function, and records that it is not recomputed."""
-        if not self._inside:
+        """Calls the function of a recompute, and records that the stages do not recompute it."""
+        if not self._in_node:
             self._left_out.setdefault(
-                f"it recomputes, {user_place()}; pass recompute_interval to fleetpipe.pipeline"
+                f"it recomputes, {user_location()}; pass recompute_interval to fleetpipe.pipeline"
             )
         return super().recompute(call, function, args)
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Tracks sizes of operations inside a node."""
-        if self._sizes.trying:
+        """Runs an operation as a node, or inside of one, and tracks the sizes of its outputs."""
+        if self._sizes.is_trial_run:
             return function(*args, **named)
-        if self._inside:
-            self._state.heard(function, args)
-            return self._sizes.done(function, args, named)
+        if self._in_node:
+            self._state.record_inner_write(function, args)
+            return self._sizes.run(function, args, named)
         try:
             return super().operation(function, args, named)
         except IndexError:
             # Paddle's loop over the rows of a tensor reads its size by this error.
-            if self._sizes.selected(args[0]):
-                self._refuse(obstacles.SIZE)
+            if self._sizes.is_data_dependent(args[0]):
+                self._refuse_current_layer(obstacles.SIZE)
             raise
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Closes a layer that reads numbers of a value, unless only the signature sets them."""
-        owned = self._state.get(args[0])
-        if self._inside:
-            self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
+        """Reads a tensor's numbers, and makes the current layer unopenable where it must not.
+
+        It may read numbers that depend only on the signature, numbers that are only checked, and
+        those of a buffer that no run writes into.
+        """
+        ref = self._state.ref_of(args[0])
+        if self._in_node:
+            if not (self._sizes.is_trial_run or self._sizes.is_fixed(args[0])):
+                self._sizes.has_read_numbers = True
         elif id(args[0]) in self._values:
-            checks = only_checked() or (args[0].dtype == paddle.bool and only_raises())
-            if not (checks or self._sizes.fixed(args[0])):
-                self._refuse(obstacles.READS)
-        elif owned is not None and args[0].stop_gradient:
-            reader = (self._opened[-1], obstacles.reads_state(owned.path), user_place())
-            self._numbers.setdefault(owned.path, reader)
-        elif owned is not None:
-            self._refuse(obstacles.reads_state(owned.path))
+            checks = in_checking_function() or (
+                args[0].dtype == paddle.bool and tests_before_raise()
+            )
+            if not (checks or self._sizes.is_fixed(args[0])):
+                self._refuse_current_layer(obstacles.READS)
+        elif ref is not None and args[0].stop_gradient:
+            reader = (self._opened[-1], obstacles.reads_state(ref.path), user_location())
+            self._number_reads.setdefault(ref.path, reader)
+        elif ref is not None:
+            self._refuse_current_layer(obstacles.reads_state(ref.path))
         return super().read(function, args, named)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Closes a layer that uses the memory of a value, or of a parameter or buffer."""
-        if not self._inside:
-            users = not asked_by_paddle()
-            if function.__name__ == "get_tensor" and not users:
+        """Accesses a tensor's memory; the current layer becomes unopenable for a value or state."""
+        if not self._in_node:
+            by_paddle = called_by_paddle()
+            if function.__name__ == "get_tensor" and by_paddle:
                 # Paddle 2.6 computes int(x) that way.
                 return self.read(function, args, named)
-            owned = any(self._state.get(arg) is not None for arg in args)
+            is_state = any(self._state.ref_of(arg) is not None for arg in args)
             # Paddle itself uses the memory of a new parameter to set its first value.
-            if owned or (id(args[0]) in self._values and users):
-                self._refuse(obstacles.MEMORY)
+            if is_state or (id(args[0]) in self._values and not by_paddle):
+                self._refuse_current_layer(obstacles.MEMORY)
         return super().memory(function, args, named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Returns a shape in which sizes that depend on numbers are tracked."""
-        if self._sizes.trying or not self._sizes.selected(tensor):
+        """Returns the shape of a tensor, with a :class:`Size` for each data-dependent size."""
+        if self._sizes.is_trial_run or not self._sizes.is_data_dependent(tensor):
             return shape
-        if self._inside:
-            self._sizes.blind = True
+        if self._in_node:
+            self._sizes.has_read_numbers = True
             return shape
-        return self._sizes.dimensions(tensor, shape, lambda: self._refuse(obstacles.SIZE))
+        return self._sizes.track_shape(
+            tensor, shape, lambda: self._refuse_current_layer(obstacles.SIZE)
+        )
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Closes a layer that computes gradients."""
-        if not self._inside:
-            self._refuse(obstacles.BACKWARD)
+        """Computes gradients; the current layer becomes unopenable if its own code asks for it."""
+        if not self._in_node:
+            self._refuse_current_layer(obstacles.BACKWARD)
         return super().backward(function, args, named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """Closes a layer that stores a tensor in an attribute; notes other attributes it sets."""
-        if not self._inside:
+        """Sets an attribute of a layer to ``value``.
+
+        The current layer becomes unopenable if it stores a tensor so. Any other attribute that it
+        sets is recorded, since no stage repeats that.
+        """
+        if not self._in_node:
             if name == "training" and id(layer) in self._paths and value != layer.training:
-                self._switched.setdefault(id(layer), (layer, user_place()))
+                self._switched.setdefault(id(layer), (layer, user_location()))
             buffer = buffers_in(layer).get(name)
             if buffer is not None and value is not buffer:
                 if not isinstance(value, paddle.Tensor):
-                    what = f"takes the buffer {name!r} away"
-                    self._refuse(obstacles.keeps_tensor(name)._replace(what=what))
-            elif buffer is None and not asked_by_paddle():
+                    action = f"takes the buffer {name!r} away"
+                    self._refuse_current_layer(obstacles.keeps_tensor(name)._replace(action=action))
+            elif buffer is None and not called_by_paddle():
                 if isinstance(value, paddle.Tensor):
-                    self._refuse(obstacles.keeps_tensor(name))
+                    self._refuse_current_layer(obstacles.keeps_tensor(name))
                 else:
-                    self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
+                    self._left_out.setdefault(f"it sets {name!r}, {user_location()}")
         super().assigned(put, layer, name, value)
 
     def node(self, call: NodeCall) -> Any:
-        """Runs the call of a node, and records it with its inputs and outputs."""
-        if self._sizes.asked_for and any(
+        """Runs the call of a node, records the node, and returns the call's output."""
+        if self._sizes.handed_out and any(
             type(x) is Size for _, x in parts((call.args, call.named))
         ):
-            call = call._replace(args=whole(call.args), named=whole(call.named))
+            call = call._replace(args=sizes_to_ints(call.args), named=sizes_to_ints(call.named))
         args, named = self._with_placeholders(call.args), self._with_placeholders(call.named)
         layer: Layer = call.function
         if isinstance(layer, paddle.nn.Layer) and sublayers_in(layer):
-            self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
+            reason = self._unopened.reason(layer) or "it has hooks"
+            self._unopened_reasons[call.scopes[-1].path] = reason
         tensors = tensors_in((call.args, call.named))
         self._require_writable(call, tensors)
-        state = self._state.of(layer, tensors, len(self._nodes))
+        state = self._state.names_used_by(layer, tensors, len(self._nodes))
         versions = list(map(_version, tensors))
         parts_of_layer, state_of_layer = [], []
         if isinstance(layer, paddle.nn.Layer):
             parts_of_layer = layer.sublayers(include_self=True)
             state_of_layer = list(layer.state_dict().values())
         modes = tuple(Mode(part, part.training) for part in parts_of_layer)
-        with lent([*tensors, *state_of_layer]):
+        with lend_zeros([*tensors, *state_of_layer]):
             output = self._run_node(call)
         values, function = self._values, call.function
         if is_silent(function) and id(tensors[0]) in values:
@@ -365,9 +410,9 @@ class _Tracer(Walk):
             if any(id(tensor) in passed for tensor in tensors_of(output)):
                 output = map_tensors(lambda t: paddle.assign(t) if id(t) in passed else t, output)
         made = list(tensors_of(output))
-        self._state.called(function, tensors, made, [*changed.values()])
-        written = [(values[key], self._number(changed[key])) for key in changed if key in values]
-        outputs = [self._value_of(tensor, tensors) for tensor in made]
+        self._state.record_call(function, tensors, made, [*changed.values()])
+        written = [(values[key], self._add_value(changed[key])) for key in changed if key in values]
+        outputs = [self._value_of_output(tensor, tensors) for tensor in made]
         node = Node(
             function,
             args,
@@ -375,83 +420,96 @@ class _Tracer(Walk):
             tuple(outputs),
             tuple(written),
             call.scopes,
-            user_place(),
+            user_location(),
             paddle.is_grad_enabled(),
             state,
             modes,
             automatic_casts() if casts_of_now() != self._casts else None,
         )
         self._nodes.append(node)
-        if self._unopened.selecting and node.name in self._unopened.selecting:
-            self._sizes.select(tensors_in(output))
-        self._sizes.blind = False
+        data_dependent_nodes = self._unopened.data_dependent_nodes
+        if data_dependent_nodes and node.name in data_dependent_nodes:
+            self._sizes.mark_data_dependent(tensors_in(output))
+        self._sizes.has_read_numbers = False
         return output
 
     def _run_node(self, call: NodeCall) -> Any:
-        """Calls a node, and records what its outputs depend on."""
+        """Calls a node, tracks the sizes of its outputs, and returns its output.
+
+        The current layer becomes unopenable if the node returns a number of Python's that depends
+        on the numbers in a batch or on chance.
+        """
         if not isinstance(call.function, paddle.nn.Layer):
-            return self._sizes.done(call.call, call.args, call.named, self._is_constant)
-        with (
-            self._random_lines.node() if self._random_lines else nullcontext(lambda: False) as drew
-        ):
+            return self._sizes.run(call.call, call.args, call.named, self._is_constant)
+        lines = self._random_lines
+        with lines.allow_in_node() if lines else nullcontext(lambda: False) as drew:
             output = call.do()
-        opaque = self._sizes.blind or drew()
-        if opaque and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
-            self._refuse(obstacles.returns_number(str(call.scopes[-1])))
+        may_vary = self._sizes.has_read_numbers or drew()
+        if may_vary and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
+            self._refuse_current_layer(obstacles.returns_number(str(call.scopes[-1])))
         return output
 
     def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
-        """Closes a layer that writes into a tensor in a way that a stage cannot repeat."""
+        """Makes the current layer unopenable if a node will write where a stage cannot repeat it.
+
+        Args:
+            call: The call of the node, before it is made.
+            tensors: The tensors among its arguments.
+        """
         if call.function is set_data and len(tensors) > 1:
-            refusal = self._state.refusal(tensors[0], tensors[1], call.call is set_data)
-            if refusal is not None:
-                self._refuse(refusal)
+            target, value = tensors[:2]
+            obstacle = self._state.replacement_obstacle(target, value, call.call is set_data)
+            if obstacle is not None:
+                self._refuse_current_layer(obstacle)
         target = target_of(call.function, call.args)
         if target is None or id(target) in self._values:
             return
-        owned = self._state.get(target)
-        if owned is None:
+        ref = self._state.ref_of(target)
+        if ref is None:
             if has_memory(target):
-                self._refuse(obstacles.FOREIGN)
+                self._refuse_current_layer(obstacles.FOREIGN)
             return
         if target.stop_gradient or is_silent(call.function) or not paddle.is_grad_enabled():
             return
         if any(not tensor.stop_gradient for tensor in tensors if tensor is not target):
-            self._refuse(obstacles.has_graph(owned.path))
+            self._refuse_current_layer(obstacles.writes_gradient_value(ref.path))
         elif call.function.__name__ != "assign_out_":
-            self._refuse(obstacles.outside_no_grad(owned.path))
+            self._refuse_current_layer(obstacles.outside_no_grad(ref.path))
 
-    def _value_of(self, tensor: Tensor, tensors: Sequence[Tensor]) -> ValueId:
-        """Returns the value number of a tensor that a node returned."""
+    def _value_of_output(self, tensor: Tensor, inputs: Sequence[Tensor]) -> ValueId:
+        """Returns the number of the value of a tensor that a node with these inputs returned."""
         if id(tensor) in self._values:
             return self._values[id(tensor)]
-        number = self._number(tensor)
-        if self._state.get(tensor) is not None and any(tensor is one for one in tensors):
+        number = self._add_value(tensor)
+        if self._state.ref_of(tensor) is not None and any(tensor is item for item in inputs):
             # An operation returns the buffer that it wrote into: it stays a buffer.
             del self._values[id(tensor)]
         return number
 
-    def _number(self, tensor: Tensor) -> ValueId:
-        """Gives a tensor a new value number."""
+    def _add_value(self, tensor: Tensor) -> ValueId:
+        """Adds a value, which the tensor holds from now on, and returns its number."""
         self._values[id(tensor)] = number = len(self._tensors)
         self._tensors.append(tensor)
-        self._likes.append(like(tensor))
+        self._specs.append(spec_of(tensor))
         return number
 
     def _with_placeholders(self, value: Nest) -> Nest:
-        """Replaces the tensors in ``value`` by their placeholders."""
+        """Returns nested arguments in which placeholders replace the tensors."""
         return map_parts(
             value, lambda leaf: self._placeholder(leaf) if isinstance(leaf, paddle.Tensor) else leaf
         )
 
     def _placeholder(self, tensor: Tensor) -> Nest:
-        """Returns the placeholder of a tensor; the tensor itself if it is a constant."""
+        """Returns the placeholder of a tensor; the tensor itself if it is a constant.
+
+        The current layer becomes unopenable if the tensor needs a gradient and no node made it.
+        """
         number = self._values.get(id(tensor))
         if number is not None:
             return Ref(number)
-        owned = self._state.get(tensor)
-        if owned is not None:
-            return owned
+        ref = self._state.ref_of(tensor)
+        if ref is not None:
+            return ref
         if not tensor.stop_gradient:
             keepers = (
                 obstacles.uses_attribute(path, name)
@@ -459,27 +517,33 @@ class _Tracer(Walk):
                 for name, value in (*vars(layer).items(), *buffers_in(layer).items())
                 if value is tensor
             )
-            self._refuse(next(keepers, obstacles.UNKNOWN))
+            self._refuse_current_layer(next(keepers, obstacles.UNKNOWN))
         return tensor
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self._values and self._state.get(tensor) is None
+        """Returns whether a tensor is neither a value of this run nor a parameter or buffer."""
+        return id(tensor) not in self._values and self._state.ref_of(tensor) is None
 
-    def _refuse(self, obstacle: obstacles.Obstacle) -> None:
-        """Closes the innermost opened layer, for an obstacle in its code."""
-        self._close(self._opened[-1], obstacle, user_place())
+    def _refuse_current_layer(self, obstacle: obstacles.Obstacle) -> None:
+        """Makes the innermost opened layer unopenable, for an obstacle in its code."""
+        self._refuse_to_open(self._opened[-1], obstacle, user_location())
 
-    def _close(self, layer: Layer, obstacle: obstacles.Obstacle, place: str) -> None:
-        """Marks a layer that cannot be opened; the run goes on, to find others too.
+    def _refuse_to_open(self, layer: Layer, obstacle: obstacles.Obstacle, location: str) -> None:
+        """Makes a layer's class unopenable; the run goes on, to find other such layers too.
+
+        Args:
+            layer: The layer.
+            obstacle: What its forward does.
+            location: The file and line of it.
 
         Raises:
             _Refused: The layer is the model itself.
         """
         if layer is self._model:
-            what = f"the forward of {type(layer).__name__} {obstacle.what}"
-            error = CaptureError(what, where=place, cause=obstacle.cause, fix=obstacle.fix)
+            problem = f"the forward of {type(layer).__name__} {obstacle.action}"
+            error = CaptureError(problem, where=location, cause=obstacle.cause, fix=obstacle.fix)
             raise _Refused(error)
-        self.closed.setdefault(type(layer), f"its forward {obstacle.what}, {place}")
+        self.unopenable.setdefault(type(layer), f"its forward {obstacle.action}, {location}")
 
 
 def _version(tensor: Tensor) -> tuple[int, bool]:
@@ -487,7 +551,7 @@ def _version(tensor: Tensor) -> tuple[int, bool]:
     return tensor.inplace_version, tensor.stop_gradient
 
 
-def _lengths(layer: Layer) -> dict[str, int]:
+def _container_lengths(layer: Layer) -> dict[str, int]:
     """Returns the lengths of the lists, dicts and sets among a layer's attributes."""
     return {
         name: len(value)
@@ -506,7 +570,7 @@ def _require_tensors(model: Layer, output: Nest) -> None:
     if strange or not any(True for _ in tensors_of(output)):
         raise CaptureError(
             f"the forward of {type(model).__name__} returns what is no tensor",
-            where=forward_place(model),
+            where=forward_location(model),
             expected="tensors, in tuples, lists and dicts, plain values among them",
             got=", ".join(dict.fromkeys(strange)) or repr(output),
             fix="return the tensors themselves; what is made of them, the loss function may make",

@@ -1,6 +1,6 @@
-"""Finds lines of the user's code: for messages, where a stage begins, and which draw numbers.
+"""Finds lines of the user's code on the stack, for messages and for what a capture must know.
 
-``fleetpipe.pipe_split`` is a line in a model's forward at which a stage begins. ``RandomLines``
+``fleetpipe.pipe_split`` marks a line of a model's forward at which a stage begins. ``RandomLines``
 finds lines that draw from Python's and NumPy's generators: a capture does not see such numbers, and
 would repeat those of the captured run.
 """
@@ -23,21 +23,21 @@ import numpy as np
 
 from fleetpipe.aliases import Layer
 
-#: The functions that :func:`pipe_split` calls.
-_listening: list[Callable[[], None]] = []
+#: The functions that :func:`pipe_split` calls: one for each capture that is running.
+_pipe_split_callbacks: list[Callable[[], None]] = []
 
 #: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
 _NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
 #: Functions of Paddle that read numbers only to check that indices or lengths are within bounds.
 _CHECKING = {"take_along_axis", "masked_scatter"}
-#: Paddle's own models count as a user's code.
+#: The prefix of Paddle's own models, whose code counts as the user's.
 _MODELS = "paddle.vision.models."
 
-#: Modules whose lines count as those of their callers.
+#: Modules that draw random numbers for their callers: the caller's line is reported.
 _DRAWING = ("random", "numpy", "secrets")
 
-#: The type of a function for ``sys.settrace``.
-_Follow = Callable[[FrameType, str, Any], Any]
+#: The type of a trace function for ``sys.settrace``.
+_TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def pipe_split() -> None:
@@ -48,49 +48,49 @@ def pipe_split() -> None:
     Raises:
         CaptureError: It is in a sublayer that is captured as a whole.
     """
-    for note in _listening:
-        note()
+    for callback in _pipe_split_callbacks:
+        callback()
 
 
-def is_noting() -> bool:
-    """Whether a forward is being captured."""
-    return bool(_listening)
+def is_capturing() -> bool:
+    """Returns whether any forward is being captured now."""
+    return bool(_pipe_split_callbacks)
 
 
 @contextmanager
-def noting(note: Callable[[], None]) -> Iterator[None]:
-    """While this context is open, each call of :func:`pipe_split` calls ``note``."""
-    _listening.append(note)
+def on_pipe_split(callback: Callable[[], None]) -> Iterator[None]:
+    """Makes each call of :func:`pipe_split` call ``callback`` while this context is open."""
+    _pipe_split_callbacks.append(callback)
     try:
         yield
     finally:
-        _listening.remove(note)
+        _pipe_split_callbacks.remove(callback)
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame belongs neither to Paddle nor to fleetpipe."""
+    """Returns whether a stack frame is the user's: of no package in ``_NOT_THE_USERS``."""
     name = str(frame.f_globals.get("__name__", ""))
     return name.startswith(_MODELS) or name.partition(".")[0] not in _NOT_THE_USERS
 
 
-def user_place() -> str:
-    """Returns file and line of the user's innermost frame."""
+def user_location() -> str:
+    """Returns ``file:line`` of the user's innermost frame on the stack; ``?`` without one."""
     for frame, line in traceback.walk_stack(None):
         if is_users(frame):
             return f"{frame.f_code.co_filename}:{line}"
     return "?"
 
 
-def asked_by_paddle() -> bool:
-    """Whether the innermost frame outside of fleetpipe and NumPy is Paddle's."""
+def called_by_paddle() -> bool:
+    """Returns whether the innermost frame outside of fleetpipe and NumPy is Paddle's."""
     for frame, _ in traceback.walk_stack(None):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("fleetpipe", "numpy"):
             return not is_users(frame)
     return False
 
 
-def only_checked() -> bool:
-    """Whether Paddle's running function reads numbers only to check them."""
+def in_checking_function() -> bool:
+    """Returns whether a function of ``_CHECKING`` runs, which reads numbers only to check them."""
     for frame, _ in traceback.walk_stack(None):
         if is_users(frame):
             return False
@@ -99,68 +99,83 @@ def only_checked() -> bool:
     return False
 
 
-def only_raises() -> bool:
-    """Whether the user's innermost frame tests a tensor, and raises an error if it fails."""
+def tests_before_raise() -> bool:
+    """Returns whether the user's innermost frame is at a test that raises an error if it fails."""
     frame = next((frame for frame, _ in traceback.walk_stack(None) if is_users(frame)), None)
     return frame is not None and _raises_after(frame.f_code, frame.f_lasti)
 
 
 @cache
 def _raises_after(code: CodeType, offset: int) -> bool:
-    """Whether a test at this offset of a code is that of ``if not ..: raise`` or ``assert``."""
+    """Returns whether the test at an offset of the bytecode is ``if not ..: raise`` or ``assert``.
+
+    Args:
+        code: The bytecode of a function.
+        offset: The offset of the instruction that runs.
+    """
     steps = {step.offset: step for step in dis.get_instructions(code)}
     test = next((s for at, s in steps.items() if at >= offset and s.opname != "TO_BOOL"), None)
     if test is None or not test.opname.startswith("POP_JUMP"):
         return False
-    passed = [step for at, step in steps.items() if test.offset < at < test.argval]
-    return bool(passed) and passed[-1].opname == "RAISE_VARARGS"
+    skipped = [step for at, step in steps.items() if test.offset < at < test.argval]
+    return bool(skipped) and skipped[-1].opname == "RAISE_VARARGS"
 
 
-def raised_at(where: TracebackType | None) -> str:
-    """Returns file and line of the user's innermost frame that an error went through."""
-    place = "?"
-    for frame, line in traceback.walk_tb(where):
+def raising_location(error_traceback: TracebackType | None) -> str:
+    """Returns ``file:line`` of the user's innermost frame in a traceback; ``?`` without one."""
+    location = "?"
+    for frame, line in traceback.walk_tb(error_traceback):
         if is_users(frame):
-            place = f"{frame.f_code.co_filename}:{line}"
-    return place
+            location = f"{frame.f_code.co_filename}:{line}"
+    return location
 
 
-def forward_place(model: Layer) -> str | None:
-    """Returns file and line of a model's forward; None if it has no source."""
+def forward_location(model: Layer) -> str | None:
+    """Returns ``file:line`` of the begin of a model's forward; None if it has no source."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 class Generators:
-    """The generators of Python and NumPy, of a model, and of its classes' modules."""
+    """The random generators of Python's and NumPy's that a model's forward may draw from.
+
+    They are the two global ones, and those in attributes of the model's layers and of the modules
+    that define the layers' classes.
+    """
 
     def __init__(self, model: Layer) -> None:
-        """Collects generators from the attributes of layers, and from lists and dicts in them."""
+        """Collects generators from attributes, and from lists, tuples and dicts in them."""
         layers = model.sublayers(include_self=True)
         modules = {sys.modules.get(kind.__module__) for kind in {*map(type, layers)}}
         values: list[Any] = []
         for holder in (*layers, *modules - {None}):
             for value in vars(holder).values():
-                several = isinstance(value, (list, tuple, dict)) and not hasattr(value, "_fields")
-                items = value.values() if isinstance(value, dict) else value
-                values += items if several else [value]
-        self._python = [one for one in values if isinstance(one, random.Random)]
-        kinds = (np.random.Generator, np.random.RandomState)
-        self._numpy: list[Any] = [one for one in values if isinstance(one, kinds)]
+                if isinstance(value, dict):
+                    values += value.values()
+                elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                    values += value
+                else:
+                    values.append(value)
+        self._python = [value for value in values if isinstance(value, random.Random)]
+        numpy_classes = (np.random.Generator, np.random.RandomState)
+        self._numpy: list[Any] = [value for value in values if isinstance(value, numpy_classes)]
 
     def states(self) -> object:
-        """Returns a value that compares unequal when any of their states has changed."""
+        """Returns a value that changes when the state of any of the generators changes."""
         sources = [getattr(g, "bit_generator", None) or g._bit_generator for g in self._numpy]
         return (
             random.getstate(),
             pickle.dumps(np.random.get_state()),
-            [one.getstate() for one in self._python if not isinstance(one, random.SystemRandom)],
+            [g.getstate() for g in self._python if not isinstance(g, random.SystemRandom)],
             [pickle.dumps(source.state) for source in sources],
         )
 
 
 class RandomLines:
-    """Reports the lines of a run that draw random numbers, except those within nodes."""
+    """Reports the lines of a run that draw from generators, except those inside of nodes.
+
+    The generators' states are compared at each line: a change was made by the line before.
+    """
 
     def __init__(self, generators: Generators, report: Callable[[str], None]) -> None:
         """Prepares to watch a run.
@@ -169,57 +184,62 @@ class RandomLines:
             generators: The generators to watch.
             report: Called with file and line of each line that draws.
         """
-        self._states, self._last = generators.states, generators.states()
+        self._states, self._last_states = generators.states, generators.states()
         self._report = report
+        #: The line that each watched frame has reached.
         self._lines: dict[FrameType, int] = {}
-        self._inside = False
+        self._in_node = False
 
     @contextmanager
-    def node(self) -> Iterator[Callable[[], bool]]:
-        """Allows random numbers while it is open; the yielded function tells if any were drawn."""
-        self._look(user_place)
-        self._inside = True
-        before = self._last
+    def allow_in_node(self) -> Iterator[Callable[[], bool]]:
+        """Allows random numbers while this context is open, in which a node runs.
+
+        Yields:
+            A function that returns, once the context is closed, whether any were drawn.
+        """
+        self._report_if_drawn(user_location)
+        self._in_node = True
+        before = self._last_states
         try:
-            yield lambda: self._last != before
+            yield lambda: self._last_states != before
         finally:
-            self._inside = False
-            self._last = self._states()
+            self._in_node = False
+            self._last_states = self._states()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches lines while this context is open."""
+        """Watches the lines of this thread while this context is open."""
         before = sys.gettrace()
-        sys.settrace(self._begin)
+        sys.settrace(self._trace_frame)
         try:
             yield
         finally:
             sys.settrace(before)
 
-    def _begin(self, frame: FrameType, event: str, value: Any) -> _Follow | None:
-        """Follows the lines of a new frame, if it is the user's; see ``sys.settrace``."""
+    def _trace_frame(self, frame: FrameType, event: str, value: Any) -> _TraceFunction | None:
+        """Makes Python trace the lines of a new frame if it is the user's; see ``sys.settrace``."""
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        follows = not self._inside and is_users(frame) and module not in _DRAWING
-        return self._line if follows else None
+        is_watched = not self._in_node and is_users(frame) and module not in _DRAWING
+        return self._trace_line if is_watched else None
 
-    def _line(self, frame: FrameType, event: str, value: Any) -> _Follow:
-        if not self._inside:
-            # The states show at the next line what the last line has drawn.
-            self._look(lambda: self._place(frame))
+    def _trace_line(self, frame: FrameType, event: str, value: Any) -> _TraceFunction:
+        """Reports the last line if it has drawn; Python calls it before each line of a frame."""
+        if not self._in_node:
+            self._report_if_drawn(lambda: self._last_location(frame))
             self._lines[frame] = frame.f_lineno
-        return self._line
+        return self._trace_line
 
-    def _place(self, frame: FrameType) -> str:
-        """Returns file and line of the last watched line."""
+    def _last_location(self, frame: FrameType) -> str:
+        """Returns ``file:line`` of the line that ran last in a frame, or else in its callers."""
         line = self._lines.get(frame)
         while line is None and frame.f_back is not None:
             frame = frame.f_back
             line = frame.f_lineno if frame in self._lines else None
         return f"{frame.f_code.co_filename}:{line}"
 
-    def _look(self, place: Callable[[], str]) -> None:
-        """Reports the line that ``place`` returns, if a generator's state has changed."""
+    def _report_if_drawn(self, location: Callable[[], str]) -> None:
+        """Reports the line that ``location`` returns, if a generator's state has changed."""
         states = self._states()
-        if states != self._last:
-            self._last = states
-            self._report(place())
+        if states != self._last_states:
+            self._last_states = states
+            self._report(location())

@@ -1,10 +1,11 @@
-"""A capture as a value: the nodes of one run of a model's forward, and how they are found.
+"""Defines a capture, the nodes of one run of a model's forward, and finds the nodes of a run.
 
 Start with ``Capture`` and ``Node``. A node is a call of a sublayer, or an operation outside of any
-(glue). Layers without sublayers, and Paddle's own, are nodes; other layers are opened: ``Walk``
-finds the nodes within. Nodes are in the order in which they ran, except hooks on gradients, which
-come right after the node that computes their value: in a later stage they would see only that
-stage's part of a gradient.
+(glue). Layers without sublayers, and Paddle's own, are nodes; other layers are opened:
+``NodeFinder`` finds the nodes within. A value is a tensor that a node or the caller hands to nodes;
+it has a number. Nodes are in the order in which they ran, except hooks on gradients, which come
+right after the node that computes their value: in a later stage they would see only that stage's
+part of a gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.tracing.user_lines import only_checked, only_raises, user_place
+from fleetpipe.capture.tracing.user_lines import (
+    in_checking_function,
+    tests_before_raise,
+    user_location,
+)
 from fleetpipe.dygraph import nest
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
@@ -36,7 +41,10 @@ from fleetpipe.paddle_api.layer import buffers_in, has_hooks, sublayers_in
 #: The number of a value in a capture.
 ValueId = int
 
-_SIZES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "uint8": 1}
+#: The bytes of an element by dtype; any other dtype has 4.
+_ELEMENT_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16} | {
+    "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "uint8": 1, "int8": 1
+}  # fmt: skip
 
 #: Paddle's own layers that are opened, since they only call other layers.
 _OPENED = (
@@ -46,16 +54,16 @@ _OPENED = (
 
 
 class Ref(NamedTuple):
-    """A placeholder for a value in arguments."""
+    """The placeholder in a node's arguments for a value: an output of a node, or a model input."""
 
     value: ValueId
 
 
-class Owned(NamedTuple):
-    """A placeholder for a parameter or a buffer of the model in arguments.
+class StateRef(NamedTuple):
+    """The placeholder in a node's arguments for a parameter or buffer of the model.
 
     Attributes:
-        layer: The layer that has it.
+        layer: The layer that has the parameter or buffer.
         name: Its name in that layer.
         path: Its name in the whole model.
     """
@@ -64,11 +72,18 @@ class Owned(NamedTuple):
     name: str
     path: str
 
+    @property
+    def tensor(self) -> Any:
+        """The parameter or buffer that the layer has now."""
+        return getattr(self.layer, self.name)
+
 
 class Scope(NamedTuple):
-    """One call of a layer: the layer's path in the model, and the number of the call.
+    """One call of a layer in a run.
 
-    The model itself has the path "".
+    Attributes:
+        path: The path of the layer in the model; "" for the model itself.
+        call: The number of the call of this layer, from 0.
     """
 
     path: str
@@ -78,37 +93,34 @@ class Scope(NamedTuple):
         return self.path + (f" (call {self.call + 1})" if self.call else "")
 
 
-class Like(NamedTuple):
-    """The shape of a tensor, and its dtype by name."""
+class TensorSpec(NamedTuple):
+    """The shape of a tensor and the name of its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of its data."""
-        return math.prod(self.shape) * _SIZES.get(self.dtype, 4)
+        """The number of bytes of the tensor's data."""
+        return math.prod(self.shape) * _ELEMENT_BYTES.get(self.dtype, 4)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
 
-_SIZES.update(int8=1, complex64=8, complex128=16)
-
-
-def like(tensor: Tensor) -> Like:
-    """Returns shape and dtype of a tensor."""
-    return Like(tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2])
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Returns the shape and dtype of a tensor."""
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2])
 
 
 class Mode(NamedTuple):
-    """A layer with its mode, training or evaluation."""
+    """A layer, and whether it is in training rather than in evaluation."""
 
     layer: Layer
     training: bool
 
     def put_back(self) -> None:
-        """Sets the layer to this mode, and leaves the modes of its sublayers."""
+        """Sets the layer to this mode, and leaves the modes of its sublayers unchanged."""
         self.layer.training = self.training
 
 
@@ -118,19 +130,20 @@ class Node:
 
     Attributes:
         function: The called layer or function of Paddle's.
-        args: The arguments, nested, with :class:`Ref` and :class:`Owned` in place of tensors.
+        args: The arguments, nested, with :class:`Ref` and :class:`StateRef` in place of tensors.
         named: The keyword arguments.
-        outputs: The value of each tensor that it returns, in order.
-        written: For each value that the node writes into, the number of the value afterwards.
-        scopes: The calls of layers around it, from the model inwards; a sublayer's own call is the
-            last.
-        place: File and line of the user's code that called it.
+        outputs: The number of the value of each tensor that the node returns, in order.
+        written: For each value that the node writes into in place, a pair: its number before, and
+            the number of the new value afterwards.
+        scopes: The calls of layers around the node, from the model inwards; the last one is the
+            node's own call if it calls a sublayer.
+        location: File and line of the user's code that made the call.
         grad: Whether gradients were on.
-        state: The names of the model's parameters and buffers that it has, takes, or uses through
-            shared memory; one name for each tensor.
-        modes: The layers in it, each with its mode.
+        state: The names of the model's parameters and buffers that the node uses: those of its
+            layer, those among its arguments, and those that share memory with an argument.
+        modes: The layers in the called layer, each with its mode.
         casts: Returns the context of automatic casts that the forward has opened around the node;
-            None if it runs under those of the batch.
+            None if the node runs under the casts of the batch.
     """
 
     function: Callable[..., Any]
@@ -139,7 +152,7 @@ class Node:
     outputs: tuple[ValueId, ...]
     written: tuple[tuple[ValueId, ValueId], ...]
     scopes: tuple[Scope, ...]
-    place: str
+    location: str
     grad: bool = True
     state: frozenset[str] = frozenset()
     modes: tuple[Mode, ...] = ()
@@ -147,42 +160,47 @@ class Node:
 
     @property
     def is_layer(self) -> bool:
-        """Whether this node is a call of a sublayer."""
+        """Whether this node is a call of a sublayer, rather than of a function of Paddle's."""
         return isinstance(self.function, paddle.nn.Layer)
 
     @property
     def name(self) -> str:
-        """Its name in messages: the sublayer's path, or the layer around it and the operation."""
+        """The node's name in messages: a layer's path; for an operation, its layer and itself."""
         if self.is_layer:
             return str(self.scopes[-1])
-        inside = str(self.scopes[-1])
+        layer = str(self.scopes[-1])
         name = str(getattr(self.function, "__name__", self.function)).strip("_")
-        return f"{inside}: {name}" if inside else name
+        return f"{layer}: {name}" if layer else name
 
     @cached_property
     def uses(self) -> set[ValueId]:
-        """The values that it takes as inputs."""
+        """The numbers of the values that the node takes as inputs."""
         return {leaf.value for leaf in arguments(self) if isinstance(leaf, Ref)}
 
     @property
     def makes(self) -> set[ValueId]:
-        """The values that it returns, or creates by writing."""
+        """The numbers of the values that the node returns, or creates by writing in place."""
         return {*self.outputs, *(new for _, new in self.written)}
 
     @property
-    def owned(self) -> list[Owned]:
-        """The parameters and buffers that it takes, as an operation."""
-        return [leaf for leaf in arguments(self) if isinstance(leaf, Owned)]
+    def state_refs(self) -> list[StateRef]:
+        """The placeholders of the parameters and buffers among the node's arguments."""
+        return [leaf for leaf in arguments(self) if isinstance(leaf, StateRef)]
 
 
 def arguments(node: Node) -> Iterator[Nest]:
-    """Yields the entries of the containers in a node's arguments."""
+    """Yields the leaves of a node's nested arguments: placeholders, constants and plain values."""
     return (leaf for _, leaf in parts((node.args, node.named)))
 
 
 def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]:
-    """Yields the entries of nested tuples, lists, dicts and slices, each with its path."""
-    if isinstance(value, (Ref, Owned)):
+    """Yields the leaves of nested tuples, lists, dicts and slices, each after its path.
+
+    Args:
+        value: The nested containers.
+        path: The keys and indices that lead to ``value``.
+    """
+    if isinstance(value, (Ref, StateRef)):
         yield path, value
     elif isinstance(value, slice):
         yield from parts([value.start, value.stop, value.step], path)
@@ -197,12 +215,12 @@ def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]
 
 
 def map_parts(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
-    """Applies ``change`` to each part of nested arguments."""
+    """Returns nested arguments in which ``change`` was applied to each leaf."""
     if isinstance(value, slice):
         return slice(*(map_parts(part, change) for part in (value.start, value.stop, value.step)))
     if isinstance(value, dict):
         return {key: map_parts(item, change) for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and not isinstance(value, (Ref, Owned)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, (Ref, StateRef)):
         return nest.rebuild(value, [map_parts(item, change) for item in value])
     return change(value)
 
@@ -214,49 +232,51 @@ class Capture:
     Attributes:
         nodes: The nodes, in order.
         inputs: The model's inputs, nested, with :class:`Ref` in place of tensors.
-        outputs: The model's outputs, in the same form.
-        likes: Shape and dtype of each value.
-        marks: For each call of ``pipe_split`` the number of the node after it.
-        changed: The parameters and buffers that it wrote into, by name.
-        numbers: The buffers whose numbers Python has read, so that they must stay constant.
-        switched: The layers that it switched between training and evaluation, as it left them.
+        outputs: The model's outputs, nested, with :class:`Ref` in place of tensors.
+        specs: The shape and dtype of each value, by its number.
+        pipe_splits: For each call of ``pipe_split`` the number of the node after it.
+        changed: The parameters and buffers that the forward wrote into, by name.
+        numbers: The buffers whose numbers Python code has read, so that they must stay constant.
+        switched: The layers that the forward switched between training and evaluation, each with
+            the mode in which the forward left it.
         switched_at: File and line of the first such switch.
-        unopened: Why a layer with sublayers is a node as a whole, by its path.
-        draws: Whether it drew from generators of Python's or NumPy's, within nodes.
-        left_out: Its other actions, which no stage repeats, with file and line.
-        selected: The values whose sizes depend on numbers.
+        unopened: By its path, why a layer with sublayers is a single node.
+        left_out: Texts for actions of the forward that no stage repeats, with file and line.
+        draws: Whether nodes drew from generators of Python's or NumPy's.
+        data_dependent: The numbers of the values whose sizes depend on the numbers in a batch.
     """
 
     nodes: tuple[Node, ...]
     inputs: Nest
     outputs: Nest
-    likes: tuple[Like, ...]
-    marks: tuple[int, ...] = ()
-    changed: Mapping[str, Owned] = field(default_factory=dict)
-    numbers: tuple[Owned, ...] = ()
+    specs: tuple[TensorSpec, ...]
+    pipe_splits: tuple[int, ...] = ()
+    changed: Mapping[str, StateRef] = field(default_factory=dict)
+    numbers: tuple[StateRef, ...] = ()
     switched: tuple[Mode, ...] = ()
     switched_at: str = ""
     unopened: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     draws: bool = False
-    selected: frozenset[ValueId] = frozenset()
+    data_dependent: frozenset[ValueId] = frozenset()
 
     @cached_property
     def input_values(self) -> list[ValueId]:
-        """The values that are the model's inputs."""
-        return refs_in(self.inputs)
+        """The numbers of the values that are the model's inputs, in order."""
+        return values_in(self.inputs)
 
     @cached_property
     def output_values(self) -> list[ValueId]:
-        """The values that the model returns."""
-        return refs_in(self.outputs)
+        """The numbers of the values that the model returns, in order."""
+        return values_in(self.outputs)
 
     def maker(self, value: ValueId) -> int | None:
-        """Returns the node that first creates a value; None for an input."""
+        """Returns the number of the node that first creates a value; None for a model input."""
         return self._makers.get(value)
 
     @cached_property
     def _makers(self) -> dict[ValueId, int | None]:
+        """The result of :meth:`maker` for each value."""
         makers: dict[ValueId, int | None] = {}
         for number in reversed(range(len(self.nodes))):
             makers.update(dict.fromkeys(self.nodes[number].makes, number))
@@ -264,16 +284,18 @@ class Capture:
 
     @cached_property
     def calls(self) -> dict[Scope, tuple[int, int]]:
-        """The first and the last node of each call of a layer."""
-        ranges: dict[Scope, tuple[int, int]] = {}
+        """The numbers of the first and the last node of each call of a layer."""
+        first: dict[Scope, int] = {}
+        last: dict[Scope, int] = {}
         for number, node in enumerate(self.nodes):
             for scope in node.scopes:
-                ranges[scope] = (ranges.get(scope, (number,))[0], number)
-        return ranges
+                first.setdefault(scope, number)
+                last[scope] = number
+        return {scope: (first[scope], last[scope]) for scope in first}
 
     @cached_property
-    def alive(self) -> list[int]:
-        """For each node, the bytes of earlier values that it or a later node uses."""
+    def live_bytes(self) -> list[int]:
+        """For each node, the bytes of the values made before it that it or a later node uses."""
         last = dict.fromkeys(self.output_values, len(self.nodes))
         for number, node in reversed(list(enumerate(self.nodes))):
             for value in node.uses:
@@ -281,55 +303,68 @@ class Capture:
         changes = [0] * (len(self.nodes) + 2)
         for value, end in last.items():
             maker = self.maker(value)
-            changes[0 if maker is None else maker + 1] += self.likes[value].nbytes
-            changes[end + 1] -= self.likes[value].nbytes
+            changes[0 if maker is None else maker + 1] += self.specs[value].nbytes
+            changes[end + 1] -= self.specs[value].nbytes
         return list(accumulate(changes))[: len(self.nodes)]
 
 
-def refs_in(value: Nest) -> list[ValueId]:
-    """Returns the values in nested arguments, in order."""
+def values_in(value: Nest) -> list[ValueId]:
+    """Returns the numbers of the values in nested arguments, in order."""
     return [leaf.value for _, leaf in parts(value) if isinstance(leaf, Ref)]
 
 
-def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], list[int]]:
-    """Moves each node that registers or removes a hook right after the node of its value.
+def move_hooks_to_makers(
+    nodes: Sequence[Node], positions: Sequence[int]
+) -> tuple[list[Node], list[int]]:
+    """Moves each node that registers or removes a gradient hook right after its value's maker.
+
+    Args:
+        nodes: The nodes in the order in which they ran.
+        positions: Numbers of nodes before which ``pipe_split`` was called.
 
     Returns:
-        The nodes in their new order, and the marks in it.
+        The nodes in their new order, and the positions in that order.
     """
     makers: dict[int, int] = {}
     moved: dict[int, list[Node]] = {}
-    stay: list[int] = []
+    staying: list[int] = []
     for number, node in enumerate(nodes):
-        hooks = getattr(node.function, "__name__", "") in GRAD_HOOKS
-        hooked = node.args[0] if hooks else None
+        is_hook = getattr(node.function, "__name__", "") in GRAD_HOOKS
+        hooked = node.args[0] if is_hook else None
         maker = makers.get(hooked.value) if isinstance(hooked, Ref) else None
         if maker is None:
-            stay.append(number)
+            staying.append(number)
             makers.update(dict.fromkeys(node.makes, number))
         else:
             made_in = nodes[maker].scopes[:-1] if nodes[maker].is_layer else nodes[maker].scopes
             moved.setdefault(maker, []).append(replace(node, scopes=made_in))
     ordered: list[Node] = []
-    begins: list[int] = []
-    for number in stay:
-        begins += [len(ordered)] * (number + 1 - len(begins))
+    # The new position of each old one; that of a moved node is that of the next node that stays.
+    new_positions: list[int] = []
+    for number in staying:
+        new_positions += [len(ordered)] * (number + 1 - len(new_positions))
         ordered += [nodes[number], *moved.get(number, ())]
-    begins += [len(ordered)] * (len(nodes) + 1 - len(begins))
-    return ordered, [begins[mark] for mark in marks]
+    new_positions += [len(ordered)] * (len(nodes) + 1 - len(new_positions))
+    return ordered, [new_positions[position] for position in positions]
 
 
 class Unopened:
-    """The layers that are nodes as a whole, and why."""
+    """Decides which layers are not opened, so that a call of one is a single node.
 
-    def __init__(self, kinds: Iterable[type] = ()) -> None:
+    It also has what earlier runs have shown: captures are outdated when :attr:`changes` changes.
+
+    Attributes:
+        written: The names of the parameters and buffers that some run has written into.
+        data_dependent_nodes: The names of nodes whose outputs have data-dependent sizes.
+    """
+
+    def __init__(self, classes: Iterable[type] = ()) -> None:
         """Stores the classes whose layers are never opened."""
-        self._kinds = dict.fromkeys(kinds, "its class is in no_split")
+        #: By class, why its layers are not opened.
+        self._reasons = dict.fromkeys(classes, "its class is in no_split")
         self._opened: dict[str, bool] = {}
-        #: The parameters and buffers that some run has written into, by name.
         self.written: set[str] = set()
-        #: The names of nodes whose outputs have sizes that depend on numbers.
-        self.selecting: set[str] = set()
+        self.data_dependent_nodes: set[str] = set()
         self._added = 0
 
     @property
@@ -337,23 +372,23 @@ class Unopened:
         """The number of additions so far; if it has changed, earlier captures may be outdated."""
         return self._added + len(self.written)
 
-    def add(self, kind: type, reason: str) -> None:
-        """Adds a class whose layers are not opened."""
-        self._kinds[kind] = reason
+    def add(self, layer_class: type, reason: str) -> None:
+        """Adds a class whose layers are not opened, and why."""
+        self._reasons[layer_class] = reason
         self._added += 1
-        self.forget()
+        self.forget_decisions()
 
-    def forget(self) -> None:
-        """Drops earlier decisions on layers, whose hooks may have changed."""
+    def forget_decisions(self) -> None:
+        """Makes :meth:`opens` decide anew on each layer, whose hooks may have changed."""
         self._opened.clear()
 
-    def add_selecting(self, node: str) -> None:
-        """Adds a node whose outputs have sizes that depend on numbers."""
-        self.selecting.add(node)
+    def add_data_dependent_node(self, node: str) -> None:
+        """Adds the name of a node whose outputs have data-dependent sizes."""
+        self.data_dependent_nodes.add(node)
         self._added += 1
 
     def opens(self, path: str, layer: Layer) -> bool:
-        """Whether a layer is opened; decided once for a path, whatever hooks the layer gets."""
+        """Returns whether a layer is opened; for each path the first answer is kept."""
         if path not in self._opened:
             self._opened[path] = self.reason(layer) is None
         return self._opened[path]
@@ -363,8 +398,8 @@ class Unopened:
         kind = type(layer)
         if not sublayers_in(layer):
             return "it has no sublayers"
-        if kind in self._kinds:
-            return self._kinds[kind]
+        if kind in self._reasons:
+            return self._reasons[kind]
         if has_hooks(layer):
             return "it has hooks of the user's"
         # By its class: the attribute itself compiles.
@@ -376,21 +411,23 @@ class Unopened:
 
 
 def arguments_of(inputs: Nest) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
-    """Splits inputs into positional and keyword arguments."""
+    """Splits a model's inputs into positional and keyword arguments of its forward."""
     if isinstance(inputs, dict):
         return (), inputs
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
 
 
 class NodeCall(NamedTuple):
     """A call of a node, before it is made.
 
     Attributes:
-        function: The layer or the function of Paddle's to call.
-        call: Makes the call with these arguments.
-        args: The arguments.
+        function: The layer or the function of Paddle's that the node stands for.
+        call: The function that makes the call when it gets the arguments.
+        args: The positional arguments.
         named: The keyword arguments.
-        scopes: The calls of layers around it; a layer's own call is the last.
+        scopes: The calls of layers around the node; a layer's own call is the last.
     """
 
     function: Function
@@ -401,17 +438,26 @@ class NodeCall(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether it calls a layer of a class outside of Paddle."""
+        """Whether the node calls a layer of a class that is not Paddle's."""
         kind = type(self.function)
         return issubclass(kind, paddle.nn.Layer) and not kind.__module__.startswith("paddle.nn.")
 
     def do(self) -> Any:
-        """Makes the call."""
+        """Makes the call, and returns its output."""
         return self.call(*self.args, **self.named)
 
 
 def require_same(tensor: Tensor, expected: bool, place: str) -> None:
-    """Raises an error if a check in the forward has another result than in the captured run."""
+    """Raises an error if a check in the forward has another result than in the captured run.
+
+    Args:
+        tensor: The result of the check.
+        expected: The result in the captured run.
+        place: File and line of the check.
+
+    Raises:
+        CaptureError: The results differ.
+    """
     if bool(tensor) != expected:
         raise CaptureError(
             "a batch does not pass a check of the model's own forward",
@@ -421,8 +467,12 @@ def require_same(tensor: Tensor, expected: bool, place: str) -> None:
         )
 
 
-class Walk:
-    """Finds the nodes of a run as a listener of :mod:`fleetpipe.paddle_api.eager_operations`."""
+class NodeFinder:
+    """Finds the nodes of a run of a model's forward, and runs each through :meth:`node`.
+
+    It is a listener of :mod:`fleetpipe.paddle_api.eager_operations`, which calls the other methods
+    in place of the operations and layers of the forward. Subclasses override :meth:`node`.
+    """
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         self._model = model
@@ -431,23 +481,23 @@ class Walk:
         self._calls: Counter[str] = Counter()
         self._scopes: list[Scope] = []
         self._opened: list[Layer] = []
-        self._inside = False
+        self._in_node = False
         #: By layer and name, the first tensor of each buffer that the run has replaced.
         self._replaced: dict[tuple[int, str], Tensor] = {}
 
     def node(self, call: NodeCall) -> Any:
-        """Makes the call of a node; operations inside of it are no nodes."""
+        """Makes the call of a node, and returns its output."""
         return call.do()
 
     def enter_layer(self, layer: Layer) -> None:
-        """Called before an opened layer's forward."""
+        """Does nothing; subclasses act before an opened layer's forward."""
 
     def leave_layer(self, output: Nest) -> None:
-        """Called with the outputs of an opened layer."""
+        """Does nothing; subclasses act on the outputs of an opened layer after its forward."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.eager_operations.OperationListener`."""
-        if self._inside:
+        """Runs an operation of Paddle's as a node, unless inside of one; returns its output."""
+        if self._in_node:
             return function(*args, **named)
         if function.__name__ == SHARED_BY_RECOMPUTE:
             # The copy that recompute makes is left out, since no gradient would pass it.
@@ -455,9 +505,9 @@ class Walk:
         return self._single_node(NodeCall(function, function, args, named, tuple(self._scopes)))
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """See :class:`fleetpipe.paddle_api.eager_operations.OperationListener`."""
+        """Calls a layer, opened or as a node, and returns its output."""
         path = self._paths.get(id(layer))
-        if self._inside or path is None:
+        if self._in_node or path is None:
             return call(layer, *args, **named)
         scope = Scope(path, self._calls[path])
         self._calls[path] += 1
@@ -477,34 +527,41 @@ class Walk:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Reads a tensor's numbers; a read by a check becomes a node that repeats the check."""
+        """Returns the numbers in a tensor; a read by a check becomes a node that checks too."""
         value = function(*args, **named)
-        if not self._inside and args[0].dtype == paddle.bool and (only_raises() or only_checked()):
-            check = (args[0], bool(np.all(value)), user_place())
+        if (
+            not self._in_node
+            and args[0].dtype == paddle.bool
+            and (tests_before_raise() or in_checking_function())
+        ):
+            check = (args[0], bool(np.all(value)), user_location())
             self._single_node(NodeCall(require_same, require_same, check, {}, tuple(self._scopes)))
         return value
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """See :class:`fleetpipe.paddle_api.eager_operations.OperationListener`."""
+        """Returns what code gets when it reads the shape of a tensor: the shape itself."""
         return shape
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.eager_operations.OperationListener`."""
+        """Calls a function that computes gradients, and returns its result."""
         return function(*args, **named)
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Calls the function; the pipeline has its own options for recompute."""
-        return call() if self._inside else function(*args)
+        """Calls the function of a recompute directly: the pipeline has options of its own."""
+        return call() if self._in_node else function(*args)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.eager_operations.OperationListener`."""
+        """Calls a function that accesses a tensor's memory, and returns its result."""
         return function(*args, **named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """See :class:`fleetpipe.paddle_api.eager_operations.OperationListener`."""
+        """Sets an attribute of a layer by ``put(layer, name, value)``.
+
+        A tensor that replaces a buffer is written into the buffer by a node instead.
+        """
         before = buffers_in(layer).get(name)
         another = isinstance(value, paddle.Tensor) and value is not before
-        if self._inside or id(layer) not in self._paths or before is None or not another:
+        if self._in_node or id(layer) not in self._paths or before is None or not another:
             put(layer, name, value)
             return
 
@@ -516,9 +573,9 @@ class Walk:
         self._single_node(NodeCall(set_data, set_buffer, (buffer, value), {}, tuple(self._scopes)))
 
     def _single_node(self, call: NodeCall) -> Any:
-        """Runs a node, within which no nodes are found."""
-        self._inside = True
+        """Runs a node, within which no nodes are found, and returns its output."""
+        self._in_node = True
         try:
             return self.node(call)
         finally:
-            self._inside = False
+            self._in_node = False

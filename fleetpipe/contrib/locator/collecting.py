@@ -1,12 +1,14 @@
-"""Puts a recorder's hooks on layers, losses, backward, clips and optimizers of a script.
+"""Records the tensors of a script's layers, losses, backward, clips and optimizers.
 
-``run`` runs a script so; ``collecting`` installs the hooks, whose methods are in ``_Hooks``.
+``run`` runs a script and records it; ``collecting`` replaces Paddle's and fleetpipe's functions by
+methods of ``_Hooks``, which call the function and give its tensors to a recorder. A run is a job,
+on its ranks, or a job's twin: the same script on one device, to which ``Feed`` gives the job's
+values.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import json
 import os
@@ -21,11 +23,12 @@ import numpy as np
 from fleetpipe import numerics
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture import api
-from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.compare.differences import numbers_of
+from fleetpipe.compare.trail import wrapping
 from fleetpipe.contrib.guards import Guards
 from fleetpipe.contrib.locator.locate_options import SETTING, Setting
-from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
+from fleetpipe.contrib.locator.record import DROPPED, READ_ON, TensorKey
 from fleetpipe.contrib.locator.recorder import Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
@@ -36,13 +39,13 @@ from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Playe
 from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
-from fleetpipe.paddle_api import paddle, replaced
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
 from fleetpipe.schedules import Action, Op
 
-#: A replacement of a method: it takes the method first, then the method's own arguments.
-Around = Callable[..., Any]
+#: A wrapper of a function: it takes the function first, then the arguments of the call.
+Wrapper = Callable[..., Any]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,70 +76,73 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         feed: For a twin: gives each step the job's weights, data and gradients.
     """
     hooks = _Hooks(recorder, feed)
-    with ExitStack() as stack:
-        stack.enter_context(observing_all(lambda _: hooks))
-
-        def put(owner: Any, name: str, around: Around) -> None:
-            method = owner.__dict__[name]
-
-            @functools.wraps(method)
-            def call(*arguments: Any, **named: Any) -> Any:
-                return around(method, *arguments, **named)
-
-            stack.enter_context(replaced((owner, name, call)))
-
-        put(api, "pipeline", hooks.capture)
-        put(Capturing, "with_numbers", hooks.unrecorded)
-        put(paddle.nn.Layer, "__call__", hooks.layer)
-        for module in (paddle.nn.functional, paddle.nn.functional.common):
-            # dropout2d calls the one of the second module.
-            put(module, "dropout", hooks.dropout)
-        put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
-        put(paddle.Tensor, "backward", hooks.backward)
-        put(PipelineParallel, "train_batch", hooks.train_batch)
-        put(PipelineParallel, "forward_backward_pipeline", hooks.forward_backward)
-        if feed is not None:
-            # A twin steps by the job's gradients, whose norm is not the one that guards measure.
-            put(Guards, "begin", lambda *_: None)
-            put(PipelineLayer, "__init__", hooks.without_recompute)
-        clips: Any = paddle.nn.ClipGradByNorm.__base__
-        for kind in _with_method(clips, "__call__"):
-            put(kind, "__call__", hooks.clip)
-        for kind in (PipelineOptimizer, *_with_method(paddle.optimizer.Optimizer, "step")):
-            put(kind, "step", hooks.optimizer_step)
-        for kind in _with_method(paddle.optimizer.Optimizer, "clear_grad"):
-            put(kind, "clear_grad", hooks.clear_grad)
+    clip: Any = paddle.nn.ClipGradByNorm.__base__
+    optimizer = paddle.optimizer.Optimizer
+    rows: list[tuple[Any, str, Wrapper]] = [
+        (api, "pipeline", hooks.capture_model),
+        (Capturer, "capture_inputs", hooks.call_unrecorded),
+        (paddle.nn.Layer, "__call__", hooks.call_layer),
+        (paddle.nn.functional, "dropout", hooks.apply_dropout),
+        (paddle.nn.functional.common, "dropout", hooks.apply_dropout),  # dropout2d calls this one
+        (paddle.distributed.fleet.recompute, "recompute", hooks.run_recompute),
+        (paddle.Tensor, "backward", hooks.backward),
+        (PipelineParallel, "train_batch", hooks.train_batch),
+        (PipelineParallel, "forward_backward_pipeline", hooks.forward_backward),
+        (PipelineOptimizer, "step", hooks.optimizer_step),
+        *((kind, "__call__", hooks.clip_gradients) for kind in _classes_defining(clip, "__call__")),
+        *((kind, "step", hooks.optimizer_step) for kind in _classes_defining(optimizer, "step")),
+        *(
+            (kind, "clear_grad", hooks.clear_grad)
+            for kind in _classes_defining(optimizer, "clear_grad")
+        ),
+    ]
+    if feed is not None:
+        # A twin steps by the job's gradients, whose norm is not the one that guards measure.
+        rows.append((Guards, "begin", lambda *_: None))
+        rows.append((PipelineLayer, "__init__", hooks.build_without_recompute))
+    with observing_all(lambda _: hooks), wrapping(*rows):
         yield
 
 
-def _with_method(base: type, name: str) -> list[type]:
-    """Returns a class and its subclasses that define a method themselves."""
+def _classes_defining(base: type, name: str) -> list[type]:
+    """Returns those of a class and its subclasses that define a method themselves."""
     kinds = {base} if name in base.__dict__ else set()
     derived: list[type] = base.__subclasses__()
-    return [*kinds.union(*(_with_method(kind, name) for kind in derived))]
+    return [*kinds.union(*(_classes_defining(kind, name) for kind in derived))]
 
 
-def _mask_of(call: Around, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
-    """Returns the mask of a dropout before it runs: its output does not show it where x is 0."""
+def _draw_mask(original: Wrapper, x: Tensor, *more: Any, **named: Any) -> np.ndarray:
+    """Returns the mask that a dropout will draw next, and puts the random state back.
+
+    It is drawn over ones, since the output of a dropout does not show its mask where x is 0.
+    """
     states = paddle.get_rng_state()
     with paddle.no_grad():
-        kept: np.ndarray = numbers_of(call(paddle.ones_like(x), *more, **named) != 0)
+        kept: np.ndarray = numbers_of(original(paddle.ones_like(x), *more, **named) != 0)
     paddle.set_rng_state(states)
     return kept
 
 
 class _Hooks(BatchObserver):
-    """The replacements of methods, which call a method and record its tensors."""
+    """Wrappers of functions and methods, which call the original and record its tensors.
+
+    A wrapper takes the original function first, then the arguments of the call. "Twin" below is a
+    run on one device, to which ``Feed`` gives the values of a job.
+    """
 
     def __init__(self, recorder: Recorder, feed: Feed | None) -> None:
         self._recorder = recorder
         self._feed = feed
+        #: The paths of the layers that run now, from the outermost; None for one without a record.
         self._paths: list[str | None] = []
+        #: Whether the outermost layer is in training.
         self._training = False
         #: By optimizer how often its step was skipped, so that the twin reads more samples first.
         self._put_off: Counter[int] = Counter()
+        #: Whether no layer is recorded now.
         self._paused = False
         self._in_recompute = False
+        #: How many calls of optimizers' ``step``, and of clips, run now, one within another.
         self._steps_within = 0
         self._clips_within = 0
         #: In a user's own loop: the micro-batches of earlier forward-backward calls in this step.
@@ -144,82 +150,82 @@ class _Hooks(BatchObserver):
 
     # Layers
 
-    def unrecorded(self, call: Around, *arguments: Any, **named: Any) -> Any:
+    def call_unrecorded(self, original: Wrapper, *arguments: Any, **named: Any) -> Any:
         """Calls a function without recording its layers, such as a capture."""
         before, self._paused = self._paused, True
         try:
-            return call(*arguments, **named)
+            return original(*arguments, **named)
         finally:
             self._paused = before
 
-    def capture(self, call: Around, model: Layer, *arguments: Any, **named: Any) -> Any:
-        """Captures a model without comparing it to the plain one; for a twin into one stage."""
-        passed = inspect.signature(call).bind(model, *arguments, **named).arguments
+    def capture_model(self, original: Wrapper, model: Layer, *arguments: Any, **named: Any) -> Any:
+        """Captures a model without the proof of the capture; in a twin as one stage."""
+        passed = inspect.signature(original).bind(model, *arguments, **named).arguments
         passed["verify"] = False
         if self._feed is not None:
             for name in ("split_spec", "num_stages", "num_chunks", "recompute_interval"):
                 passed.pop(name, None)
-        return self.unrecorded(call, **passed)
+        return self.call_unrecorded(original, **passed)
 
-    def without_recompute(self, call: Around, *arguments: Any, **named: Any) -> None:
+    def build_without_recompute(self, original: Wrapper, *arguments: Any, **named: Any) -> None:
         """Builds a pipeline without recompute, which would not get the job's dropout masks."""
-        call(*arguments, **{**named, "recompute_interval": 0})
+        original(*arguments, **{**named, "recompute_interval": 0})
 
-    def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
-        """Calls a layer and records its inputs and outputs."""
+    def call_layer(self, original: Wrapper, layer: Layer, *inputs: Any, **named: Any) -> Any:
+        """Calls a layer, and records its inputs and outputs if it trains."""
         recorder = self._recorder
         outermost = not self._paths
         training = paddle.is_grad_enabled() or self._in_recompute
         wanted = recorder.forwarding if recorder.in_pipeline else training
         if self._paused or not wanted or isinstance(layer, PipelineParallel):
-            return call(layer, *inputs, **named)
+            return original(layer, *inputs, **named)
         if outermost:
             # The mode of the outermost layer counts: a layer within may be frozen.
             self._training = recorder.in_pipeline or layer.training
-            self._enter_root(layer, [*inputs, *named.values()])
+            self._enter_outermost_layer(layer, [*inputs, *named.values()])
         self._paths.append(recorder.path_of(layer) if self._training else None)
         try:
-            output = call(layer, *inputs, **named)
+            output = original(layer, *inputs, **named)
         finally:
             self._paths.pop()
         if self._training:
-            recorder.called(layer, [*inputs, *named.values()], output)
+            recorder.record_call(layer, [*inputs, *named.values()], output)
         return output
 
-    def dropout(self, call: Around, x: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Applies a dropout: records the mask of a job, and gives a twin the job's mask."""
-        bound = inspect.signature(call).bind(x, *more, **named)
+    def apply_dropout(self, original: Wrapper, x: Tensor, *more: Any, **named: Any) -> Tensor:
+        """Applies a dropout; records its mask in a job, and takes the job's mask in a twin."""
+        bound = inspect.signature(original).bind(x, *more, **named)
         bound.apply_defaults()
         p, training, mode = (bound.arguments[name] for name in ("p", "training", "mode"))
         path = self._paths[-1] if self._paths else None
         if path is None or not training or not isinstance(p, (int, float)) or not 0 < p < 1:
-            return call(x, *more, **named)
-        place = self._recorder.next_mask(path)
+            return original(x, *more, **named)
+        key = self._recorder.next_mask_key(path)
         if self._feed is None:
             dropped = numbers_of(x.detach().reshape([-1])[:32])
-            self._recorder.put(place._replace(part=DROPPED), dropped)
-            self._recorder.put(place, _mask_of(call, x, *more, **named))
-            return call(x, *more, **named)
-        output = call(x, *more, **named)
-        mask = self._feed.whole.mask(place, tuple(output.shape), self._recorder.recorded)
+            self._recorder.put(key._replace(role=DROPPED), dropped)
+            self._recorder.put(key, _draw_mask(original, x, *more, **named))
+            return original(x, *more, **named)
+        output = original(x, *more, **named)
+        mask = self._feed.full_tensors.mask(key, tuple(output.shape), self._recorder.recorded)
         if mask is None:
             return output
         kept = x * paddle.to_tensor(mask).astype(x.dtype)
         return kept / (1 - p) if mode == "upscale_in_train" else kept
 
-    def recompute(self, call: Around, function: Any, *inputs: Any, **named: Any) -> Any:
+    def run_recompute(self, original: Wrapper, function: Any, *inputs: Any, **named: Any) -> Any:
         """Runs a function with recompute; in a twin without it."""
         if self._feed is not None:
             options = ("preserve_rng_state", "use_reentrant", "offload_indices")
             return function(*inputs, **{k: v for k, v in named.items() if k not in options})
         before, self._in_recompute = self._in_recompute, paddle.is_grad_enabled()
         try:
-            return call(function, *inputs, **named)
+            return original(function, *inputs, **named)
         finally:
             self._in_recompute = before
 
-    def _enter_root(self, layer: Layer, inputs: list[Nest]) -> None:
-        """Begins the call of an outermost layer: a model, whose inputs are samples, or a loss."""
+    def _enter_outermost_layer(self, layer: Layer, inputs: list[Nest]) -> None:
+        """Records what goes into an outermost layer: samples into a model, labels into a loss."""
         recorder = self._recorder
         inner = wrapped_layer(layer) or layer
         new = recorder.path_of(inner) is None and recorder.add_root(layer)
@@ -231,38 +237,40 @@ class _Hooks(BatchObserver):
             if recorder.micro_batch < 0 and recorder.step:
                 self._begin_step()
             recorder.micro_batch += 1
-            self._data("input", inputs, recorder.micro_batch)
+            self._record_samples("input", inputs, recorder.micro_batch)
         elif recorder.main_root is not None and not any(True for _ in inner.parameters()):
             integers = [t for t in tensors_of(inputs) if not t.is_floating_point()]
-            self._data("label", integers, recorder.micro_batch)
+            self._record_samples("label", integers, recorder.micro_batch)
 
     def _begin_step(self) -> None:
-        self._recorder.parameters_as("initial")
+        """Records the parameters at the begin of a step, and gives a twin those of the job."""
+        self._recorder.store_parameters("initial")
         if self._feed is not None:
-            self._feed.parameters(self._recorder.step, self._recorder.parameters())
+            self._feed.set_parameters(self._recorder.step, self._recorder.parameters())
 
-    def _data(self, kind: str, values: Nest, micro_batch: int) -> None:
+    def _record_samples(self, kind: str, values: Nest, micro_batch: int) -> None:
+        """Records the inputs (``kind`` "input") or the labels ("label") of a micro-batch."""
         recorder = self._recorder
         for path, tensor in tensors_by_place(values).items():
-            recorder.put(Meaning(recorder.step, "data", "", micro_batch, kind + path), tensor)
+            recorder.put(TensorKey(recorder.step, "data", "", micro_batch, kind + path), tensor)
 
     # A pipeline's batch
 
     def train_batch(
-        self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
+        self, original: Wrapper, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
         """Runs ``train_batch`` as one step, and records the loss that it returns."""
         recorder = self._recorder
-        loss = self.forward_backward(call, pipeline, data, *more, **named)
+        loss = self.forward_backward(original, pipeline, data, *more, **named)
         for number, value in enumerate(loss if isinstance(loss, list) else [loss]):
-            recorder.put(Meaning(recorder.step, "loss", "", part=f"returned {number}"), value)
+            recorder.put(TensorKey(recorder.step, "loss", "", role=f"returned {number}"), value)
         recorder.end_step()
         return loss
 
     def forward_backward(
-        self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
+        self, original: Wrapper, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
-        """Runs forward and backward of some micro-batches: all of a step, or a part of them."""
+        """Runs forward and backward of the micro-batches of a step, or of some of them."""
         recorder = self._recorder
         if pipeline.layers.placement.has_head:
             raise UsageError(
@@ -276,10 +284,10 @@ class _Hooks(BatchObserver):
         if not self._earlier:
             self._begin_step()
         if self._feed is not None:
-            data = self._feed.batch(recorder.step, data, pipeline)
+            data = self._feed.batch_of_all_replicas(recorder.step, data, pipeline)
         recorder.in_pipeline = True
         try:
-            return call(pipeline, data, *more, **named)
+            return original(pipeline, data, *more, **named)
         finally:
             recorder.in_pipeline = False
 
@@ -287,10 +295,10 @@ class _Hooks(BatchObserver):
         """Records the samples that this rank is given."""
         self._loss_fn_idx = batch.loss_fn_idx
         for number, value in enumerate(batch.data.inputs or (), self._earlier):
-            self._data("input", value, number)
+            self._record_samples("input", value, number)
         owns_loss = self._pipeline.is_pipeline_last_stage(ignore_virtual=True)
         for number, value in enumerate(batch.data.labels or () if owns_loss else (), self._earlier):
-            self._data("label", value, number)
+            self._record_samples("label", value, number)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Tells the recorder the micro-batch whose forward runs."""
@@ -312,43 +320,47 @@ class _Hooks(BatchObserver):
         """Records the losses, and the gradients of this rank's micro-batches."""
         recorder, losses = self._recorder, self._pipeline.total_loss
         for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
-            recorder.put(Meaning(recorder.step, "loss", "", number, "share"), share)
+            recorder.put(TensorKey(recorder.step, "loss", "", number, "share"), share)
         if self._earlier:
             # Several calls accumulate gradients; those after one call are no step's.
             recorder.forget_gradients()
         else:
-            recorder.gradients_as("gradient")
+            recorder.store_gradients("gradient")
 
     # Backward and the step
 
-    def backward(self, call: Around, tensor: Tensor, *more: Any, **named: Any) -> None:
+    def backward(self, original: Wrapper, tensor: Tensor, *more: Any, **named: Any) -> None:
         """Runs backward in a user's own loop, and records the loss and the gradients."""
         recorder = self._recorder
         if recorder.main_root is None or recorder.in_pipeline or self._paused:
-            call(tensor, *more, **named)
+            original(tensor, *more, **named)
             return
-        recorder.put(Meaning(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
-        if "gradient" not in recorder.noted:
-            recorder.note_gradients_left()
-        self.unrecorded(call, tensor, *more, **named)
+        recorder.put(TensorKey(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
+        if "gradient" not in recorder.stored_phases:
+            recorder.store_gradients_left()
+        self.call_unrecorded(original, tensor, *more, **named)
         recorder.made.clear()
-        recorder.gradients_as("gradient")
+        recorder.store_gradients("gradient")
 
-    def clip(self, call: Around, clip: Any, pairs: Any, *more: Any, **named: Any) -> Any:
+    def clip_gradients(
+        self, original: Wrapper, clip: Any, pairs: Any, *more: Any, **named: Any
+    ) -> Any:
         """Clips gradients and records them; a clip may call another one."""
         self._clips_within += 1
         try:
-            clipped = call(clip, pairs, *more, **named)
+            clipped = original(clip, pairs, *more, **named)
         finally:
             self._clips_within -= 1
         recorder = self._recorder
         for parameter, gradient in clipped if self._clips_within == 0 and clipped else ():
             name = recorder.name_of(parameter)
             if name is not None and gradient is not None:
-                recorder.put(Meaning(recorder.step, "clip", name, part="gradient"), gradient)
+                recorder.put(TensorKey(recorder.step, "clip", name, role="gradient"), gradient)
         return clipped
 
-    def optimizer_step(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> Any:
+    def optimizer_step(
+        self, original: Wrapper, optimizer: Optimizer, *more: Any, **named: Any
+    ) -> Any:
         """Steps an optimizer, and records its inputs and the new parameters.
 
         A twin with fewer samples than all replicas of the job together does not step yet: its
@@ -356,48 +368,48 @@ class _Hooks(BatchObserver):
         """
         recorder, feed = self._recorder, self._feed
         if recorder.main_root is None:
-            return call(optimizer, *more, **named)
+            return original(optimizer, *more, **named)
         alone = self._steps_within == 0 and not recorder.in_pipeline
         if alone and feed is not None and feed.must_read_on(recorder.recorded, recorder.step):
             self._put_off[id(base_optimizer(optimizer))] += 1
             return None
-        if self._steps_within == 0 and "gradient" not in recorder.noted:
-            recorder.gradients_as("gradient")
+        if self._steps_within == 0 and "gradient" not in recorder.stored_phases:
+            recorder.store_gradients("gradient")
         if isinstance(optimizer, paddle.optimizer.Optimizer):
-            self._inputs_of(optimizer)
+            self._record_optimizer_inputs(optimizer)
         self._steps_within += 1
         try:
-            result = call(optimizer, *more, **named)
+            result = original(optimizer, *more, **named)
         finally:
             self._steps_within -= 1
         if self._steps_within == 0:
             self._put_off.pop(id(base_optimizer(optimizer)), None)
-            recorder.stepped()
+            recorder.store_state()
             if not recorder.in_pipeline:
                 recorder.end_step()
         return result
 
-    def clear_grad(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> None:
+    def clear_grad(self, original: Wrapper, optimizer: Optimizer, *more: Any, **named: Any) -> None:
         """Clears gradients, unless the step was skipped and they still accumulate."""
         if not self._put_off[id(base_optimizer(optimizer))]:
-            call(optimizer, *more, **named)
+            original(optimizer, *more, **named)
 
-    def _inputs_of(self, optimizer: Optimizer) -> None:
+    def _record_optimizer_inputs(self, optimizer: Optimizer) -> None:
         """Records gradients, learning rate and parameter names; sets a twin's to the job's."""
         recorder = self._recorder
         put_off = self._put_off[id(base_optimizer(optimizer))]
         if put_off and self._feed is not None:
-            recorder.put(Meaning(recorder.step, "data", "", part=READ_ON), np.array(put_off))
-            self._feed.average(put_off + 1, optimized_parameters(optimizer))
-            self._feed.rate(recorder.step, optimizer)
-        recorder.gradients_as("reduction")
+            recorder.put(TensorKey(recorder.step, "data", "", role=READ_ON), np.array(put_off))
+            self._feed.average_gradients(put_off + 1, optimized_parameters(optimizer))
+            self._feed.set_rate(recorder.step, optimizer)
+        recorder.store_gradients("reduction")
         if self._feed is not None:
-            self._feed.gradients(recorder.step, recorder.parameters())
+            self._feed.set_gradients(recorder.step, recorder.parameters())
         rate = np.asarray(optimizer.get_lr(), "float64")
-        place = Meaning(recorder.step, "optimizer input", "", part="learning rate")
-        recorder.put(place, rate)
+        key = TensorKey(recorder.step, "optimizer input", "", role="learning rate")
+        recorder.put(key, rate)
         names = [recorder.name_of(p) for p in optimized_parameters(optimizer)]
-        names += recorder.recorded.listed(place)
+        names += recorder.recorded.optimizer_parameters(key)
         listed = json.dumps(sorted({name for name in names if name is not None}))
         text = np.frombuffer(listed.encode(), "uint8")
-        recorder.put(place._replace(part="parameters"), text)
+        recorder.put(key._replace(role="parameters"), text)

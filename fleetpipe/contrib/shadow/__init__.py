@@ -16,12 +16,16 @@ from typing import NamedTuple, TypeVar
 
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Optimizer, Tensor
-from fleetpipe.capture.proof.prove import OUTSIDE_OF_PADDLE, first_difference, node_of
+from fleetpipe.capture.proof.prove import (
+    OUTSIDE_OF_PADDLE,
+    find_first_differing_node,
+    find_node_using,
+)
 from fleetpipe.capture.proof.training import State, moved_gradients
 from fleetpipe.capture.running.captured_state import release, return_memory
-from fleetpipe.capture.running.stages import Untouched
-from fleetpipe.capture.running.variants import Forms, Marks, attributes_of
-from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.running.stages import PlainCopy
+from fleetpipe.capture.running.variants import Marks, StagedCaptures, mark_attributes
+from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.compare.differences import (
     ROUNDING,
@@ -43,7 +47,7 @@ from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks, current_job
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.eager_operations import renew, set_data
+from fleetpipe.paddle_api.eager_operations import move_to_new_memory, set_data
 from fleetpipe.paddle_api.layer import buffers_in, layer_at
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
@@ -61,41 +65,41 @@ _Value = TypeVar("_Value")
 _NO_MEMORY = "there is no memory to train it"
 
 
-class _Batch(NamedTuple):
-    """A batch that is compared with the plain model.
+class _TrainedBatch(NamedTuple):
+    """A batch of the pipeline on which the plain model has been trained too.
 
     Attributes:
         observed: The batch of the pipeline; its keys are those of the layers' random numbers.
         inputs: The inputs of this replica's micro-batches.
-        everyone: The micro-batches of all replicas.
+        everyone: The micro-batches of all replicas, one replica after another.
         loss: The loss of the plain model.
-        held: By name the gradients of this rank's parameters before the batch.
+        earlier: By name, the gradients of this rank's parameters before the batch.
     """
 
     observed: ObservedBatch
     inputs: Sequence[Nest]
     everyone: MicroBatches
     loss: Nest
-    held: dict[str, Tensor]
+    earlier: dict[str, Tensor]
 
 
 class Shadow(BatchObserver):
-    """Compares a captured pipeline with its plain model for a number of batches."""
+    """Compares a captured pipeline with its plain, uncaptured model for a number of batches."""
 
-    def __init__(self, pipeline: PipelineParallel, forms: Forms, batches: int) -> None:
+    def __init__(self, pipeline: PipelineParallel, captures: StagedCaptures, batches: int) -> None:
         """Prepares to compare the first ``batches`` batches."""
         self._pipeline, self._pipe = pipeline, pipeline.layers
-        self._forms, self._batches = forms, batches
+        self._captures, self._batches = captures, batches
         self._reference: Reference | None = None
         #: The attributes of all layers when the model was copied.
-        self._copied: Marks = {}
-        self._batch: _Batch | None = None
+        self._marks_of_copy: Marks = {}
+        self._batch: _TrainedBatch | None = None
         self._number = 0
         self._seconds = 0.0
         #: The names of the parameters whose memory the copy shares.
-        self._shared: set[str] = set()
+        self._sharing_memory: set[str] = set()
         #: By name the digests of the buffers after the last batch.
-        self._left: dict[str, str] = {}
+        self._digests_left: dict[str, str] = {}
         self._copies_optimizer = False
         #: Why the plain model failed on the batch; the pipeline's stages may fail on it too.
         self._failure: str | None = None
@@ -108,33 +112,42 @@ class Shadow(BatchObserver):
                 job.guarded(lambda: "training the plain model beside the pipeline"),
                 self._count_seconds(),
             ):
-                self._begin(batch)
+                self._train_beside(batch)
 
-    def _begin(self, batch: ObservedBatch) -> None:
-        if self._give_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
+    def _train_beside(self, batch: ObservedBatch) -> None:
+        """Trains the plain model on a batch, and stores the batch for the comparison. Collective.
+
+        Raises:
+            CaptureError: The loss writes into a buffer of the model.
+        """
+        first = self._reference is None
+        if self._end_if_impossible(obstacle(self._pipeline, self._captures, batch, first)):
             return
         reference = self._prepare(batch.optimizer)
         return_memory()
         batches_here, everyone = self._pipeline.share(batch.data)
         batch = batch._replace(keys=copy.copy(batch.keys))
         # Gradients of zeros, which an optimizer leaves, count as none.
-        before = self._gradients().items()
-        held = {n: grad.clone() for n, grad in before if grad is not None and _gap(grad, None)}
-        del before
-        loss, failure, buffers = None, None, self._buffers()
-        put_back = buffers_kept([self._forms.capturing.model])
+        earlier = {
+            name: gradient.clone()
+            for name, gradient in self._gradients_by_name().items()
+            if gradient is not None and _gradient_gap(gradient, None)
+        }
+        loss, failure, buffers = None, None, self._digest_buffers()
+        put_back = buffers_kept([self._captures.capturer.model])
         try:
             loss = self._train(reference, everyone, batch)
         except Exception as error:
             lacks = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
             failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
-        self._failure = _first_of_ranks(failure)
+        self._failure = _first_found(failure)
         if self._failure == _NO_MEMORY:
-            self._give_up(_NO_MEMORY)
+            self._end_if_impossible(_NO_MEMORY)
             return
         # The copy was trained, so that only the loss can have written into the model's buffers.
-        written = [n for n, digest in self._buffers().items() if digest != buffers.get(n, digest)]
-        if written := _first_of_ranks(written) or []:
+        now = self._digest_buffers().items()
+        written = [name for name, digest in now if digest != buffers.get(name, digest)]
+        if written := _first_found(written) or []:
             put_back()
             self._end()
             raise CaptureError(
@@ -143,15 +156,16 @@ class Shadow(BatchObserver):
                 "may come before or behind it",
                 fix="keep that in the loss: a loss_fn that is a layer has buffers of its own",
             )
-        added = [n for n, grad in self._gradients().items() if _gap(grad, held.get(n))]
+        gradients = self._gradients_by_name().items()
+        added = [name for name, grad in gradients if _gradient_gap(grad, earlier.get(name))]
         for name in added:
             parameter = self._pipe.state.own_parameters()[name]
             drop_gradients([parameter])
-            if name in held:
-                set_gradient(parameter, held[name])
-        if self._give_up(f"the loss uses {added[0]} of the model" if added else None):
+            if name in earlier:
+                set_gradient(parameter, earlier[name])
+        if self._end_if_impossible(f"the loss uses {added[0]} of the model" if added else None):
             return
-        self._batch = _Batch(batch, batches_here.inputs, everyone, loss, held)
+        self._batch = _TrainedBatch(batch, batches_here.inputs, everyone, loss, earlier)
 
     @contextmanager
     def _count_seconds(self) -> Iterator[None]:
@@ -160,7 +174,7 @@ class Shadow(BatchObserver):
         yield
         self._seconds += time.perf_counter() - begin
 
-    def _gradients(self) -> dict[str, Tensor | None]:
+    def _gradients_by_name(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's parameters by name."""
         parameters = self._pipe.state.own_parameters()
         return {name: dense(self._pipeline.gradient_of(p), p) for name, p in parameters.items()}
@@ -170,9 +184,9 @@ class Shadow(BatchObserver):
         with as_the_next_batch(batch.keys), losses_kept(self._pipe.loss_functions()):
             return Beside(self._pipeline, reference).train(everyone, batch.weights)
 
-    def _give_up(self, obstacle: str | None) -> bool:
+    def _end_if_impossible(self, obstacle: str | None) -> bool:
         """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
-        first = _first_of_ranks(obstacle)
+        first = _first_found(obstacle)
         if first is not None:
             log.once(
                 _log.warning, f"the first batches are not shadowed by the plain model: {first}"
@@ -199,26 +213,26 @@ class Shadow(BatchObserver):
                 fix="return it from the forward, for the loss to take; no stage appends to a list",
             )
         with self._count_seconds():
-            off = self._wrong_gradients(batch, reference)
+            off = self._find_wrong_gradients(batch, reference)
             differences = [f"the gradient of {name}" for name in off]
-            differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
-        self._refuse(differences, off, batch)
+            differences += self._compare_losses(loss, batch.loss) + self._compare_state(reference)
+        self._refuse_differences(differences, off, batch)
         # Both optimizers step by the gradients of the stages, so that rounding does not matter.
-        expected, of_stages = reference.tensors(), self._gradients()
+        expected, of_stages = reference.tensors(), self._gradients_by_name()
         drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
-        self._batch = batch._replace(held={})
+        self._batch = batch._replace(earlier={})
         if batch.observed.optimizer is None:
             self._count_batch()
 
-    def _wrong_gradients(self, batch: _Batch, reference: Reference) -> list[str]:
-        """Names the parameters of this rank whose gradients differ by more than rounding."""
+    def _find_wrong_gradients(self, batch: _TrainedBatch, reference: Reference) -> list[str]:
+        """Returns the parameters of this rank whose gradients differ by more than rounding."""
         gradients, wrong = reference.gradients(), []
         rounding = Rounding(gradients, lambda: self._moved_gradients(reference, batch, gradients))
-        for name, gradient in self._gradients().items():
-            right, held = gradients.get(name), batch.held.get(name)
-            if held is not None:
-                right = held if right is None else right + held
-            gap = _gap(gradient, right)
+        for name, gradient in self._gradients_by_name().items():
+            right, earlier = gradients.get(name), batch.earlier.get(name)
+            if earlier is not None:
+                right = earlier if right is None else right + earlier
+            gap = _gradient_gap(gradient, right)
             if gap and not rounding.carries(name, gap):
                 wrong.append(name)
         return wrong
@@ -250,12 +264,12 @@ class Shadow(BatchObserver):
                 if largest_gap(parameter, expected[name]) > ROUNDING * largest_of(expected[name])
             ]
         try:
-            self._refuse(differences, None, batch)
+            self._refuse_differences(differences, None, batch)
         except CaptureError:
             for name, parameter in parameters.items():
                 parameter.set_value(before[name])
             raise
-        for name in self._shared:
+        for name in self._sharing_memory:
             set_data(expected[name], parameters[name].detach())
         del before
         self._count_batch()
@@ -288,7 +302,7 @@ class Shadow(BatchObserver):
             for name in piece:
                 if gradients[name] is not None:
                     expected[name].grad = gradients[name]
-                renew(expected[name])
+                move_to_new_memory(expected[name])
             return_memory()
             stepping = reference.copy_of(optimizer, self._pipe, piece)
             # Paddle numbers the names of optimizer states: the user's must not change by the copy.
@@ -302,15 +316,15 @@ class Shadow(BatchObserver):
 
     def _prepare(self, optimizer: Optimizer) -> Reference:
         """Gives the plain model the pipeline's values, before a batch. Collective."""
-        pipe, capturing = self._pipe, self._forms.capturing
-        marks = attributes_of(capturing.model, lambda *_: True)
-        if self._reference is None or self._copied != marks:
-            self._reference, self._copied = None, marks
+        pipe, capturer = self._pipe, self._captures.capturer
+        marks = mark_attributes(capturer.model, lambda *_: True)
+        if self._reference is None or self._marks_of_copy != marks:
+            self._reference, self._marks_of_copy = None, marks
             # Parameters that no forward writes into share their memory, but while the copy steps.
             parameters = pipe.state.own_parameters()
-            self._shared = parameters.keys() - capturing.unopened.written
-            shared = [parameters[name] for name in self._shared]
-            model = Untouched(capturing.model, capturing.example, capturing.unopened, shared)
+            self._sharing_memory = parameters.keys() - capturer.unopened.written
+            shared = [parameters[name] for name in self._sharing_memory]
+            model = PlainCopy(capturer.model, capturer.example, capturer.unopened, shared)
             self._reference = of_model(pipe, model, None, None)
             self._reference.takes_switches = True
             # A gradient is compared with those of its layer, so that other layers are not needed.
@@ -321,8 +335,6 @@ class Shadow(BatchObserver):
             )
         else:
             pipe.copy_to(self._reference.model)
-            # On another rank a forward may have registered a buffer, which a new copy would have.
-            self._reference.take_hidden_buffers(pipe)
             self._take_unsaved_buffers(self._reference)
         self._copies_optimizer = all(all_ranks().all_gather(_can_be_copied(optimizer)))
         drop_gradients(self._reference.model.parameters())
@@ -330,21 +342,21 @@ class Shadow(BatchObserver):
         return self._reference
 
     def _take_unsaved_buffers(self, reference: Reference) -> None:
-        """Copies buffers outside of the state dict that the script changed since the last batch."""
-        for name, digest in self._buffers().items():
-            if name not in reference.names and self._left.get(name) != digest:
+        """Copies buffers that no state dict has, if the script has changed them since a batch."""
+        for name, digest in self._digest_buffers().items():
+            if name not in reference.names and self._digests_left.get(name) != digest:
                 path, _, key = name.rpartition(".")
-                source, copied = self._forms.capturing.model, reference.model.plain
+                source, copied = self._captures.capturer.model, reference.model.plain
                 tensor: Tensor = buffers_in(layer_at(source, path))[key]
                 buffers_in(layer_at(copied, path))[key] = tensor.detach().clone()
 
-    def _buffers(self) -> dict[str, str]:
+    def _digest_buffers(self) -> dict[str, str]:
         """Returns a digest of each buffer of the model that has memory on this rank, by name."""
-        buffers = self._forms.capturing.model.named_buffers()
+        buffers = self._captures.capturer.model.named_buffers()
         return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
 
     def _moved_gradients(
-        self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
+        self, reference: Reference, batch: _TrainedBatch, gradients: dict[str, Tensor]
     ) -> State:
         """Returns the plain gradients after all parameters moved by a unit in the last place.
 
@@ -355,18 +367,19 @@ class Shadow(BatchObserver):
         gradients.update(reference.gradients())
         return moved
 
-    def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
+    def _compare_losses(self, loss: Nest, right: Nest) -> list[str]:
         """Returns "the loss" if it differs by more than rounding, else nothing."""
-        for one, other in zip(tensors_of(loss), tensors_of(right)):
+        several = self._pipeline.replicas.ranks > 1
+        for value, expected in zip(tensors_of(loss), tensors_of(right)):
             # A loss with a value for each micro-batch has another shape, and is not compared.
-            if list(one.shape) == list(other.shape):
-                most = ROUNDING * largest_of(other) if self._pipeline.replicas.ranks > 1 else 0
-                if largest_gap(one, other) > most:
+            if list(value.shape) == list(expected.shape):
+                limit = ROUNDING * largest_of(expected) if several else 0
+                if largest_gap(value, expected) > limit:
                     return ["the loss"]
         return []
 
-    def _different_state(self, reference: Reference) -> list[str]:
-        """Names the parameters, buffers and modes of layers that differ before the step."""
+    def _compare_state(self, reference: Reference) -> list[str]:
+        """Returns in words which parameters, buffers and modes of layers differ before the step."""
         # With several replicas each one has running statistics of its own data.
         alone = self._pipeline.replicas.ranks == 1
         state = compare_state(self._pipe, reference, self._number, alone)
@@ -379,7 +392,9 @@ class Shadow(BatchObserver):
         ]
         return differences
 
-    def _refuse(self, differing: list[str], gradients: Sequence[str] | None, batch: _Batch) -> None:
+    def _refuse_differences(
+        self, differing: list[str], gradients: Sequence[str] | None, batch: _TrainedBatch
+    ) -> None:
         """Raises an error on all ranks if one of them has found a difference. Collective.
 
         Args:
@@ -387,12 +402,14 @@ class Shadow(BatchObserver):
             gradients: The parameters whose gradients differ; None after a step, which has no node.
             batch: The batch.
         """
-        where = None if gradients is None or not differing else self._culprit(gradients, batch)
+        where = None
+        if gradients is not None and differing:
+            where = self._find_node(gradients, batch)
         parts = all_ranks().all_gather((differing, where))
-        everything = [one for part, _ in parts for one in part]
+        everything = [difference for of_rank, _ in parts for difference in of_rank]
         if not everything:
             return
-        places = [place for part, place in parts if part and place]
+        places = [place for of_rank, place in parts if of_rank and place]
         self._end()
         raise CaptureError(
             f"batch {self._number} does not train as the plain model does: {everything[0]} "
@@ -405,32 +422,32 @@ class Shadow(BatchObserver):
             "one already, set recompute_interval=0 and schedule_mode='1F1B'",
         )
 
-    def _culprit(self, names: Sequence[str], batch: _Batch) -> str | None:
+    def _find_node(self, names: Sequence[str], batch: _TrainedBatch) -> str | None:
         """Returns the layer, micro-batch, file and line of the first node that differs."""
         reference = self._reference
-        if reference is None or not isinstance(reference.model, Untouched):
+        if reference is None or not isinstance(reference.model, PlainCopy):
             return None
-        capturing = self._forms.capturing
-        again = Capturing(
-            *(reference.model.plain, capturing.example), shape_inputs=capturing.shape_inputs
+        capturer = self._captures.capturer
+        again = Capturer(
+            *(reference.model.plain, capturer.example), shape_inputs=capturer.shape_inputs
         )
-        again.unopened = capturing.unopened
-        forms, keys = Forms(again, ()), batch.observed.keys
+        again.unopened = capturer.unopened
+        captures, keys = StagedCaptures(again, ()), batch.observed.keys
         for number, inputs in enumerate(batch.inputs):
-            form = forms.of(again.look_of(inputs), training=True)
+            staged = captures.for_batch(again.signature_for(inputs), training=True)
             if keys is not None:
                 keys.micro_batch = GlobalMicroBatch(number)
-            node = first_difference(again, form, copy_tensors(inputs), keys)
+            node = find_first_differing_node(again, staged, copy_tensors(inputs), keys)
             if node is not None:
-                return f"first in {node.name}, micro-batch {number}, {node.place}"
-        form = self._forms.example(training=True)
-        node = node_of(form, self._forms.capturing.model, names, backwards=True)
-        return None if node is None else f"in backward first in {node.name}, {node.place}"
+                return f"first in {node.name}, micro-batch {number}, {node.location}"
+        staged = self._captures.of_example(training=True)
+        node = find_node_using(staged, self._captures.capturer.model, names, backwards=True)
+        return None if node is None else f"in backward first in {node.name}, {node.location}"
 
     def _count_batch(self) -> None:
         """Counts the batch, and ends the comparison after the last one."""
         self._batch = None
-        self._left = self._buffers()
+        self._digests_left = self._digest_buffers()
         self._number += 1
         if self._number == self._batches:
             log.once(
@@ -447,12 +464,12 @@ class Shadow(BatchObserver):
         self._reference = self._batch = None
 
 
-def _first_of_ranks(value: _Value | None) -> _Value | None:
-    """Returns the first rank's value that is not empty, else None. Collective."""
+def _first_found(value: _Value | None) -> _Value | None:
+    """Returns the first value of all ranks that is not empty; None if there is none. Collective."""
     return next(filter(None, all_ranks().all_gather(value)), None)
 
 
-def _gap(gradient: Tensor | None, right: Tensor | None) -> float:
+def _gradient_gap(gradient: Tensor | None, right: Tensor | None) -> float:
     """Returns the largest gap between two gradients; a missing one counts as zeros."""
     return largest_gap(*zeros_for_missing(gradient, right))
 

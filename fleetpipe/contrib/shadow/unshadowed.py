@@ -6,7 +6,7 @@ from types import FunctionType
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.running.captured_state import bytes_for_each_process, bytes_to_train
-from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.running.variants import StagedCaptures
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.backward.added_gradients import is_watched
 from fleetpipe.dygraph.batch.micro_batches import ObservedBatch
@@ -18,13 +18,13 @@ _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
 def obstacle(
-    pipeline: PipelineParallel, forms: Forms, batch: ObservedBatch, first: bool
+    pipeline: PipelineParallel, captures: StagedCaptures, batch: ObservedBatch, first: bool
 ) -> str | None:
     """Returns why the plain model cannot be trained beside a batch; None if it can.
 
     Args:
         pipeline: The pipeline.
-        forms: The runs of the plain model's forward.
+        captures: The runs of the plain model's forward.
         batch: The batch.
         first: Whether there is no copy of the model yet.
     """
@@ -33,7 +33,7 @@ def obstacle(
         return "the loss is trained too, and both would add to its gradients"
     if any(map(is_watched, pipe.state.own_parameters().values())):
         return "a parameter has a hook on its gradient, which a copy of it has not"
-    holder = _holds_on(forms.capturing.model)
+    holder = _holds_on(captures.capturer.model)
     if holder is not None:
         return f"a function of {holder} holds on to what a copy has anew"
     if pipeline.model_parallel.ranks > 1:
@@ -44,7 +44,7 @@ def obstacle(
         return f"backward starts from loss function {batch.loss_fn_idx}"
     if batch.scaler is not None and batch.scaler.is_enable():
         return "a GradScaler scales the gradients"
-    needs = bytes_to_train(forms.capturing.model, forms.example(training=True).trace)
+    needs = bytes_to_train(captures.capturer.model, captures.of_example(training=True).trace)
     free = bytes_for_each_process()
     if first and free is not None and needs > free:
         return (

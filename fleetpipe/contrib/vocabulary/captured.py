@@ -12,7 +12,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.stages import CapturedStages
-from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.running.variants import StagedCaptures
 from fleetpipe.capture.tracing.value import Capture, Node, Ref, Scope
 from fleetpipe.contrib.vocabulary import (
     DeferredLogits,
@@ -99,10 +99,14 @@ class HeadInParts(paddle.nn.Layer):
         return DeferredLogits(hidden, self.parts)
 
     def stages(
-        self, forms: Forms, training: Callable[[], bool], runner: StageRunner, placement: Placement
+        self,
+        captures: StagedCaptures,
+        training: Callable[[], bool],
+        runner: StageRunner,
+        placement: Placement,
     ) -> HeadedStages:
         """Returns the stages of the model, and behind them the parts and the loss."""
-        return HeadedStages(forms, training, runner, placement)
+        return HeadedStages(captures, training, runner, placement)
 
     def require_last(self, *traces: Capture) -> None:
         """Refuses a model that uses its logits itself, in training or in evaluation."""
@@ -113,7 +117,7 @@ class HeadInParts(paddle.nn.Layer):
                 raise CaptureError(
                     f"the model does something with the logits of {self.path!r}",
                     expected="a model that calls this layer once, and returns what it returns",
-                    got=f"{len(calls)} calls; last {last.name}, {last.place}",
+                    got=f"{len(calls)} calls; last {last.name}, {last.location}",
                     fix="do that in the loss function, or leave vocabulary_head out",
                 )
 
@@ -202,10 +206,14 @@ class HeadedStages(CapturedStages):
     """The stages of a captured model, followed by the parts of its head and the loss."""
 
     def __init__(
-        self, forms: Forms, training: Callable[[], bool], head: StageRunner, placement: Placement
+        self,
+        captures: StagedCaptures,
+        training: Callable[[], bool],
+        head: StageRunner,
+        placement: Placement,
     ) -> None:
         """Takes the captured runs, and the runner of the stages after them."""
-        super().__init__(forms, training)
+        super().__init__(captures, training)
         self._head, self._body = head, placement.body
         self._chain: Borders = HeadBorders(placement)
         ends = [Edge(*ends) for ends in placement.chain()]

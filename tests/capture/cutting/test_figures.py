@@ -14,7 +14,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet, log
 from fleetpipe.capture.cutting.auto import measure_nodes
-from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.errors import CaptureError, ConfigError, PartitionError
 from fleetpipe.fleet.meta_parallel import LayerDesc
@@ -242,7 +242,7 @@ class Stored(nn.Layer):  # type: ignore[misc]
 
 
 def profile_of(model: nn.Layer, inputs: Any) -> Profile:
-    capturing = Capturing(model, inputs)
+    capturing = Capturer(model, inputs)
     return measure_nodes(capturing, capturing(signature_of(capturing.example), True), [])
 
 

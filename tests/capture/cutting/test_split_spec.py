@@ -13,9 +13,9 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import SplitPoint
-from fleetpipe.capture.cutting.auto import Choice, choose, measure_nodes, places
+from fleetpipe.capture.cutting.auto import Choice, choose, find_cut_points, measure_nodes
 from fleetpipe.capture.cutting.split_spec import AtCall
-from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.capturing import Capturer
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError, PartitionError
@@ -201,11 +201,11 @@ def test_the_same_model_gets_the_same_cut_whatever_the_noise(stages: int) -> Non
 
 
 def test_no_cut_parts_the_calls_of_what_keeps_running_statistics() -> None:
-    capturing = Capturing(Norms(), paddle.randn([4, 3]))
+    capturing = Capturer(Norms(), paddle.randn([4, 3]))
     look = signature_of(capturing.example)
     training, evaluation = capturing(look, True), capturing(look, False)
     # norm, a, tanh, b, norm again, the product, last.
-    found, refused = places(training, evaluation)
+    found, refused = find_cut_points(training, evaluation)
     assert list(found) == [5, 6]
     assert set(refused) == {1, 2, 3, 4}
     assert all("'norm._mean' is used on both sides" in reason for reason in refused.values())
@@ -213,7 +213,7 @@ def test_no_cut_parts_the_calls_of_what_keeps_running_statistics() -> None:
 
 def test_each_node_is_measured_and_the_model_stays_as_it_was() -> None:
     model = UNet()
-    capturing = Capturing(model, images(2, 16)[0])
+    capturing = Capturer(model, images(2, 16)[0])
     training = capturing(signature_of(capturing.example), True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     costs = measure_nodes(capturing, training, []).layers[1:-1]

@@ -16,7 +16,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.capture.proof import Proof
-from fleetpipe.capture.proof.training import CapturedRun
+from fleetpipe.capture.proof.training import StagesTrainer
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.tracing import capturing
 from fleetpipe.capture.tracing.value import Capture
@@ -229,13 +229,13 @@ def test_a_split_backward_that_goes_wrong_is_found(monkeypatch: pytest.MonkeyPat
 def test_hooks_that_are_not_called_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Sum()
     model.second.register_forward_post_hook(lambda layer, inputs, output: None)
-    train = CapturedRun.train
+    train = StagesTrainer.train
 
     def without(run: Any, step: Any) -> Any:
         model.second._forward_post_hooks.clear()
         return train(run, step)
 
-    monkeypatch.setattr(CapturedRun, "train", without)
+    monkeypatch.setattr(StagesTrainer, "train", without)
     with pytest.raises(CaptureError, match="call the hooks of second 0 times, and the model"):
         proof(model, X, ["second"])
 

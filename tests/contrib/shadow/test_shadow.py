@@ -249,7 +249,7 @@ def test_a_copy_that_trains_otherwise_is_no_measure(
 def test_a_model_that_finds_no_room_is_not_called_equal(
     monkeypatch: Patch, caplog: LogCapture
 ) -> None:
-    monkeypatch.setattr(captured_state, "_available", lambda: 1000)
+    monkeypatch.setattr(captured_state, "_available_bytes", lambda: 1000)
     test_a_copy_that_trains_otherwise_is_no_measure(Gated, "the model needs about", caplog)
 
 

@@ -130,7 +130,7 @@ def main(package: str, file: str) -> None:
         for name, tensor in pipe.full_state_dict().items():
             if not np.array_equal(tensor, plain.state_dict()[name]):
                 different.append(f"{name} {step}")
-    unopened = pipe.forms.example(training=True).trace.unopened
+    unopened = pipe.captures.of_example(training=True).trace.unopened
     Path(file).write_text(json.dumps({"different": different, "unopened": list(unopened)}))
 
 

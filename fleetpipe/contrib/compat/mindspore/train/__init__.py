@@ -11,7 +11,7 @@ from fleetpipe import fleet
 from fleetpipe.aliases import Layer, Nest, Optimizer
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.capture.running.variants import Form
+from fleetpipe.capture.running.variants import StagedCapture
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.contrib.callbacks import LossMonitor
 from fleetpipe.contrib.compat.mindspore import context, nn
@@ -211,20 +211,20 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     """
     rank_folder = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
     rank_folder.mkdir(parents=True, exist_ok=True)
-    placement, form = schedule.placement, captured.forms.example(training=True)
+    placement, staged = schedule.placement, captured.captures.of_example(training=True)
     stages = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
     for stage in stages:
-        _write(rank_folder / f"stage_{stage}.txt", _lines(form, stage))
+        _write(rank_folder / f"stage_{stage}.txt", _lines(staged, stage))
     edges = captured.owned_stages.edges(training=True)
     _write(rank_folder / "plan.txt", [str(schedule.lower(edges))])
     events = events_of(schedule.simulate(edges=edges))
     write_trace(rank_folder / "schedule.json", {schedule.name: events}, placement, edges=edges)
 
 
-def _lines(form: Form, stage: int) -> Iterator[str]:
+def _lines(staged: StagedCapture, stage: int) -> Iterator[str]:
     """Yields the nodes of a stage, each followed by its parameters."""
-    for node in form.nodes(stage):
-        yield f"{node.name}  {node.place}"
+    for node in staged.nodes(stage):
+        yield f"{node.name}  {node.location}"
         for parameter in _parameters(node):
             yield f"  {parameter}"
 
@@ -235,7 +235,7 @@ def _parameters(node: Node) -> list[str]:
         layer: Layer = node.function
         named = [(f"{node.scopes[-1].path}.{name}", p) for name, p in layer.named_parameters()]
     else:
-        named = [(owned.path, getattr(owned.layer, owned.name)) for owned in node.owned]
+        named = [(owned.path, owned.tensor) for owned in node.state_refs]
     return [f"{name} {list(parameter.shape)}" for name, parameter in named]
 
 
