@@ -1,4 +1,4 @@
-"""The hooks and timers around the forwards and backwards of a stage, with Fleet's names.
+"""Calls the user's hooks and times around the forwards and backwards of stages, as Fleet does.
 
 Hooks of ``PipelineParallelMicroStepLocations`` are in one registry for all wrappers of a process.
 The timers are those of ``pp_configs.enable_timer``, and wait for the GPU as Fleet's do. A trial is
@@ -23,14 +23,17 @@ from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.schedules import Action, Op, Recv, Schedule, Send
 from fleetpipe.schedules.action import flatten
 
+#: Whether :func:`trial` is open.
 _trial = ContextVar("trial", default=False)
 
+#: ``hook(number)`` is called before a forward, backward or bubble with its number.
 NumberedHook = Callable[[int], object]
 
 _log = log.logger(__name__)
 
+#: How Fleet's names of timers spell sends and receives, and their directions.
 _TRANSFERS = {"S": "send", "R": "recv"}
-_WAYS = {"F": "forward", "B": "backward"}
+_DIRECTIONS = {"F": "forward", "B": "backward"}
 
 
 @contextmanager
@@ -44,12 +47,12 @@ def trial() -> Iterator[None]:
 
 
 def is_trial() -> bool:
-    """Whether :func:`trial` is open."""
+    """Whether :func:`trial` is open in this thread."""
     return _trial.get()
 
 
 class NumberedHooks:
-    """Hooks by the number of the forward, backward or bubble before which they are called.
+    """The hooks before the forwards, the backwards or the bubbles of a rank in a batch, by number.
 
     Attributes:
         hooks_capacity: The number of forwards, backwards or bubbles of a rank in a batch.
@@ -85,13 +88,13 @@ class NumberedHooks:
         self._hooks[location].append(hook)
 
     def run(self, number: int) -> None:
-        """Calls the hooks of one forward, backward or bubble."""
+        """Calls the hooks before the forward, backward or bubble ``number``."""
         for hook in self._hooks.get(number, ()):
             hook(number)
 
 
 class UserHooks:
-    """All numbered hooks of a wrapper.
+    """All numbered hooks of a wrapped model.
 
     Attributes:
         forward: Called before each forward of a stage, m * v times on each rank.
@@ -134,7 +137,7 @@ def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
 
 
 class HookCalls(BatchObserver):
-    """Calls the hooks around the actions of stages, and counts them for each rank played here.
+    """Calls the hooks around the actions of stages; counts the actions of each rank played here.
 
     Attributes:
         hooks: The numbered hooks.
@@ -147,18 +150,18 @@ class HookCalls(BatchObserver):
         self._bubbles = {
             rank: bubbles_before(schedule, rank) if bubbles else Counter[int]() for rank in ranks
         }
-        self._done: Counter[tuple[str, int]] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()
         self._training = False
-        self._step: int | None = None
+        self._step_id: int | None = None
 
     def of_batch(self, training: bool) -> HookCalls | None:
-        """Restarts the counts for a batch; numbered hooks are called in training only.
+        """Begins a batch: numbers start at 0 again. Numbered hooks are called in training only.
 
         Returns:
             This object, to call around the batch's forwards and backwards; None if neither this
             wrapper nor the registry of all wrappers has a hook.
         """
-        self._done.clear()
+        self._counts.clear()
         self._training = training
         return self if self.hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
 
@@ -166,32 +169,32 @@ class HookCalls(BatchObserver):
         """Calls the hooks of the bubbles after the last action of each rank."""
         if self.hooks.bubble:
             for rank in self._bubbles:
-                self._bubble(rank)
+                self._run_bubble_hooks(rank)
 
     def before_forward(self, stage: int, value: Nest) -> None:
         """See :class:`StageHooks`."""
-        self._step = self._count("forward", stage, self.hooks.forward)
+        self._step_id = self._count_action("forward", stage, self.hooks.forward)
         pipeline_parallel_callbacks_.on_location(
-            Locations.FORWARD_BEGIN, input_tensor=value, step_id=self._step
+            Locations.FORWARD_BEGIN, input_tensor=value, step_id=self._step_id
         )
 
     def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
         """See :class:`StageHooks`."""
         pipeline_parallel_callbacks_.on_location(
-            Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step
+            Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step_id
         )
 
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
         """See :class:`StageHooks`."""
-        self._step = self._count("backward", stage, self.hooks.backward)
+        self._step_id = self._count_action("backward", stage, self.hooks.backward)
         pipeline_parallel_callbacks_.on_location(
             Locations.BACKWARD_BEGIN,
             input_tensor=value,
             output_tensor=output,
-            output_tensor_grad=_shaped_like(output, output_grads),
-            step_id=self._step,
+            output_tensor_grad=_in_form_of(output, output_grads),
+            step_id=self._step_id,
         )
 
     def after_backward(
@@ -202,16 +205,16 @@ class HookCalls(BatchObserver):
             Locations.BACKWARD_END,
             input_tensor=value,
             output_tensor=output,
-            output_tensor_grad=_shaped_like(output, output_grads),
-            input_tensor_grad=_shaped_like(value, input_grads),
-            step_id=self._step,
+            output_tensor_grad=_in_form_of(output, output_grads),
+            input_tensor_grad=_in_form_of(value, input_grads),
+            step_id=self._step_id,
         )
 
     def before_weight_grad(self, stage: int) -> None:
         """See :class:`StageHooks`."""
-        self._count("weight", stage, None)
+        self._count_action("weight", stage, None)
 
-    def _count(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
+    def _count_action(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
         """Counts an action, and calls its numbered hooks and those of bubbles before it.
 
         Returns:
@@ -220,23 +223,23 @@ class HookCalls(BatchObserver):
         if not self._training:
             return None
         rank = self._rank_of(stage)
-        number = self._done[kind, rank]
-        self._bubble(rank)
+        number = self._counts[kind, rank]
+        self._run_bubble_hooks(rank)
         if hooks is not None:
             hooks.run(number)
-        self._done[kind, rank] += 1
-        self._done["action", rank] += 1
+        self._counts[kind, rank] += 1
+        self._counts["action", rank] += 1
         return number
 
-    def _bubble(self, rank: int) -> None:
-        """Calls the hooks of the bubbles before the next action of a rank."""
-        for _ in range(self._bubbles[rank][self._done["action", rank]]):
-            self.hooks.bubble.run(self._done["bubble", rank])
-            self._done["bubble", rank] += 1
+    def _run_bubble_hooks(self, rank: int) -> None:
+        """Calls the hooks of the bubbles between the last action of a rank and its next one."""
+        for _ in range(self._bubbles[rank][self._counts["action", rank]]):
+            self.hooks.bubble.run(self._counts["bubble", rank])
+            self._counts["bubble", rank] += 1
 
 
-def _shaped_like(value: Nest, grads: Gradients) -> Tensor | Gradients:
-    """Returns the gradient of a value in the value's form: one tensor, or a tuple of gradients."""
+def _in_form_of(value: Nest, grads: Gradients) -> Tensor | Gradients:
+    """Returns gradients as hooks get them: a tensor if ``value`` is one, otherwise a tuple."""
     if grads is None:
         return None
     return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)
@@ -246,6 +249,7 @@ class Timer:
     """Adds up the time between its starts and stops."""
 
     def __init__(self, name: str) -> None:
+        """Starts with 0 seconds."""
         self.name = name
         self._elapsed = 0.0
         self._started: float | None = None
@@ -287,7 +291,7 @@ class Timer:
         self._started = None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Returns the seconds so far; a running timer continues."""
+        """Returns the seconds so far; if ``reset``, they restart at 0. A running timer continues."""
         running = self.running
         if running:
             self.stop()
@@ -310,7 +314,7 @@ class Timers:
         self.timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
-        """Returns the timer of that name."""
+        """Returns the timer of that name, which is created on its first use."""
         if name not in self.timers:
             self.timers[name] = Timer(name)
         return self.timers[name]
@@ -326,7 +330,13 @@ class Timers:
             timer.stop()
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Writes the milliseconds of ``names`` to standard error, as one line."""
+        """Logs the milliseconds of some timers as one line.
+
+        Args:
+            names: The names of the timers.
+            normalizer: The number by which times are divided, such as a number of steps.
+            reset: Whether to set the timers to 0.
+        """
         texts = [
             f"{name}: {self.timers[name].elapsed(reset) * 1000.0 / normalizer:.2f}"
             for name in names
@@ -335,15 +345,16 @@ class Timers:
 
 
 class TimedActions(BatchObserver):
-    """Times actions and the transfers between stages, and logs all timers after a batch."""
+    """An observer that times actions and transfers, and logs all timers after a batch."""
 
     in_evaluation = True
 
     def __init__(self, timers: Timers) -> None:
+        """Adds the times to ``timers``."""
         self._timers, self._clock = timers, device_clock()
 
     def end(self) -> None:
-        """Logs the times of the batch."""
+        """Called after a batch: logs the times."""
         self._timers.log(self._timers.timers)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
@@ -351,7 +362,7 @@ class TimedActions(BatchObserver):
         if isinstance(op, Action):
             name = "forward_step" if op.kind == "F" else "backward_step"
         elif isinstance(op, (Send, Recv)):
-            name = f"{_TRANSFERS[op.letter]}_{_WAYS[op.kind]}"
+            name = f"{_TRANSFERS[op.letter]}_{_DIRECTIONS[op.kind]}"
         else:
             return instruction
 

@@ -1,4 +1,4 @@
-"""Measures the cost of each layer of a stage, separately, on its real input.
+"""Measures the time and memory of each layer of a stage, separately, on its real input.
 
 A layer runs forward and backward several times as if it were a stage, on detached copies of its
 input; then its output is the input of the next layer. Start with :class:`LayerMeter`.
@@ -46,20 +46,21 @@ Functions = Mapping[int, Callable[[Nest], Nest]]
 #: the input of the first function.
 CallsOf = Callable[[int, Nest], tuple[Functions, Nest]]
 
-_FIRST = MicroBatch(0)
+_FIRST_MICRO_BATCH = MicroBatch(0)
 
-#: Schedules of a single layer: with a split backward, and with a full one.
-_SPLIT, _FULL = (
+#: Schedules of a single layer and micro-batch: with a split backward, and with a full one.
+_SPLIT_SCHEDULE, _FULL_SCHEDULE = (
     Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k in kinds),))
     for kinds in ("FIW", "FB")
 )
 
 
 class Sample(NamedTuple):
-    """The cost of one run of a layer, in seconds and bytes, as in ``LayerCost``.
+    """The cost of one run of a layer, in seconds and bytes; :class:`LayerCost` has these fields.
 
-    ``free`` are the bytes of its output that its own graph does not keep. ``input_grad`` and
-    ``weight_grad`` are None if they were not measured. Exchanges are counted over F and B together.
+    ``free`` are the bytes of the output that the layer's own graph does not save. ``input_grad``
+    and ``weight_grad`` are None if they were not measured. Exchanges with other ranks are counted
+    over F and B together.
     """
 
     forward: float
@@ -88,6 +89,8 @@ class Sample(NamedTuple):
 class LayerMeter:
     """Measures the layers of this process, and stores the samples.
 
+    A unit is a micro-batch, or a sequence chunk of one if the schedule cuts sequences.
+
     Attributes:
         samples: The samples of each layer, by the number of the unit in its micro-batch and the
             number of the layer in the whole list; the loss counts as one more layer.
@@ -106,19 +109,20 @@ class LayerMeter:
         Args:
             count: The number of layers of the whole model.
             calls_of: Returns the functions that a stage runs, and the input of the first one.
-            layers_of: Returns the layers of a stage whose backward can be split.
-            units: The units into which micro-batches are cut. If they are cut, no backward is
-                split.
+            layers_of: Returns the layers of a stage whose backward can be split, by number.
+            units: Cuts micro-batches into units. If there are several, no backward is split.
             splits: Whether to measure I and W as well.
         """
         self.samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
         self._units, self._count = units, count
-        self._splits = splits and units.count == 1
+        self._measures_split = splits and units.count == 1
         self._calls_of, self._layers_of = calls_of, layers_of
-        self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
+        self._one_layer_per_stage = Partition(
+            tuple(range(count + 1)), "each", (LayerInfo(""),) * count
+        )
         self._meters: dict[tuple[int, int], _Meter] = {}
         self._runners: dict[int, tuple[Functions, StageRunner]] = {}
-        #: Whether a layer writes into its input, by its number; filled by the layer's first run.
+        #: Whether each layer that has run writes into its input, by number.
         self._writes: dict[int, bool] = {}
 
     def run_of(self, stage: int) -> Run:
@@ -133,9 +137,9 @@ class LayerMeter:
             for number, function in functions.items():
                 if (index, number) not in self._meters:
                     layer = {number: layers[number]} if number in layers else {}
-                    self._meters[index, number] = self._meter(index, function, layer)
+                    self._meters[index, number] = self._new_meter(index, function, layer)
                 meter = self._meters[index, number]
-                meter.run = functools.partial(self._run, runner, number)
+                meter.run = functools.partial(self._run_layer, runner, number)
                 box = [value]
                 del value
                 value, sample = meter.sample(box, micro_batch)
@@ -145,16 +149,19 @@ class LayerMeter:
         return run
 
     def _runner(self, stage: int, functions: Functions) -> StageRunner:
-        """Returns the runner for single layers of a stage."""
+        """Returns the runner for single layers of a stage, which has these functions now."""
         runner = self._runners.get(stage)
         if runner is None or runner[0] != functions:
-            runner = self._runners[stage] = (functions, StageRunner(functions, self._each))
+            runner = self._runners[stage] = (
+                functions,
+                StageRunner(functions, self._one_layer_per_stage),
+            )
         return runner[1]
 
-    def _run(
+    def _run_layer(
         self, runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
     ) -> Nest:
-        """Runs a layer; copies its input, which costs time, only if the layer writes into it."""
+        """Runs layer ``number``; copies its input, which costs time, only if it writes into it."""
         if self._writes.get(number):
             return runner.function(number)(value, micro_batch)
         copies = {} if number in self._writes else copies_of(value)
@@ -166,21 +173,29 @@ class LayerMeter:
         return output
 
     def take_loss(self, index: int, loss: Criterion, output: Nest, label: Nest) -> None:
-        """Measures a loss like one more layer, whose output is the input of no layer."""
-        meter = self._meter(index, loss, {})
+        """Measures a loss function like one more layer.
+
+        Args:
+            index: The number of the unit in its micro-batch.
+            loss: The loss function.
+            output: The output of the last layer.
+            label: The labels of the unit.
+        """
+        meter = self._new_meter(index, loss, {})
         meter.run = lambda value, _: loss(value, label)
         _, sample = meter.sample([map_tensors(leaf_like, output)], None)
         self.samples[index, self._count].append(sample._replace(output=0, saved=0))
 
-    def _meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
-        return _Meter(function, layer, self._splits, self._units, index)
+    def _new_meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
+        """Returns a meter of a function; ``layer`` has the layer if its backward can be split."""
+        return _Meter(function, layer, self._measures_split, self._units, index)
 
 
 class _Meter:
     """Measures one layer repeatedly.
 
     Attributes:
-        run: Runs the layer.
+        run: Runs the layer on a value; set before :meth:`sample`.
     """
 
     run: Run
@@ -193,16 +208,25 @@ class _Meter:
         units: Units,
         index: int,
     ) -> None:
-        # Whether to split its backward too, and whether later units send gradients to kept values.
-        self._splits, self._awaited = splits, index < units.count - 1
-        self._again = units.again
+        """Prepares to measure a layer.
+
+        Args:
+            function: The layer, or a function.
+            layer: The layer by its number, if its backward can be split; else empty.
+            splits: Whether to measure I and W as well.
+            units: Cuts micro-batches into units.
+            index: The number of the unit in its micro-batch.
+        """
+        # Later units of the micro-batch send gradients to the values that this one keeps for them.
+        self._measures_split, self._gets_later_gradients = splits, index < units.count - 1
+        self._unit_again = units.again
         # On a CPU the thread's processor time, in which other load does not count.
-        self._now = device_clock(time.thread_time)
-        self._piece = RecomputedPiece("", [function])
-        self._split = SplitBackward(_SPLIT, lambda _: layer)
-        self._full = SplitBackward(_FULL, lambda _: layer)
-        self._warm = False
-        self._free = 0
+        self._clock = device_clock(time.thread_time)
+        self._recomputed_piece = RecomputedPiece("", [function])
+        self._split_backward = SplitBackward(_SPLIT_SCHEDULE, lambda _: layer)
+        self._full_backward = SplitBackward(_FULL_SCHEDULE, lambda _: layer)
+        self._is_warm = False
+        self._unsaved = 0
 
     def sample(self, box: list[Nest], micro_batch: GlobalMicroBatch | None) -> tuple[Nest, Sample]:
         """Runs the layer; returns its detached output, and the cost of a run.
@@ -215,18 +239,20 @@ class _Meter:
         def run(value: Nest) -> Nest:
             return self.run(value, micro_batch)
 
-        if not self._warm:
+        if not self._is_warm:
             # The first run is slower: it allocates gradients, and if split it examines the layer.
             self._run_full(run, box[0])
-            if self._splits:
+            if self._measures_split:
                 self._run_split(run, box[0])
-            self._free = self._unsaved_bytes(run, box[0])
-            self._warm = True
-        recompute = self._splits and self._piece.needs_recompute(box[0])
-        with groups.counting_traffic(self._now) as sent:
+            self._unsaved = self._unsaved_bytes(run, box[0])
+            self._is_warm = True
+        recompute = self._measures_split and self._recomputed_piece.needs_recompute(box[0])
+        with groups.counting_traffic(self._clock) as sent:
             forward, backward, held, working = self._run_full(run, box[0])
-        apart = self._run_split(run, box[0]) if self._splits else (forward, None, None, 0, 0)
-        split_forward, input_grad, weight_grad, held_split, waiting = apart
+        split = (
+            self._run_split(run, box[0]) if self._measures_split else (forward, None, None, 0, 0)
+        )
+        split_forward, input_grad, weight_grad, held_split, waiting = split
         output = run(box[0])
         # A recomputed layer holds only its output until backward.
         saved = max(held - bytes_of(output, box[0]), 0) if recompute else 0
@@ -236,7 +262,7 @@ class _Meter:
         output = map_tensors(leaf_like, output)
         sample = Sample(
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
-            *(held, releases, held_split, waiting, working, saved, self._free),
+            *(held, releases, held_split, waiting, working, saved, self._unsaved),
             *(sent.exchanges, sent.nbytes, sent.expert_seconds / forward if forward else 0),
             *(sent.routed, sent.queries, sent.keys),
             heads=sent.heads,
@@ -248,58 +274,62 @@ class _Meter:
         """Runs F and B.
 
         Returns:
-            The seconds of both, the bytes held between them, and the bytes used temporarily.
+            The seconds of F and of B, the bytes saved between them, and the bytes used temporarily.
         """
         value = map_tensors(leaf_like, value)
         before = allocated_bytes()
         restart_peak()
-        begin = self._now()
-        with self._again() as kept, self._full.recording(0, _FIRST):
+        begin = self._clock()
+        with self._unit_again() as kept, self._full_backward.recording(0, _FIRST_MICRO_BATCH):
             output = run(value)
-        forward = self._now() - begin
+        forward = self._clock() - begin
         held = max(allocated_bytes() - before, 0)
         working = max(peak_bytes() - before - held, 0)
-        made, ones = _gradients_for(output, value)
-        if self._awaited:
+        roots, ones = _gradients_for(output, value)
+        if self._gets_later_gradients:
             # The gradients that later units send to kept values wait for this unit's backward.
-            waiting, gradients = _gradients_for(list(kept.values()), None)
-            made, ones, held = made + waiting, ones + gradients, held + bytes_of(waiting)
-        at = allocated_bytes()
+            kept_roots, kept_ones = _gradients_for(list(kept.values()), None)
+            roots, ones, held = roots + kept_roots, ones + kept_ones, held + bytes_of(kept_roots)
+        before_backward = allocated_bytes()
         restart_peak()
-        begin = self._now()
-        if made:
-            with self._full.in_backward(0, _FIRST):
-                paddle.autograd.backward(made, ones)
-        backward = self._now() - begin
-        return forward, backward, held, max(working, peak_bytes() - at)
+        begin = self._clock()
+        if roots:
+            with self._full_backward.in_backward(0, _FIRST_MICRO_BATCH):
+                paddle.autograd.backward(roots, ones)
+        backward = self._clock() - begin
+        return forward, backward, held, max(working, peak_bytes() - before_backward)
 
     def _run_split(
         self, run: Callable[[Nest], Nest], value: Nest
     ) -> tuple[float, float, float, int, int]:
-        """Runs F, I and W; returns their times, and the bytes held before I and before W."""
-        split, without = self._split, allocated_bytes()
+        """Runs F, I and W.
+
+        Returns:
+            The seconds of each, the bytes saved between F and I, and those between I and W.
+        """
+        split, before_copies = self._split_backward, allocated_bytes()
         # Copies that nothing else refers to: it is measured whether they are kept until W.
         value = map_tensors(lambda tensor: leaf_like(tensor, copied=True), value)
         before = allocated_bytes()
-        begin = self._now()
-        with split.recording(0, _FIRST):
+        begin = self._clock()
+        with split.recording(0, _FIRST_MICRO_BATCH):
             output = run(value)
-        forward = self._now() - begin
+        forward = self._clock() - begin
         held = max(allocated_bytes() - before, 0)
-        made, ones = _gradients_for(output, value)
-        begin = self._now()
-        with split.input_grads(0, _FIRST):
-            if made:
-                paddle.autograd.backward(made, ones)
-        input_grad = self._now() - begin
+        roots, ones = _gradients_for(output, value)
+        begin = self._clock()
+        with split.input_grads(0, _FIRST_MICRO_BATCH):
+            if roots:
+                paddle.autograd.backward(roots, ones)
+        input_grad = self._clock() - begin
         drop_gradients(differentiable(value))
-        del value, output, made, ones
-        waiting = max(allocated_bytes() - without, 0)
-        begin = self._now()
-        split.weight_grads(0, _FIRST)
-        weight_grad = self._now() - begin
-        split.release(0, _FIRST)
-        if not self._warm:
+        del value, output, roots, ones
+        waiting = max(allocated_bytes() - before_copies, 0)
+        begin = self._clock()
+        split.weight_grads(0, _FIRST_MICRO_BATCH)
+        weight_grad = self._clock() - begin
+        split.release(0, _FIRST_MICRO_BATCH)
+        if not self._is_warm:
             # Removes the hooks of the first batch. All later samples are of one batch, because the
             # first gradient of a batch is slower.
             split.end()
@@ -307,7 +337,7 @@ class _Meter:
 
     def _unsaved_bytes(self, run: Callable[[Nest], Nest], value: Nest) -> int:
         """Returns the bytes of a layer's output that its graph does not save for backward."""
-        with self._again():
+        with self._unit_again():
             output = run(map_tensors(leaf_like, value))
         # The sums keep the graph alive; Python's references to its nodes would never free it.
         roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
@@ -320,10 +350,15 @@ class _Meter:
 
 
 def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the outputs of a layer that need a gradient, and a gradient of ones for each."""
+    """Returns the tensors from which the backward of a layer starts, and ones as their gradients.
+
+    Args:
+        output: The output of the layer.
+        value: Its input, whose tensors the layer may return unchanged: these are left out.
+    """
     inputs = {id(tensor) for tensor in differentiable(value)}
-    made = [t for t in differentiable(output, roots=True) if id(t) not in inputs]
-    return made, [paddle.ones_like(tensor) for tensor in made]
+    roots = [t for t in differentiable(output, roots=True) if id(t) not in inputs]
+    return roots, [paddle.ones_like(tensor) for tensor in roots]
 
 
 def bytes_of(value: Nest, without: Nest = None) -> int:
@@ -334,45 +369,47 @@ def bytes_of(value: Nest, without: Nest = None) -> int:
 
 
 def fastest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the minimum of each number: other load on the machine only makes samples slower."""
-    return _typical(samples, min)
+    """Returns the minimum of each figure: other load on the machine only makes samples slower."""
+    return _combine(samples, min)
 
 
 def slowest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the maximum of each number, over ranks that compute a layer together."""
-    return _typical(samples, max)
+    """Returns the maximum of each figure, over ranks that compute a layer together."""
+    return _combine(samples, max)
 
 
-def _typical(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
-    """Combines each number of some samples by ``choose``; loads of experts are added up."""
+def _combine(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
+    """Combines each figure of some samples by ``choose``; the loads of experts are added up."""
     *figures, loads = zip(*samples)
-    chosen = [None if None in each else choose(each) for each in figures]
-    return Sample._make([*chosen, [[*map(sum, zip(*mixture))] for mixture in zip(*loads)]])
+    chosen = [None if None in of_samples else choose(of_samples) for of_samples in figures]
+    total_loads = [[*map(sum, zip(*of_mixture))] for of_mixture in zip(*loads)]
+    return Sample._make([*chosen, total_loads])
 
 
 def layer_costs(
     names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int, int]]
 ) -> list[LayerCost]:
-    """Returns the costs of consecutive layers.
+    """Returns the costs of consecutive layers, for a profile.
 
     Args:
         names: The names of the layers.
         samples: The sample of each layer.
-        sizes: The bytes of each layer's state, as of :func:`state_bytes`.
+        sizes: The bytes of each layer's state, as :func:`state_bytes` returns them.
     """
     costs: list[LayerCost] = []
     free = math.inf
-    for name, one, (trained, untrained, of_experts) in zip(names, samples, sizes):
-        # A layer releases no memory of its input that an earlier layer keeps.
-        releases, free = min(one.releases, free), one.free
+    for name, sample, (trained, untrained, of_experts) in zip(names, samples, sizes):
+        # A layer releases no memory of its input that an earlier layer saves.
+        releases, free = min(sample.releases, free), sample.free
         costs.append(
             LayerCost(
-                *(name, one.forward, one.backward, one.input_grad, one.weight_grad),
-                *(trained, trained, untrained, int(one.output), int(one.held), int(releases)),
-                *(int(one.held_split), int(one.waiting), int(one.working), int(one.saved)),
-                *(int(one.exchanges), int(one.exchanged), one.expert_share, of_experts),
-                *(int(one.routed), int(one.queries), int(one.keys), tuple(one.heads)),
-                tuple(map(tuple, one.loads)),
+                *(name, sample.forward, sample.backward, sample.input_grad, sample.weight_grad),
+                *(trained, trained, untrained, int(sample.output), int(sample.held)),
+                *(int(releases), int(sample.held_split), int(sample.waiting)),
+                *(int(sample.working), int(sample.saved), int(sample.exchanges)),
+                *(int(sample.exchanged), sample.expert_share, of_experts, int(sample.routed)),
+                *(int(sample.queries), int(sample.keys), tuple(sample.heads)),
+                tuple(map(tuple, sample.loads)),
             )
         )
     return costs
@@ -381,7 +418,7 @@ def layer_costs(
 def state_bytes(
     uses: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
-    """Returns for each layer the bytes of its trained tensors, of others, and of trained experts.
+    """Returns for each layer the bytes of its trained tensors, untrained ones, and trained experts.
 
     Args:
         uses: The tensors of each layer; a tensor counts for the first layer that has it.
@@ -404,11 +441,11 @@ def state_bytes(
 
 
 def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Returns the tensors of each layer, without the tensors of earlier layers."""
+    """Returns the tensors of each layer, each once, without those that an earlier layer has."""
     seen: set[int] = set()
-    names = []
+    new_tensors = []
     for tensors in uses:
         new = {id(tensor): tensor for tensor in tensors if id(tensor) not in seen}
         seen.update(new)
-        names.append(list(new.values()))
-    return names
+        new_tensors.append(list(new.values()))
+    return new_tensors
