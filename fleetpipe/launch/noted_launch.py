@@ -1,4 +1,4 @@
-"""Runs Paddle's launcher, and records its ranks' begins and ends in the attempt's folder."""
+"""Runs Paddle's launcher, and writes when its ranks start and end into the attempt's folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def launch() -> None:
 
 
 def require_sockets(ranks: int, cards: int) -> None:
-    """Checks that ranks may share cards.
+    """Checks that ranks may share GPUs, which NCCL refuses.
+
+    Args:
+        ranks: The number of ranks on this host.
+        cards: The number of GPUs.
 
     Raises:
         UsageError: The environment does not choose sockets as transport.
@@ -66,7 +70,7 @@ def require_sockets(ranks: int, cards: int) -> None:
 
 
 def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
-    """Returns the exit code of the rank that failed first.
+    """Returns the exit code of the rank that failed first, as a shell shows it; 0 if none failed.
 
     A rank that fails because of another rank, and may end before it, has the code ``EXIT_CODE``.
 
@@ -78,6 +82,7 @@ def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
     for rank, code in seen.items():
         codes.setdefault(rank, code)
     # The launcher may end a rank that is cleaning up, and then sees only the signal.
-    noted = [attempt_files.code_of(home, rank) or code for rank, code in codes.items()]
-    failed = [code for code in noted if code]
-    return in_a_shell(next((code for code in failed if code != EXIT_CODE), [*failed, 0][0]))
+    final_codes = [attempt_files.code_of(home, rank) or code for rank, code in codes.items()]
+    failed = [code for code in final_codes if code]
+    culprits = [code for code in failed if code != EXIT_CODE] or failed
+    return in_a_shell(culprits[0] if culprits else 0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Measured(BaseException):
-    """Ends a script whose model is measured; an ``except Exception`` does not catch it."""
+    """Ends a script whose model has been measured; an ``except Exception`` does not catch it."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,6 +52,7 @@ class _Measuring(BatchObserver):
     """Measures a pipeline in its first batch, and writes the profile."""
 
     def __init__(self, path: Path, pipeline: PipelineParallel) -> None:
+        """Takes the file to write and the pipeline to measure."""
         self._path, self._pipeline = path, pipeline
 
     def begin(self, batch: ObservedBatch) -> NoReturn:

@@ -1,4 +1,4 @@
-"""``fleetpipe.resume``: restores a job, and saves the steps from which the next attempt resumes.
+"""``fleetpipe.resume``: restores a training run, and saves steps from which a next attempt resumes.
 
 The script is the same with and without ``fleetpipe launch``: the environment has the folder of
 checkpoints and the number of the attempt.
@@ -37,15 +37,15 @@ _log = log.logger(__name__)
 State = dict[str, Any]
 #: The variable with the folder of checkpoints, for a script that names none.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
-_USUAL_FOLDER = "checkpoints"
-_USUAL_INTERVAL = 100
-_USUAL_NUMBER = 2
+#: Where, every how many steps, and how many checkpoints are saved by default.
+_DEFAULT_FOLDER, _DEFAULT_INTERVAL, _DEFAULT_NUMBER = "checkpoints", 100, 2
 #: The signals that make a job save a step and end, with their usual handlers.
 STOP_SIGNALS: dict[signal.Signals, Any] = {
     **dict.fromkeys(systems.STOP_SIGNALS, signal.SIG_DFL),
     signal.SIGINT: signal.default_int_handler,
 }
 
+#: Numbers the agreements of this process, so that each has messages of its own.
 _numbers = itertools.count()
 #: The numbers of messages repeat after so many steps: the transport stores each header that it has
 #: seen, and two numbers tell this step's messages from the last one's.
@@ -57,13 +57,21 @@ class Run:
     """A training run that can be ended after any step, and resumed.
 
     Attributes:
-        step: The next step, from 0, which equals the number of steps done.
-        other_arguments: Whether the script had other arguments when it saved the steps so far.
+        step: The next step, from 0: the number of steps done.
+        other_arguments: Whether the script had other arguments when it saved the last step.
     """
 
     other_arguments = False
 
     def __init__(self, step: int, state: State, manager: CheckpointManager, kept: Any) -> None:
+        """Begins after ``step`` steps; :func:`resume` makes it.
+
+        Args:
+            step: The number of steps done.
+            state: The objects to save.
+            manager: Saves them.
+            kept: The state that this rank stores in memory after each step; None if it stores none.
+        """
         self.step = step
         self._state = state
         self._manager = manager
@@ -76,9 +84,7 @@ class Run:
         self._catch_signals()
 
     def steps(self, until: int) -> Iterator[int]:
-        """Yields the number of each step left, and calls :meth:`done` after the loop's body.
-
-        Collective.
+        """Yields the number of each step left; calls :meth:`done` after the body. Collective.
 
         Args:
             until: The number of steps of the whole run.
@@ -158,7 +164,7 @@ class Run:
         self._write_begun(self.step + 1)
 
     def meet_anew(self) -> int:
-        """Drops what the ranks have exchanged so far, since a rank was replaced.
+        """Drops the messages that the ranks have exchanged so far, since a rank was replaced.
 
         Returns:
             The step of a save that was under way, which may be complete; 0 for none.
@@ -167,15 +173,15 @@ class Run:
         return self._manager.begin_anew()
 
     def agree_once_more(self) -> None:
-        """Sends all ranks whether this one was asked to stop, as after a step."""
+        """Sends all ranks again whether this one was asked to stop, as after a step."""
         self._stopping.agree()
 
     def stop(self) -> None:
-        """Requests that the job ends after a step that all ranks finish. Not collective."""
+        """Asks the job to end after a step that all ranks finish. Not collective."""
         self._stopping.ask()
 
     def _catch_signals(self) -> None:
-        """Handles stop signals, unless the script has handlers of its own."""
+        """Sets handlers of stop signals, except where the script has handlers of its own."""
         if threading.current_thread() is not threading.main_thread():
             return  # a worker of Ray runs its script in a thread, which can set no handlers
         keep_workers_from_signals()
@@ -187,14 +193,18 @@ class Run:
             self.stop()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        """Asks the job to stop; the second Ctrl-C ends this process at once."""
         if number == signal.SIGINT:
-            # The second Ctrl-C ends this process at once.
             self._interrupted = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.stop()
 
     def _leave(self) -> None:
-        """Ends a job that was asked to stop, after its last step is saved."""
+        """Ends a job that was asked to stop, after its last step is saved.
+
+        Raises:
+            SystemExit: Always; see :meth:`done` for the code.
+        """
         self._manager.wait()
         attempt_files.tell_preempted(self.step)
         if job.all_ranks().rank == 0 and not attempt_files.number():  # fleetpipe launch says it
@@ -250,31 +260,31 @@ def resume(
     """
     if manager is None:
         manager = CheckpointManager(
-            os.environ.get(FOLDER, _USUAL_FOLDER),
-            save_interval=_USUAL_INTERVAL,
-            max_to_keep=_USUAL_NUMBER,
+            os.environ.get(FOLDER, _DEFAULT_FOLDER),
+            save_interval=_DEFAULT_INTERVAL,
+            max_to_keep=_DEFAULT_NUMBER,
         )
     manager.require_folder()
     manager.claim()
-    of_run: State = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-    of_run.update(scaler=scaler, data=data, state=state)
+    objects_of_run: State = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    objects_of_run.update(scaler=scaler, data=data, state=state)
     current, folder = job.current_job(), attempt_files.folder()
     manager.attributes = Attributes(model, optimizer)
     if current is not None:
         current.before_batches[id(without_wrappers(model))] = manager.attributes.begin_batch
-    objects = Objects(**of_run, attributes=manager.attributes)
+    objects = Objects(**objects_of_run, attributes=manager.attributes)
     kept = extra("kept_state.kept_state").KeptState.asked_for(objects, Ranks.of_job())
     if current is not None and current.alone:
         step, other_arguments = extra("healing.replacement").restore(kept, current, folder), False
     else:
-        step, other_arguments = _go_on(of_run, manager, kept)
+        step, other_arguments = _restore_newest(objects_of_run, manager, kept)
     if step and state is None:
-        _tell(
+        _log_line(
             "begins anew with what the script keeps in variables of its own, as an average of "
             "weights or a best score: give that to fleetpipe.resume or fit, as state={..}",
             any_rank=current is not None and current.alone,
         )
-    run = Run(step, of_run, manager, kept)
+    run = Run(step, objects_of_run, manager, kept)
     run.other_arguments = other_arguments
     heals = attempt_files.heals() and kept is not None
     if heals and current is not None and not current.local:
@@ -283,39 +293,49 @@ def resume(
     return run
 
 
-def _go_on(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bool]:
+def _restore_newest(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bool]:
     """Restores the newest step, from memory or from a checkpoint. Collective.
 
+    Args:
+        state: The objects to restore.
+        manager: Has the checkpoints.
+        kept: The state that this rank stores in memory; None if it stores none.
+
     Returns:
-        The step, and whether the script had other arguments when that step was saved.
+        The number of steps done, and whether the script had other arguments when it saved them.
     """
-    same = True
-    saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
+    same_arguments = True
+    saved_steps = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
     newest: int | None = None if kept is None else kept.newest()
-    if kept is not None and newest is not None and newest >= max(saved, default=0):
+    if kept is not None and newest is not None and newest >= max(saved_steps, default=0):
         kept.restore(newest)
-        step, where = newest, ", as they were kept in memory"
-    elif saved:
+        step, source = newest, ", as they were kept in memory"
+    elif saved_steps:
         # If one rank sees a checkpoint, all restore; a rank that does not see it raises an error.
-        same = manager.require_script()
-        step, where = manager.restore("latest", **state).step, ""
+        same_arguments = manager.require_script()
+        step, source = manager.restore("latest", **state).step, ""
     else:
-        step, where = 0, ""
+        step, source = 0, ""
     if kept is not None:
         kept.forget_after(step)
     if step:
-        _tell(f"goes on after {step} steps{where}")
-    if not same:
-        _tell(f"the script had other arguments when it saved step {step}")
-    if max(saved, default=0) < manager.newest_due(step):
+        _log_line(f"goes on after {step} steps{source}")
+    if not same_arguments:
+        _log_line(f"the script had other arguments when it saved step {step}")
+    if max(saved_steps, default=0) < manager.newest_due(step):
         # A step is kept in memory before it is saved; the attempt may have ended in between.
         manager.save(step, force=True, **state)
-        _tell(f"saved step {step}, as an earlier attempt did not finish a save that was due")
-    return step, not same
+        _log_line(f"saved step {step}, as an earlier attempt did not finish a save that was due")
+    return step, not same_arguments
 
 
-def _tell(text: str, any_rank: bool = False) -> None:
-    """Logs a line on the first rank, or with ``any_rank`` on this rank."""
+def _log_line(text: str, any_rank: bool = False) -> None:
+    """Logs a line about the job.
+
+    Args:
+        text: The line.
+        any_rank: Whether this rank logs it; else only the first rank does.
+    """
     if any_rank or job.all_ranks().rank == 0:
         number = attempt_files.number()
         of_job = f"attempt {number} of the job " if number else ""
@@ -323,7 +343,7 @@ def _tell(text: str, any_rank: bool = False) -> None:
 
 
 class Stopping:
-    """An agreement of all ranks after every step on whether to stop there.
+    """Lets all ranks agree after every step on whether to stop there.
 
     At the end of a step a rank sends the others whether it was asked to stop, and receives their
     messages of the step before. These have arrived by then, since no rank finishes a step without
@@ -344,7 +364,7 @@ class Stopping:
         self._requested = self._announced = False
 
     def ask(self) -> None:
-        """Requests the end on this rank; a signal handler may call it."""
+        """Asks for the end on this rank; a signal handler may call it."""
         self._requested = True
 
     def agree(self) -> bool:
@@ -362,16 +382,17 @@ class Stopping:
         for rank in peers:
             # A rank that has left after its last step needs no message.
             with contextlib.suppress(PeerFailed):
-                self._group.transport.send(rank, self._key(self._calls), self._announced)
+                self._group.transport.send(rank, self._message_key(self._calls), self._announced)
         if self._calls == 1:
             return False
-        before = self._key(self._calls - 1)
+        before = self._message_key(self._calls - 1)
         requests = [self._group.transport.receive(rank, before, self._timeout) for rank in peers]
         return requested or any(requests)
 
     def begin_anew(self) -> None:
-        """Drops what the ranks have exchanged; a request on this rank stays."""
+        """Drops the messages exchanged so far; a request on this rank stays."""
         self._calls, self._announced = 0, False
 
-    def _key(self, number: int) -> MessageKey:
+    def _message_key(self, number: int) -> MessageKey:
+        """Returns the key of the messages after step ``number`` of this agreement."""
         return MessageKey("L", 0, 0, self._name, number % _CYCLE)

@@ -1,8 +1,8 @@
 """Runs a training script with its arguments, in this process or on every rank of a job.
 
-Start with :func:`execute` and :func:`launch`. A command that starts processes has a folder with a
-locked file. The system frees the lock when the command ends, even if it is killed; its processes
-wait for that, and end too.
+Start with :func:`execute` and :func:`launch`. A command, such as ``fleetpipe run``, that starts
+processes has a folder with a locked file. The system frees the lock when the command ends, even if
+it is killed; the processes wait for that, and end too.
 """
 
 from __future__ import annotations
@@ -37,33 +37,35 @@ from fleetpipe.launch import streams
 _COMMAND_FOLDER = "FLEETPIPE_COMMAND_FOLDER"
 #: A file system in memory, if the system has one.
 _MEMORY = Path("/dev/shm")
-_PREFIX = "fleetpipe-launch-"
-_LOCK = "lock"
+#: The begin of the names of such folders, and the name of the locked file in each.
+_PREFIX, _LOCK = "fleetpipe-launch-", "lock"
 
 #: The variable for how ranks start: ``spawn``, or by default ``fork`` where that is possible.
 START = "FLEETPIPE_START"
+#: The program of each rank, and that which runs Paddle's launcher.
 LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 @contextmanager
 def command_folder(large: bool = False) -> Iterator[Path]:
-    """Makes the folder of a command, which only this user can read, and removes it at the end.
+    """Makes the folder of a command, and removes it when the context ends.
 
-    Its path is in the environment, which processes that are started meanwhile inherit.
+    Only this user can read it. Its path is in the environment, which processes that are started
+    meanwhile inherit. Folders of commands that have ended are removed too.
 
     Args:
         large: Whether its files may be large: it is in ``TMPDIR`` then, else in the host's memory.
     """
-    memory = not large and os.access(_MEMORY, os.W_OK)
-    place = _MEMORY if memory else Path(tempfile.gettempdir())
-    for left in place.glob(f"{_PREFIX}*"):
+    in_memory = not large and os.access(_MEMORY, os.W_OK)
+    parent = _MEMORY if in_memory else Path(tempfile.gettempdir())
+    for earlier in parent.glob(f"{_PREFIX}*"):
         # It may be another user's, or be removed by another command meanwhile.
-        with suppress(OSError), (left / _LOCK).open("r+") as lock:
+        with suppress(OSError), (earlier / _LOCK).open("r+") as lock:
             if systems.lock(lock.fileno(), wait=False):
-                shutil.rmtree(left, ignore_errors=True)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
-    folder = place / hidden.name[1:]
+                shutil.rmtree(earlier, ignore_errors=True)
+    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+    folder = parent / hidden.name[1:]
     outer = os.environ.get(_COMMAND_FOLDER)
     try:
         with (hidden / _LOCK).open("w") as lock:
@@ -83,7 +85,7 @@ def command_folder(large: bool = False) -> Iterator[Path]:
 def end_with_command(first: Callable[[], None] = lambda: None) -> None:
     """Makes this process end with the command that started it, if it was started by one.
 
-    A rank, which has its own session, ends with all processes of that session.
+    A rank, which has a session of its own, ends with all processes of that session.
 
     Args:
         first: Called before this process ends, and before the folder is removed; not in a rank.
@@ -91,14 +93,14 @@ def end_with_command(first: Callable[[], None] = lambda: None) -> None:
     if _COMMAND_FOLDER in os.environ:
         folder = Path(os.environ[_COMMAND_FOLDER])
         # With a name, so that the first thread of the script is still called Thread-1.
-        await_end = threading.Thread(
-            target=_await_end, args=[folder, first], name="end with command", daemon=True
+        waiting = threading.Thread(
+            target=_end_after_command, args=[folder, first], name="end with command", daemon=True
         )
-        await_end.start()
+        waiting.start()
 
 
-def _await_end(folder: Path, first: Callable[[], None]) -> None:
-    """Waits until the command's lock is free, and kills this process; see the caller."""
+def _end_after_command(folder: Path, first: Callable[[], None]) -> None:
+    """Waits until the command's lock is free, then kills this process; see the caller."""
     with suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
         if not systems.lock(lock.fileno(), shared=True):
             return
@@ -160,10 +162,10 @@ def configure_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds the arguments for a script: processes, logs, the script and its arguments.
+    """Adds the arguments of a command that runs a script: processes, logs, script.
 
     Args:
-        parser: The parser of a command.
+        parser: The parser of the command.
         what: The help text of the script.
     """
     parser.add_argument(
@@ -210,7 +212,7 @@ def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
 
 
 class _ReadScript(argparse.Action):
-    """Reads the path of a script or, after ``-m``, the name of a module."""
+    """Parses the path of a script or, after ``-m``, the name of a module."""
 
     def __call__(
         self,
@@ -219,6 +221,7 @@ class _ReadScript(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        """Stores the parsed script; argparse calls it."""
         try:
             read = kinds.module if namespace.module else kinds.script
             setattr(namespace, self.dest, read(values))
@@ -233,7 +236,7 @@ def script_words(options: argparse.Namespace) -> list[str]:
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
-    """Whether this process must start several ranks, and is not a rank itself."""
+    """Returns whether this process must start several ranks, and is not a rank itself."""
     return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
 
 
@@ -287,13 +290,13 @@ def launch(options: argparse.Namespace, *words: str) -> int:
         for number in systems.STOP_SIGNALS:
             signal.signal(number, lambda number, _: process.send_signal(number))
         # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.
-        numbers = iter((signal.SIGINT, systems.SIGKILL))
+        next_signals = iter((signal.SIGINT, systems.SIGKILL))
         while process.returncode is None:
             try:
                 process.wait()
             except KeyboardInterrupt:
                 interrupted = True
-                signal_ranks(folder, next(numbers, systems.SIGKILL))
+                signal_ranks(folder, next(next_signals, systems.SIGKILL))
         if process.returncode and not interrupted:
             _show_failure(folder)
         saved = attempt_files.preempted_at(folder)
@@ -305,16 +308,20 @@ def launch(options: argparse.Namespace, *words: str) -> int:
 
 
 def _show_failure(home: Path) -> None:
-    """Prints the error of the rank that failed first, unless rank 0 has printed the same error."""
+    """Prints the error of the rank that failed first, unless rank 0 has printed the same error.
+
+    Args:
+        home: The folder of the attempt.
+    """
     failures = [report.failure for report in attempt_files.failures(home)]
-    seen = {failure.text for failure in failures if failure.rank == 0}
-    if failures and failures[0].what == "raised" and failures[0].text not in seen:
-        rank, text, details = failures[0].rank, failures[0].text, failures[0].details
-        sys.stderr.write(f"fleetpipe: rank {rank} raised {text}\n{details}")
+    printed = {failure.text for failure in failures if failure.rank == 0}
+    if failures and failures[0].what == "raised" and failures[0].text not in printed:
+        first = failures[0]
+        sys.stderr.write(f"fleetpipe: rank {first.rank} raised {first.text}\n{first.details}")
 
 
 def remove_logs_beyond(folder: Path, ranks: int) -> None:
-    """Removes the logs of ranks that an earlier, larger job left in a folder."""
+    """Removes from a folder the logs of ranks ``ranks`` and above, of an earlier, larger job."""
     for log in folder.glob("workerlog.*"):
         number = log.suffix[1:]
         if number.isdecimal() and int(number) >= ranks:
@@ -342,28 +349,32 @@ def signal_ranks(home: Path, number: int, but: Container[int] = ()) -> set[int]:
 
 
 def end_sessions(home: Path) -> None:
-    """Kills the processes that ranks of an attempt have left in their sessions."""
+    """Kills the processes that an attempt's ranks have left behind; ``home`` is its folder."""
     for _, process in attempt_files.started_ranks(home):
         systems.end_session(process)
 
 
 def in_a_shell(code: int) -> int:
-    """Returns a process's exit code as a shell shows it: 128 + n if signal n ended it."""
+    """Returns a process's exit code as a shell shows it: 128 + n for -n, if signal n ended it."""
     return code if code >= 0 else 128 - code
 
 
 def execute(script: Path | kinds.Module, arguments: Sequence[str]) -> None:
     """Runs a script in this process as ``__main__``; its exceptions pass through.
 
-    Its ``sys.argv``, ``sys.path[0]``, ``__file__`` and module are those of ``python SCRIPT``, or of
+    ``sys.argv``, ``sys.path[0]``, ``__file__`` and the module are those of ``python SCRIPT``, or of
     ``python -m MODULE``.
+
+    Args:
+        script: The path of the script, or the name of a module.
+        arguments: The script's arguments.
     """
     with _as_main(script, arguments) as (module, code):
         exec(code, vars(module))
 
 
 def execute_to_the_end(script: Path | kinds.Module, arguments: Sequence[str]) -> int:
-    """Runs a script as the last action of this process.
+    """Runs a script as the last action of this process; the arguments are those of :func:`execute`.
 
     Returns:
         The exit code of ``python SCRIPT``. An uncaught exception is printed as Python prints it,
@@ -376,7 +387,7 @@ def execute_to_the_end(script: Path | kinds.Module, arguments: Sequence[str]) ->
     except Exception as error:
         # Python itself keeps the error here, and fleetpipe finds it when the process ends.
         sys.last_type, sys.last_value = type(error), error
-        # From the script's own frame on.
+        # From the script's own frame on: the frames before are fleetpipe's.
         traceback = error.__traceback__
         while traceback and traceback.tb_frame.f_globals["__name__"] != "__main__":
             traceback = traceback.tb_next
@@ -424,7 +435,11 @@ def _as_main(
 
 
 def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Returns the module that ``python -m NAME`` runs, for a package its ``__main__``."""
+    """Returns spec and code of what ``python -m NAME`` runs: of a package its ``__main__``.
+
+    Raises:
+        ModuleNotFoundError: There is no such module.
+    """
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
@@ -436,7 +451,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def exit_code(status: object) -> int:
-    """Returns the exit code for an argument of ``sys.exit``, and prints a text as Python does."""
+    """Returns the exit code for ``sys.exit(status)``; prints a text, as Python does."""
     if status is None:
         return 0
     if isinstance(status, int):

@@ -1,4 +1,4 @@
-"""The standard streams of fleetpipe's processes, and the log lines that are shown.
+"""Prepares the standard streams of fleetpipe's processes, and chooses the log lines to show.
 
 :func:`prepare` opens streams that are closed, and makes them drop output when their reader is gone.
 :func:`environment` and :func:`quiet` hide lines of Paddle's and fleetpipe's logs below a level.
@@ -17,8 +17,9 @@ from typing import Any
 
 from fleetpipe.log import FLEETS_LOGGER, NAME
 
-#: The levels, with their numbers in Paddle's C++ parts.
+#: The levels of ``--log-level``, with their numbers in Paddle's C++ parts.
 LEVELS = {"DEBUG": 0, "INFO": 0, "WARNING": 1, "ERROR": 2}
+#: The least level of lines that are shown by default.
 DEFAULT_LEVEL = "WARNING"
 
 #: The begin of a warning that is hidden in Paddle's launcher, as in :mod:`fleetpipe` itself.
@@ -26,7 +27,7 @@ _CCACHE = "No ccache found"
 
 
 def prepare() -> None:
-    """Opens closed standard streams, and makes streams without a reader accept output.
+    """Opens standard streams that are closed; makes all of them drop output that nobody reads.
 
     Call it before libraries are imported whose logs store a stream. A second call changes nothing.
     """
@@ -40,11 +41,15 @@ def prepare() -> None:
         elif name != "stdin" and type(stream) is io.TextIOWrapper:
             raw = getattr(stream.buffer, "raw", stream.buffer)
             if type(raw) is io.FileIO:
-                setattr(sys, name, _lasting(stream, raw))
+                setattr(sys, name, _make_tolerant(stream, raw))
 
 
 def flush(more: str = "") -> OSError | None:
-    """Writes ``more`` to stdout, and flushes it; returns the error if that fails."""
+    """Writes ``more`` to standard output, and flushes it.
+
+    Returns:
+        The error if that fails; None if it succeeds, or if the script has closed the stream.
+    """
     if sys.stdout.closed:  # by a script
         return None
     try:
@@ -59,19 +64,20 @@ def flush(more: str = "") -> OSError | None:
 
 
 def silence(descriptor: int) -> None:
-    """Makes a descriptor drop what this process, and processes that it starts, write to it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    """Makes a file descriptor drop all output, of this process and of those that it starts."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
-class _Lasting(io.FileIO):
-    """A file that drops output after its reader, as ``head``, has ended.
+class _TolerantFile(io.FileIO):
+    """A file that drops output once its reader, such as ``head``, has ended.
 
     So the exit code of a job does not depend on its reader.
     """
 
     def write(self, data: Any, /) -> int | None:  # type: ignore[override,unused-ignore]
+        """Writes the data, or drops it if nobody reads; returns the number of its bytes."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -79,14 +85,14 @@ class _Lasting(io.FileIO):
             return super().write(data)
 
 
-def _lasting(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
-    """Returns a stream on the descriptor of ``stream`` that outlasts its reader.
+def _make_tolerant(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
+    """Returns a stream on the descriptor of ``stream`` that goes on without its reader.
 
     Args:
         stream: The stream, with the options to copy.
         raw: The unbuffered file of the stream.
     """
-    file = _Lasting(raw.fileno(), "w", closefd=False)
+    file = _TolerantFile(raw.fileno(), "w", closefd=False)
     file.name = raw.name
     with contextlib.suppress(BrokenPipeError):
         stream.flush()
@@ -101,23 +107,23 @@ def _lasting(stream: io.TextIOWrapper, raw: io.FileIO) -> io.TextIOWrapper:
 
 
 def environment(level: str) -> dict[str, str]:
-    """Returns an environment in which Paddle hides log lines below ``level``.
+    """Returns this process's environment, changed so that Paddle hides log lines below ``level``.
 
     Lines that Fleet logs in Python are not affected: see :func:`quiet`.
     """
     if LEVELS[level] == 0:
         return dict(os.environ)
-    warnings_shown = [os.environ.get("PYTHONWARNINGS"), f"ignore:{_CCACHE}"]
+    filters = [os.environ.get("PYTHONWARNINGS"), f"ignore:{_CCACHE}"]
     return {
         "GLOG_minloglevel": str(LEVELS[level]),
         **os.environ,  # the user's own level is kept
-        "PYTHONWARNINGS": ",".join(filter(None, warnings_shown)),
+        "PYTHONWARNINGS": ",".join(filter(None, filters)),
     }
 
 
 @contextmanager
 def quiet(level: str) -> Iterator[None]:
-    """While it is open, Paddle's log lines below ``level`` are hidden. Import Paddle within it.
+    """While it is open, Paddle's log lines below ``level`` are hidden; import Paddle within it.
 
     A level other than the default is also set for fleetpipe's log, until the process ends.
     """

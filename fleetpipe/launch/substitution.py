@@ -26,6 +26,7 @@ from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import resharding_within
 
+#: The context that :func:`install` leaves open.
 _installed = ExitStack()
 
 
@@ -37,10 +38,10 @@ def in_place_of_paddles() -> Iterator[None]:
     fleetpipe replaces; other submodules stay Paddle's. On a CPU ``auto_parallel.pipelining`` runs
     on the engine, and functions that need a GPU raise an error that says so.
     """
-    tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
-    counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
+    paths = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
+    substitutes = {PADDLES + tail: sys.modules[OURS + tail] for tail in paths}
     # Paddle 2.6.2 does not have all of them.
-    stock = {name: sys.modules[name] for name in counterparts if name in sys.modules}
+    stock = {name: sys.modules[name] for name in substitutes if name in sys.modules}
 
     def find(fullname: str) -> ModuleSpec | None:
         """Finds Paddle's submodules, which are not in the folders of fleetpipe's packages."""
@@ -51,7 +52,7 @@ def in_place_of_paddles() -> Iterator[None]:
 
     finder = Finder(find)
     distributed = paddle.distributed
-    sys.modules.update(counterparts)
+    sys.modules.update(substitutes)
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
     fluid, pipelining = extra("fluid"), extra("pipelining")
@@ -59,18 +60,18 @@ def in_place_of_paddles() -> Iterator[None]:
         with ExitStack() as changes:
             for change in (without_gpu, fluid.provide, pipelining.on_engine, gpu_only.refusals):
                 changes.enter_context(change())
-            changes.enter_context(_jobs_beside_groups())
+            changes.enter_context(_stores_for_both())
             yield
     finally:
         sys.meta_path.remove(finder)
         setattr(distributed, "fleet", stock[PADDLES])  # noqa: B010
-        for name in counterparts:
+        for name in substitutes:
             sys.modules.pop(name, None)
         sys.modules.update(stock)
 
 
 @contextmanager
-def _jobs_beside_groups() -> Iterator[None]:
+def _stores_for_both() -> Iterator[None]:
     """While it is open, a script may call ``init_parallel_env`` before ``fleet.init``.
 
     Without this, Paddle's store would use the address of the job's store if the launcher set none.
@@ -125,7 +126,7 @@ def install() -> None:
     if sys.modules[PADDLES] is our_fleet:
         return
     within = f"{PADDLES}."
-    stock = {name: one for name, one in sys.modules.items() if f"{name}.".startswith(within)}
+    stock = {name: module for name, module in sys.modules.items() if f"{name}.".startswith(within)}
     _installed.enter_context(in_place_of_paddles())
     try:
         _refuse_early_imports(stock)
@@ -137,7 +138,11 @@ def install() -> None:
 
 
 def _refuse_early_imports(modules: dict[str, ModuleType]) -> None:
-    """Raises an error if a module has imported a replaced module, class or function of Paddle's."""
+    """Raises an error if a module has imported something of Paddle's that is now replaced.
+
+    Args:
+        modules: Paddle's modules below ``paddle.distributed.fleet``, by name.
+    """
     replaced = {
         id(modules[name]): name for name in modules if sys.modules[name] is not modules[name]
     }

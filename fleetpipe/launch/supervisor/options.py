@@ -28,13 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--nnodes",
-        type=_nodes,
+        type=_read_nodes,
         default=(1, 1),
         metavar="N|MIN:MAX",
         help="how many hosts take part, or between how many, with --ray (default: 1)",
     )
     for name in ("master", "host", "elastic_timeout", "neighbour_every"):
-        add(*kinds.spellings(name), type=_of_several_hosts, help=argparse.SUPPRESS)
+        add(*kinds.spellings(name), type=_refuse_host_option, help=argparse.SUPPRESS)
     add(
         *kinds.spellings("max_restart"),
         type=kinds.count,
@@ -85,17 +85,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_script(parser, "a training script", "where each process leaves its log")
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    """Parses a number of hosts, or a least and a largest number."""
+def _read_nodes(text: str) -> tuple[int, int]:
+    """Reads a number of hosts, or "LEAST:MOST"; returns the least and the largest number."""
     least, colon, most = text.partition(":")
-    if not least.isdecimal() or not (most.isdecimal() if colon else True):
+    most = most if colon else least
+    if not least.isdecimal() or not most.isdecimal():
         raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 2, or 1:4")
-    numbers = int(least), int(most if colon else least)
+    numbers = int(least), int(most)
     if not 1 <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(f"invalid: {text!r}; give at least 1, no fewer at most")
     return numbers
 
 
-def _of_several_hosts(_: str) -> None:
-    """Raises the error for an option of several hosts, whose launcher was removed."""
+def _refuse_host_option(_: str) -> None:
+    """Raises the error for an option of several hosts, which the command no longer has."""
     raise argparse.ArgumentTypeError("several hosts are nodes of a Ray cluster: give --ray ADDRESS")

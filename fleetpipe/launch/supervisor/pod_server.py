@@ -41,7 +41,7 @@ from fleetpipe.launch.supervisor import pods  # noqa: E402
 
 
 def serve(supervisor: socket.socket) -> None:
-    """Runs attempts until the supervisor is gone."""
+    """Runs the attempts that the supervisor orders, until its end of the socket closes."""
     received = b""
     while more := supervisor.recv(1 << 16):
         *lines, received = (received + more).split(b"\n")
@@ -49,18 +49,18 @@ def serve(supervisor: socket.socket) -> None:
         for line in orders:
             # An attempt that was stopped before it began is not started.
             stopped = lines[-1] + b"\n" == pods.STOP
-            code = 1 if stopped else _attempt(pods.Order(**json.loads(line)), supervisor)
+            code = 1 if stopped else _run_attempt(pods.Order(**json.loads(line)), supervisor)
             supervisor.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
-def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
-    """Runs one attempt in a fork, and returns the exit code of Paddle's launcher."""
+def _run_attempt(order: pods.Order, supervisor: socket.socket) -> int:
+    """Runs one attempt in a fork; returns the exit code of Paddle's launcher."""
     read_end, write_end = os.pipe()
     process = os.fork()  # type: ignore[attr-defined,unused-ignore]
     if process == 0:
         os.close(read_end)
         supervisor.close()
-        _launch(order)
+        _run_launcher(order)
     os.close(write_end)
     # The write end closes when the fork ends; the fork's children have no copy of it.
     ended, _, _ = select.select([read_end, supervisor.fileno()], [], [])
@@ -71,8 +71,8 @@ def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
     return in_a_shell(os.waitstatus_to_exitcode(status))
 
 
-def _launch(order: pods.Order) -> NoReturn:
-    """Runs Paddle's launcher in this process, which then exits.
+def _run_launcher(order: pods.Order) -> NoReturn:
+    """Runs Paddle's launcher in this process, which then ends with the launcher's exit code.
 
     Raises:
         ForkedRank: In a fork of this process, which becomes a rank.
@@ -96,8 +96,8 @@ def _launch(order: pods.Order) -> NoReturn:
     os._exit(code)
 
 
-def _end_loading() -> None:
-    """Restores standard error, and prints the output so far to it."""
+def _restore_stderr() -> None:
+    """Restores standard error, and prints to it what was printed while Paddle was loaded."""
     sys.stderr.flush()
     os.dup2(_ERRORS, 2)
     os.close(_ERRORS)
@@ -108,7 +108,7 @@ def _end_loading() -> None:
 
 
 def _serve_supervisor() -> None:
-    """Serves on the socket that the supervisor has passed."""
+    """Serves the supervisor over the socket whose descriptor is an argument."""
     with contextlib.suppress(ConnectionError):  # the supervisor was killed
         serve(socket.socket(fileno=int(sys.argv[1])))
 
@@ -116,7 +116,7 @@ def _serve_supervisor() -> None:
 if __name__ == "__main__":
     streams.prepare()
     forked_ranks.load()
-    _end_loading()
+    _restore_stderr()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     # SIGABRT ends an attempt; the default handler prints no C++ stack, as Paddle's would.

@@ -1,4 +1,4 @@
-"""The supervisor's handle of the process in which Paddle's launcher runs."""
+"""Controls the process in which Paddle's launcher runs, for the supervisor."""
 
 from __future__ import annotations
 
@@ -39,18 +39,25 @@ class Pods:
     """A process that has loaded Paddle's launcher, and runs one attempt after another."""
 
     def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+        """Starts the process.
+
+        Args:
+            environment: Its environment.
+            folder: A folder for the file with its output until it has loaded Paddle.
+        """
         self._environment = dict(environment)
         self._loading = folder / "loading"
-        self._begin()
+        self._start_process()
 
-    def _begin(self) -> None:
-        self._socket, its = socket.socketpair()
-        with its:
-            command = [sys.executable, "-u", str(_SERVER), str(its.fileno()), str(self._loading)]
+    def _start_process(self) -> None:
+        """Starts the process, connected by a socket."""
+        self._socket, server_end = socket.socketpair()
+        with server_end:
+            arguments = [str(_SERVER), str(server_end.fileno()), str(self._loading)]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-u", *arguments],
                 env=self._environment,
-                pass_fds=[its.fileno()],
+                pass_fds=[server_end.fileno()],
                 # Signals of the terminal reach only the supervisor, which decides.
                 start_new_session=True,
             )
@@ -60,10 +67,10 @@ class Pods:
         return self._socket.fileno()
 
     def start(self, order: Order) -> None:
-        """Starts an attempt, and a new process if the last one has ended."""
+        """Starts an attempt; if the process has ended, starts a new one before."""
         if self._process.poll() is not None:
             self._socket.close()
-            self._begin()
+            self._start_process()
         # If it ends meanwhile, code() returns its exit code.
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
@@ -77,7 +84,7 @@ class Pods:
             self._socket.sendall(STOP)
 
     def code(self) -> int:
-        """Waits for the attempt's end, and returns the exit code of the launcher.
+        """Waits for the end of the attempt; returns the exit code of Paddle's launcher.
 
         If the process itself was killed, its session is killed too, and its code is returned.
 
@@ -93,12 +100,12 @@ class Pods:
                 code = in_a_shell(self._process.wait())
                 systems.end_session(self._process.pid)  # a launcher that it has started
                 if self._loading.exists():
-                    raise self._not_loaded(code)
+                    raise self._loading_error(code)
                 return code or 1
             answer += more
         return int(json.loads(answer)["code"])
 
-    def _not_loaded(self, code: int) -> UsageError:
+    def _loading_error(self, code: int) -> UsageError:
         """Returns the error for a process that ended before it had loaded Paddle's launcher."""
         lines = self._loading.read_text(encoding="utf-8", errors="replace").splitlines()
         # The last message, with its indented lines.

@@ -61,10 +61,10 @@ _LONGEST_WAIT = 3600.0
 
 
 class Signals:
-    """Reads, from a socket, the signals that have arrived."""
+    """Collects the signals that arrive while :func:`catch_signals` is open."""
 
     def __init__(self, received: socket.socket) -> None:
-        """Stores the socket into which Python writes the number of each signal."""
+        """Takes the socket into which Python writes the number of each signal."""
         self._received = received
 
     def fileno(self) -> int:
@@ -72,7 +72,7 @@ class Signals:
         return self._received.fileno()
 
     def take(self) -> list[int]:
-        """Returns the signals since the last call."""
+        """Returns the numbers of the signals since the last call."""
         with suppress(BlockingIOError):
             return list(self._received.recv(64))
         return []
@@ -80,7 +80,10 @@ class Signals:
 
 @contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """Collects signals in the yielded :class:`Signals` while it is open. For the main thread."""
+    """While it is open, collects signals in the yielded object; none ends the process.
+
+    Only the main thread may open it.
+    """
     received, sent = socket.socketpair()
     numbers = (*STOP_SIGNALS, *BREAK_SIGNALS)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -99,10 +102,10 @@ def catch_signals() -> Iterator[Signals]:
 
 
 class Local:
-    """The ranks of this host, for one attempt after another.
+    """Starts and stops the ranks of this host, for one attempt after another.
 
     Attributes:
-        kept: The folder in memory in which the ranks keep their state.
+        kept: The folder in memory in which the ranks store their state.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, board: Any) -> None:
@@ -112,7 +115,7 @@ class Local:
             options: The options of the command.
             folder: The supervisor's folder in memory.
             pods: The process in which Paddle's launcher runs.
-            board: Shows the attempts.
+            board: Shows the attempts to the user.
         """
         self._options = options
         self._folder = folder
@@ -142,22 +145,26 @@ class Local:
         if self._options.nproc_per_node is not None:
             remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
         culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
-        news = f"attempt {attempt.number}, since {culprit}" if culprit else ""
-        self._board.begin(self._home, attempt.restarts, news)
+        reason = f"attempt {attempt.number}, since {culprit}" if culprit else ""
+        self._board.begin(self._home, attempt.restarts, reason)
         environment = {**self._environment(attempt.number), **attempt.positions.environment()}
         self._pods.start(Order(self._arguments(len(attempt.positions.used)), environment))
 
     def end(self) -> Verdict:
-        """Judges an attempt that has ended, and kills processes that it has left."""
+        """Judges the attempt that has ended, and kills processes that it has left."""
         try:
             return judge(self._home, self._pods.code(), shown=0)
         finally:
             end_sessions(self._home)
 
     def record(self, number: int, verdict: Verdict) -> None:
-        """Writes how an attempt ended into the records of its run, for ``fleetpipe report``.
+        """Writes how an attempt ended into its run's folders, for ``fleetpipe report``.
 
         An attempt that succeeded has written its end itself.
+
+        Args:
+            number: The number of the attempt.
+            verdict: How it ended.
         """
         if verdict == Verdict(0):
             return
@@ -177,11 +184,11 @@ class Local:
                 run_files.append_line(folder / run_files.ATTEMPTS, end)
 
     def has_done_a_step(self) -> bool:
-        """Whether the pipeline has done a step in the running attempt."""
+        """Returns whether the pipeline has done a step in the running attempt."""
         return attempt_files.steps_done(self._home) > 0
 
     def stop(self, number: int) -> None:
-        """Sends the ranks a signal to finish their step, save and end.
+        """Asks the ranks to finish their step, save and end, by a signal.
 
         If no rank has started yet, the attempt ends at once.
         """
@@ -189,7 +196,7 @@ class Local:
         self.stop_late(number)
 
     def stop_late(self, number: int) -> None:
-        """Sends the signal of :meth:`stop` to ranks that have started since."""
+        """Sends the signal of :meth:`stop` to the ranks that have started since."""
         self._signalled = signal_ranks(self._home, number, but=self._signalled)
         if not self._signalled:
             self._pods.stop()
@@ -201,7 +208,7 @@ class Local:
         self._pods.stop()
 
     def _arguments(self, fewer: int) -> list[str]:
-        """Returns the arguments of Paddle's launcher for ``fewer`` ranks; 0 starts all ranks."""
+        """Returns the arguments of Paddle's launcher for ``fewer`` ranks; 0 means all ranks."""
         options = self._options
         ranks = fewer or options.nproc_per_node
         words = ["--log_dir", options.log_dir, "--log_level", options.log_level]
@@ -211,7 +218,7 @@ class Local:
         return [*words, *script_words(options)]
 
     def _environment(self, number: int) -> dict[str, str]:
-        """Returns the variables that the ranks of an attempt get."""
+        """Returns the environment variables for the ranks of attempt ``number``."""
         variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
         if self._options.checkpoint_dir is not None:
             variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
@@ -269,16 +276,24 @@ class Supervisor:
     """Runs one job, from its first attempt to its last."""
 
     def __init__(self, options: argparse.Namespace, local: Local, signals: Signals) -> None:
+        """Prepares the job, and starts nothing.
+
+        Args:
+            options: The options of the command.
+            local: Starts and stops the ranks.
+            signals: The signals that have arrived.
+        """
         self._options = options
         self._local = local
         self._signals = signals
         #: The first signal that asked the job to stop.
         self._stopped_by: int | None = None
-        #: The last signal, which is sent to the ranks.
+        #: The last signal that asked the job to stop, which is sent to the ranks.
         self._signal = 0
-        #: When ranks that were asked to stop are killed; infinite for never.
+        #: When ranks that were asked to stop are killed; infinite for never, None before they were.
         self._deadline: float | None = None
-        #: When fewer ranks are asked to end, so that all start again; infinite once they were.
+        #: When fewer ranks are asked to end, so that all start again; infinite once they were, None
+        #: in an attempt with all ranks.
         self._all_ranks_at: float | None = None
 
     def run(self) -> int:
@@ -290,20 +305,20 @@ class Supervisor:
             if attempt.positions.used:
                 self._all_ranks_at = time.monotonic() + attempt.positions.seconds
             self._local.start(attempt)
-            verdict = self._verdict()
+            verdict = self._await_end()
             for number in self._signals.take():
                 self._stopped_by = self._stopped_by or number
             verdict = with_interrupt(verdict, self._stopped_by)
             self._local.record(attempt.number, verdict)
-            then = self._after(attempt, verdict)
+            then = self._decide(attempt, verdict)
             for text in then.lines:
                 say(text)
             if isinstance(then, End):
                 return then.code
             attempt = then.attempt
 
-    def _after(self, attempt: Attempt, verdict: Verdict) -> End | Again:
-        """Decides what follows an attempt."""
+    def _decide(self, attempt: Attempt, verdict: Verdict) -> End | Again:
+        """Decides what follows an attempt that has ended."""
         then = decide_next(attempt, verdict, self._options.max_restart, self._stopped_by)
         if self._options.least is None or self._stopped_by is not None:
             return then
@@ -319,22 +334,22 @@ class Supervisor:
         )
 
     def _newest_kept(self) -> KeptRanks | None:
-        """Returns the state that the ranks have kept in memory; None if there is none."""
+        """Returns the newest state that the ranks have stored in memory; None if there is none."""
         kept = extra("kept_state").newest_kept(self._local.kept)
         return None if kept is None else KeptRanks(*kept)
 
-    def _verdict(self) -> Verdict:
-        """Waits for the end of an attempt, and handles signals meanwhile."""
-        waited: list[Signals | Local] = [self._signals, self._local]
+    def _await_end(self) -> Verdict:
+        """Waits for the end of the running attempt, and handles signals; returns the verdict."""
+        sources: list[Signals | Local] = [self._signals, self._local]
         while True:
-            left = None
+            timeout = None
             if self._deadline is not None:
-                left = min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
+                timeout = min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
             elif self._all_ranks_at is not None:
-                left = min(_LONGEST_WAIT, max(0.0, self._all_ranks_at - time.monotonic()))
-            ready, _, _ = select.select(waited, [], [], left)
+                timeout = min(_LONGEST_WAIT, max(0.0, self._all_ranks_at - time.monotonic()))
+            ready, _, _ = select.select(sources, [], [], timeout)
             for number in self._signals.take() if self._signals in ready else ():
-                self._stop(number)
+                self._handle_signal(number)
             if self._local in ready:
                 return self._local.end()
             if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -346,32 +361,37 @@ class Supervisor:
                 if self._local.has_done_a_step():
                     self._all_ranks_at = math.inf
                     # Without a limit, since they train meanwhile.
-                    self._ask(signal.SIGTERM, grace=math.inf)
+                    self._ask_to_stop(signal.SIGTERM, grace=math.inf)
                 else:
                     self._all_ranks_at = time.monotonic() + _LOOK_SECONDS
 
-    def _stop(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         """Asks the ranks to save and end; Ctrl-C after another signal ends them at once.
 
         Any other signal that comes again is sent to the ranks again.
         """
-        again, self._stopped_by = self._stopped_by, self._stopped_by or number
-        if number in BREAK_SIGNALS and again is not None:
+        earlier, self._stopped_by = self._stopped_by, self._stopped_by or number
+        if number in BREAK_SIGNALS and earlier is not None:
             self._deadline = time.monotonic()
             return
-        if again is None and number in BREAK_SIGNALS:
+        if earlier is None and number in BREAK_SIGNALS:
             say("ends after this step, which is saved; Ctrl-C once more ends it at once")
-        self._ask(number, self._options.grace)
+        self._ask_to_stop(number, self._options.grace)
 
-    def _ask(self, number: int, grace: float) -> None:
-        """Sends the ranks a signal to finish their step, save and end within ``grace`` seconds."""
+    def _ask_to_stop(self, number: int, grace: float) -> None:
+        """Asks the ranks to finish their step, save and end, by signal ``number``.
+
+        Args:
+            number: The signal.
+            grace: The seconds after which they are killed.
+        """
         self._deadline = min(self._deadline or math.inf, time.monotonic() + grace)
         self._signal = number
         self._local.stop(number)
 
 
 def say(text: str) -> None:
-    """Prints a line for the user to standard error."""
+    """Prints a line for the user on standard error."""
     sys.stdout.flush()
     sys.stderr.write(f"fleetpipe: {text}\n")
     sys.stderr.flush()
