@@ -291,7 +291,7 @@ class Timer:
         self._started = None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Returns the seconds so far; if ``reset``, they restart at 0. A running timer continues."""
+        """Returns the seconds so far, to restart at 0 if ``reset``; a running timer continues."""
         running = self.running
         if running:
             self.stop()

@@ -1,8 +1,8 @@
-"""Runs the parts of a model to measure them: stages in turn, messages, single layers, and memory.
+"""Runs stages, messages and single layers of a model to measure their time and memory.
 
 Stages run as in a real batch, so that caches, memory and links are as busy: several micro-batches
-are in flight, forwards and backwards alternate, and all ranks run at once. Start with
-:class:`Runs`.
+are in flight, forwards and backwards alternate, and all ranks run at once. A unit is a micro-batch,
+or a sequence chunk of one if the schedule cuts sequences. Start with :class:`Runs`.
 """
 
 from __future__ import annotations
@@ -37,41 +37,43 @@ from fleetpipe.schedules.action import micro_batch_numbers
 from fleetpipe.schedules.forms.trace import Event
 from fleetpipe.transport.hosts import host_name
 
-#: The kind of an action, or "S" for a send, "R" for a receive; its global stage; and the number of
-#: the unit in its micro-batch.
-Doing = tuple[str, int, int]
+#: The work of one operation: the kind of an action, or "S" for a send and "R" for a receive; the
+#: global stage; and the number of the unit in its micro-batch.
+Work = tuple[str, int, int]
 
-#: Batches that are run: the first ones warm up and are not counted.
-BATCHES, COLD = 7, 2
+#: The number of batches that are run, and how many of them, the first ones, are not counted.
+BATCHES, WARM_UP_BATCHES = 7, 2
 
-#: The least number of samples of each layer; the fastest sample counts.
+#: The least number of times that each layer is measured; the fastest counts.
 LEAST_SAMPLES = 6
 
-#: The seconds per micro-batch of each kind of work, stage and unit.
-StageTimes = Mapping[Doing, float]
+#: The seconds that each work takes for a micro-batch.
+StageTimes = Mapping[Work, float]
 
-#: The samples of a layer, by the number of the unit in its micro-batch and of the layer.
+#: The samples of each layer, by the number of the unit in its micro-batch and the number of the
+#: layer.
 Samples = Mapping[tuple[int, int], list[Sample]]
 
 
-class _Moment(NamedTuple):
-    """The bytes of all live tensors, and of the process, at one moment."""
+class _UsedMemory(NamedTuple):
+    """The bytes of all live tensors, and of the process in the system's view, at one moment."""
 
     tensors: int
     process: int
 
     @classmethod
-    def now(cls) -> _Moment:
+    def now(cls) -> _UsedMemory:
+        """Returns the current numbers of bytes."""
         return cls(allocated_bytes(), reserved_bytes())
 
 
 class MemoryMeter:
-    """An observer of the engine that measures memory after each action, and keeps the maximum."""
+    """An observer of the engine that measures the largest memory after any action."""
 
     def __init__(self) -> None:
-        """Measures the memory before the first batch, with only the model."""
-        self._first = _Moment.now()
-        self._most = self._first
+        """Measures the memory before the first batch, when only the model is there."""
+        self._at_start = _UsedMemory.now()
+        self._maximum = self._at_start
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
@@ -81,23 +83,23 @@ class MemoryMeter:
         def measured() -> Blocked | None:
             blocked = instruction()
             if blocked is None:
-                now = _Moment.now()
-                self._most = _Moment(*map(max, self._most, now))
+                now = _UsedMemory.now()
+                self._maximum = _UsedMemory(*map(max, self._maximum, now))
             return blocked
 
         return measured
 
     def result(self) -> ProcessMemory | None:
-        """Returns the memory of the process as a function of its tensors; None if unknown."""
-        base = self._first.process - self._first.tensors
-        if self._first.process <= 0 or base < 0 or self._most.tensors <= 0:
+        """Returns how the memory of the process depends on its tensors; None if that is unknown."""
+        base = self._at_start.process - self._at_start.tensors
+        if self._at_start.process <= 0 or base < 0 or self._maximum.tensors <= 0:
             return None
-        growth = (self._most.process - base) / self._most.tensors
+        growth = (self._maximum.process - base) / self._maximum.tensors
         return ProcessMemory(float(base), max(growth, 1.0))
 
 
 class ActionMeter:
-    """An observer of the engine that adds up the time of each kind of work in a batch.
+    """An observer of the engine that adds up the seconds of each work in a batch.
 
     The time of a release counts for the last action of its stage. The time of a receive does not
     include its wait.
@@ -109,60 +111,56 @@ class ActionMeter:
         """Starts before the first batch.
 
         Args:
-            last: The kind of action after which a stage releases a micro-batch: B, or W.
+            last: The kind of action after which a stage releases a micro-batch: "B", or "W".
             clock: Returns the time in seconds.
             units: The number of units of a micro-batch.
         """
-        self._last, self._clock, self._units = last, clock, units
-        self._now: defaultdict[Doing, float] = defaultdict(float)
-        self._batches: defaultdict[Doing, list[float]] = defaultdict(list)
+        self._last_kind, self._clock, self._units = last, clock, units
+        self._seconds: defaultdict[Work, float] = defaultdict(float)
+        self._batches: defaultdict[Work, list[float]] = defaultdict(list)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
         if isinstance(op, Action):
             kind, stage = op.kind, op.stage
         elif isinstance(op, Free):
-            kind, stage = self._last, op.stage
+            kind, stage = self._last_kind, op.stage
         elif isinstance(op, Send):
             kind, stage = "S", op.edge.source if op.kind == "F" else op.edge.target
         elif isinstance(op, Recv):
             kind, stage = "R", op.edge.target if op.kind == "F" else op.edge.source
         else:
             return instruction
-        doing = kind, stage, op.micro_batch % self._units
+        work = kind, stage, op.micro_batch % self._units
         # While it waits for another rank, a thread does not use its processor.
         clock = time.thread_time if isinstance(op, (Send, Recv)) else self._clock
 
         def add(begin: float, end: float) -> None:
-            self._now[doing] += end - begin
+            self._seconds[work] += end - begin
 
         return Stopwatch(instruction, add, clock)
 
     def end_batch(self, counts: bool) -> None:
-        """Ends a batch.
-
-        Args:
-            counts: Whether to count the batch.
-        """
+        """Ends a batch, and stores its seconds if ``counts``; a batch to warm up does not count."""
         if counts:
-            for doing, seconds in self._now.items():
-                self._batches[doing].append(seconds)
-        self._now.clear()
+            for work, seconds in self._seconds.items():
+                self._batches[work].append(seconds)
+        self._seconds.clear()
 
-    def seconds(self) -> dict[Doing, float]:
-        """Returns the median seconds per batch, summed over its micro-batches."""
-        return {doing: statistics.median(samples) for doing, samples in self._batches.items()}
+    def seconds(self) -> dict[Work, float]:
+        """Returns the seconds of each work in a batch, all micro-batches together: medians."""
+        return {work: statistics.median(samples) for work, samples in self._batches.items()}
 
 
 def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 1) -> Schedule:
-    """Returns a schedule in which the forwards and backwards of each stage alternate.
+    """Returns a schedule in which each stage runs one forward and one backward in turn.
 
     It runs on any placement. There are as many micro-batches in flight as stages. With one stage on
     each rank it is 1F1B; with sequence chunks it is Seq1F1B, whose backwards run from the last
     chunk of a micro-batch to the first.
 
     Args:
-        placement: The owner of each stage.
+        placement: The rank of each stage.
         micro_batches: The number of micro-batches of a batch, m.
         kinds: The actions of each backward: "B", or "IW" for I and then W.
         slices: The number of sequence chunks of each micro-batch.
@@ -172,7 +170,7 @@ def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 
     backwards = [unit for first in firsts for unit in units[first : first + slices][::-1]]
     # The first backward waits for all chunks of its micro-batch.
     begin = 2 * (slices - 1)
-    # Each action has a time after the actions for which it waits.
+    # Each action gets a time after those of the actions for which it waits; then they are sorted.
     timed = [
         *((s + 2 * k, Action("F", s, unit)) for k, unit in enumerate(units) for s in range(stages)),
         *(
@@ -191,7 +189,7 @@ def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 
 
 
 class Runs:
-    """Runs the parts of a model repeatedly, to measure them."""
+    """Runs a model's stages, messages and layers repeatedly, to measure them."""
 
     def __init__(
         self, layers: PipelineLayer, job: Job, data: MicroBatches, weights: list[Fraction]
@@ -205,46 +203,46 @@ class Runs:
             weights: The weights in the loss of the micro-batches to run.
         """
         self._layers, self._job, self._weights = layers, job, weights
-        self._data = MicroBatches(*(part and part[: len(weights)] for part in data))
+        self._data = MicroBatches(*(values and values[: len(weights)] for values in data))
 
     def lengths(self, units: Units) -> list[int]:
-        """Returns the number of positions of each unit; empty in a process without data."""
-        parts = next((part for part in self._data if part), None)
-        return [] if parts is None else units.lengths(parts[0])
+        """Returns the sequence length of each unit; empty in a process without data."""
+        values = next((values for values in self._data if values), None)
+        return [] if values is None else units.lengths(values[0])
 
     def stages(self, kinds: str, units: Units = WHOLE) -> StageTimes:
-        """Measures the actions of all stages: median times, equal on every rank. Collective.
+        """Measures the actions of all stages, and returns the same times on every rank. Collective.
 
         Args:
             kinds: The actions of each backward: "B", or "IW".
-            units: The units into which micro-batches are cut.
+            units: Cuts micro-batches into units.
         """
         count = len(self._weights)
         meter = ActionMeter(kinds[-1], clock_for(self._job), units.count)
         schedule = in_turn(self._layers.placement, count, kinds, units.count)
-        engine, stage = self._engine(schedule, None, meter)
+        engine, stage = self._new_engine(schedule, None, meter)
         for turn in range(BATCHES):
-            batch = self._batch(self._data, self._weights, units)
-            _run(engine, stage, batch, units)
-            meter.end_batch(turn >= COLD)
-        merged: dict[Doing, float] = {}
-        for part in self._job.group().all_gather(list(meter.seconds().items())):
-            merged.update({(kind, number, index): each for (kind, number, index), each in part})
-        for part in computing_together(self._job).all_gather(list(merged.items())):
-            for (kind, number, index), each in part:
-                merged[kind, number, index] = max(each, merged[kind, number, index])
-        return {doing: seconds / count for doing, seconds in merged.items()}
+            batch = self._new_batch(self._data, self._weights, units)
+            _run_batch(engine, stage, batch, units)
+            meter.end_batch(turn >= WARM_UP_BATCHES)
+        merged: dict[Work, float] = {}
+        for of_rank in self._job.group().all_gather(list(meter.seconds().items())):
+            merged.update({(kind, s, unit): seconds for (kind, s, unit), seconds in of_rank})
+        for of_rank in computing_together(self._job).all_gather(list(merged.items())):
+            for (kind, s, unit), seconds in of_rank:
+                merged[kind, s, unit] = max(seconds, merged[kind, s, unit])
+        return {work: seconds / count for work, seconds in merged.items()}
 
     def process(self) -> ProcessMemory | None:
-        """Measures the memory of a process beside its tensors: the most of any rank. Collective.
+        """Measures the memory of a process beside its tensors, the most of any rank. Collective.
 
         Returns None if the system of a rank does not tell the memory of a process.
         """
         schedule = in_turn(self._layers.placement, len(self._weights), "B")
         meter = MemoryMeter()
-        engine, stage = self._engine(schedule, None, meter)
-        for _ in range(COLD):
-            _run(engine, stage, self._batch(self._data, self._weights))
+        engine, stage = self._new_engine(schedule, None, meter)
+        for _ in range(WARM_UP_BATCHES):
+            _run_batch(engine, stage, self._new_batch(self._data, self._weights))
         result = meter.result()
         ranks = self._job.group().all_gather(None if result is None else list(result))
         measured = [figures for figures in ranks if figures is not None]
@@ -265,10 +263,10 @@ class Runs:
         schedule = in_turn(layers.placement, 1, "B")
         trace = Trace(Path(), schedule, job.connect(), job.group())
         meter = ActionMeter("B")
-        engine, stage = self._engine(schedule, None, trace, meter)
+        engine, stage = self._new_engine(schedule, None, trace, meter)
         for index, weight in enumerate(self._weights):
             trace.begin_step()
-            _run(engine, stage, self._batch(self._one(index), [weight]))
+            _run_batch(engine, stage, self._new_batch(self._micro_batch(index), [weight]))
             trace.end_step()
             meter.end_batch(counts=True)
         seconds_inside = sum(
@@ -276,10 +274,9 @@ class Runs:
         )
         busy = sum(job.group().all_gather(seconds_inside)) / (2 * crossings)
         latencies_seen = [seconds for step in trace.steps() for seconds in latencies(step)]
-        whole: float = job.group().broadcast(
-            statistics.median(latencies_seen) if latencies_seen else 0.0, 0
-        )
-        return max(whole - busy, 0.0)
+        median = statistics.median(latencies_seen) if latencies_seen else 0.0
+        with_work: float = job.group().broadcast(median, 0)
+        return max(with_work - busy, 0.0)
 
     def layers(self) -> Samples:
         """Measures the layers of this process, and the loss as one more layer. Collective."""
@@ -287,13 +284,13 @@ class Runs:
         meter = LayerMeter(len(layers.partition.layers), stages.calls_of, stages.layers)
         # Without fast leaves: the meter runs the backward of each layer itself, in other ways.
         schedule = forward_only(layers.placement, 1)
-        engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
-        for turn in self._turns():
-            one = self._one(turn)
-            batch = Batch(one, value_of=stages.value_of)
-            _run(engine, stage, batch)
+        engine, stage = self._new_engine(schedule, meter.run_of, fast_leaves=False)
+        for turn in self._numbers_to_run():
+            data = self._micro_batch(turn)
+            batch = Batch(data, value_of=stages.value_of)
+            _run_batch(engine, stage, batch)
             for output in batch.outputs.values():
-                meter.take_loss(0, layers.loss_fn(), output, one.labels[0])
+                meter.take_loss(0, layers.loss_fn(), output, data.labels[0])
         return meter.samples
 
     def layers_of_units(self, units: Units) -> Samples:
@@ -305,7 +302,7 @@ class Runs:
         count = len(layers.partition.layers)
         meter = LayerMeter(count, stages.calls_of, stages.layers, units)
         schedule = in_turn(layers.placement, 1, "B", units.count)
-        engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
+        engine, stage = self._new_engine(schedule, meter.run_of, fast_leaves=False)
         loss_fn, calls = layers.loss_fn(), itertools.count()
 
         def loss(output: Nest, label: Nest) -> Tensor:
@@ -313,41 +310,56 @@ class Runs:
             meter.take_loss(next(calls) % units.count, loss_fn, output, label)
             return loss_fn(output, label)
 
-        for turn in self._turns():
-            batch = self._batch(self._one(turn), [self._weights[turn]], units, loss)
-            _run(engine, stage, batch, units)
+        for turn in self._numbers_to_run():
+            batch = self._new_batch(self._micro_batch(turn), [self._weights[turn]], units, loss)
+            _run_batch(engine, stage, batch, units)
         return meter.samples
 
-    def _turns(self) -> Iterable[int]:
-        """Returns the numbers of the micro-batches with which to run layers, for enough samples."""
+    def _numbers_to_run(self) -> Iterable[int]:
+        """Returns the numbers of the micro-batches to run, repeated until there are enough."""
         count = len(self._weights)
         return (turn % count for turn in range(max(LEAST_SAMPLES, count)))
 
-    def _one(self, index: int) -> MicroBatches:
-        """Returns one micro-batch of this process."""
-        return MicroBatches(*(part and [part[index]] for part in self._data))
+    def _micro_batch(self, index: int) -> MicroBatches:
+        """Returns the micro-batch of this process with a number."""
+        return MicroBatches(*(values and [values[index]] for values in self._data))
 
-    def _batch(
+    def _new_batch(
         self,
         data: MicroBatches,
         weights: list[Fraction],
         units: Units = WHOLE,
         loss: Criterion | None = None,
     ) -> Batch:
-        """Returns a batch, cut into units; ``loss`` replaces the model's loss."""
+        """Returns a batch for a stage.
+
+        Args:
+            data: The micro-batches.
+            weights: Their weights in the loss.
+            units: Cuts them into units.
+            loss: The loss function; None for the model's.
+        """
         loss_fn = self._layers.loss_fn()
         functions = [loss_fn if loss is None else loss]
         weight_of = units.weight_of([loss_fn], data, lambda _, number: weights[number])
         losses = Losses(functions, weights, weight_of=weight_of, units=units.count)
         return Batch(units.cut(data), losses)
 
-    def _engine(
+    def _new_engine(
         self,
         schedule: Schedule,
         run_of: RunOf | None,
         *observers: Observer,
         fast_leaves: bool = True,
     ) -> tuple[Engine, DygraphStage]:
+        """Returns an engine for a schedule, and the stage object that runs its actions.
+
+        Args:
+            schedule: The schedule.
+            run_of: Runs the layers of a stage; None for the usual way.
+            observers: The observers of the engine.
+            fast_leaves: As for :meth:`DygraphStage.of`.
+        """
         job = self._job
         stages = self._layers.owned_stages
         stage = DygraphStage.of(stages, schedule, fast_leaves, run_of)
@@ -355,8 +367,8 @@ class Runs:
         return Engine(plan, stage, job.connect(), job.timeout, observers), stage
 
 
-def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
-    """Runs the forward of a stage; if it has the loss, the backward too, which adds gradients."""
+def _run_batch(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
+    """Runs a batch through an engine without reductions and step; gradients stay."""
     stage.begin(batch, units=units)
     try:
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
@@ -365,7 +377,7 @@ def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE
 
 
 def computing_together(job: Job) -> Group:
-    """Returns the ranks that exchange values within layers, and so wait for the slowest rank."""
+    """Returns the ranks that compute a layer together, and so wait for the slowest of them."""
     return job.along(*job.degrees.layer_axes)
 
 
@@ -382,7 +394,7 @@ def clock_for(job: Job) -> Callable[[], float]:
 
 
 def latencies(events: Iterable[Event]) -> list[float]:
-    """Returns the seconds from the start of each send to the end of its receive."""
+    """Returns the seconds of each message: from its send's start to its receive's end."""
     sent: dict[str, float] = {}
     arrived: dict[str, float] = {}
     for event in events:

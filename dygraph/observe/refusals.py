@@ -1,8 +1,8 @@
-"""Observers that refuse values: NaN or Inf in sends, and state that backwards change for forwards.
+"""Observers that refuse NaN or Inf in sent values, and state that backwards change for forwards.
 
-``FLAGS_pp_check_naninf`` switches the check of sends on. State is checked if ranks may reorder
-actions: then a forward must not read what a backward writes, such as a scale that a hook on a
-gradient computes.
+``FLAGS_pp_check_naninf`` switches the check of sent values on. State is checked if ranks may
+reorder actions: then a forward must not read what a backward writes, such as a scale that a hook
+on a gradient computes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ from fleetpipe.schedules import Action, Op, Send
 from fleetpipe.transport import MessageKey, Value
 from fleetpipe.transport.wire.bridge import checksum
 
+#: The environment variable that switches :class:`FiniteSends` on.
 _FLAG = "FLAGS_pp_check_naninf"
-_WHAT = {"F": "the output", "B": "the gradient of the input"}
+#: The names of sent values in messages, by the kind of the message.
+_VALUE_NAMES = {"F": "the output", "B": "the gradient of the input"}
 
+#: Types of values that are compared by value, not by identity.
 _NUMBERS = (bool, int, float, str)
 #: The attributes of layers that are not compared: a schedule replaces ``forward`` in each action.
 _LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
-#: Replaces the earlier value of an attribute that did not exist before a backward.
-_ABSENT = object()
+#: Stands for the earlier value of an attribute that did not exist before a backward.
+_NO_VALUE = object()
 
 
 class FiniteSends:
-    """An observer of the engine that checks every number before it is sent."""
+    """An observer of the engine that checks every value before it is sent."""
 
     @classmethod
     def asked_for(cls) -> FiniteSends | None:
@@ -65,11 +68,14 @@ class FiniteSends:
 
 
 def _require_finite(value: Value, key: MessageKey, rank: int) -> None:
+    """Refuses a value with NaN or Inf that ``rank`` is about to send as the message ``key``."""
     for tensor in tensors_of(value):
-        if tensor.is_floating_point() and not _finite(tensor):
-            source, target = (key.source, key.target)[:: 1 if key.kind == "F" else -1]
+        if tensor.is_floating_point() and not _is_finite(tensor):
+            source, target = key.source, key.target
+            if key.kind != "F":
+                source, target = target, source
             raise BoundaryError(
-                f"{_WHAT[key.kind]} of stage {source} holds NaN or Inf",
+                f"{_VALUE_NAMES[key.kind]} of stage {source} holds NaN or Inf",
                 where=f"rank {rank}, stage {source}, micro-batch {key.micro_batch}, before it is "
                 f"sent to stage {target}",
                 got=outline(value),
@@ -79,7 +85,7 @@ def _require_finite(value: Value, key: MessageKey, rank: int) -> None:
             )
 
 
-def _finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether all numbers of a tensor are finite."""
     tensor = tensor.detach()
     if tensor.dtype in (paddle.float16, paddle.bfloat16):
@@ -89,24 +95,24 @@ def _finite(tensor: Tensor) -> bool:
 
 
 class BackwardState(BatchObserver):
-    """Compares the state of layers and losses before and after each backward of the first batch."""
+    """An observer that refuses backwards which change the state of layers, in the first batch."""
 
     def __init__(self, layers: PipelineLayer) -> None:
         """Starts before the first batch of the model ``layers``."""
         self._layers = layers
-        self._over = False
-        self._parts: Mapping[str, Layer] = {}
-        self._beside: list[Any] = []
+        self._has_ended = False
+        self._layers_by_path: Mapping[str, Layer] = {}
+        self._containers: list[Any] = []
 
     def begin(self, batch: Any) -> None:
-        """Finds the layers, and the containers that their code names, before the first batch."""
-        if not self._over:
-            parts = dict(paddle.nn.Layer.named_sublayers(self._layers))
+        """Called before a batch: finds the layers and the containers that their code names."""
+        if not self._has_ended:
+            layers = dict(paddle.nn.Layer.named_sublayers(self._layers))
             for number, loss in enumerate(self._layers.loss_layers()):
-                parts.update(loss.named_sublayers(f"loss.{number}", include_self=True))
+                layers.update(loss.named_sublayers(f"loss.{number}", include_self=True))
             functions = self._layers.named_functions().values()
-            self._parts = parts
-            self._beside = [*reachable_containers([*parts.values()], functions)]
+            self._layers_by_path = layers
+            self._containers = [*reachable_containers([*layers.values()], functions)]
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Returns a backward with a comparison around it; other operations unchanged."""
@@ -114,44 +120,45 @@ class BackwardState(BatchObserver):
             return instruction
 
         def compared() -> Blocked | None:
-            if self._over:
+            if self._has_ended:
                 return instruction()
-            before = dict(self._values())
+            before = dict(self._iterate_values())
             blocked = instruction()
-            for key, (name, value) in self._values():
-                _, earlier = before.get(key, ("", _ABSENT))
+            for key, (name, value) in self._iterate_values():
+                _, earlier = before.get(key, ("", _NO_VALUE))
                 same_number = isinstance(value, _NUMBERS) and value == earlier
                 if value is not earlier and not same_number:
-                    _refuse(name)
+                    _refuse_change(name)
             return blocked
 
         return compared
 
     def end(self) -> None:
-        """Ends the comparisons: the first batch shows what backwards do in every batch."""
-        self._over, self._parts, self._beside = True, {}, []
+        """Called after a batch: ends the comparisons, since all batches run the same backwards."""
+        self._has_ended, self._layers_by_path, self._containers = True, {}, []
 
-    def _values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
+    def _iterate_values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
         """Yields a constant key, the name, and the value of each attribute that a forward may read.
 
         The value of a buffer or statistic is its checksum. Parameters are left out: only optimizer
         steps change them.
         """
-        containers = [("beside the layers", one) for one in self._beside]
-        for path, part in self._parts.items():
-            for name, value in vars(part).items():
+        containers = [("beside the layers", container) for container in self._containers]
+        for path, layer in self._layers_by_path.items():
+            for name, value in vars(layer).items():
                 if name not in _LEFT_OUT:
-                    yield (id(part), name), (f"{path}.{name}", value)
+                    yield (id(layer), name), (f"{path}.{name}", value)
                     containers.append((f"{path}.{name}", value))
-            for table, name in state_slots(part):
+            for table, name in state_slots(layer):
                 yield (id(table), name), (f"{path}.{name}", checksum([table[name]]))
         for name, value in containers:
             if isinstance(value, CONTAINERS):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from (((id(value), key), (f"{name}[{key!r}]", one)) for key, one in items)
+                for key, item in items:
+                    yield (id(value), key), (f"{name}[{key!r}]", item)
 
 
-def _refuse(name: str) -> None:
+def _refuse_change(name: str) -> None:
     """Refuses a change of ``name`` by a backward, unless the script allows it."""
     required_job("a batch").allow.refuse(
         "state",

@@ -50,10 +50,10 @@ from fleetpipe.paddle_api.optimizer import (
 )
 from fleetpipe.representation import shows
 
-#: The key of a parameter group, the same on all ranks: its options as text, its number among the
-#: groups with these options, and the limit of its global norm, or None without one.
+#: What identifies a parameter group on all ranks: its options as text, its number among the groups
+#: with these options, and the largest norm that its clip allows, or None without a clip.
 GroupKey = tuple[str, int, float | None]
-#: The entry with the key of a group of which this rank has no parameters.
+#: In a group of which this rank has no parameters, the name of the item with the group's key.
 _KEY = "key"
 
 _log = log.logger(__name__)
@@ -63,7 +63,7 @@ Stepped = tuple[Sequence[object], Pairs]
 
 
 def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
-    """Returns the keys of an optimizer's groups; None if its parameters are a plain list."""
+    """Returns the keys of the parameter groups; None if the parameters are a plain list."""
     groups = dict_groups(optimizer)
     if not groups:
         return None if optimized_parameters(optimizer) else []
@@ -82,20 +82,25 @@ def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
 
 
 def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
-    """Gives an optimizer the parameter groups of all ranks in one order; it adds empty groups.
+    """Gives an optimizer the parameter groups of all ranks, in one order.
 
-    Nothing happens if some rank has a plain list of parameters.
+    A group of which this rank has no parameters is added empty. Nothing happens if some rank has a
+    plain list of parameters.
+
+    Args:
+        optimizer: This rank's optimizer.
+        keys_of_ranks: The result of :func:`keys_of` on each rank.
     """
     if None in keys_of_ranks:
         return
-    here = dict(zip(keys_of(optimizer) or [], dict_groups(optimizer)))
-    wanted = dict.fromkeys(key for keys in keys_of_ranks for key in keys or [])
-    if [*wanted] != [*here]:
-        put_groups(optimizer, [here.get(key) or _empty(key) for key in wanted])
+    groups = dict(zip(keys_of(optimizer) or [], dict_groups(optimizer)))
+    all_keys = dict.fromkeys(key for keys in keys_of_ranks for key in keys or [])
+    if [*all_keys] != [*groups]:
+        put_groups(optimizer, [groups.get(key) or _empty_group(key) for key in all_keys])
 
 
-def _empty(key: GroupKey) -> dict[str, Any]:
-    """Returns a parameter group without parameters, which takes part in the clip of its group."""
+def _empty_group(key: GroupKey) -> dict[str, Any]:
+    """Returns a group without parameters, whose clip takes part in the norm of the group."""
     norm = key[2]
     clip = None if norm is None else paddle.nn.ClipGradByGlobalNorm(norm)
     return {"params": [], "grad_clip": clip, "weight_decay": None, _KEY: key}
@@ -111,7 +116,7 @@ def text_of(value: object) -> str:
 
 
 def agreeing(scaler: Scaler) -> Scaler:
-    """Makes a ``GradScaler`` step only if no rank's gradients overflow; changes it in place.
+    """Changes a ``GradScaler`` so that it steps only if no rank's gradients overflow.
 
     Args:
         scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.
@@ -143,16 +148,20 @@ def prepare_scaler(scaler: Scaler) -> Scaler:
 
 @paddle.no_grad()
 def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
-    """Divides the gradients by the scale, and decides on all ranks whether to step. Collective."""
+    """Replaces a scaler's ``unscale_``: all ranks decide together whether to step. Collective."""
     if not scaler.is_enable():
         return
     gradients = map(gradient_of, optimized_parameters(optimizer))
     overflow = unscale((one for one in gradients if one is not None), scale_of(scaler))
-    mark_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
+    mark_unscaled(scaler, optimizer, _overflows_anywhere(overflow, scaler))
 
 
-def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
-    """Returns whether any rank has a gradient that is not finite. Collective over the job."""
+def _overflows_anywhere(found_inf: bool, scaler: Scaler) -> bool:
+    """Returns whether any rank has a gradient that is not finite. Collective over the job.
+
+    Raises:
+        ConfigError: The scalers of the ranks are in different states.
+    """
     job = current_job()
     if job is None:
         return found_inf
@@ -169,8 +178,8 @@ def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
     return any(verdict for verdict, _ in verdicts)
 
 
-class _NotThere:
-    """Hides a method of the base class, so that Python calls ``__getattr__`` for the name.
+class _HiddenMethod:
+    """Replaces a method of the base class, so that Python calls ``__getattr__`` for its name.
 
     A property would not let trainers set the name: PaddleFormers' Trainer sets ``_insert_sync``,
     which nothing here calls.
@@ -180,11 +189,12 @@ class _NotThere:
         raise AttributeError
 
 
+#: Fleet's type without its methods.
 _Hidden: Any = type(
     "_Hidden",
     (HybridParallelOptimizer,),
     {
-        name: _NotThere()
+        name: _HiddenMethod()
         for name, value in vars(HybridParallelOptimizer).items()
         if callable(value) and not name.startswith("__")
     },
@@ -192,7 +202,7 @@ _Hidden: Any = type(
 
 
 class FleetsType(_Hidden):  # type: ignore[misc]
-    """Fleet's type for ``isinstance``, with flags that trainers read before they reduce gradients.
+    """Fleet's type for ``isinstance``, with flags by which trainers reduce gradients, or not.
 
     Attributes:
         _dp_enable: Whether a trainer must reduce the replicas' gradients before a step: never.
@@ -261,7 +271,7 @@ class PipelineOptimizer(FleetsType):
 
     @property
     def clips_all(self) -> bool:
-        """Whether the global norm clipped all gradients when the optimizer was bound."""
+        """Whether every gradient is clipped by the global norm, since the optimizer was bound."""
         return self._clips_all
 
     def owns_state(self, parameter: Tensor) -> bool:
@@ -297,11 +307,11 @@ class PipelineOptimizer(FleetsType):
         """
         if self._layers is not layers:
             _require_no_foreign(layers, optimized_parameters(self._inner_opt))
-            self._compare(layers)
-        self._follow()
+            self._compare_with_other_ranks(layers)
+        self._adopt_changes()
 
-    def _follow(self) -> None:
-        """Adopts clips and groups that the script has set since the last step.
+    def _adopt_changes(self) -> None:
+        """Adopts clips and parameter groups that the script has set since the last step.
 
         Collective if there are any, and in the first step of an optimizer without a bound model.
         """
@@ -311,23 +321,29 @@ class PipelineOptimizer(FleetsType):
         )
         if not same or not (self._compared or pipeline_group().ranks == 1):
             self._replace_clips()
-            self._compare(self._layers)
+            self._compare_with_other_ranks(self._layers)
 
-    def _compare(self, layers: Layer | None) -> None:
-        """Compares this optimizer with the layers and with other ranks' optimizers. Collective."""
+    def _compare_with_other_ranks(self, layers: Layer | None) -> None:
+        """Compares this optimizer with a model and with other ranks' optimizers. Collective.
+
+        Args:
+            layers: The model; None if the optimizer is bound to none.
+        """
         job = current_job()
         if job is not None:
             with job.calling("compares the optimizers"):
-                trains = _trains(layers, optimized_parameters(self._inner_opt))
+                optimized = optimized_parameters(self._inner_opt)
+                trains = _has_parameters_of(layers, optimized)
                 ranks = job.everyone().all_gather((trains, keys_of(self._inner_opt)))
-                if any(trains is False for trains, _ in ranks) and not any(t for t, _ in ranks):
-                    count = len(optimized_parameters(self._inner_opt))
+                verdicts = [verdict for verdict, _ in ranks]
+                if False in verdicts and True not in verdicts:
+                    count = len(optimized)
                     _refuse_parameters(layers, f"none of them, {count} in all, on any rank")
                 arrange(self._inner_opt, [keys for _, keys in ranks])
                 self._replace_clips()
-                job.require_agreement(self._facts())
+                job.require_agreement(self._facts_to_compare())
         for clip in self._clips:
-            clip.orders = {} if layers is None else _orders(layers)
+            clip.orders = {} if layers is None else _orders_of_parameters(layers)
         self._compared, self._layers = True, layers
 
     def step(self) -> None:
@@ -336,8 +352,8 @@ class PipelineOptimizer(FleetsType):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        self._follow()
-        self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
+        self._adopt_changes()
+        self._reduce_and_step(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a state into the user's optimizer.
@@ -405,12 +421,12 @@ class PipelineOptimizer(FleetsType):
         def clips() -> list[Clip]:
             return [gradient_clip(self._inner_opt)]
 
-        self._follow()
-        result = self._run(minimize, clips)
+        self._adopt_changes()
+        result = self._reduce_and_step(minimize, clips)
         return ([], []) if result is None else result
 
-    def _facts(self) -> dict[str, str]:
-        """Returns the facts that must be equal on all ranks, since clips wait for all ranks."""
+    def _facts_to_compare(self) -> dict[str, str]:
+        """Returns texts that must be equal on all ranks, by their names in messages."""
         keys = keys_of(self._inner_opt)
         clips = [*map(text_of, clips_of_a_step(self._inner_opt))]
         return {
@@ -420,7 +436,7 @@ class PipelineOptimizer(FleetsType):
         }
 
     def _replace_clips(self) -> None:
-        """Replaces the clips of the user's optimizer, and gives new parameters an owner."""
+        """Replaces the clips of the user's optimizer; gives new parameters an owner."""
         self._clips = replace_clips(self._inner_opt)
         self._clips_of_step = clips = clips_of_a_step(self._inner_opt)
         if self._shards is not None:
@@ -430,16 +446,25 @@ class PipelineOptimizer(FleetsType):
         for clip in self._clips:
             clip.sharded, clip.spread = self._shards is not None, spread
 
-    def _run(
+    def _reduce_and_step(
         self, step: Callable[[], Stepped | None], clips: Callable[[], list[Clip]]
     ) -> Stepped | None:
-        """Runs ``step``; without parameters it only joins the norms of ``clips``. Collective."""
+        """Reduces gradients, and steps. Collective in a job of several ranks.
+
+        Args:
+            step: Steps the user's optimizer.
+            clips: Returns the clips of the step. A rank without parameters only takes part in their
+                norms.
+
+        Returns:
+            The result of ``step``; None without parameters.
+        """
 
         def nothing() -> None:
             self._clip_nothing(clips())
 
         parameters = optimized_parameters(self._inner_opt)
-        self._reduce(parameters)
+        self._reduce_gradients(parameters)
         for clip in self._clips:
             clip.begin()
         stepped = None
@@ -456,12 +481,12 @@ class PipelineOptimizer(FleetsType):
         return stepped
 
     def _clip_nothing(self, clips: Sequence[Clip]) -> None:
-        """Joins the collective norms of ``clips`` without gradients of this rank."""
+        """Takes part in the collective norms of ``clips``, without gradients of this rank."""
         for clip in clips:
             if clip in self._clips:
                 clip([])
 
-    def _reduce(self, parameters: Sequence[Tensor]) -> None:
+    def _reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Reduces the gradients of a model that is no pipeline, as Fleet does. Collective.
 
         Gradients are added up along sep, since each of its ranks has a part of a loss, and averaged
@@ -478,6 +503,7 @@ class PipelineOptimizer(FleetsType):
 
     @property
     def _rate(self) -> float | Scheduler:
+        """The learning rate or the scheduler, for the ``repr``."""
         return learning_rate_of(self._inner_opt)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -494,20 +520,30 @@ class PipelineOptimizer(FleetsType):
 
 
 def _names(parameters: Iterable[Tensor | str]) -> set[str]:
-    """Returns the names of parameters; an entry may already be a name."""
+    """Returns the names of parameters, of which some may be given by name."""
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 
 def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
-    """Refuses an optimizer of parameters that a model does not have."""
+    """Refuses an optimizer with parameters that are not the model's.
+
+    Args:
+        layers: The model.
+        optimized: The parameters of the optimizer.
+    """
     trained_ids = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in optimized if id(p) not in trained_ids and not p.stop_gradient]
     if foreign:
         _refuse_parameters(layers, listed(foreign))
 
 
-def _trains(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
-    """Whether an optimizer has a parameter of this rank's stages; None if all these are frozen."""
+def _has_parameters_of(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
+    """Whether an optimizer has a parameter of this rank's stages; None if it need not have any.
+
+    Args:
+        layers: The model; None if there is none, which counts as True.
+        optimized: The parameters of the optimizer.
+    """
     if layers is None:
         return True
     of_stages = {id(p): p for p in layers.state.own_parameters().values()}
@@ -517,6 +553,7 @@ def _trains(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
 
 
 def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
+    """Refuses an optimizer of other parameters; ``got`` describes these."""
     trained = [p.name for p in layers.state.own_parameters().values() if not p.stop_gradient]
     raise ConfigError(
         "the optimizer was built on the wrong parameters",
@@ -529,8 +566,11 @@ def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
     )
 
 
-def _orders(layers: Layer) -> dict[int, int]:
-    """Returns each parameter's number in the single-device model, or COPY, by ``id``."""
+def _orders_of_parameters(layers: Layer) -> dict[int, int]:
+    """Returns the number of each parameter in the single-device model, by ``id``.
+
+    The number of a copy of a tied weight that another rank counts is COPY.
+    """
     positions = layers.state.positions()
     return {
         id(tensor): positions[name] if getattr(tensor, "is_firstly_shared", True) else COPY
