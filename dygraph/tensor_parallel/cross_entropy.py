@@ -1,8 +1,9 @@
 """Cross entropy of logits of which each member holds the columns of its part of the vocabulary.
 
-Each call needs one collective. For each row a member sends three numbers: its greatest logit, the
-sum of the exponentials of its logits minus the greatest one, and the label's logit, or 0 if another
-member holds it. Every member computes the same loss from these. Backward needs no collective.
+A member is a rank that holds a shard. Each call needs one collective. For each row a member sends
+three numbers: its greatest logit, the sum of the exponentials of its logits minus the greatest one,
+and the label's logit, or 0 if another member holds it. Every member computes the same loss from
+these. Backward needs no collective.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.groups import Members, gather, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
-from fleetpipe.dygraph.tensor_parallel.linear_and_embedding import refuse_outside
+from fleetpipe.dygraph.tensor_parallel.linear_and_embedding import refuse_unknown_ids
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api import paddle
 
-_HALVES = (paddle.float16, paddle.bfloat16)
+_HALF_DTYPES = (paddle.float16, paddle.bfloat16)
 
 
 class ParallelCrossEntropy(ParallelLayer):
@@ -57,7 +58,9 @@ class ParallelCrossEntropy(ParallelLayer):
         members: Members = SoleGroup() if whole else members_of(self.model_parallel_group)
         label = _check_labels(label, input, self.ignore_index, members.ranks)
         size = input.shape[-1] * members.ranks
-        count = operations.count_of(self.blocks, size, members.ranks, 0, type(self).__name__)
+        count = operations.count_blocks_here(
+            self.blocks, size, members.ranks, 0, type(self).__name__
+        )
         if whole and not count:
             dense: Callable[..., Tensor] = paddle.nn.functional.cross_entropy
             return dense(input, label, ignore_index=self.ignore_index, reduction="none")
@@ -66,7 +69,14 @@ class ParallelCrossEntropy(ParallelLayer):
 
 
 def _check_labels(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> Tensor:
-    """Returns the labels as ``[.., 1]`` of int64, or refuses them."""
+    """Returns the labels as ``[.., 1]`` of int64; refuses labels that do not fit.
+
+    Args:
+        label: The labels.
+        logits: This member's columns of the logits.
+        ignore_index: The label of rows that are ignored.
+        members: The number of members.
+    """
     rows = list(logits.shape[:-1])
     if label.dtype not in (paddle.int32, paddle.int64):
         raise UsageError(
@@ -84,14 +94,16 @@ def _check_labels(label: Tensor, logits: Tensor, ignore_index: int, members: int
         )
     label = label.astype("int64").reshape([*rows, 1])
     counted = paddle.where(label == ignore_index, paddle.zeros_like(label), label)
-    refuse_outside(counted, logits.shape[-1] * members, "a label")
+    refuse_unknown_ids(counted, logits.shape[-1] * members, "a label")
     return label
 
 
 class _CrossEntropy(paddle.autograd.PyLayer):
-    """The loss of each row, and its gradient; ``count`` is the number of blocks, 0 for none.
+    """Computes the loss of each row, and its gradient.
 
-    Memory for logits costs more than arithmetic on them, so each direction allocates it once.
+    ``count`` is the number of blocks of columns of this member, with sums by a tree; 0 without.
+    Memory for logits costs more than arithmetic on them, so forward and backward each allocate it
+    only once.
     """
 
     @staticmethod
@@ -103,70 +115,73 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         members: Members,
         count: int,
     ) -> Tensor:
-        exact = logits.astype("float32") if logits.dtype in _HALVES else logits
+        exact = logits.astype("float32") if logits.dtype in _HALF_DTYPES else logits
         width = logits.shape[-1]
         column = label - members.rank * width
         ignored = label == ignore_index
         here = paddle.logical_and(column >= 0, column < width)
         here = paddle.logical_and(here, paddle.logical_not(ignored))
-        places = _places(paddle.where(here, column, paddle.zeros_like(column)), width)
+        flat_indices = _flat_indices(paddle.where(here, column, paddle.zeros_like(column)), width)
         # A member may hold nothing but -inf, as padding of the vocabulary does.
         least = float(paddle.finfo(exact.dtype).min)
-        each = max(count, 1)
-        parts = exact.reshape([*exact.shape[:-1], each, width // each])
-        tops = parts.max(axis=-1).clip(min=least)
-        above = (parts - tops.unsqueeze(-1)).reshape(exact.shape)
+        blocks = max(count, 1)
+        by_block = exact.reshape([*exact.shape[:-1], blocks, width // blocks])
+        maxima = by_block.max(axis=-1).clip(min=least)
+        differences = (by_block - maxima.unsqueeze(-1)).reshape(exact.shape)
         # The bits of an exponential and of a sum may depend on the shape; a difference's do not.
-        powers = [part.exp_() for part in operations.split_blocks(above, each, axis=-1)]
+        powers = [d.exp_() for d in operations.split_blocks(differences, blocks, axis=-1)]
         sums = [power.sum(axis=-1, keepdim=True) for power in powers]
-        picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
-        picked = paddle.where(here, picked, paddle.zeros_like(picked))
-        share = paddle.concat([tops, *sums, picked], axis=-1)
-        loss, highest, below = _combine(gather(share, members), count)
-        heights = [
-            paddle.exp(one) for one in operations.split_blocks(tops - highest, each, axis=-1)
-        ]
-        factors = operations.join_blocks(heights) / below
-        ctx.save_for_backward(places, here, ignored, factors, *powers)
+        label_logits = paddle.gather(exact.reshape([-1]), flat_indices).reshape(label.shape)
+        label_logits = paddle.where(here, label_logits, paddle.zeros_like(label_logits))
+        message = paddle.concat([maxima, *sums, label_logits], axis=-1)
+        loss, highest, total = _combine_members(gather(message, members), count)
+        scales = operations.split_blocks(maxima - highest, blocks, axis=-1)
+        factors = operations.join_blocks([paddle.exp(scale) for scale in scales]) / total
+        ctx.save_for_backward(flat_indices, here, ignored, factors, *powers)
         ctx.dtype = logits.dtype
         return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        places, here, ignored, factors, *powers = ctx.saved_tensor()
+        flat_indices, here, ignored, factors, *powers = ctx.saved_tensor()
         grad = grad.astype(powers[0].dtype)
         zeros = paddle.zeros_like(grad)
         grad = paddle.where(ignored, zeros, grad)
         scales = operations.split_blocks(factors * grad, len(powers), axis=-1)
-        whole = operations.join_blocks([power * scale for power, scale in zip(powers, scales)])
-        spread = whole.reshape([-1])
-        at_label = paddle.gather(spread, places) - paddle.where(here, grad, zeros).reshape([-1])
-        paddle.scatter_(spread, places, at_label)
-        return spread.reshape(whole.shape).astype(ctx.dtype)
+        gradient = operations.join_blocks([power * scale for power, scale in zip(powers, scales)])
+        flat = gradient.reshape([-1])
+        of_labels = paddle.where(here, grad, zeros).reshape([-1])
+        paddle.scatter_(flat, flat_indices, paddle.gather(flat, flat_indices) - of_labels)
+        return flat.reshape(gradient.shape).astype(ctx.dtype)
 
 
-def _places(column: Tensor, width: int) -> Tensor:
-    """Returns the index of each row's column in the flattened logits."""
+def _flat_indices(column: Tensor, width: int) -> Tensor:
+    """Returns the index in flattened logits [rows x width] of each row's element in ``column``."""
     flat = column.reshape([-1])
     return paddle.arange(flat.shape[0], dtype="int64") * width + flat
 
 
-def _combine(shares: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _combine_members(messages: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the loss from what all members send.
+
+    Args:
+        messages: For each member and row the maximum of each block, the sum of each block, and the
+            label's logit.
+        count: The number of blocks of a member, with sums by a tree; 0 without.
 
     Returns:
         For each row the loss, the greatest logit, and the sum of the exponentials of all logits
         minus the greatest one.
     """
-    each = max(count, 1)
-    tops = paddle.concat([share[..., :each] for share in shares], axis=-1)
-    sums = paddle.concat([share[..., each : 2 * each] for share in shares], axis=-1)
-    picked = paddle.concat([share[..., 2 * each :] for share in shares], axis=-1)
-    highest = tops.max(axis=-1, keepdim=True)
-    terms = sums * paddle.exp(tops - highest)
+    blocks = max(count, 1)
+    maxima = paddle.concat([message[..., :blocks] for message in messages], axis=-1)
+    sums = paddle.concat([message[..., blocks : 2 * blocks] for message in messages], axis=-1)
+    label_logits = paddle.concat([message[..., 2 * blocks :] for message in messages], axis=-1)
+    highest = maxima.max(axis=-1, keepdim=True)
+    terms = sums * paddle.exp(maxima - highest)
     if count:
-        below = tree(operations.split_blocks(terms, terms.shape[-1], axis=-1), add)
+        total = tree(operations.split_blocks(terms, terms.shape[-1], axis=-1), add)
     else:
-        below = terms.sum(axis=-1, keepdim=True)
-    loss = paddle.log(below) - (picked.sum(axis=-1, keepdim=True) - highest)
-    return loss, highest, below
+        total = terms.sum(axis=-1, keepdim=True)
+    loss = paddle.log(total) - (label_logits.sum(axis=-1, keepdim=True) - highest)
+    return loss, highest, total

@@ -1,9 +1,9 @@
 """Finds the model-parallel group of a layer, and the connections to the group's members.
 
-A group of Paddle's lists the members, and could send over Gloo. But Gloo fails if a member comes
-30 s late, is slower than plain sockets for most sizes, and does not notice when a member dies. So a
-job connects the group to its own connections (:func:`connect`), over which members wait for each
-other within the user's limit.
+A member is a rank that holds a shard of the layer. A group of Paddle's lists the members, and could
+send over Gloo. But Gloo fails if a member comes 30 s late, is slower than plain sockets for most
+sizes, and does not notice when a member dies. So a job connects the group to its own connections
+(:func:`connect`), over which members wait for each other within the user's limit.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from fleetpipe.paddle_api.tensor import tensor_bytes
 #: every tensor to every member costs more.
 _RING_BYTES = 256 * 1024
 
+#: What :func:`connect` has connected, by the id of Paddle's group.
 _connected: dict[int, Members] = {}
+#: Whether :func:`alone` is open.
 _alone = False
 
 
 class Members(Protocol):
-    """The methods of a group that tensor-parallel layers use, as of :class:`fleetpipe.mesh.Group`.
+    """The group of a layer's members: the methods of :class:`fleetpipe.mesh.Group` that layers use.
 
     Attributes:
         rank: The number of the shard that this rank holds.
@@ -61,9 +63,10 @@ class Members(Protocol):
 
 
 class StockGroup:
-    """Members that communicate over Paddle's group: over Gloo, which waits 30 s for the last."""
+    """The members of a group of Paddle's, which send over Gloo; that waits 30 s for the last."""
 
     def __init__(self, group: PaddleGroup) -> None:
+        """Takes the members of ``group``."""
         self.rank = group.rank
         self.ranks = group.nranks
         self._group = group
@@ -80,7 +83,7 @@ class StockGroup:
             paddle.distributed.all_reduce(tensor, group=self._group)
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the parts for this member. Collective; Gloo adds all parts."""
+        """Returns the sum of the members' parts for this one. Collective; Gloo sums all parts."""
         self.all_reduce(parts)
         return parts[self.rank]
 
@@ -143,7 +146,7 @@ def connect(paddle_group: PaddleGroup, group: Members) -> None:
 
 
 def disconnect(paddle_group: PaddleGroup) -> None:
-    """Undoes :func:`connect`; a group that is not connected stays as it is."""
+    """Undoes :func:`connect` for a group of Paddle's; does nothing if it is not connected."""
     _connected.pop(paddle_group.id, None)
 
 
@@ -186,7 +189,7 @@ def _topology_of_one_member() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether :func:`alone` is open."""
+    """Whether :func:`alone` is open, so that layers have one member."""
     return _alone
 
 

@@ -1,10 +1,10 @@
 """The base of tensor-parallel layers, and the shards of their parameters.
 
-Every member draws the whole parameter from Paddle's default generator as the dense layer would, and
-cuts its shard from it. So the members' shards together are the dense layer's parameter, if the
-generators of all members have the same state, as under the seed that ``PipelineLayer`` gives each
-layer. (Paddle draws each shard by itself, from a generator with another seed on each member, so its
-weights depend on the degree.)
+A member is a rank that holds a shard of a layer. Every member draws the whole parameter from
+Paddle's default generator as the dense layer would, and cuts its shard from it. So the members'
+shards together are the dense layer's parameter, if the generators of all members have the same
+state, as under the seed that ``PipelineLayer`` gives each layer. (Paddle draws each shard by
+itself, from a generator with another seed on each member, so its weights depend on the degree.)
 """
 
 from __future__ import annotations
@@ -69,27 +69,29 @@ class ParallelLayer(paddle.nn.Layer):
             )
 
     def share_of(self, size: int, name: str, across: int = 1) -> int:
-        """Returns this member's share of ``size``, and notes the axis for :meth:`count_blocks`.
+        """Returns the size of this member's shard of an axis; stores sizes for count_blocks.
 
         Args:
-            size: The size of the axis to cut into equal parts.
+            size: The size of the axis to cut into equal shards.
             name: The name of the size in the error.
-            across: The number of entries that the parameter has at one index of the axis.
+            across: The number of elements that the parameter has at one index of the axis.
         """
-        share = _share(size, name, self.world_size, type(self).__name__)
+        share = _divide(size, name, self.world_size, type(self).__name__)
         self._cut = size, across
         self.count_blocks()
         return share
 
     def count_blocks(self) -> int:
-        """Returns the number of blocks that this rank computes; 0 without sums by a tree.
+        """Returns the number of blocks of this member; 0 without sums by a tree.
 
         Raises:
             ConfigError: The layer cannot compute in blocks, which sums by a tree need.
         """
-        (size, across), where = self._cut, type(self).__name__
-        numbers = size // self.world_size * across
-        return operations.count_of(self.blocks, size, self.world_size, numbers, where)
+        (size, across), class_name = self._cut, type(self).__name__
+        shard_size = size // self.world_size * across
+        return operations.count_blocks_here(
+            self.blocks, size, self.world_size, shard_size, class_name
+        )
 
     def create_shard(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
         """Creates this member's shard of a parameter; not collective.
@@ -100,15 +102,15 @@ class ParallelLayer(paddle.nn.Layer):
             attr: The attribute of the whole parameter; an ``Assign`` may also hold the shard
                 itself.
         """
-        part = list(shape)
+        shard_shape = list(shape)
         if self.is_mp:
-            part[axis] //= self.world_size
+            shard_shape[axis] //= self.world_size
             attr = weight_attribute(attr)
-            if assigned_shape(attr.initializer) != part:
+            if assigned_shape(attr.initializer) != shard_shape:
                 whole = attr.initializer
                 attr.initializer = ShardOf(whole, shape, axis, self.rank, self.world_size)
-        parameter: Tensor = self.create_parameter(shape=part, attr=attr, dtype=self._dtype)
-        _mark(parameter, axis if self.is_mp else None)
+        parameter: Tensor = self.create_parameter(shape=shard_shape, attr=attr, dtype=self._dtype)
+        _mark_split_axis(parameter, axis if self.is_mp else None)
         self._mark_blocks(parameter, axis, shape[axis])
         return parameter
 
@@ -122,30 +124,36 @@ class ParallelLayer(paddle.nn.Layer):
         bias: Tensor = self.create_parameter(
             shape=[size], attr=_ZEROS, dtype=self._dtype, is_bias=True
         )
-        _mark(bias, 0 if sharded and self.is_mp else None)
+        _mark_split_axis(bias, 0 if sharded and self.is_mp else None)
         if sharded:
             self._mark_blocks(bias, 0, size * self.world_size)
         return bias
 
     def _mark_blocks(self, parameter: Tensor, axis: int, size: int) -> None:
-        """Sets a parameter's attribute ``blocks``; ``size`` is that of the whole axis."""
+        """Sets a parameter's attribute ``blocks``.
+
+        Args:
+            parameter: The parameter.
+            axis: The axis that is cut into blocks.
+            size: The size of the whole axis, over all members.
+        """
         count = operations.share_of_blocks(self.blocks, size, self.world_size)
         parameter.blocks = operations.Blocks(axis, count)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelLayer:
         """Returns a copy that shares only the group with this layer."""
         memo[id(self.model_parallel_group)] = self.model_parallel_group
-        other = type(self).__new__(type(self))
-        memo[id(self)] = other
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied_layer = type(self).__new__(type(self))
+        memo[id(self)] = copied_layer
+        copied_layer.__dict__.update(copy.deepcopy(self.__dict__, memo))
         # Paddle's copy of a parameter lacks fleetpipe's attributes.
         for name, parameter in parameters_in(self).items():
             if parameter is not None:
-                copied: Tensor = parameters_in(other)[name]
-                _mark(copied, split_axis(parameter))
+                copied: Tensor = parameters_in(copied_layer)[name]
+                _mark_split_axis(copied, split_axis(parameter))
                 copied.sequence_parallel = getattr(parameter, "sequence_parallel", False)
                 copied.blocks = getattr(parameter, "blocks", None)
-        return other
+        return copied_layer
 
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2
 
@@ -157,7 +165,7 @@ class ParallelLayer(paddle.nn.Layer):
 
 
 class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types
-    """Initializes a shard to its part of a whole parameter, which another initializer fills."""
+    """Initializes a shard: another initializer fills the whole parameter, from which it is cut."""
 
     def __init__(
         self, whole: Attribute, shape: Sequence[int], axis: int, rank: int, ranks: int
@@ -192,23 +200,30 @@ class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without
 
 
 def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
-    """Divides ``size`` by the number of members of a model-parallel group.
+    """Returns ``size`` divided by the number of members of a model-parallel group.
 
     A model's own code uses it to cut its attention heads as its layers cut their weights.
 
     Args:
-        size: The number to cut into equal parts.
+        size: The number to divide, such as a number of attention heads.
         name: The name of the number in the error, as in ``share_of(heads, "num_heads")``.
         mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
 
     Raises:
-        ConfigError: The parts would not be equal.
+        ConfigError: There is a remainder.
     """
-    return _share(size, name, int(groups.model_parallel_group(mp_group).nranks), "")
+    return _divide(size, name, int(groups.model_parallel_group(mp_group).nranks), "")
 
 
-def _share(size: int, name: str, members: int, where: str) -> int:
-    """Returns ``size / members``; refuses a remainder."""
+def _divide(size: int, name: str, members: int, where: str) -> int:
+    """Returns ``size / members``; refuses a remainder.
+
+    Args:
+        size: The number to divide.
+        name: Its name in the error.
+        members: The number of members.
+        where: The class of the layer for the error, or "".
+    """
     if size % members:
         raise ConfigError(
             f"`{name}` (={size}) must be divisible by the model-parallel degree (={members})",
@@ -220,29 +235,29 @@ def _share(size: int, name: str, members: int, where: str) -> int:
 
 
 def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None:
-    """Returns which shard of a whole a parameter is; None if the parameter is whole on this rank.
+    """Returns which shard of a full tensor a parameter is; None if this rank holds all of it.
 
     Args:
         parameter: A parameter of this member.
         group: The members along mp: Paddle's group or fleetpipe's; by default ``fleet.init``'s.
     """
 
-    def place() -> tuple[int, int]:
+    def mp_rank_and_size() -> tuple[int, int]:
         members = groups.along("mp", group)
         return members.rank, members.ranks
 
-    part = part_of(parameter, place)
+    part = part_of(parameter, mp_rank_and_size)
     return part if part is not None and part.is_shard else None
 
 
 def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
-    """Returns the shape of the whole of a parameter; the arguments are as for :func:`shard_in`."""
+    """Returns the shape of a parameter's full tensor; arguments are as for :func:`shard_in`."""
     shape, part = tuple(parameter.shape), shard_in(parameter, group)
     return shape if part is None else part.cut.whole(shape)
 
 
 def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:
-    """Returns a copy of the whole tensor of which ``value`` is a shard. Collective for a shard.
+    """Returns a copy of the full tensor of which ``value`` is a shard. Collective for a shard.
 
     Args:
         value: A parameter, its gradient, or a moment of its optimizer.
@@ -259,7 +274,7 @@ def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGrou
 
 
 def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:
-    """Returns this member's shard of a whole tensor; the inverse of :func:`whole_value`."""
+    """Returns this member's shard of a full tensor; arguments as for its inverse, whole_value."""
     if isinstance(parameter, int):
         members = groups.along("mp", group)
         return shard_of(whole, parameter, members.rank, members.ranks)
@@ -277,7 +292,7 @@ def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
-    """Refuses built layers that hold shards, because whole layers are needed.
+    """Refuses built layers that hold shards, where whole layers are needed.
 
     Args:
         built: Layers and functions by their number in the list of a pipeline.
@@ -293,8 +308,13 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
             )
 
 
-def _mark(parameter: Tensor, axis: int | None) -> None:
-    """Sets the attributes of a shard that Paddle's clip, optimizer and checkpoints read."""
+def _mark_split_axis(parameter: Tensor, axis: int | None) -> None:
+    """Sets the attributes by which Paddle's clip, optimizer and checkpoints know a shard.
+
+    Args:
+        parameter: The parameter.
+        axis: The axis that is cut; None if the parameter is whole.
+    """
     parameter.is_distributed = axis is not None
     if axis is not None:
         parameter.split_axis = axis

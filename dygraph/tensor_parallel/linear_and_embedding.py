@@ -1,6 +1,7 @@
-"""The linear layers, cut by columns or by rows, and the embedding, as in arXiv:1909.08053.
+"""Linear layers that are cut by columns or by rows, and the embedding, as in arXiv:1909.08053.
 
-Each member of an embedding looks up the ids of its part of the vocabulary.
+A member is a rank that holds a shard of a layer. Each member of an embedding looks up the ids of
+its rows of the table.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _ParallelLinear(ParallelLayer):
         mp_group: PaddleGroup,
         name: str | None,
     ) -> None:
+        """Takes the arguments that both layers have; see there."""
         super().__init__(mp_group)
         self._weight_attr = weight_attr
         self._name = name
@@ -35,7 +37,7 @@ class _ParallelLinear(ParallelLayer):
         self.linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
     def _require_layout(self) -> None:
-        """Refuses unsupported options of a subclass, before parameters are created."""
+        """Called before parameters are created: a subclass refuses unsupported options."""
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -85,26 +87,26 @@ class ColumnParallelLinear(_ParallelLinear):
         Returns:
             ``[.., out_features]`` on every member, or this member's columns of it.
         """
-        output = self._product(self._inputs(x))
+        output = self._local_product(self._full_input(x))
         if self.gather_output:
             return operations.gather(output, self.model_parallel_group)
         return output
 
-    def _product(self, x: Tensor) -> Tensor:
-        """Returns this member's columns of the output."""
+    def _local_product(self, x: Tensor) -> Tensor:
+        """Returns this member's columns of the output; ``x`` is as for :meth:`_full_input`."""
         count = self.count_blocks()
         if not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
         output = operations.column_product(x, self.weight, count)
         return output if self.bias is None else eager_operations.total(output, self.bias)
 
-    def _inputs(self, x: Tensor) -> Tensor:
-        """Returns the input that every member multiplies by its columns."""
+    def _full_input(self, x: Tensor) -> Tensor:
+        """Returns the whole input, which every member multiplies by its columns of the weight."""
         return operations.identity(x, self.model_parallel_group)
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Computes ``x @ weight + bias`` as a sum; each member computes some of the terms."""
+    """Computes ``x @ weight + bias`` as a sum; each member has some rows of the weight."""
 
     def __init__(
         self,
@@ -159,23 +161,28 @@ class RowParallelLinear(_ParallelLinear):
         count = self.count_blocks()
         if not self.is_mp and not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
-        self._check(x)
+        self._require_width(x)
         columns = x if self.input_is_parallel else operations.split(x, self.model_parallel_group)
-        output = self._total(self._product(columns, count))
+        output = self._sum_over_members(self._local_product(columns, count))
         return output if self.bias is None else output + self.bias
 
-    def _product(self, columns: Tensor, count: int) -> Tensor:
-        """Returns the sum of the terms of this member's rows."""
+    def _local_product(self, columns: Tensor, count: int) -> Tensor:
+        """Returns the product of this member's columns of the input and its rows of the weight.
+
+        Args:
+            columns: This member's shard of the last axis of the input.
+            count: The number of blocks, with sums by a tree; 0 without.
+        """
         if not count:
             return self.linear(columns, self.weight, name=self._name)
         return operations.row_product(columns, self.weight, count)
 
-    def _total(self, terms: Tensor) -> Tensor:
-        """Returns the sum of the results of all members."""
+    def _sum_over_members(self, terms: Tensor) -> Tensor:
+        """Returns the sum of the members' products, on every member. Collective."""
         return operations.all_reduce(terms, self.model_parallel_group)
 
-    def _check(self, x: Tensor) -> None:
-        """Refuses an input whose last axis has another size."""
+    def _require_width(self, x: Tensor) -> None:
+        """Refuses an input whose last axis has another size than the layer expects."""
         width = self.input_size_per_partition if self.input_is_parallel else self.in_features
         if x.shape[-1] != width:
             raise UsageError(
@@ -243,7 +250,7 @@ class VocabParallelEmbedding(ParallelLayer):
             rows = look_up(x, self.weight, name=self._name)
             # Several members add zeros, which makes 0.0 of -0.0; so one member does, too.
             return rows + paddle.zeros_like(rows) if count else rows
-        refuse_outside(x, self.num_embeddings, "an id")
+        refuse_unknown_ids(x, self.num_embeddings, "an id")
         rows = own_rows(self.weight, x, self.vocab_start_index)
         return operations.all_reduce(rows, self.model_parallel_group)
 
@@ -265,14 +272,20 @@ def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
     return paddle.where(mask, paddle.zeros_like(vectors), vectors)
 
 
-def refuse_outside(ids: Tensor, size: int, what: str) -> None:
-    """Refuses ids outside of 0 to ``size`` - 1; ``what`` names an id in the error."""
+def refuse_unknown_ids(ids: Tensor, size: int, name: str) -> None:
+    """Refuses ids outside of the vocabulary.
+
+    Args:
+        ids: The ids.
+        size: The size of the vocabulary.
+        name: What an id is called in the error, such as "a label".
+    """
     if ids.size == 0:
         return
     least, greatest = int(ids.min()), int(ids.max())
     if least < 0 or greatest >= size:
         raise UsageError(
-            f"{what} (={least if least < 0 else greatest}) is not in the vocabulary",
+            f"{name} (={least if least < 0 else greatest}) is not in the vocabulary",
             expected=f"ids from 0 to {size - 1}",
             fix="correct the data, or build the layers with a larger vocabulary",
         )

@@ -1,7 +1,8 @@
 """The operations inside tensor-parallel layers: collectives with gradients, products in blocks.
 
-The bits of a product in blocks do not depend on the model-parallel degree: a whole weight is cut
-into the same blocks at every degree, and each member computes some of them.
+A member is a rank that holds a shard of a layer. With sums by a tree, a whole weight is cut into
+the same blocks at every model-parallel degree, and each member computes with some of them: so the
+bits of a product do not depend on the degree.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from fleetpipe.errors import ConfigError, FleetPipeError, UsageError
 from fleetpipe.mesh.sums import add, count_blocks, tree
 from fleetpipe.paddle_api import eager_operations, paddle
 
-#: The number of entries that kernels compute at once; the bits of a remainder may differ.
-_AT_ONCE = 8
+#: The number of elements that vector instructions compute at once; the bits of a remainder differ.
+_LANES = 8
 
-Noted = TypeVar("Noted", bound=Callable[..., Any])
-_raised: list[FleetPipeError] = []
+FunctionInBackward = TypeVar("FunctionInBackward", bound=Callable[..., Any])
+#: Errors of collectives in the backward that runs; see :func:`own_errors`.
+_errors_in_backward: list[FleetPipeError] = []
 
 
 class Blocks(NamedTuple):
-    """How a parameter on this rank is cut into blocks: its attribute ``blocks``.
+    """How a parameter on this rank is cut into blocks; a parameter has it as attribute ``blocks``.
 
     Attributes:
         axis: The axis that is cut.
@@ -44,25 +46,25 @@ def blocks_of(parameter: Tensor) -> Blocks | None:
 
 
 def share_of_blocks(most: int, size: int, members: int) -> int:
-    """Returns the number of blocks of a member; 0 if there are fewer blocks than members.
+    """Returns the number of blocks that each member has; 0 if there are fewer blocks than members.
 
     Args:
-        most: The largest number of blocks of the whole axis.
+        most: The largest number of blocks into which the whole axis may be cut.
         size: The size of the whole axis.
         members: The number of members.
     """
     return min(most, count_blocks(size)) // members
 
 
-def count_of(most: int, size: int, members: int, numbers: int, where: str) -> int:
-    """Returns the number of blocks of a layer that this rank computes; 0 without sums by a tree.
+def count_blocks_here(most: int, size: int, members: int, shard_size: int, class_name: str) -> int:
+    """Returns the number of blocks of a layer that this member computes; 0 without sums by a tree.
 
     Args:
         most: The layer's ``blocks``: the number of blocks of its whole weight.
         size: The size of the whole axis that is cut.
         members: The number of shards.
-        numbers: The size of a shard, which must be a multiple of ``_AT_ONCE``.
-        where: The name of the layer's class.
+        shard_size: The number of elements of a shard, a multiple of ``_LANES``.
+        class_name: The name of the layer's class, for errors.
 
     Raises:
         ConfigError: The layer would have other bits with another number of shards.
@@ -71,51 +73,52 @@ def count_of(most: int, size: int, members: int, numbers: int, where: str) -> in
         return 0
     if most < members or most & (most - 1):
         raise ConfigError(
-            f"`{where}.blocks` (={most}) must be a power of two, and at least mp_degree"
+            f"`{class_name}.blocks` (={most}) must be a power of two, and at least mp_degree"
             f" (={members})",
             cause="with sums by a tree each rank computes whole blocks of a layer",
-            fix=f"set {where}.blocks = {max(8, 1 << (members - 1).bit_length())} before the layers"
-            " are built, at each mp_degree that is to give the same bits",
+            fix=f"set {class_name}.blocks = {max(8, 1 << (members - 1).bit_length())} before the"
+            " layers are built, at each mp_degree that is to give the same bits",
         )
-    if members > 1 and numbers % _AT_ONCE:
+    if members > 1 and shard_size % _LANES:
         raise ConfigError(
-            f"with sums by a tree a shard (={numbers} numbers) must have a multiple of {_AT_ONCE}",
-            where=f"{where} with size {size} and mp_degree={members}",
-            cause=f"kernels compute {_AT_ONCE} numbers at once, and the remainder in another way,"
+            f"with sums by a tree a shard (={shard_size} numbers) must have a multiple of {_LANES}",
+            where=f"{class_name} with size {size} and mp_degree={members}",
+            cause=f"kernels compute {_LANES} numbers at once, and the remainder in another way,"
             " so that bits would depend on mp_degree",
-            fix=f"round the size up to a multiple of {_AT_ONCE * members}, or lower mp_degree",
+            fix=f"round the size up to a multiple of {_LANES * members}, or lower mp_degree",
         )
     return share_of_blocks(most, size, members)
 
 
-def refuse_beside_trees(what: str, cause: str, instead: str) -> None:
-    """Refuses a computation that does not go in blocks, if the job has sums by a tree.
+def refuse_beside_trees(computation: str, cause: str, instead: str) -> None:
+    """Refuses a computation whose bits depend on the degree, if the job has sums by a tree.
 
     Args:
-        what: The name of the computation.
-        cause: Why it does not go in blocks.
+        computation: The name of the computation.
+        cause: Why its bits depend on the degree.
         instead: What to use instead.
     """
     if sums_by_tree():
         raise ConfigError(
-            f"sums by a tree do not go with {what}",
+            f"sums by a tree do not go with {computation}",
             cause=cause,
             fix=f"use {instead}, or leave 'sums' out of strategy.fleetpipe_configs",
         )
 
 
 class _Blocks(paddle.autograd.PyLayer):
-    """Cuts a weight into blocks of rows, which share its memory, or of columns."""
+    """Cuts a weight into blocks of rows (axis 0), which share its memory, or of columns (1)."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, count: int, axis: int) -> Tensor:
         ctx.axis = axis
         rows, columns = weight.shape
         if axis == 0:
-            each = rows // count
-            return tuple(weight[n * each : (n + 1) * each] for n in range(count))
-        pieces = weight.reshape([rows * count, columns // count])
-        return tuple(paddle.gather(pieces, places) for places in _places(rows, count))
+            size = rows // count
+            return tuple(weight[n * size : (n + 1) * size] for n in range(count))
+        row_pieces = weight.reshape([rows * count, columns // count])
+        all_indices = _indices_of_columns(rows, count)
+        return tuple(paddle.gather(row_pieces, indices) for indices in all_indices)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
@@ -123,16 +126,17 @@ class _Blocks(paddle.autograd.PyLayer):
 
 
 @cache
-def _places(rows: int, count: int) -> list[Tensor]:
-    """Returns, for each of ``count`` blocks of columns, the indices of its pieces of rows.
+def _indices_of_columns(rows: int, count: int) -> list[Tensor]:
+    """Returns the indices of each block of columns, in a matrix [rows * count, columns / count].
 
-    Gathering these takes a fraction of the time of Paddle's ``split``.
+    This is the weight with each row cut into ``count`` pieces. Gathering a block takes a fraction
+    of the time of Paddle's ``split``.
     """
     return [paddle.arange(rows) * count + number for number in range(count)]
 
 
 class _CopyForEachBlock(paddle.autograd.PyLayer):
-    """Passes a tensor on to several uses, whose gradients are added by a tree."""
+    """Returns a tensor ``count`` times; the gradients of these are added by a tree."""
 
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, count: int) -> Tensor:
@@ -144,7 +148,7 @@ class _CopyForEachBlock(paddle.autograd.PyLayer):
 
 
 class _SumOfBlocks(paddle.autograd.PyLayer):
-    """Adds up tensors by a tree."""
+    """Returns the sum of tensors by a tree."""
 
     @staticmethod
     def forward(ctx: Context, *terms: Tensor) -> Tensor:
@@ -157,7 +161,7 @@ class _SumOfBlocks(paddle.autograd.PyLayer):
 
 
 def column_product(x: Tensor, weight: Tensor, count: int, transposed: bool = False) -> Tensor:
-    """Returns ``x @ weight``; each block of the weight computes some columns.
+    """Returns ``x @ weight``, computed block by block of the weight's columns.
 
     Args:
         x: ``[.., inputs]``.
@@ -176,7 +180,7 @@ def column_product(x: Tensor, weight: Tensor, count: int, transposed: bool = Fal
 
 
 def row_product(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Returns ``x @ weight`` as a sum; each block of the weight computes a term.
+    """Returns ``x @ weight`` as the sum of a product for each block of the weight's rows.
 
     Args:
         x: ``[.., inputs]``.
@@ -188,13 +192,13 @@ def row_product(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def _split_weight(weight: Tensor, count: int, axis: int) -> Sequence[Tensor]:
-    """Returns ``count`` equal blocks of a weight, whose gradients are joined."""
+    """Returns ``count`` equal blocks of a weight along an axis; gradients are joined again."""
     split: Callable[..., Sequence[Tensor]] = _Blocks.apply
     return split(weight, count, axis) if count > 1 else [weight]
 
 
 def sum_blocks(terms: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of tensors by a tree."""
+    """Returns the sum of tensors by a tree, with a gradient."""
     apply: Callable[..., Tensor] = _SumOfBlocks.apply
     return apply(*terms) if len(terms) > 1 else terms[0]
 
@@ -212,17 +216,20 @@ def join_blocks(parts: Sequence[Tensor]) -> Tensor:
 def sum_over_blocks(
     measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Adds up ``measure(block)`` over the blocks of a value, by a tree; without blocks measures it.
+    """Returns the sum of ``measure(block)`` over the blocks of a value, by a tree.
+
+    Without sums by a tree it returns ``measure(value)``.
 
     Args:
-        measure: Returns a number of a tensor that adds up, such as its squared norm.
+        measure: Returns a number that adds up over the blocks of a tensor, as its squared norm.
         value: A tensor with the shape of the parameter, such as its gradient.
         parameter: The parameter, which says how the value is cut into blocks.
     """
-    part = blocks_of(parameter)
-    if part is None:
+    blocks = blocks_of(parameter)
+    if blocks is None:
         return measure(value)
-    return tree([measure(block) for block in split_blocks(value, part.number, part.axis)], add)
+    parts = split_blocks(value, blocks.number, blocks.axis)
+    return tree([measure(part) for part in parts], add)
 
 
 @contextmanager
@@ -233,31 +240,31 @@ def own_errors() -> Iterator[None]:
         PeerFailed: Another member left while a gradient was under way.
         PipelineTimeout: Another member did not come within the limit.
     """
-    _raised.clear()
+    _errors_in_backward.clear()
     try:
         yield
     except Exception as error:
-        if _raised:
-            raise _raised.pop() from error
+        if _errors_in_backward:
+            raise _errors_in_backward.pop() from error
         raise
 
 
-def noting(function: Noted) -> Noted:
-    """Makes a function that runs in backward record its errors for :func:`own_errors`."""
+def noting(function: FunctionInBackward) -> FunctionInBackward:
+    """Returns a function for backward that also records its errors, for :func:`own_errors`."""
 
     @wraps(function)
     def run(*args: Any, **named: Any) -> Any:
         try:
             return function(*args, **named)
         except FleetPipeError as error:
-            _raised.append(error)
+            _errors_in_backward.append(error)
             raise
 
-    return cast("Noted", run)
+    return cast("FunctionInBackward", run)
 
 
 class _Collective(paddle.autograd.PyLayer):
-    """Applies a function to a tensor, and another one to its gradient."""
+    """Returns ``run(tensor)``; its backward returns ``gradient(grad)``."""
 
     @staticmethod
     def forward(
@@ -279,21 +286,25 @@ class _Collective(paddle.autograd.PyLayer):
 collective: Callable[..., Tensor] = _Collective.apply
 
 
-def _view(tensor: Tensor, members: groups.Members) -> Tensor:
+def _view_of(tensor: Tensor, members: groups.Members) -> Tensor:
+    """Returns a view of a tensor, for a forward that changes nothing."""
     # Shares the memory. A detached tensor would not do: Paddle takes it for changed in place.
     return tensor.view(tensor.shape)
 
 
-def _copy(tensor: Tensor, members: groups.Members) -> Tensor:
+def _copy_of(tensor: Tensor, members: groups.Members) -> Tensor:
+    """Returns a copy of a tensor, for a backward that changes nothing."""
     # A copy: autograd may add to the result in place while the tensor is in use elsewhere.
     return tensor.clone()
 
 
-def _own_shard(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+def _shard_of_member(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+    """Returns this member's shard of a tensor along an axis."""
     return shard_of(tensor, axis, members.rank, members.ranks)
 
 
-def _join(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+def _join_shards(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+    """Returns the tensors of all members, joined along an axis. Collective."""
     return paddle.concat(groups.gather(tensor, members), axis=axis)
 
 
@@ -302,7 +313,7 @@ def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
 
     Collective in backward, if ``tensor`` needs a gradient.
     """
-    return _apply(tensor, group, _view, groups.total)
+    return _call_over_members(tensor, group, _view_of, groups.total)
 
 
 def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -310,7 +321,7 @@ def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
 
     The gradient of each summand is the gradient of the sum, which is equal on all members.
     """
-    return _apply(tensor, group, groups.total, _copy)
+    return _call_over_members(tensor, group, groups.total, _copy_of)
 
 
 def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
@@ -324,7 +335,9 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     Raises:
         UsageError: The axis cannot be cut into equal shards.
     """
-    return _apply(tensor, group, partial(_own_shard, axis=axis), partial(_join, axis=axis))
+    return _call_over_members(
+        tensor, group, partial(_shard_of_member, axis=axis), partial(_join_shards, axis=axis)
+    )
 
 
 def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
@@ -333,7 +346,9 @@ def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     The layers that follow must compute the same on every member: the gradient of a member's tensor
     is its shard of the result's gradient.
     """
-    return _apply(tensor, group, partial(_join, axis=axis), partial(_own_shard, axis=axis))
+    return _call_over_members(
+        tensor, group, partial(_join_shards, axis=axis), partial(_shard_of_member, axis=axis)
+    )
 
 
 def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -342,7 +357,7 @@ def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
     The layers that follow may compute different values on the members: the gradient of a member's
     tensor is its part of the sum of the members' gradients.
     """
-    return _apply(tensor, group, _join, part_of_total)
+    return _call_over_members(tensor, group, _join_shards, shard_of_sum)
 
 
 def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -351,10 +366,10 @@ def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
     Raises:
         UsageError: The first axis cannot be cut into equal parts.
     """
-    return _apply(tensor, group, part_of_total, _join)
+    return _call_over_members(tensor, group, shard_of_sum, _join_shards)
 
 
-def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:
+def shard_of_sum(tensor: Tensor, members: groups.Members) -> Tensor:
     """Returns this member's part of the sum of all members' tensors, without a gradient.
 
     Collective.
@@ -379,13 +394,13 @@ def parallel_matmul(
         mp_group: Paddle's group of the members; by default the group of ``fleet.init``.
     """
     product: Callable[..., Tensor] = paddle.matmul
-    part = blocks_of(table)
+    blocks = blocks_of(table)
     is_cut = getattr(table, "is_distributed", False)
-    if not is_cut and part is None:
+    if not is_cut and blocks is None:
         return product(hidden, table, transpose_y=True)
     group = groups.model_parallel_group(mp_group)
     hidden = identity(hidden, group) if is_cut else hidden
-    count = 1 if part is None else part.number
+    count = 1 if blocks is None else blocks.number
     logits = column_product(hidden, table, count, transposed=True)
     return gather(logits, group) if is_cut and gather_output else logits
 
@@ -398,7 +413,7 @@ def dropout(
     mode: str = "upscale_in_train",
     mp_group: PaddleGroup = None,
 ) -> Tensor:
-    """Drops the entries of this member's shard that dropout of the whole tensor would drop.
+    """Drops the elements of this member's shard that dropout of the whole tensor would drop.
 
     Every member draws the whole mask and uses its shard of it; not collective. So one seed gives
     the same masks at every model-parallel degree, if the members' generators have the same state,
@@ -406,7 +421,7 @@ def dropout(
 
     Args:
         x: This member's shard of a tensor.
-        p: The share of entries to drop.
+        p: The share of elements to drop.
         axis: The axis along which the tensor is cut: the last one after a ``ColumnParallelLinear``,
             the axis of the heads in attention.
         training: Whether to drop at all.
@@ -447,12 +462,12 @@ def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
     return part.clone()
 
 
-def _apply(
+def _call_over_members(
     tensor: Tensor, group: PaddleGroup, run: Callable[..., Tensor], gradient: Callable[..., Tensor]
 ) -> Tensor:
-    """Returns ``run(tensor, members=..)``, whose backward runs ``gradient``; one member does none.
+    """Returns ``run(tensor, members=..)``, whose backward runs ``gradient(grad, members=..)``.
 
-    Both functions take the keyword ``members``, the members of ``group``.
+    ``members`` are those of ``group``. If there is only one, it returns ``tensor`` itself.
     """
     members = groups.members_of(group)
     if members.ranks == 1:

@@ -1,4 +1,4 @@
-"""Collective operations that replace Paddle's private ones on CPU, where these have no kernels.
+"""Replaces Paddle's private collective operations on CPU, where these have no kernels.
 
 Scripts for Fleet call ``paddle.distributed.collective._c_identity`` and others. Each function here
 has the signature of Paddle's, and runs over the members of its group; in static graph Paddle's own
@@ -25,6 +25,7 @@ from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS, OPERATION_MODULES
 
 Operation = Callable[..., Tensor]
 
+#: Whether a CPU computes, so that Paddle's operations have no kernels.
 _ON_CPU = device_kind() == "cpu"
 
 #: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
@@ -42,13 +43,18 @@ SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = {
     if _ON_CPU
 }
 
+#: Paddle's classes of linear layers with sequence parallelism.
 _COLUMN, _ROW = (
     getattr(SEQUENCE_PARALLEL, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
 )
 
 
-def _as_paddles(function: Operation) -> Operation:
-    """Returns a function with Paddle's signature that calls Paddle's own in static graph."""
+def _with_paddles_signature(function: Operation) -> Operation:
+    """Returns a replacement with Paddle's signature, which calls Paddle's own in static graph.
+
+    Args:
+        function: The replacement, with the name of Paddle's operation.
+    """
     stock: Operation = getattr(OPERATION_MODULES[0], function.__name__)
 
     @functools.wraps(stock)
@@ -58,13 +64,18 @@ def _as_paddles(function: Operation) -> Operation:
     return operation
 
 
-def _outside(group: PaddleGroup) -> bool:
-    """Whether this rank is no member of the group that a script passes."""
+def _is_no_member(group: PaddleGroup) -> bool:
+    """Whether this rank is no member of the group that a script passes; None is its own group."""
     return group is not None and not group.is_member()
 
 
-def _summing(operation: str, group: PaddleGroup) -> PaddleGroup:
-    """Returns the members of an operation that sums their tensors; refuses it with tree sums."""
+def _members_to_sum(operation: str, group: PaddleGroup) -> PaddleGroup:
+    """Returns Paddle's group of the members whose tensors an operation sums.
+
+    Args:
+        operation: The name of the operation, which is refused with sums by a tree.
+        group: The argument of the script; None for the group of ``fleet.init``.
+    """
     members = model_parallel_group(group)
     if members.nranks > 1:
         refuse_beside_trees(
@@ -75,30 +86,30 @@ def _summing(operation: str, group: PaddleGroup) -> PaddleGroup:
     return members
 
 
-@_as_paddles
+@_with_paddles_signature
 def _c_identity(
     tensor: Tensor, group: PaddleGroup = None, skip_c_identity_dynamic: bool = False
 ) -> Tensor:
-    if _outside(group):
+    if _is_no_member(group):
         return None
-    return operations.identity(tensor, _summing("_c_identity", group))
+    return operations.identity(tensor, _members_to_sum("_c_identity", group))
 
 
-@_as_paddles
+@_with_paddles_signature
 def _c_split(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
-    if _outside(group):
+    if _is_no_member(group):
         return None
     return operations.split(tensor, model_parallel_group(group))
 
 
-@_as_paddles
+@_with_paddles_signature
 def _c_concat(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
-    if _outside(group):
+    if _is_no_member(group):
         return None
     return operations.gather(tensor, model_parallel_group(group))
 
 
-@_as_paddles
+@_with_paddles_signature
 def _mp_allreduce(
     tensor: Tensor,
     op: int = paddle.distributed.ReduceOp.SUM,
@@ -107,7 +118,7 @@ def _mp_allreduce(
     use_model_parallel: bool = True,
     skip_c_identity_dynamic: bool = False,
 ) -> Tensor:
-    if _outside(group):
+    if _is_no_member(group):
         return None
     if op != paddle.distributed.ReduceOp.SUM:
         raise ConfigError(
@@ -115,10 +126,10 @@ def _mp_allreduce(
             got=f"op={op!r}",
             fix="leave op as it is, ReduceOp.SUM, or use paddle.distributed.all_reduce",
         )
-    return operations.all_reduce(tensor, _summing("_mp_allreduce", group))
+    return operations.all_reduce(tensor, _members_to_sum("_mp_allreduce", group))
 
 
-@_as_paddles
+@_with_paddles_signature
 def _c_lookup_table(
     table: Tensor,
     index: Tensor,
@@ -129,7 +140,7 @@ def _c_lookup_table(
     return own_rows(table, index, start_index)
 
 
-@_as_paddles
+@_with_paddles_signature
 def _c_softmax_with_cross_entropy(
     logits: Tensor,
     label: Tensor,
@@ -137,7 +148,7 @@ def _c_softmax_with_cross_entropy(
     return_softmax: bool = False,
     ignore_index: int = -100,
 ) -> Tensor:
-    if _outside(group):
+    if _is_no_member(group):
         return None
     if return_softmax:
         raise ConfigError(
@@ -149,7 +160,7 @@ def _c_softmax_with_cross_entropy(
 
 
 def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
-    """Returns a constructor that also sets the axes along which a layer's parameters are cut.
+    """Returns the constructor of a layer that also marks the axes along which parameters are cut.
 
     Paddle 2.6.2 sets them only for layers without sequence parallelism.
     """
@@ -165,25 +176,27 @@ def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., N
     return construct
 
 
-_places: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
+#: Modules and classes of Paddle's, each with the replacements of its attributes by name.
+_REPLACEMENTS: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
     *((module, OPERATIONS) for module in OPERATION_MODULES),
     (SEQUENCE_PARALLEL, SEQUENCE_OPERATIONS),
     (_COLUMN, {"__init__": _with_split_axes(_COLUMN.__init__, weight=1, bias=0)}),
     (_ROW, {"__init__": _with_split_axes(_ROW.__init__, weight=0)}),
 ]
-_originals = [{name: getattr(module, name) for name in names} for module, names in _places]
+#: Paddle's own attributes, in the same order.
+_ORIGINALS = [{name: getattr(module, name) for name in names} for module, names in _REPLACEMENTS]
 
 
 def install() -> None:
     """Puts the replacements into Paddle's modules."""
-    for module, operations_of in _places:
+    for module, operations_of in _REPLACEMENTS:
         for name, operation in operations_of.items():
             setattr(module, name, operation)
 
 
 def uninstall() -> None:
     """Restores Paddle's own operations in its modules."""
-    for (module, _), originals in zip(_places, _originals):
+    for (module, _), originals in zip(_REPLACEMENTS, _ORIGINALS):
         for name, original in originals.items():
             setattr(module, name, original)
 

@@ -1,7 +1,8 @@
 """Sequence parallelism among the members of a tensor-parallel layer, under Fleet's names.
 
-Between tensor-parallel layers each member holds only its part of the sequence, the first axis, so
-that norms, dropout and residuals are computed once (Korthikanti et al., arXiv:2205.05198)::
+A member is a rank that holds a shard of the layer. Between tensor-parallel layers each member holds
+only its part of the sequence, the first axis, so that norms, dropout and residuals are computed
+once (Korthikanti et al., arXiv:2205.05198)::
 
     ScatterOp | norm | ColumnSequenceParallelLinear .. RowSequenceParallelLinear | norm | GatherOp
     parts       parts  gathers                          adds, and cuts in parts    parts  whole
@@ -36,12 +37,13 @@ is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_paramete
 
 
 def _group() -> PaddleGroup:
-    """Returns Paddle's group of the members, which hold parts of a sequence."""
+    """Returns Paddle's group of the members, which split sequences; refuses sums by a tree."""
     _refuse_blocks()
     return model_parallel_group()
 
 
 def _refuse_blocks() -> None:
+    """Refuses sequence parallelism if the job has sums by a tree."""
     refuse_beside_trees(
         "sequence parallelism",
         "members add up the gradients of their parts of a sequence, as many as mp_degree",
@@ -65,7 +67,7 @@ def all_gather(input: Tensor) -> Tensor:
 @operations.noting
 def reduce_scatter(input: Tensor) -> Tensor:
     """Returns this member's part of the members' sum, without a gradient. Collective."""
-    return operations.part_of_total(input, members_of(_group()))
+    return operations.shard_of_sum(input, members_of(_group()))
 
 
 class ScatterOp:
@@ -121,8 +123,8 @@ class ColumnSequenceParallelLinear(ColumnParallelLinear):
                 fix="pass gather_output=False",
             )
 
-    def _inputs(self, x: Tensor) -> Tensor:
-        """Gathers the whole sequence."""
+    def _full_input(self, x: Tensor) -> Tensor:
+        """Returns the whole sequence, gathered from the members. Collective, in backward too."""
         return operations.gather_parts(x, self.model_parallel_group)
 
 
@@ -151,8 +153,8 @@ class RowSequenceParallelLinear(RowParallelLinear):
             mark_as_sequence_parallel_parameter(bias)
         return bias
 
-    def _total(self, terms: Tensor) -> Tensor:
-        """Returns this member's part of the sum of the results of all members."""
+    def _sum_over_members(self, terms: Tensor) -> Tensor:
+        """Returns this member's part of the sum of the members' products. Collective."""
         return operations.reduce_scatter(terms, self.model_parallel_group)
 
 
@@ -173,20 +175,29 @@ def register_sequence_parallel_allreduce_hooks(
     if accumulation_steps <= 0 or group.nranks == 1 or (job is not None and job.degrees.pp > 1):
         return
     for parameter in marked(model.parameters()):
-        call_after_gradient(parameter, _summing(parameter, accumulation_steps, group))
+        call_after_gradient(parameter, _make_summing_hook(parameter, accumulation_steps, group))
 
 
-def _summing(parameter: Tensor, accumulation_steps: int, group: PaddleGroup) -> Callable[[], None]:
-    """Returns a hook that sums a parameter's gradient over the members before a step."""
-    done = [0]
+def _make_summing_hook(
+    parameter: Tensor, accumulation_steps: int, group: PaddleGroup
+) -> Callable[[], None]:
+    """Returns a hook that sums a parameter's gradient over the members before each step.
+
+    Args:
+        parameter: The parameter.
+        accumulation_steps: The number of backwards before a step.
+        group: Paddle's group of the members.
+    """
+    backwards = 0
 
     @operations.noting
     @paddle.no_grad()
     def hook(*_: Any) -> None:
-        done[0] += 1
+        nonlocal backwards
+        backwards += 1
         job = current_job()
         pipelined = job is not None and job.trains([parameter])
-        if done[0] % accumulation_steps == 0 and not pipelined:
+        if backwards % accumulation_steps == 0 and not pipelined:
             gradient = getattr(parameter, "main_grad", None)
             members_of(group).all_reduce([parameter.grad if gradient is None else gradient])
 

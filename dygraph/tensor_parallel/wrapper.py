@@ -13,7 +13,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class TensorParallel(paddle.nn.Layer):
-    """Wraps a model of any class with tensor-parallel layers; replicas have equal shards."""
+    """Wraps a model of any class with tensor-parallel layers; keeps replicas equal at the start."""
 
     def __init__(self, layers: Layer, hcg: Topology = None, strategy: Strategy = None) -> None:
         """Makes the parameters that are not shards equal on all members, and replicas equal.
@@ -56,7 +56,12 @@ class TensorParallel(paddle.nn.Layer):
 
 
 def share_with_shards(state: dict[str, Tensor], job: Job) -> None:
-    """Calls :func:`share_whole_state` along every axis that cuts parameters. Collective."""
+    """Makes what is not cut into shards equal on all members, along every axis. Collective.
+
+    Args:
+        state: This rank's parameters and buffers by name.
+        job: The job.
+    """
     for axis in SHARDS:
         share_whole_state(state, job.along(axis), axis)
 
@@ -67,10 +72,11 @@ def share_whole_state(state: dict[str, Tensor], members: Group, axis: str = "mp"
     Collective over the members, the ranks along the axis. Parameters with ``is_distributed`` are
     not broadcast, as in Fleet, nor are experts.
     """
-    same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
-    broadcast_state(same, members)
+    not_cut = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
+    broadcast_state(not_cut, members)
 
 
 def _asks_for_broadcasts(strategy: Strategy) -> bool:
+    """Whether the option ``mp_configs.need_broadcast_data`` is on, as by default."""
     configs = None if strategy is None else strategy.hybrid_configs["mp_configs"]
     return bool(getattr(configs, "need_broadcast_data", True))
