@@ -1,4 +1,4 @@
-"""The attributes, sizes and hooks of Fleet's wrapper; ``pipeline_parallel.py`` runs the batches."""
+"""The attributes and hooks of Fleet's wrapper of a model; ``pipeline_parallel.py`` runs batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fleetpipe.dygraph.layers.run_stage import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import NumberedHook, Timers
 from fleetpipe.dygraph.random_keys import Keys
-from fleetpipe.dygraph.train.observers import of_all
+from fleetpipe.dygraph.train.observers import observer_makers
 from fleetpipe.engine.observer import Observer
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.job.job import Job, required_job
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
     from fleetpipe.engine.trace import Trace
 
 #: ``register(location, hook)`` registers a numbered hook at a location.
-_Registers = Callable[[int, NumberedHook], None]
+_RegisterHook = Callable[[int, NumberedHook], None]
 
-#: How Fleet spells actions in ``get_static_scheduler``; it knows no W.
-_LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}
+#: The letters of actions in ``get_static_scheduler``; W is not known to Fleet.
+_FLEETS_LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}
 
 
 class NothingCached:
-    """Replaces Fleet's helper that sends between ranks and caches shapes."""
+    """Stands for Fleet's helper that sends between ranks and caches shapes, which is not needed."""
 
     def clear_meta_cache(self) -> None:
         """Does nothing: every message carries its shape, and none is cached."""
 
 
-def _of_runtime(of: Callable[[Runtime], Any]) -> Any:
-    """Returns a property whose value ``of(runtime)`` computes from the wrapper's runtime."""
-    return property(lambda wrapper: of(wrapper._runtime))
+def _from_runtime(read: Callable[[Runtime], Any]) -> Any:
+    """Returns a property of the wrapper whose value is ``read(runtime)`` of its runtime."""
+    return property(lambda wrapper: read(wrapper._runtime))
 
 
 class PipelineFace(MetaParallelBase):
-    """The attributes, sizes and hooks of a wrapped model; subclasses run batches.
+    """A wrapped model with Fleet's attributes and hooks; a subclass runs batches.
 
     Attributes:
         callbacks: The registry of hooks by location, one for all wrappers of the process.
@@ -78,92 +78,102 @@ class PipelineFace(MetaParallelBase):
     _chunk_2_comm_buffers: ClassVar[Mapping[int, list[object]]] = MappingProxyType({})
     _p2p_helper = NothingCached()
 
-    layers: PipelineLayer = _of_runtime(lambda of: of.layers)
+    layers: PipelineLayer = _from_runtime(lambda runtime: runtime.layers)
     """The wrapped model."""
-    schedule: Schedule = _of_runtime(lambda of: of.schedule)
+    schedule: Schedule = _from_runtime(lambda runtime: runtime.schedule)
     """The schedule of a training batch."""
-    units: Units = _of_runtime(lambda of: of.units)
-    """How the micro-batches of a training batch are cut."""
-    timers: Timers | None = _of_runtime(lambda of: of.reductions.timers)
+    units: Units = _from_runtime(lambda runtime: runtime.units)
+    """How each micro-batch of a training batch is cut into sequence chunks."""
+    timers: Timers | None = _from_runtime(lambda runtime: runtime.reductions.timers)
     """The timers of ``pp_configs.enable_timer``; None if it is off."""
-    num_stages: int = _of_runtime(lambda of: of.job.degrees.pp)
+    num_stages: int = _from_runtime(lambda runtime: runtime.job.degrees.pp)
     """The number of ranks of the pipeline."""
-    num_model_chunks: int = _of_runtime(lambda of: of.schedule.placement.chunks)
+    num_model_chunks: int = _from_runtime(lambda runtime: runtime.schedule.placement.chunks)
     """The number of chunks on each rank, v."""
-    micro_batch_id: int = _of_runtime(lambda of: of.stage.micro_batch_id)
+    micro_batch_id: int = _from_runtime(lambda runtime: runtime.stage.micro_batch_id)
     """The number in the batch of the micro-batch whose forward runs, or runs next."""
-    slicing: int | tuple[int, ...] = _of_runtime(lambda of: of.units.slicing)
+    slicing: int | tuple[int, ...] = _from_runtime(lambda runtime: runtime.units.slicing)
     """How the sequences of a training batch are cut: the number of chunks, or their lengths."""
-    stage_id: int = _of_runtime(lambda of: int(of.job.hcg.get_stage_id()))
+    stage_id: int = _from_runtime(lambda runtime: int(runtime.job.hcg.get_stage_id()))
     """This process's rank in the pipeline; 0 if it plays all ranks."""
-    global_rank: int = _of_runtime(lambda of: int(of.job.hcg.get_global_rank()))
+    global_rank: int = _from_runtime(lambda runtime: int(runtime.job.hcg.get_global_rank()))
     """This process's rank in the job."""
-    pp_group: PaddleGroup = _of_runtime(lambda of: of.job.hcg.get_pipe_parallel_group())
+    pp_group: PaddleGroup = _from_runtime(lambda runtime: runtime.job.hcg.get_pipe_parallel_group())
     """Paddle's group of the ranks of this pipeline."""
-    dp_group: PaddleGroup = _of_runtime(lambda of: of.job.hcg.get_data_parallel_group())
+    dp_group: PaddleGroup = _from_runtime(lambda runtime: runtime.job.hcg.get_data_parallel_group())
     """Paddle's group of the ranks that hold the same stages in all data-parallel replicas."""
-    model_parallel: Group = _of_runtime(lambda of: of.job.model_parallel())
+    model_parallel: Group = _from_runtime(lambda runtime: runtime.job.model_parallel())
     """The ranks that hold the shards of this rank's layers."""
-    replicas: Group = _of_runtime(lambda of: of.job.replicas())
+    replicas: Group = _from_runtime(lambda runtime: runtime.job.replicas())
     """The ranks that hold the same stages in all replicas."""
-    sequence: Group = _of_runtime(lambda of: of.sequence)
-    """The ranks that have parts of the same sequences."""
-    model_chunks: list[PipelineLayerChunk] | None = _of_runtime(
-        lambda of: of.layers.get_model_chunks()
+    sequence: Group = _from_runtime(lambda runtime: runtime.sequence)
+    """The ranks that split the same sequences among them."""
+    model_chunks: list[PipelineLayerChunk] | None = _from_runtime(
+        lambda runtime: runtime.layers.get_model_chunks()
     )
     """The chunks of this process; None if each rank has one."""
-    weights: list[Fraction] = _of_runtime(lambda of: of.weights.usual)
+    weights: list[Fraction] = _from_runtime(lambda runtime: runtime.weights.usual)
     """The weight of each micro-batch of this replica in the replica's loss of the batch."""
-    weights_in_backward: list[Fraction] = _of_runtime(lambda of: of.weights.in_backward)
+    weights_in_backward: list[Fraction] = _from_runtime(lambda runtime: runtime.weights.in_backward)
     """The weights in the loss that starts backward; 1 each under ``delay_scale_loss``."""
-    weights_of_all_replicas: list[Fraction] = _of_runtime(lambda of: of.weights.of_all_replicas)
+    weights_of_all_replicas: list[Fraction] = _from_runtime(
+        lambda runtime: runtime.weights.of_all_replicas
+    )
     """The weights in backward of the micro-batches of all replicas."""
-    sums_by_tree: bool = _of_runtime(lambda of: of.job.sums_by_tree)
+    sums_by_tree: bool = _from_runtime(lambda runtime: runtime.job.sums_by_tree)
     """Whether gradients and losses are summed by trees."""
-    counts_tokens: bool = _of_runtime(lambda of: of.weights.by_tokens)
+    counts_tokens: bool = _from_runtime(lambda runtime: runtime.weights.by_tokens)
     """Whether micro-batches count by their tokens: ``loss_reduction="tokens"``."""
-    token_weights: Callable[[Sequence[Nest], Group], list[Fraction] | None] = _of_runtime(
-        lambda of: of.weights.of_tokens
+    token_weights: Callable[[Sequence[Nest], Group], list[Fraction] | None] = _from_runtime(
+        lambda runtime: runtime.weights.of_tokens
     )
     """See :meth:`MicroBatchWeights.of_tokens`. Collective."""
-    counted: Callable[[Nest], float] = _of_runtime(lambda of: of.weights.counted)
+    counted: Callable[[Nest], float] = _from_runtime(lambda runtime: runtime.weights.counted)
     """See :meth:`MicroBatchWeights.counted`."""
-    micro_batches: Callable[[Nest], MicroBatches] = _of_runtime(lambda of: of.data.micro_batches)
+    micro_batches: Callable[[Nest], MicroBatches] = _from_runtime(
+        lambda runtime: runtime.data.micro_batches
+    )
     """Cuts a batch into micro-batches as ``train_batch`` does, with the same errors.
 
     An iterator advances by these micro-batches.
     """
-    shared_micro_batches: Callable[[Nest], tuple[MicroBatches, MicroBatches]] = _of_runtime(
-        lambda of: of.data.share_batch
+    shared_micro_batches: Callable[[Nest], tuple[MicroBatches, MicroBatches]] = _from_runtime(
+        lambda runtime: runtime.data.share_batch
     )
     """See :meth:`RankData.share_batch`. Collective."""
-    share: Callable[[MicroBatches], tuple[MicroBatches, MicroBatches]] = _of_runtime(
-        lambda of: of.data.share
+    share: Callable[[MicroBatches], tuple[MicroBatches, MicroBatches]] = _from_runtime(
+        lambda runtime: runtime.data.share
     )
     """See :meth:`RankData.share`. Collective."""
-    from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime(lambda of: of.data.from_last_stage)
+    from_last_stage: Callable[[Nest], list[Nest]] = _from_runtime(
+        lambda runtime: runtime.data.from_last_stage
+    )
     """See :meth:`RankData.from_last_stage`. Collective."""
-    pass_over_forwards: Callable[[], Keys | None] = _of_runtime(lambda of: of.pass_over_forwards)
+    pass_over_forwards: Callable[[], Keys | None] = _from_runtime(
+        lambda runtime: runtime.pass_over_forwards
+    )
     """See :meth:`Runtime.pass_over_forwards`."""
-    require_running: Callable[[], Job] = _of_runtime(lambda of: of.require_running)
+    require_running: Callable[[], Job] = _from_runtime(lambda runtime: runtime.require_running)
     """See :meth:`Runtime.require_running`."""
-    next_keys: Callable[..., Keys | None] = _of_runtime(lambda of: of.keys.peek)
+    next_keys: Callable[..., Keys | None] = _from_runtime(lambda runtime: runtime.keys.peek)
     """See :meth:`BatchKeys.peek`. Collective over mp."""
-    observe: Callable[[Observer], None] = _of_runtime(lambda of: of.engines.observe)
+    observe: Callable[[Observer], None] = _from_runtime(lambda runtime: runtime.engines.observe)
     """See :meth:`Engines.observe`."""
-    accompany: Callable[[Observer | None], None] = _of_runtime(lambda of: of.engines.accompany)
+    accompany: Callable[[Observer | None], None] = _from_runtime(
+        lambda runtime: runtime.engines.accompany
+    )
     """See :meth:`Engines.accompany`."""
-    trace: Trace | None = _of_runtime(lambda of: of.engines.observer("trace"))
+    trace: Trace | None = _from_runtime(lambda runtime: runtime.engines.observer("trace"))
     """The record of the actions that ran; None without ``fleetpipe_configs["trace"]``."""
-    peak_held: dict[int, int] = _of_runtime(lambda of: of.engines.training.peak_held)
+    peak_held: dict[int, int] = _from_runtime(lambda runtime: runtime.engines.training.peak_held)
     """The most unreleased forwards in the last training batch, by rank that this process plays."""
-    total_loss: list[Tensor] | None = _of_runtime(
-        lambda of: (
+    total_loss: list[Tensor] | None = _from_runtime(
+        lambda runtime: (
             [
-                weighted(losses, Fraction(of.weights.copies))
-                for losses in of.reductions.losses.by_micro_batch()
+                weighted(losses, Fraction(runtime.weights.copies))
+                for losses in runtime.reductions.losses.by_micro_batch()
             ]
-            if of.reductions.losses
+            if runtime.reductions.losses
             else None
         )
     )
@@ -172,44 +182,46 @@ class PipelineFace(MetaParallelBase):
     A Tensor [micro-batches] for each loss function: the losses of this replica, weighted unless
     ``delay_scale_loss`` is on. None on other ranks and before the first batch.
     """
-    gradient_of: Callable[[Tensor], Tensor | None] = _of_runtime(
-        lambda of: of.reductions.gradient_of
+    gradient_of: Callable[[Tensor], Tensor | None] = _from_runtime(
+        lambda runtime: runtime.reductions.gradient_of
     )
     """Returns a parameter's gradient from the last batch, or None. Collective over sharding."""
-    reordered_leaves: Callable[[], list[str]] = _of_runtime(lambda of: of.stage.split.reordered)
+    reordered_leaves: Callable[[], list[str]] = _from_runtime(
+        lambda runtime: runtime.stage.split.reordered
+    )
     """Returns the layers whose split backward may add gradients in another order than a full one.
 
     It covers the stages of this process, after the first batch.
     """
-    crossings: Callable[[], AbstractContextManager[dict[int, Crossing]]] = _of_runtime(
-        lambda of: of.stage.noting_crossings
+    crossings: Callable[[], AbstractContextManager[dict[int, Crossing]]] = _from_runtime(
+        lambda runtime: runtime.stage.noting_crossings
     )
     """See :meth:`DygraphStage.noting_crossings`."""
-    forward_pipeline_parallel_hook_capacity: int = _of_runtime(
-        lambda of: of.engines.hook_calls.hooks.forward.hooks_capacity
+    forward_pipeline_parallel_hook_capacity: int = _from_runtime(
+        lambda runtime: runtime.engines.hook_calls.hooks.forward.hooks_capacity
     )
     """The number of forwards of a rank in a batch: m * v."""
-    backward_pipeline_parallel_hook_capacity: int = _of_runtime(
-        lambda of: of.engines.hook_calls.hooks.backward.hooks_capacity
+    backward_pipeline_parallel_hook_capacity: int = _from_runtime(
+        lambda runtime: runtime.engines.hook_calls.hooks.backward.hooks_capacity
     )
     """The number of backwards of a rank in a batch: m * v."""
-    bubble_pipeline_parallel_hook_capacity: int = _of_runtime(
-        lambda of: of.engines.hook_calls.hooks.bubble.hooks_capacity
+    bubble_pipeline_parallel_hook_capacity: int = _from_runtime(
+        lambda runtime: runtime.engines.hook_calls.hooks.bubble.hooks_capacity
     )
     """The number of bubbles of a rank in a batch: 2p - 2 if the schedule is interleaved, else 0."""
-    register_forward_pipeline_parallel_hook: _Registers = _of_runtime(
-        lambda of: of.engines.hook_calls.hooks.forward.register_hook
+    register_forward_pipeline_parallel_hook: _RegisterHook = _from_runtime(
+        lambda runtime: runtime.engines.hook_calls.hooks.forward.register_hook
     )
     """Adds ``hook(location)``, called before forward ``location`` of this rank in training batches.
 
     It raises a UsageError if ``location`` is not below the number of forwards.
     """
-    register_backward_pipeline_parallel_hook: _Registers = _of_runtime(
-        lambda of: of.engines.hook_calls.hooks.backward.register_hook
+    register_backward_pipeline_parallel_hook: _RegisterHook = _from_runtime(
+        lambda runtime: runtime.engines.hook_calls.hooks.backward.register_hook
     )
     """Adds ``hook(location)``, called before backward ``location``; raises as for forwards."""
-    register_bubble_pipeline_parallel_hook: _Registers = _of_runtime(
-        lambda of: of.engines.hook_calls.hooks.bubble.register_hook
+    register_bubble_pipeline_parallel_hook: _RegisterHook = _from_runtime(
+        lambda runtime: runtime.engines.hook_calls.hooks.bubble.register_hook
     )
     """Adds ``hook(location)``, called in bubble ``location`` of an interleaved pipeline's rank."""
 
@@ -244,10 +256,12 @@ class PipelineFace(MetaParallelBase):
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)
         # Loaded here: a script that wraps no pipeline needs no runtime.
-        make: type[Runtime] = pkgutil.resolve_name("fleetpipe.dygraph.train.runtime:Runtime")
-        self._runtime = make(layers, strategy, job, self._has_bubble_hooks)
+        runtime_class: type[Runtime] = pkgutil.resolve_name(
+            "fleetpipe.dygraph.train.runtime:Runtime"
+        )
+        self._runtime = runtime_class(layers, strategy, job, self._has_bubble_hooks)
         self.accompany(layers.companion(self))
-        for make_observer in of_all:
+        for make_observer in observer_makers:
             self.observe(make_observer(self))
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
@@ -306,8 +320,8 @@ class PipelineFace(MetaParallelBase):
         Args:
             ignore_virtual: Whether to ignore :meth:`set_virtual_pipeline_rank`.
         """
-        here = ignore_virtual or self._virtual_pp_rank in (None, 0)
-        return here and self._runtime.data.owns_first
+        is_first_chunk = ignore_virtual or self._virtual_pp_rank in (None, 0)
+        return is_first_chunk and self._runtime.data.owns_first
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
         """Whether this process owns the last stage, which takes the labels.
@@ -316,8 +330,8 @@ class PipelineFace(MetaParallelBase):
             ignore_virtual: Whether to ignore :meth:`set_virtual_pipeline_rank`.
         """
         last = self.num_model_chunks - 1
-        here = ignore_virtual or self._virtual_pp_rank in (None, last)
-        return here and self._runtime.data.owns_last
+        is_last_chunk = ignore_virtual or self._virtual_pp_rank in (None, last)
+        return is_last_chunk and self._runtime.data.owns_last
 
     def set_virtual_pipeline_rank(self, rank: int | None) -> None:
         """Sets the chunk of :meth:`is_pipeline_first_stage` and :meth:`is_pipeline_last_stage`.
@@ -362,7 +376,7 @@ class PipelineFace(MetaParallelBase):
         text = ""
         for kind, stage, micro_batch in flatten(self.schedule.actions[self.stage_id]):
             chunk = f"_vp{stages.index(stage)}" if len(stages) > 1 else ""
-            text += f"{_LETTERS[kind]}{micro_batch}{chunk};"
+            text += f"{_FLEETS_LETTERS[kind]}{micro_batch}{chunk};"
         return text
 
     def timer_printer(self) -> None:
@@ -371,10 +385,10 @@ class PipelineFace(MetaParallelBase):
             self.timers.log(self.timers.timers)
 
     def fused_gradient(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refuses fused gradients, and reductions within backward.
+        """Refuses Fleet's methods that fuse gradients or reduce them within backward.
 
-        Users of ``fleet.distributed_model`` do not call these methods. A script that calls one must
-        not continue as if gradients had been reduced.
+        Few scripts call these methods. A script that does must not continue as if gradients had
+        been reduced.
 
         Raises:
             ConfigError: Always.

@@ -1,9 +1,9 @@
-"""The observers of a pipeline's batches, and the engines whose operations they watch.
+"""Builds the observers of a pipeline's batches, and the engines whose operations they watch.
 
-``OBSERVERS`` is the table of observers; their modules are loaded only if needed. It begins with the
-innermost: observers of single values or actions. Guards publish while a receive is blocked, so the
-trace and the meter are around them; the meter is outermost. :class:`Engines` has one engine for
-training, and a few that run forwards only.
+``OBSERVERS`` is the table of observers; their modules are loaded only if needed. Each observer
+wraps the operations that those before it have wrapped, so those of single values or actions come
+first. Guards publish while a receive is blocked, so the trace and the meter are around them, the
+meter outermost. :class:`Engines` has one engine for training, and a few that run forwards only.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Edge, Placement, Plan, forward_only
 
-#: Functions that make an observer of each pipeline that is wrapped.
-of_all: list[Callable[[Any], Observer]] = []
+#: Functions that make an observer of each pipeline that is wrapped; see :func:`observing_all`.
+observer_makers: list[Callable[[Any], Observer]] = []
 
-#: The number of engines to store: one for full batches, one for a smaller last batch, some spare.
+#: The most engines of evaluations to store: for full batches, a smaller last one, and some spare.
 _MOST_ENGINES = 8
 
 
 class ObserverRow(NamedTuple):
-    """An observer that a pipeline may have.
+    """A row of ``OBSERVERS``: an observer that a pipeline may have.
 
     Attributes:
         make: The function that builds the observer, as ``module:name``; it may return None.
         arguments: Takes a ``Runtime`` and returns the arguments of ``make``; None if the pipeline
             needs no such observer.
-        by_plan: Whether each new plan needs a new observer.
+        by_plan: Whether a new observer is built for each new plan.
     """
 
     make: str
@@ -44,6 +44,7 @@ class ObserverRow(NamedTuple):
     by_plan: bool = False
 
 
+#: The observers of a pipeline by name, the innermost first.
 OBSERVERS: Mapping[str, ObserverRow] = {
     "finite": ObserverRow(
         "fleetpipe.dygraph.observe.refusals:FiniteSends.asked_for",
@@ -89,11 +90,11 @@ OBSERVERS: Mapping[str, ObserverRow] = {
 
 
 def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the observers of a pipeline, by name in the table. Collective if a constructor is.
+    """Returns the observers of a pipeline under a plan, by name. Collective if a constructor is.
 
     Args:
         runtime: The pipeline's ``Runtime``.
-        before: The observers under the plan before; empty under the first plan.
+        before: The observers under the plan before; empty for the first plan.
 
     Raises:
         ConfigError: An option of an observer is wrong.
@@ -112,11 +113,11 @@ def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
     """While it is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
-    of_all.append(make)
+    observer_makers.append(make)
     try:
         yield
     finally:
-        of_all.remove(make)
+        observer_makers.remove(make)
 
 
 class Engines:
@@ -133,10 +134,11 @@ class Engines:
     training: Engine
 
     def __init__(self, job: Job) -> None:
+        """Has no engine until :meth:`begin`."""
         self._job = job
-        self._rows: dict[str, Any] = {}
+        self._observers_by_name: dict[str, Any] = {}
         #: The engines that run forwards only, by number of micro-batches.
-        self._evaluating: dict[int, Engine] = {}
+        self._evaluation_engines: dict[int, Engine] = {}
 
     def begin(
         self,
@@ -150,22 +152,23 @@ class Engines:
         """Makes the engines of a plan. Collective over the pipeline the first time in a job.
 
         Args:
-            runtime: The ``Runtime`` from which the observers take their arguments.
+            runtime: The ``Runtime`` of the pipeline, from which observers take their arguments.
             plan: The plan of a training batch.
             stage: Runs the actions.
             evaluated: The placement and the edges of an evaluation.
-            overlaps: Whether a fused forward and backward run in turns while they exchange values.
+            overlaps: Whether a fused forward and backward run in turns, so that one computes while
+                the other exchanges values.
             walker: Makes the walker of a training batch.
         """
-        self._rows = observers_of(runtime, self._rows)
-        self.hook_calls = self._rows["hooks"]
-        self._plan, self._stage, self._evaluated = plan, stage, evaluated
+        self._observers_by_name = observers_of(runtime, self._observers_by_name)
+        self.hook_calls = self._observers_by_name["hooks"]
+        self._plan, self._stage, self._placement_and_edges = plan, stage, evaluated
         self._overlapping, self._walker = OwnState() if overlaps else None, walker
-        self._compile()
+        self._build_engines()
 
     def observer(self, name: str) -> Any:
         """Returns an observer by its name in ``OBSERVERS``; None if the pipeline has none."""
-        return self._rows.get(name)
+        return self._observers_by_name.get(name)
 
     def observe(self, observer: Observer) -> None:
         """Makes ``observer`` watch the batches that follow.
@@ -174,36 +177,42 @@ class Engines:
             observer: A :class:`BatchObserver` watches training batches; another object with a
                 method ``wrap`` watches the operations of all batches.
         """
-        self._rows["users"].members.append(observer)
-        self._compile()
+        self._observers_by_name["users"].members.append(observer)
+        self._build_engines()
 
     def accompany(self, companion: Observer | None) -> None:
         """Makes ``companion`` the only companion of the batches that follow; None for no companion.
 
         The optimizer steps within the companion's ``step``, and guards verify that step later.
         """
-        self._rows["companion"].members[:] = [] if companion is None else [companion]
+        self._observers_by_name["companion"].members[:] = [] if companion is None else [companion]
 
     def evaluation(self, micro_batches: int) -> Engine:
         """Returns the engine that runs ``micro_batches`` micro-batches forward only."""
-        engines = self._evaluating
+        engines = self._evaluation_engines
         if micro_batches not in engines:
             if len(engines) == _MOST_ENGINES:
                 del engines[next(iter(engines))]
-            placement, edges = self._evaluated
+            placement, edges = self._placement_and_edges
             plan = forward_only(placement, micro_batches).lower(edges)
-            engines[micro_batches] = self._engine(plan, self._evaluation_observers)
+            engines[micro_batches] = self._build_engine(plan, self._evaluation_observers)
         return engines[micro_batches]
 
-    def _compile(self) -> None:
-        """Builds the engine of a training batch, with all observers around its operations."""
-        self.observers = Observers(*self._rows.values())
+    def _build_engines(self) -> None:
+        """Builds the training engine with the current observers; drops evaluation engines."""
+        self.observers = Observers(*self._observers_by_name.values())
         training = (self._overlapping, self._walker)
-        self.training = self._engine(self._plan, [self.observers], *training)
+        self.training = self._build_engine(self._plan, [self.observers], *training)
         self._evaluation_observers = [*self.observers.in_evaluations()]
-        self._evaluating.clear()
+        self._evaluation_engines.clear()
 
-    def _engine(self, plan: Plan, observers: Sequence[Observer], *training: Any) -> Engine:
-        """Builds an engine; ``training`` has the state to overlap and the walker, if it trains."""
+    def _build_engine(self, plan: Plan, observers: Sequence[Observer], *training: Any) -> Engine:
+        """Builds an engine of a plan.
+
+        Args:
+            plan: The plan.
+            observers: The observers of its operations.
+            training: For training batches, the state of overlapping computations and the walker.
+        """
         connections, timeout = self._job.connect(), self._job.timeout
         return Engine(plan, self._stage, connections, timeout, observers, *training)

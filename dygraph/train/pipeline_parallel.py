@@ -46,7 +46,7 @@ class PipelineParallel(PipelineFace):
     batch may follow; other attributes that layers have changed stay changed.
     """
 
-    #: What ``_prepare_training`` and ``forward_backward_pipeline`` leave for ``_optimizer_step``.
+    #: What ``_prepare_training`` and ``forward_backward_pipeline`` store for ``_optimizer_step``.
     _prepared: tuple[Optimizer, LRScheduler | None] | None = None
     _scaler: GradScaler | None = None
     _loss: Nest = None
@@ -68,7 +68,7 @@ class PipelineParallel(PipelineFace):
                 of which accumulate_steps items ``(inputs, labels)`` are taken. Every rank may pass
                 the same; only the owners of the first and the last stage need theirs.
             optimizer: What ``fleet.distributed_optimizer`` returned.
-            lr_scheduler: Stepped once, after the optimizer; a ``ReduceOnPlateau`` by the loss.
+            lr_scheduler: Stepped once, after the optimizer; a ``ReduceOnPlateau`` with the loss.
             scaler: A ``paddle.amp.GradScaler``. All ranks agree on whether a gradient overflowed:
                 all step, or none. On CPU Paddle switches it off.
             loss_fn_idx: The number of the loss function that starts backward; all are computed.
@@ -102,9 +102,9 @@ class PipelineParallel(PipelineFace):
             self._bind(optimizer)
             return batch
 
-        look = self._runtime.job.before_batches.get(id(self._runtime.layers))
-        if look is not None:
-            look(optimizer)
+        before_batch = self._runtime.job.before_batches.get(id(self._runtime.layers))
+        if before_batch is not None:
+            before_batch(optimizer)
         healing = self._runtime.job.healing
         if healing is not None:
             healing.follow(self, scaler, guards=self._runtime.config.guards, drawn=callable(data))
@@ -150,10 +150,10 @@ class PipelineParallel(PipelineFace):
     def _prepare_training(
         self, data: Nest, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
     ) -> Nest:
-        """Checks the optimizer of a step in three parts; this is the first part.
+        """Checks the optimizer: the first part of a training step in three parts.
 
         :meth:`forward_backward_pipeline` and :meth:`_optimizer_step` follow. Trainers such as
-        PaddleNLP's take steps so. Collective over the job the first time it is called with this
+        PaddleNLP's call these three. Collective over the job the first time it is called with this
         optimizer.
 
         Args:
@@ -172,9 +172,9 @@ class PipelineParallel(PipelineFace):
         return data
 
     def _optimizer_step(self) -> None:
-        """Steps the optimizer and the scheduler of :meth:`_prepare_training`; clears gradients.
+        """Steps the optimizer and the scheduler, and clears gradients: the third part of a step.
 
-        It is the third part of a step, after :meth:`forward_backward_pipeline`.
+        The first part is :meth:`_prepare_training`, the second :meth:`forward_backward_pipeline`.
         """
         if self._prepared is None:
             raise StateError(
@@ -227,7 +227,9 @@ class PipelineParallel(PipelineFace):
             with run_forwards(runtime, batches, functions, labels, words=words) as batch:
                 if functions is None:
                     outputs = batch.ordered_outputs()
-                    return [on_host(one) for one in outputs] if return_host_tensor else outputs
+                    return (
+                        [on_host(output) for output in outputs] if return_host_tensor else outputs
+                    )
                 mean = runtime.config.loss_reduction == "mean"
                 counted = counted_in(labels) or len(batches.labels or ()) if mean else None
                 return runtime.reductions.share_losses(runtime.data.last_owner, counted=counted)
@@ -319,7 +321,14 @@ class PipelineParallel(PipelineFace):
 
 
 def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:
-    """Refuses an argument without the methods of its kind: arguments may be in another order."""
+    """Refuses an argument of ``train_batch`` without the methods of its kind.
+
+    Args:
+        argument: The name of the argument.
+        value: The argument; None is allowed.
+        kind: What it must be, for the error.
+        methods: The names of the methods that it must have.
+    """
     if value is not None and not all(hasattr(value, method) for method in methods):
         raise ConfigError(
             f"{argument} of train_batch is not {kind}",

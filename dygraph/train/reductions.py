@@ -1,4 +1,4 @@
-"""Reductions over the ranks of a job, at the end of a batch: of gradients and of losses."""
+"""Sums gradients and averages losses over the ranks of a job, at the end of a batch."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ _ROUNDING = 1e-2
 
 
 class Reductions:
-    """The reductions of one model's batches.
+    """Sums gradients and averages losses over ranks, for the batches of one model.
 
     Attributes:
         scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
-        sole: Whether each stage is on one rank only, so no gradient or loss is added to another's.
+        sole: Whether each stage is on one rank only, so that there is nothing to sum over ranks.
         kinds: The kinds of this process's layers that have special rules.
         timers: The timers of ``pp_configs.enable_timer``; None if it is off.
         losses: The losses of the last batch, if this process owns the last stage.
-        shards: The owner of each parameter in the next batch; None if each rank owns all.
-        last_shards: The owners of the last batch's gradients, until these are cleared.
+        shards: The owners of parameters in a sharded optimizer, for the next batch; None if each
+            rank steps all.
+        last_shards: The same for the last batch, until its gradients are cleared.
     """
 
     def __init__(self, layers: PipelineLayer, job: Job, scale: str, timed: bool) -> None:
+        """Takes the model, the job, the attribute ``scale``, and whether to time reductions."""
         self._layers, self._job = layers, job
         self.timers: Timers | None = Timers() if timed else None
         self.losses: Losses | None = None
@@ -53,7 +55,7 @@ class Reductions:
         self.kinds = layer_kinds.kinds_in(layers.state.own_parameters())
         self.shards: Shards | None = None
         self.last_shards: Shards | None = None
-        #: Parameters, each with its gradient from earlier batches that was set aside.
+        #: Parameters with gradients of earlier batches, which are added again after the reduction.
         self._earlier: list[tuple[Tensor, Tensor]] = []
         # A process that replaces a failed one begins after the comparison of the others.
         self._alike_along_mp = attempt_files.own_generation() > 0
@@ -117,29 +119,29 @@ class Reductions:
                     self._require_alike_along_mp(total)
                     everyone = self._job.copies().all_gather((total, rate))
                     if rate is not None:
-                        require_one_rate(self._job, [one for _, one in everyone])
+                        require_one_rate(self._job, [rate_of_one for _, rate_of_one in everyone])
                     # Gradients that are added up do not change what is reported.
                     weighed = self._by_tree and self.scale == "avg"
-                    by_replica = [one for one, _ in everyone]
+                    by_replica = [losses_of_one for losses_of_one, _ in everyone]
                     total = replicas.average_losses(by_replica, self._by_tree, weighed)
             shared: list[Tensor] = self._job.group().broadcast(total, owner)
         return shared[0] if len(shared) == 1 else shared
 
     def _require_alike_along_mp(self, losses: list[Tensor]) -> None:
-        """Refuses different losses on the shards of the last stage, in the first batch."""
+        """Refuses, in the first batch, different losses on ranks with shards of the last stage."""
         group, compared = self._job.model_parallel(), self._alike_along_mp
         self._alike_along_mp = True
         if compared or group.ranks == 1:
             return
         values = [loss.astype("float32").numpy().tolist() for loss in losses]
-        alike = functools.partial(np.allclose, rtol=_ROUNDING, equal_nan=True)
-        for other in group.all_gather(values):
-            if not all(map(alike, values, other)):
+        are_close = functools.partial(np.allclose, rtol=_ROUNDING, equal_nan=True)
+        for other_values in group.all_gather(values):
+            if not all(map(are_close, values, other_values)):
                 self._job.allow.refuse(
                     "loss",
                     "losses_of_shards",
                     "the ranks that hold shards of the last stage have different losses",
-                    got=f"{values} and {other}",
+                    got=f"{values} and {other_values}",
                     cause="the head leaves each rank its columns of the output, and the loss is "
                     "one of whole outputs",
                     fix="build the head with gather_output=True, or use ParallelCrossEntropy",
@@ -147,9 +149,12 @@ class Reductions:
 
     @paddle.no_grad()
     def share_loss_state(self, owner: int) -> None:
-        """Broadcasts the state of the loss layers from the owner of the last stage, who changes it.
+        """Broadcasts the state of the loss layers from the rank that runs them.
 
         Collective over the pipeline if there is such state.
+
+        Args:
+            owner: The rank of the pipeline that owns the last stage.
         """
         states = (layer.state_dict().values() for layer in self._layers.loss_layers())
         tensors = [tensor for state in states for tensor in state]
@@ -159,23 +164,27 @@ class Reductions:
 
     @paddle.no_grad()
     def set_aside_gradients(self) -> None:
-        """Sets gradients of earlier batches aside, if a reduction would count them once more.
+        """Stores and removes gradients of earlier batches that a reduction would count once more.
 
         Gradients that are averaged over replicas stay: they are equal there, so the average does
         not change them. With sums by trees all are set aside, since any gradient would count as one
         of the batch.
         """
         averages = self.sole or self.scale == "avg"
-        left = [
+        pairs = [(p, gradient_of(p)) for p in self._layers.trained_parameters()]
+        counted_again = [
             (parameter, gradient)
-            for parameter in self._layers.trained_parameters()
-            if (gradient := gradient_of(parameter)) is not None
-            and (self._by_tree or not averages or _is_summed(parameter))
+            for parameter, gradient in pairs
+            if gradient is not None and (self._by_tree or not averages or _is_summed(parameter))
         ]
         # Read together: on a GPU the host waits for each read.
-        numbers = [squared_norm(gradient).reshape([]) != 0 for _, gradient in left]
-        kept: Iterable[bool] = paddle.stack(numbers).numpy() if left else ()
-        self._earlier = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
+        flags = [squared_norm(gradient).reshape([]) != 0 for _, gradient in counted_again]
+        nonzero: Iterable[bool] = paddle.stack(flags).numpy() if flags else ()
+        self._earlier = [
+            (parameter, gradient.clone())
+            for (parameter, gradient), is_nonzero in zip(counted_again, nonzero)
+            if is_nonzero
+        ]
         drop_gradients([parameter for parameter, _ in self._earlier])
 
     def begin_trees(self, micro_batches: int) -> GradientTrees | None:
@@ -188,7 +197,7 @@ class Reductions:
         """Sets the parameters' gradients to the sums over the micro-batches of this process.
 
         Raises:
-            ConfigError: A parameter has a gradient from a use that its stage's entries do not show.
+            ConfigError: A parameter has a gradient from a layer that does not show that it uses it.
         """
         if self._trees is not None:
             refuse_remaining_gradients(self._layers.trained_parameters())
@@ -208,13 +217,13 @@ class Reductions:
         with self._timing("allreduce_gradients"):
             parameters = self._layers.trained_parameters()
             several = {} if uses is None else uses.several
-            apart = [use.total for of_one in several.values() for use in of_one]
-            parameters = [p for p in parameters if id(p) not in several] + apart
+            totals = [use.total for of_parameter in several.values() for use in of_parameter]
+            parameters = [p for p in parameters if id(p) not in several] + totals
             for kind in self.kinds:
                 kind.fill_gradients(self._layers.state.own_parameters())
             if not self.sole:
-                of_parts = tensor_parallel.marked(parameters)
-                replicas.reduce_gradients(of_parts, self._job.model_parallel())
+                of_split_sequences = tensor_parallel.marked(parameters)
+                replicas.reduce_gradients(of_split_sequences, self._job.model_parallel())
                 # Losses are weighted for an average over the ranks that split their sequences.
                 averaged = (
                     self._job.copies().ranks if self.scale == "avg" else self._job.sequence().ranks
@@ -235,11 +244,12 @@ class Reductions:
             self.last_shards.drop_others(self._layers.trained_parameters())
 
     def _timing(self, name: str) -> AbstractContextManager[None]:
+        """Returns a context that adds its time to the timer ``name``, if there are timers."""
         return nullcontext() if self.timers is None else self.timers.timing(name)
 
 
 def share_state(layers: PipelineLayer, job: Job) -> None:
-    """Copies the state of each stage's first replica, and of loss layers, to the other replicas.
+    """Makes the copies of each stage, and of loss layers, equal to those of the first replica.
 
     Collective over the job.
     """
@@ -252,6 +262,6 @@ def share_state(layers: PipelineLayer, job: Job) -> None:
 
 
 def _is_summed(parameter: Tensor) -> bool:
-    """Whether reductions add up a gradient: of tied weights, experts, sequence parallelism."""
+    """Whether ranks add up the gradient of a parameter, and do not average it."""
     tied = hasattr(parameter, "is_firstly_shared")
     return tied or is_spread(parameter) or tensor_parallel.is_sequence_parallel_parameter(parameter)

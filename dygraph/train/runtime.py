@@ -1,7 +1,7 @@
-"""The state of a wrapped model between batches: its schedule, stage, engines and random seeds.
+"""What a wrapped model has between batches: its schedule, stage, engines and random seeds.
 
-Start with :class:`Runtime`. With ``fleetpipe_configs["order"] = "ready"`` a rank may run the first
-ready action of its row.
+Start with :class:`Runtime`. With ``fleetpipe_configs["order"] = "ready"`` a rank may reorder the
+actions of the schedule: it runs the first of its actions that is ready.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from fleetpipe.schedules.envelope import Envelope, without_fusion
 
 _log = log.logger(__name__)
 
-#: ``run(collectives)`` runs the actions of a batch; ``collectives`` are those of its plan, by name.
+#: ``run(collectives)`` runs a batch; ``collectives`` has the functions to call for the collective
+#: operations of the plan, by their names.
 Run = Callable[[Mapping[str, Callable[[], None]]], None]
 
 
@@ -51,23 +52,29 @@ class BatchKeys:
     """Draws the seeds of each batch of a model."""
 
     def __init__(self, layers: PipelineLayer, job: Job, mode: str) -> None:
-        """Draws no number yet; ``mode`` is the option ``rng``."""
+        """Draws no number yet.
+
+        Args:
+            layers: The model.
+            job: The job.
+            mode: The option ``rng``.
+        """
         self._layers, self._job, self._mode = layers, job, mode
-        self._part = job.sequence().rank
+        self._sequence_rank = job.sequence().rank
 
     def draw(self, training: bool = True) -> Keys | None:
         """Draws the seeds of the batch that begins; None if the option ``rng`` is ``"fleet"``."""
         python = self._layers.owned_stages.draws_python
-        keys = random_keys.draw(self._mode, python, self._part, training)
+        keys = random_keys.draw(self._mode, python, self._sequence_rank, training)
         if keys is not None:
             keys.parameters = self._parameters
         return keys
 
     def _parameters(self) -> dict[str, Tensor]:
         """Returns the parameters of this process and of the losses, by fully qualified name."""
-        of_losses = enumerate(self._layers.loss_parameters())
-        losses = {f"loss.{number}": parameter for number, parameter in of_losses}
-        return {**losses, **self._layers.state.own_parameters()}
+        numbered = enumerate(self._layers.loss_parameters())
+        of_losses = {f"loss.{number}": parameter for number, parameter in numbered}
+        return {**of_losses, **self._layers.state.own_parameters()}
 
     def peek(self, training: bool = True) -> Keys | None:
         """Returns the seeds of the next training batch or evaluation. Collective over mp.
@@ -81,11 +88,11 @@ class BatchKeys:
         return keys
 
     def keyed(self, keys: Keys | None) -> AbstractContextManager[None]:
-        """While this context is open, layers draw under ``keys``. Collective over mp."""
+        """Returns a context in which layers draw under ``keys``. Collective over mp."""
         return random_keys.under_keys(keys, self._job.model_parallel())
 
 
-def as_hint(
+def without_fusion_if_reordered(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool
 ) -> Schedule:
     """Returns a schedule without fused actions, if ranks may reorder it; else unchanged.
@@ -95,13 +102,13 @@ def as_hint(
         config: The options.
         job: The job.
         layers: The model.
-        exchanges: Whether layers of this process exchange values with others in an action.
+        exchanges: Whether layers of this process exchange values with other ranks in an action.
 
     Raises:
-        ConfigError: An option, or a layer, needs the order of the schedule.
+        ConfigError: An option, or a layer, does not allow to reorder actions.
     """
-    if _is_hint(config, job):
-        _require_free(config, job, layers, exchanges)
+    if _may_reorder(config, job):
+        _require_no_order(config, job, layers, exchanges)
         return without_fusion(schedule)
     if config.order == "ready" and job.degrees.pp > 1:
         _log.info("order='ready' changes nothing where one process plays all ranks, in one order")
@@ -111,19 +118,22 @@ def as_hint(
 def walker_of(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
 ) -> Callable[..., Walker]:
-    """Returns the function that makes the walker of this process's rank."""
-    if _is_hint(config, job):
-        return functools.partial(ReadyWalker, _Envelopes(schedule, config, job, layers))
+    """Returns the function that makes the walker, which runs the actions of this process's rank."""
+    if _may_reorder(config, job):
+        return functools.partial(ReadyWalker, _EnvelopeBuilder(schedule, config, job, layers))
     return Walker
 
 
-def _is_hint(config: PipelineConfig, job: Job) -> bool:
-    """Whether ranks may reorder the actions of a schedule, whose order is then a hint."""
+def _may_reorder(config: PipelineConfig, job: Job) -> bool:
+    """Whether ranks may reorder the actions of the schedule, by the option ``order``."""
     return config.order == "ready" and job.degrees.pp > 1 and not job.local
 
 
-class _Envelopes:
-    """Computes for each batch what this process's rank may run early, from its current layers."""
+class _EnvelopeBuilder:
+    """Computes for each batch which actions this process's rank may run early.
+
+    It depends on the current layers of the model.
+    """
 
     def __init__(
         self, schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
@@ -139,40 +149,48 @@ class _Envelopes:
         self._envelope: Envelope | None = None
 
     def __call__(self) -> Envelope:
-        """Returns the envelope of a new batch: the actions that this rank may run early."""
+        """Called for a new batch: returns its envelope, which says what this rank may run early."""
         if self._envelope is None or self._version != self._layers.version:
             self._version = self._layers.version
-            edges, shared = self._layers.owned_stages.edges(training=True), self._shares()
+            edges, shared = (
+                self._layers.owned_stages.edges(training=True),
+                self._stages_share_tensors(),
+            )
             self._envelope = Envelope(
                 self._schedule, self._rank, edges, self._cap, self._costs, shared
             )
         self._envelope.restart()
         return self._envelope
 
-    def _shares(self) -> bool:
-        """Whether two stages of this rank can reach the same tensor, in the list or beside it."""
+    def _stages_share_tensors(self) -> bool:
+        """Whether two stages of this rank can reach the same tensor, as a parameter or else."""
         placement, owned = self._schedule.placement, self._layers.owned_stages
         stages = placement.stages_of(self._rank)
         if len(stages) == 1:
             return False
-        of_entries, range_of = owned.tensors(), self._layers.partition.range_of
-        within: list[set[int]] = []
+        of_layers, range_of = owned.tensors(), self._layers.partition.range_of
+        ids_by_stage: list[set[int]] = []
         for stage in stages:
             roots: list[object] = [*owned.layers(stage).values()]
             if stage == placement.stages - 1:
                 roots += self._layers.loss_functions()
-            tensors = [
-                tensor for number in range_of(stage) for tensor in of_entries.get(number, ())
-            ]
+            tensors = [tensor for number in range_of(stage) for tensor in of_layers.get(number, ())]
             reached = find_reachable([*roots, *tensors]).values()
-            within.append({id(one) for one in reached if isinstance(one, paddle.Tensor)})
-        return any(one & other for one, other in itertools.combinations(within, 2))
+            ids_by_stage.append(
+                {id(value) for value in reached if isinstance(value, paddle.Tensor)}
+            )
+        return any(first & second for first, second in itertools.combinations(ids_by_stage, 2))
 
 
-def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool) -> None:
-    """Refuses options and layers that need the order of the schedule."""
+def _require_no_order(
+    config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool
+) -> None:
+    """Refuses options and layers that do not allow to reorder actions.
+
+    The arguments are those of :func:`without_fusion_if_reordered`.
+    """
     together = [axis for axis in (*SHARDS, *SEQUENCE, "ep") if getattr(job.degrees, axis) > 1]
-    synced = any(isinstance(one, paddle.nn.SyncBatchNorm) for one in layers.sublayers())
+    synced = any(isinstance(layer, paddle.nn.SyncBatchNorm) for layer in layers.sublayers())
     reason = fix = ""
     if together:
         reason = f"ranks along {', '.join(together)} compute each action together"
@@ -180,7 +198,7 @@ def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, excha
     elif exchanges or (synced and job.copies().ranks > 1):
         reason = "replicas exchange values in an action: experts that they share, or SyncBatchNorm"
         fix = "use layers that each replica computes alone"
-    elif not all(hasattr(one, "await_any") for one in job.connect().values()):
+    elif not all(hasattr(peers, "await_any") for peers in job.connect().values()):
         reason = "Paddle's process groups hand values over in the order of their sends"
         fix = "set strategy.fleetpipe_configs = {'transport': 'sockets'} too"
     elif config.rng == FLEET:
@@ -203,17 +221,17 @@ class Runtime:
         job: The job in which it was wrapped.
         config: The options of its pipeline.
         switches: The options of ``pp_configs``.
-        sequence: The ranks that have parts of the same sequences.
-        bubbles: The number of bubbles of a rank that can have hooks.
+        sequence: The ranks that split the same sequences among them.
+        bubbles: The number of a rank's bubbles before which hooks are called.
         schedule: The schedule that a training batch runs.
         plan: The lowered schedule.
-        units: How the schedule cuts micro-batches.
+        units: How the schedule cuts micro-batches into sequence chunks.
         weights: The weights of micro-batches in the loss.
         data: Cuts, compares and exchanges the data of batches.
         keys: Draws the seeds of batches.
         stage: Runs the actions of this process's stages.
         engines: Run the plan, with observers around its operations.
-        reductions: Adds up gradients and losses over ranks.
+        reductions: Sums gradients and averages losses over ranks.
     """
 
     layers: PipelineLayer
@@ -234,6 +252,12 @@ class Runtime:
     ) -> None:
         """Builds, verifies and lowers the schedule, and connects the ranks. Collective.
 
+        Args:
+            layers: The model.
+            strategy: The options.
+            job: The current job.
+            has_bubble_hooks: Whether the wrapper calls hooks in bubbles, as Fleet's does.
+
         Raises:
             ConfigError: An option is wrong.
             ScheduleError: The schedule passes the memory cap.
@@ -251,21 +275,22 @@ class Runtime:
         self.reductions = Reductions(layers, job, scale, timed)
         kinds = self.reductions.kinds
         self._exchanges = any(kind.exchanges for kind in kinds) or job.degrees.sep > 1
-        self._arrange(PipelineConfig.from_strategy(strategy))
+        self._build_schedule(PipelineConfig.from_strategy(strategy))
         self.keys: BatchKeys = BatchKeys(layers, job, self.config.rng)
         self.engines = Engines(job)
-        for other in () if job.local else job.pipelines:
-            if (earlier := other()) is not None:
+        for reference in () if job.local else job.pipelines:
+            earlier = reference()
+            if earlier is not None:
                 refuse_apart(layers.built_layers(), earlier.built_layers())
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
             self._connect()
-            job.require_agreement(self._facts())
+            job.require_agreement(self._facts_to_compare())
             share_state(layers, job)
 
     @property
     def first_micro_batch(self) -> int:
-        """The global number of this process's micro-batch 0; replicas continue the numbers."""
+        """The global number of this process's micro-batch 0: replicas continue the numbering."""
         return self.job.copy * self.config.micro_batches
 
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
@@ -284,7 +309,7 @@ class Runtime:
                 "accumulate_steps cannot change while numbered hooks or a trace count actions",
                 fix="set it before the first hook is registered, and without a trace",
             )
-        self._arrange(config)
+        self._build_schedule(config)
         self._connect()
 
     def require_running(self) -> Job:
@@ -304,12 +329,12 @@ class Runtime:
                 fix="call fleet.shutdown() after the last batch; in another job, build and wrap "
                 "the model anew, and load what was saved",
             )
-        with self._turn():
+        with self._exclusive():
             return now
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """While it is open, no other thread may run a batch, and no hook a batch of this model."""
+    def _exclusive(self) -> Iterator[None]:
+        """While it is open, another batch is refused: of another thread, or of a hook."""
         if self._running or not self.job.turn.acquire(blocking=False):
             raise StateError(
                 "a batch runs already",
@@ -326,9 +351,9 @@ class Runtime:
             self.job.turn.release()
 
     def pass_over_forwards(self) -> Keys | None:
-        """Draws the seeds of a batch that runs forward only, and begins it in the layers.
+        """Draws the seeds of a batch that runs forward only, and puts the layers into its mode.
 
-        A rank that does not run the batch calls it, too, so that all ranks draw alike.
+        A rank that does not run the batch calls it, too, so that all ranks draw as many numbers.
 
         Returns:
             The seeds; None under ``"fleet"``.
@@ -341,7 +366,7 @@ class Runtime:
     def running(
         self, batch: Batch, evaluated: int | None = None, units: Units = WHOLE
     ) -> Iterator[Run]:
-        """While it is open, a batch can run; a failed batch leaves no gradients.
+        """While it is open, a batch can run; a batch that fails leaves no gradients.
 
         A failure on another rank ends this rank's waits, and a failure here reaches all ranks. If
         this process plays all ranks, a failed batch also restores the buffers.
@@ -349,14 +374,14 @@ class Runtime:
         Args:
             batch: The batch.
             evaluated: The number of micro-batches of a batch that runs forward only; None trains.
-            units: The units of a batch that runs forward only; each micro-batch is one unit.
+            units: The states that layers keep in a batch that runs forward only.
 
         Yields:
             The function that runs the batch once.
         """
         training, engines = evaluated is None, self.engines
         engine = engines.training if evaluated is None else engines.evaluation(evaluated)
-        with self._turn():
+        with self._exclusive():
             units = self.units if training else units
             first = self.first_micro_batch * units.count
             if training and self._version != self.layers.version:
@@ -370,8 +395,9 @@ class Runtime:
             self.stage.begin(batch, first, hooks, units, trees)
             self.reductions.losses = batch.losses if self.data.owns_last else None
             # On several ranks the job ends with the failed batch.
-            kept = training and self.job.local
-            put_back = buffers_kept([self.layers, *self.layers.loss_layers()] if kept else ())
+            restores = training and self.job.local
+            models = [self.layers, *self.layers.loss_layers()] if restores else []
+            put_back = buffers_kept(models)
             try:
                 with (
                     self.job.guarded(engine.where),
@@ -393,19 +419,19 @@ class Runtime:
                 if watch is not None:
                     watch.leave(ends=training)
 
-    def _facts(self) -> dict[str, str]:
-        """Returns texts that must be the same on all ranks, by their names in messages."""
+    def _facts_to_compare(self) -> dict[str, str]:
+        """Returns texts that must be equal on all ranks, by their names in messages."""
         facts = meeting.facts(self.config, self.switches)
         facts["gradient scale"] = self.reductions.scale
         facts.update({f"layer {i}": text for i, text in enumerate(self.layers.state.outlines())})
         facts["cut"] = str(self.layers.segment_parts)
         return facts
 
-    def _arrange(self, config: PipelineConfig) -> None:
+    def _build_schedule(self, config: PipelineConfig) -> None:
         """Builds, verifies and lowers the schedule, and creates the stage that runs it."""
         layers, delayed = self.layers, self.switches.delay_scale_loss
         schedule = layers.arrangement.schedule(config)
-        schedule = as_hint(schedule, config, self.job, layers, self._exchanges)
+        schedule = without_fusion_if_reordered(schedule, config, self.job, layers, self._exchanges)
         scale = self.reductions.scale
         weights = MicroBatchWeights(config, self.job, delayed, scale, layers.loss_functions)
         units = units_of(self, schedule, config)
@@ -424,7 +450,7 @@ class Runtime:
         self._version = -1
 
     def _connect(self) -> None:
-        """Makes the engines. Collective over the pipeline the first time in a job."""
+        """Builds the engines. Collective over the pipeline the first time in a job."""
         placement, costs, job = self.schedule.placement, self.config.costs, self.job
         evaluated = placement, self.layers.owned_stages.edges(training=False)
         overlaps = self.config.overlap and self._exchanges and not job.local

@@ -17,14 +17,14 @@ from fleetpipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches with an effect; a switch that Paddle 2.6.2 does not have is off there.
+    """The switches with an effect; one that Paddle 2.6.2 does not have is off there.
 
     Attributes:
         delay_scale_loss: Backward starts from undivided losses, and the gradients are divided by
             the number of micro-batches before the optimizer steps.
         enable_timer: Forward, backward, transfers and reductions are timed, and logged each step.
         release_gradients: Gradients are freed after a step instead of being set to zero.
-        best_unbalanced_scheduler: Selects the wrapper's type if Fleet would run another schedule.
+        best_unbalanced_scheduler: Another type of wrapper is returned, as in Fleet.
     """
 
     delay_scale_loss: bool = False

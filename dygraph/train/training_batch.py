@@ -1,4 +1,4 @@
-"""A training batch from its checks to its optimizer step, and batches that run forward only."""
+"""Runs training batches, from their checks to the optimizer step, and batches forward only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from fleetpipe.dygraph.train.runtime import Runtime
 
 
-_ByLoss = paddle.optimizer.lr.ReduceOnPlateau
+#: The class of schedulers that are stepped by the loss.
+_SchedulerByLoss = paddle.optimizer.lr.ReduceOnPlateau
 
 
 def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> None:
@@ -41,9 +42,12 @@ def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> 
 
     Args:
         scheduler: A scheduler of Paddle's, or an object with its methods.
-        by_micro_batch: Whether the batch returns the losses of its micro-batches.
+        by_micro_batch: Whether ``train_batch`` returns the losses of the micro-batches.
+
+    Raises:
+        ConfigError: ``step`` needs an argument.
     """
-    if scheduler is None or (isinstance(scheduler, _ByLoss) and not by_micro_batch):
+    if scheduler is None or (isinstance(scheduler, _SchedulerByLoss) and not by_micro_batch):
         return
     signature = inspect.signature(scheduler.step)
     try:
@@ -67,7 +71,7 @@ def step_rate(scheduler: Scheduler | None, loss: Nest, loss_fn_idx: int = 0) -> 
             there are several loss functions.
         loss_fn_idx: The number of the loss function that was trained.
     """
-    if isinstance(scheduler, _ByLoss):
+    if isinstance(scheduler, _SchedulerByLoss):
         trained: Tensor = loss[loss_fn_idx] if isinstance(loss, list) else loss
         scheduler.step(trained)
     elif scheduler is not None:
@@ -75,7 +79,7 @@ def step_rate(scheduler: Scheduler | None, loss: Nest, loss_fn_idx: int = 0) -> 
 
 
 class TrainingBatch:
-    """A training batch: cuts its data, runs it, and has its loss.
+    """One training batch: cuts its data, runs it, and has its loss.
 
     Attributes:
         loss: The loss of the batch after the run, the same on every rank; a list if there are
@@ -137,8 +141,8 @@ class TrainingBatch:
         )
         self._shared = False
         scale = None if scaler is None else scaler.scale
-        elsewhere = () if owns_last else [*filter(may_read, functions)]
-        self._batch = Batch(batches, self._losses, scale, elsewhere)
+        on_other_rank = () if owns_last else [*filter(may_read, functions)]
+        self._batch = Batch(batches, self._losses, scale, on_other_rank)
         self._runtime = runtime
         self._by_micro_batch = by_micro_batch
 
@@ -170,7 +174,7 @@ class TrainingBatch:
         try:
             with runtime.running(self._batch) as run:
                 with runtime.keys.keyed(self._keys):
-                    run({"REDUCE": self._reduce, "STEP": self._step})
+                    run({"REDUCE": self._reduce_gradients, "STEP": self._step})
                 runtime.engines.observers.end()
             send_gradients_to_sources(self._sources, runtime.weights.divisor)
         finally:
@@ -178,7 +182,7 @@ class TrainingBatch:
             self._losses.complete = None
 
     def _prepare(self) -> None:
-        """Prepares layers, observers and earlier gradients for the batch."""
+        """Prepares layers, observers and earlier gradients for the batch. Collective."""
         runtime = self._runtime
         runtime.layers.begin(training=True)
         if runtime.config.compare_rows:
@@ -189,15 +193,15 @@ class TrainingBatch:
 
     @property
     def _rate(self) -> float | None:
+        """The learning rate of the step that follows; None without a step."""
         # A script's own optimizer may have no get_lr; a process with the whole model takes it.
         rate = getattr(self.observed.optimizer, "get_lr", None)
         return None if rate is None else float(rate())
 
     def _share_losses(self) -> None:
-        """Broadcasts the losses. Collective over the pipeline.
+        """Broadcasts the losses, once in a batch. Collective over the pipeline.
 
-        The owner of the last stage sends them without a wait as soon as it has them, so a rank that
-        finishes its actions earlier does not wait for them.
+        The rank of the last stage sends them as soon as it has them, without a wait.
         """
         if not self._shared:
             runtime = self._runtime
@@ -206,7 +210,8 @@ class TrainingBatch:
             )
             self._shared = True
 
-    def _reduce(self) -> None:
+    def _reduce_gradients(self) -> None:
+        """Called after the last backward: reduces losses and gradients. Collective."""
         self._share_losses()
         runtime = self._runtime
         if runtime.stage.watch is not None:
@@ -217,15 +222,22 @@ class TrainingBatch:
         runtime.engines.observers.reduced(self.loss)
 
     def _step(self) -> None:
+        """Called after the reductions: steps the optimizer, if there is one."""
         if self.observed.optimizer is not None:
             take_step(self._runtime, self.observed.optimizer, self.observed.scaler)
 
 
 def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> None:
-    """Steps with the reduced gradients of a batch, and clears them."""
+    """Steps the optimizer with the reduced gradients of a batch, and clears them. Collective.
+
+    Args:
+        runtime: The ``Runtime`` of the model.
+        optimizer: The wrapped optimizer.
+        scaler: The scaler of the loss; None for none.
+    """
     if runtime.weights.divisor != 1:
         divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
-    update = functools.partial(_update, optimizer, scaler)
+    update = functools.partial(_step_and_update_scale, optimizer, scaler)
     stage, shard = runtime.layers.owned_stages.owned[0], runtime.job.along("sharding").rank
     with in_step(getattr(optimizer, "wrapped", optimizer), stage, shard):
         runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
@@ -237,8 +249,8 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
     runtime.reductions.last_shards = None
 
 
-def _update(optimizer: Optimizer, scaler: Scaler) -> None:
-    """Steps an optimizer, by its scaler if it has one."""
+def _step_and_update_scale(optimizer: Optimizer, scaler: Scaler) -> None:
+    """Steps an optimizer; with a scaler through that, which then updates its scale."""
     if scaler is None:
         optimizer.step()
     else:
@@ -247,7 +259,7 @@ def _update(optimizer: Optimizer, scaler: Scaler) -> None:
 
 
 def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
-    """Returns all loss functions of the model, after a check of the number of one.
+    """Returns all loss functions of the model; ``index`` must be the number of one of them.
 
     Raises:
         ConfigError: There is no loss function, or none with that number.
@@ -263,6 +275,7 @@ def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
 
 
 def _require_gradients() -> None:
+    """Refuses to train while gradients are switched off."""
     if not paddle.is_grad_enabled():
         raise ConfigError(
             "training needs gradients, and they are switched off",
@@ -289,8 +302,8 @@ def run_forwards(
         runtime: The ``Runtime`` of the model.
         batches: The micro-batches of this rank.
         functions: The loss functions to compute; None to collect the outputs.
-        labels: The labels before they were cut, whose rows weight uneven micro-batches.
-        result_of: Returns the value to store for an output.
+        labels: The labels of the whole batch, by whose rows uneven micro-batches are weighted.
+        result_of: ``result_of(output)`` returns the value to store for a micro-batch.
         units: The states that layers keep from one run to the next.
         compares: Whether to compare the micro-batches of the ranks; some may have none.
         words: A description of the call, for the error if other ranks make another call.
@@ -322,11 +335,13 @@ def run_forwards(
             require_count(batches, count)
     losses = None
     if functions is not None:
-        share = Fraction(1, 1 if runtime.config.loss_reduction == "sum" else count)
-        ragged = ragged_weights(labels, runtime.data.cut()) if share.denominator > 1 else None
-        weights = ragged or [share] * count
-        here = batches.labels if runtime.data.owns_last else None
-        weight_of = runtime.weights.weight_of(functions, here, weights)
+        equal_weight = Fraction(1, 1 if runtime.config.loss_reduction == "sum" else count)
+        ragged = None
+        if equal_weight.denominator > 1:
+            ragged = ragged_weights(labels, runtime.data.cut())
+        weights = ragged or [equal_weight] * count
+        labels_here = batches.labels if runtime.data.owns_last else None
+        weight_of = runtime.weights.weight_of(functions, labels_here, weights)
         losses = Losses(functions, weights, weight_of=weight_of, by_tree=runtime.job.sums_by_tree)
     value_of = runtime.layers.owned_stages.value_of
     batch = Batch(batches, losses, value_of=lambda output: result_of(value_of(output)))

@@ -1,4 +1,4 @@
-"""The types of Fleet's wrappers, for users' ``isinstance``: :func:`wrap` chooses as Fleet does.
+"""The classes of Fleet's wrappers, for users' ``isinstance``; :func:`wrap` chooses one as Fleet.
 
 All of them run the configured schedule on the same engine.
 """
@@ -71,30 +71,30 @@ class PipelineParallelWithInterleave(PipelineParallel):
         super().__init__(layers, hcg, strategy)
 
     def _get_scheduler_name(self) -> str:
-        """Returns the type's name and that of the schedule that it runs."""
+        """Returns the name of the class and of the schedule that runs."""
         return f"{type(self).__name__} with schedule {self.schedule.name}"
 
 
 class PipelineParallelWithInterleaveFthenB(PipelineParallelWithInterleave):
-    """The type if Fleet would run all forwards first: p <= accumulate_steps < 2p."""
+    """The class for which Fleet would run all forwards first: p <= accumulate_steps < 2p."""
 
     _has_bubble_hooks = False
 
 
 class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
-    """The type in that case if ``pp_configs.best_unbalanced_scheduler`` is on."""
+    """Fleet's class in the same case if ``pp_configs.best_unbalanced_scheduler`` is on."""
 
     _has_bubble_hooks = True
 
 
 class DualPipeVParallel(PipelineParallel):
-    """The type for the schedule DualPipeV: data and loss are both on rank 0."""
+    """The class for the schedule DualPipeV: data and loss are both on rank 0."""
 
     schedule_name = "DualPipeV"
 
 
 def wrap(layers: PipelineLayer) -> PipelineParallel:
-    """Wraps a model for the current job, with the type that Fleet would choose. Collective.
+    """Wraps a model for the current job, in the class that Fleet would choose. Collective.
 
     Raises:
         ConfigError: For the reasons that :class:`PipelineParallel` gives.

@@ -14,7 +14,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph.train.runtime import _Envelopes, _require_free
+from fleetpipe.dygraph.train.runtime import _EnvelopeBuilder, _require_no_order
 from fleetpipe.engine import ready
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
@@ -152,7 +152,7 @@ def test_ranks_that_compute_an_action_together_are_refused(
     running: Any = SimpleNamespace(degrees=degrees, copies=lambda: SimpleNamespace(ranks=2))
     model: Any = nn.LayerList([layer])
     with pytest.raises(ConfigError, match=reason):
-        _require_free(PipelineConfig(order="ready"), running, model, exchanges)
+        _require_no_order(PipelineConfig(order="ready"), running, model, exchanges)
 
 
 measured: list[float] = []
@@ -252,6 +252,6 @@ def test_stages_of_a_rank_that_share_a_weight_keep_their_order(tied: bool) -> No
     listed = layers() if tied else layers()[1:-1]
     with model_in_job(2, 4, "ZBV", layers=listed, num_virtual_pipeline_stages=2) as model:
         runtime = model._runtime
-        made = _Envelopes.__new__(_Envelopes)
+        made = _EnvelopeBuilder.__new__(_EnvelopeBuilder)
         made._rank, made._schedule, made._layers = 0, runtime.schedule, runtime.layers
-        assert made._shares() == tied
+        assert made._stages_share_tensors() == tied
