@@ -147,7 +147,7 @@ class SocketTransport:
         # sent more messages ahead than are stored here.
         self._ended: list[Connection] = []
         self._full: set[Connection] = set()
-        peer_connections.holding.add(self)
+        peer_connections.open_holders.add(self)
         peer_connections.closed_at_exit.add(self)
 
     def post(self, peer: int, key: MessageKey) -> None:
@@ -303,7 +303,7 @@ class SocketTransport:
         self._connections = {}
         self._queue = None
         self._selector.close()
-        peer_connections.holding.discard(self)
+        peer_connections.open_holders.discard(self)
         peer_connections.closed_at_exit.discard(self)
         self._woken.close()
         self._waker.close()

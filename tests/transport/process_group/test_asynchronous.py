@@ -136,10 +136,10 @@ def test_sent_tensors_are_kept_until_they_have_left() -> None:
     one, other = ranks(Wire())
     one.send(1, forward(0), sample("float32", [2]))
     one.send(1, forward(1), sample("float32", [2]))
-    assert len(one._outgoing[1]._leaving) == 2
+    assert len(one._outgoing[1]._under_way) == 2
     other.post(0, forward(0))
     one.send(1, forward(2), 1)
-    assert len(one._outgoing[1]._leaving) == 0
+    assert len(one._outgoing[1]._under_way) == 0
     one.flush(LIMIT)
 
 
