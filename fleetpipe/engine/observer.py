@@ -71,7 +71,7 @@ class BatchObserver:
         return instruction
 
     def begin(self, batch: Any) -> None:
-        """Called before a batch runs anything; an error that it raises changes nothing.
+        """Prepares for a batch before it runs anything; an error that this raises changes nothing.
 
         Args:
             batch: A :class:`fleetpipe.dygraph.batch.micro_batches.ObservedBatch`; None of a static
@@ -79,16 +79,16 @@ class BatchObserver:
         """
 
     def computed(self) -> None:
-        """Called when this rank has summed the gradients of its own micro-batches.
+        """Runs when this rank has summed the gradients of its own micro-batches.
 
         If this or a later method raises an error, the batch ends and leaves no gradients.
         """
 
     def reduced(self, loss: Any) -> None:
-        """Called with the batch's loss when the gradients are summed over all ranks."""
+        """Runs when gradients are summed over all ranks; gets the loss of the batch."""
 
     def step(self, step: Callable[[], None], optimizer: Any, scaled: bool) -> None:
-        """Called instead of the optimizer's step.
+        """Takes the optimizer's step: a subclass may act before and after ``step()``.
 
         Args:
             step: Takes the step.
@@ -98,7 +98,7 @@ class BatchObserver:
         step()
 
     def end(self) -> None:
-        """Called when all operations of a batch have run, unless one failed."""
+        """Runs when all operations of a batch have run, unless one failed."""
 
 
 class Observers(BatchObserver):

@@ -85,7 +85,7 @@ class Account(Protocol):
     synchronize: Callable[[], None]
 
     def tell_loss(self, loss: Any, waits: bool) -> None:
-        """Called with the loss of a step.
+        """Receives the loss of a step.
 
         Args:
             loss: The loss.
@@ -93,10 +93,10 @@ class Account(Protocol):
         """
 
     def begin_step(self) -> None:
-        """Called when the first action of a step is about to run."""
+        """Receives the moment before the first action of a step runs."""
 
     def end_step(self, times: StepTimes) -> None:
-        """Called with the times of a step when its last action has run."""
+        """Receives the times of a step when its last action has run."""
 
 
 class StepMeter(BatchObserver):
@@ -213,6 +213,7 @@ class StepMeter(BatchObserver):
         since: float | None = None
 
         def receive() -> Blocked | None:
+            """Runs the receive, and times it from the first call that is blocked."""
             nonlocal since
             came_first = here.idle > 0
             blocked = instruction()
@@ -234,6 +235,7 @@ class StepMeter(BatchObserver):
         """Wraps the step's last action: reads the clocks at its end."""
 
         def run_last() -> Blocked | None:
+            """Runs the action, and reads the clocks."""
             blocked = instruction()
             self._wait_for_gpu()
             self._after_last_action = self._read_clocks()
@@ -245,6 +247,7 @@ class StepMeter(BatchObserver):
         """Wraps an action: times a probe after it."""
 
         def run_with_probe() -> Blocked | None:
+            """Runs the action, and times a probe."""
             blocked = instruction()
             if blocked is None:
                 # The first one brings its code and data back into the caches.

@@ -122,10 +122,12 @@ class Trace(BatchObserver):
         name, records = str(op), self._records[played.rank]
 
         def run_timed() -> Blocked | None:
+            """Runs the instruction, and counts the waits within it anew."""
             here.waited = 0.0
             return instruction()
 
         def record(begin: float, end: float) -> None:
+            """Stores an event with its times, its waits, and the time without a processor."""
             before, self._queued = self._queued, self._queue.seconds() if self._queue else 0.0
             records.append((name, begin, end, here.waited, 0, self._queued - before))
 

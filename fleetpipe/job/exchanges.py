@@ -150,6 +150,7 @@ def _make_stream_method(name: str) -> Callable[..., Any]:
     """Returns the method ``name`` for callers that expect the result at its return."""
 
     def call(group: PaddleGroup, *arguments: Any) -> Any:
+        """Calls the method, and waits for its result."""
         task = getattr(group, name)(*arguments, True)
         task.wait()
         return task

@@ -43,7 +43,7 @@ _MODES: Mapping[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def of_mesh(mesh: Mesh) -> Iterator[None]:
-    """While this context is open, ``fleet.init`` builds the mesh's topology if Paddle's fails.
+    """Makes ``fleet.init`` within the context build the mesh's topology where Paddle's fails.
 
     Paddle's constructor refuses cp without experts, and experts beside dp or sep; for some orders
     the groups of its topology of experts contradict each other.

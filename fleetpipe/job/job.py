@@ -320,7 +320,7 @@ class Job(MeshGroups):
         return self.guarded(lambda: words)
 
     def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
-        """While it is open, any rank's failure reaches all others and ends their waits.
+        """Reports failures within the context to all ranks; ends its waits if another fails.
 
         Args:
             where: Returns in words what this rank is doing, for the messages of all ranks.
@@ -373,7 +373,7 @@ class Job(MeshGroups):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it is open, groups do not wait, but use this process's values for all members."""
+        """Makes groups use this process's values for all members while the context is open."""
         before = self.alone
         try:
             self._set_alone(True)

@@ -289,10 +289,12 @@ def meet(
     keys = {rank: f"{key}/{rank}" for rank in (everyone if ranks is None else ranks)}
 
     def given_up() -> bool:
+        """Returns whether another rank has given up this meeting."""
         # The others' limits began at other moments: the first rank that gives up ends all waits.
         return store.add(f"{key}/late", 0) > 0
 
     def failure(missing: list[int], ended: set[int]) -> FleetPipeError:
+        """Returns the error for the missing ranks, after telling the others of it."""
         if ended:
             return PeerFailed(
                 f"rank {min(ended)} ended and did not come to {place}",

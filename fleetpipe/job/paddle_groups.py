@@ -84,7 +84,7 @@ _POLL_SECONDS = 0.001
 
 @contextmanager
 def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
-    """While this context is open, Paddle's ``fleet.init`` creates the groups of a job. Collective.
+    """Lets Paddle's ``fleet.init`` create the groups of a job within the context. Collective.
 
     Args:
         number: Number of earlier jobs of these processes; it makes keys unique.
@@ -300,6 +300,7 @@ def _await_members(store: Store, group: int, keys: Mapping[int, str], timeout: f
     """
 
     def failure(missing: list[int], _: object) -> PipelineTimeout:
+        """Returns the error for the members that did not come."""
         who = f"members {missing}" if missing[1:] else f"member {missing[0]}"
         return PipelineTimeout(
             f"{who} of Paddle's group {group} did not make it within {timeout:g} s",

@@ -333,7 +333,7 @@ class WallTime:
 
     @contextmanager
     def spending(self, part: str) -> Iterator[None]:
-        """While it is open, counts the time for a part of ``BETWEEN``.
+        """Counts the time within the context for a part of ``BETWEEN``.
 
         Within another part only a save is counted, as a save.
         """
@@ -532,7 +532,7 @@ class RunProgress:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """While it is open, counts the time as that of saving step ``step``.
+        """Counts the time within the context as that of saving step ``step``.
 
         It first waits for the GPU; this wait does not count.
         """

@@ -173,7 +173,7 @@ class Watch:
 
     @contextlib.contextmanager
     def limit(self, seconds: float, what: str, ranks: Collection[int]) -> Iterator[None]:
-        """While it is open, ends a main thread that waits too long and cannot be interrupted.
+        """Ends a main thread that waits too long within the context and cannot be interrupted.
 
         The other ranks are told of the failure, and this process is ended a moment later. An outer
         limit starts again when this one ends, and each starts again when the process reports

@@ -123,7 +123,7 @@ def environment(level: str) -> dict[str, str]:
 
 @contextmanager
 def quiet(level: str) -> Iterator[None]:
-    """While it is open, Paddle's log lines below ``level`` are hidden; import Paddle within it.
+    """Hides Paddle's log lines below ``level`` while the context is open; import Paddle within it.
 
     A level other than the default is also set for fleetpipe's log, until the process ends.
     """

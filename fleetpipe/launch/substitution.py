@@ -32,7 +32,7 @@ _installed = ExitStack()
 
 @contextmanager
 def in_place_of_paddles() -> Iterator[None]:
-    """While it is open, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
+    """Makes imports of ``paddle.distributed.fleet`` within the context get fleetpipe's modules.
 
     Attributes, as in ``paddle.distributed.fleet.init``, do so too, and all submodules that
     fleetpipe replaces; other submodules stay Paddle's. On a CPU ``auto_parallel.pipelining`` runs
@@ -72,7 +72,7 @@ def in_place_of_paddles() -> Iterator[None]:
 
 @contextmanager
 def _stores_for_both() -> Iterator[None]:
-    """While it is open, a script may call ``init_parallel_env`` before ``fleet.init``.
+    """Lets a script call ``init_parallel_env`` before ``fleet.init`` while the context is open.
 
     Without this, Paddle's store would use the address of the job's store if the launcher set none.
     """
@@ -90,7 +90,7 @@ def _stores_for_both() -> Iterator[None]:
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """While it is open, Paddle's libraries run without a GPU, if there is none.
+    """Makes Paddle's libraries run without a GPU while the context is open, if there is none.
 
     Paddle 3.3's flexible checkpoints, which PaddleFormers reads and writes, move values to a GPU
     before processes exchange them; here they copy them on the CPU, from which Gloo sends.

@@ -68,7 +68,7 @@ class Traffic:
 
 @contextmanager
 def counting_traffic(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
-    """While this context is open, counts exchanges and attention of this process.
+    """Counts exchanges and attention of this process while the context is open.
 
     Args:
         clock: Returns the seconds by which experts are timed.
@@ -147,7 +147,7 @@ class Group(Protocol):
         return self.begin_all_gather(value).values()
 
     def begin_all_gather(self, value: Value) -> Gathering:
-        """Sends ``value`` to all members without waiting for theirs. Collective."""
+        """Sends ``value`` to all members; returns the gathering under way. Collective."""
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum over all members. Collective."""
@@ -173,7 +173,7 @@ class Group(Protocol):
         return self.begin_all_to_all(parts).values()
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Sends each member its part without waiting for the others'. Collective."""
+        """Sends each member its part; returns the exchange under way. Collective."""
 
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
         """Returns the sum of the parts that all members have for this one. Collective.
@@ -190,7 +190,7 @@ class Group(Protocol):
         return self.begin_reduce_scatter(parts).value()
 
     def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
-        """Sends each member its part without waiting for the others'. Collective."""
+        """Sends each member its part; returns the exchange under way. Collective."""
         return Reduction(self.begin_all_to_all(parts), self.rank)
 
 
@@ -300,7 +300,7 @@ class DirectGroup(Group):
         return value
 
     def begin_all_gather(self, value: Value) -> Gathering:
-        """Sends ``value`` to all members without waiting for theirs. Collective."""
+        """Sends ``value`` to all members; returns the gathering under way. Collective."""
         if self.alone:
             return _Gathered(value, self.ranks)
         for peer in self._peers():
@@ -308,7 +308,7 @@ class DirectGroup(Group):
         return self._begin_gathering(self._gather, value)
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Sends each member its part without waiting for the others'. Collective."""
+        """Sends each member its part; returns the exchange under way. Collective."""
         outgoing = copy_parts(parts, self.rank, self.ranks)
         if self.alone:
             return _Gathered(outgoing[self.rank], self.ranks)
@@ -323,7 +323,7 @@ class DirectGroup(Group):
             tensor.set_value(functools.reduce(add, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by that of the member beside it. Collective."""
+        """Replaces each tensor by that of the member named beside it. Collective."""
         for tensor, source in () if self.alone else tensors:
             # Sent as a copy: the tensor may change before it has left this process.
             copy = tensor.detach().clone() if source == self.rank else None
@@ -462,7 +462,7 @@ class GlooGroup(DirectGroup):
                     tensor.set_value(total.astype(tensor.dtype))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by that of the member beside it. Collective."""
+        """Replaces each tensor by that of the member named beside it. Collective."""
         from paddle.distributed import broadcast
 
         if self.alone:

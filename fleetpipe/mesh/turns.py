@@ -182,6 +182,7 @@ class Turns:
         spent = 0.0
 
         def run_first() -> None:
+            """Runs the first computation with this thread's modes; notes its processor time."""
             nonlocal restore_end, spent
             since = time.thread_time()
             with inherited:
@@ -190,10 +191,12 @@ class Turns:
             spent = time.thread_time() - since
 
         def run_on_helper() -> None:
+            """Runs the first computation in its turns; the second thread calls it."""
             first_side.run(run_first)
             done.set()
 
         def run_second() -> None:
+            """Runs the second computation from the state before both."""
             restore_begin()
             second()
 

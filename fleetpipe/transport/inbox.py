@@ -71,6 +71,7 @@ class _Frame:
     )
 
     def __init__(self, header: Header, call: int, sent: int) -> None:
+        """Begins to read a message with a header that has come."""
         self.header = header
         self.call = call
         self.sent = sent
@@ -146,13 +147,17 @@ class Inbox:
         self._sock = sock
         self._seal = seal
         self._header_bytes = HEADER_BYTES if seal is None else HEADER_BYTES + SEAL_BYTES
+        #: The staging buffer, and the begin and end of the unread bytes in it.
         self._staging = memoryview(bytearray(STAGING_BYTES))
-        self._begin = 0
-        self._end = 0
+        self._begin = self._end = 0
+        #: The message that is being read.
         self._frame: _Frame | None = None
+        #: The channels by number, and by kind, source, target and name.
         self._channels: dict[int, _Channel] = {}
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
+        #: By key, the messages stored for later: value, bytes, and number of the sender's call.
         self._stored: dict[MessageKey, deque[tuple[Any, int, int]]] = {}
+        #: Of :meth:`flight`: whether nobody waited for it, minus its bytes, and its seconds.
         self._quickest: tuple[bool, int, float] | None = None
 
     @property

@@ -139,9 +139,10 @@ def join(
     _require_same_tcp(facts_by_rank)
     secret = handshake.secret_of_run(user_secret, namespace, facts_by_rank[0]["token"])
     listeners = _listen([facts_by_rank[r]["host"] for r in range(ranks)], rank, use_tcp, address)
-    joining = _Joining(meeting, secret, [x.sock for x in listeners], streams, attempt)
+    joining = _Joining(meeting, secret, [listener.sock for listener in listeners], streams, attempt)
     try:
-        meeting.publish("addresses", {"addresses": ",".join(x.address for x in listeners)})
+        addresses = ",".join(listener.address for listener in listeners)
+        meeting.publish("addresses", {"addresses": addresses})
         for peer, facts_of_peer in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same_host = facts_by_rank[peer]["host"] == facts["host"] != ""
             chosen = _choose_address(

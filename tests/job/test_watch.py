@@ -391,7 +391,7 @@ def test_a_watch_that_breaks_fails_its_rank(
     begin: Begin, monkeypatch: Patch, exits: list[int]
 ) -> None:
     first, second = begin(2)
-    monkeypatch.setattr(first, "_read", lambda peer: 1 / 0)
+    monkeypatch.setattr(first, "_handle_messages", lambda peer: 1 / 0)
     assert soon(lambda: second.failure)
     assert second.failure is not None
     assert second.failure.rank == 0

@@ -172,7 +172,7 @@ class Verdict:
         return next((to_do for error, to_do in _DISK_REMEDIES.items() if error in words), "")
 
     def _cause(self) -> tuple[str, list[str]]:
-        """Returns the kind of the error, and the line of code that raised it.
+        """Returns the error's kind, and a list of the line of code that raised it, or empty.
 
         The message is left out, as it may contain a time or an address; so is the rank.
         """

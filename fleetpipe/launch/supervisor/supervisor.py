@@ -80,7 +80,7 @@ class Signals:
 
 @contextmanager
 def catch_signals() -> Iterator[Signals]:
-    """While it is open, collects signals in the yielded object; none ends the process.
+    """Collects signals in the yielded object while the context is open; none ends the process.
 
     Only the main thread may open it.
     """
