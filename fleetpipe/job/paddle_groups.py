@@ -147,7 +147,7 @@ def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]
 
 
 def trust(ended_well: bool) -> None:
-    """Records at the end of a job whether a later one may use its groups."""
+    """Notes at the end of a job whether later jobs may use its groups: if it ended well."""
     global _in_doubt
     _in_doubt = not ended_well
 

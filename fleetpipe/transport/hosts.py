@@ -124,9 +124,8 @@ def route_to(host: str) -> str:
     with contextlib.suppress(OSError):
         family, kind, _, _, socket_address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(
-                socket_address
-            )  # chooses the route; a datagram socket sends nothing by it
+            # Chooses the route; a datagram socket sends nothing by it.
+            probe.connect(socket_address)
             return str(probe.getsockname()[0])
     return ""
 

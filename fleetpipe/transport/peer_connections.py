@@ -145,9 +145,8 @@ def join(
         meeting.publish("addresses", {"addresses": addresses})
         for peer, facts_of_peer in meeting.gather("addresses", range(rank), ["addresses"]).items():
             same_host = facts_by_rank[peer]["host"] == facts["host"] != ""
-            chosen = _choose_address(
-                peer, facts_of_peer["addresses"].split(","), same_host and not use_tcp
-            )
+            addresses_of_peer = facts_of_peer["addresses"].split(",")
+            chosen = _choose_address(peer, addresses_of_peer, same_host and not use_tcp)
             _log.debug("rank %d of %s connects to rank %d at %s", rank, namespace, peer, chosen)
             joining.dial(peer, chosen)
         joined = joining.run()
@@ -448,10 +447,8 @@ class _Joining:
             replaced = stream.sockets.pop(greeting.peer, None)
             if replaced is not None:
                 replaced.close()
-            stream.sockets[greeting.peer], stream.seals[greeting.peer] = (
-                connection.sock,
-                greeting.seals,
-            )
+            stream.sockets[greeting.peer] = connection.sock
+            stream.seals[greeting.peer] = greeting.seals
 
     def _drop(self, connection: PendingConnection) -> None:
         """Closes a connection without a proved peer; one that this rank opened is tried again."""
