@@ -38,28 +38,28 @@ from paddle.distributed import fleet as _fleet
 #: ``paddle.distributed.fleet`` with all its names: its stub hides some that are used here.
 paddle_fleet: ModuleType = _fleet
 
-#: Which Paddle this is.
+#: The version of Paddle, such as ``"3.3.1"``.
 VERSION: str = paddle.version.full_version
 
-
+#: Stands for the value of an attribute that an object does not have.
 _ABSENT = object()
 
 
 @contextmanager
 def replaced(*names: tuple[object, str, object]) -> Iterator[None]:
-    """While this context is open, attributes of modules, classes and objects have other values.
+    """Opens a context in which attributes of modules, classes and objects have other values.
 
     Args:
         names: A module, class or object, an attribute of it, and the value. An attribute that the
             owner itself does not have is deleted at the end.
     """
-    stock = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in names]
+    originals = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in names]
     for owner, name, value in names:
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for owner, name, value in stock:
+        for owner, name, value in originals:
             if value is _ABSENT:
                 delattr(owner, name)
             else:

@@ -1,4 +1,8 @@
-"""Automatic mixed precision: the tracer's casts, and ``GradScaler``; the same in both versions."""
+"""Reads and sets Paddle's mixed precision: automatic casts, and ``GradScaler``.
+
+All names are the same in 2.6.2 and 3.3.x. A *rehearsal* imitates on a CPU how a GPU computes in
+half precision: see ``rehearsal``, which is imported only for one.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from fleetpipe.aliases import DType, Optimizer, Scaler, Tensor
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
 
-#: The dtype of the active rehearsal; see ``rehearsal``, which is imported only for one.
+#: The dtype of the active rehearsal; None without one.
 _rehearsed: str | None = None
-#: Whether :func:`casts_visible` is open, in which casts without a list cast nothing.
-_shown = False
+#: Whether :func:`casts_visible` is open, in which casts with empty lists cast nothing.
+_casts_visible = False
 
 
 def rehearsal_dtype() -> str | None:
@@ -31,15 +35,24 @@ def note_rehearsal(dtype: str | None) -> None:
 
 
 def casts_automatically() -> bool:
-    """Whether tensors are cast automatically now, as inside ``auto_cast``."""
+    """Returns whether tensors are cast automatically now, as inside ``auto_cast``."""
     framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
     # O0 is 0. Its name takes twice as long, and every Linear calls this.
-    return bool(int(tracer._amp_level)) and not (_shown and not any(tracer._get_amp_op_list()))
+    if not int(tracer._amp_level):
+        return False
+    return not _casts_visible or any(tracer._get_amp_op_list())
 
 
 class Casts(NamedTuple):
-    """Automatic casts: their level, the dtype of half precision, and the lists of operations."""
+    """Describes active automatic casts.
+
+    Attributes:
+        level: Paddle's level, ``"O1"`` or ``"O2"``.
+        dtype: The dtype of half precision.
+        white: The operations that are cast to half precision.
+        black: The operations that stay in float32.
+    """
 
     level: str
     dtype: str
@@ -63,7 +76,10 @@ def without_casts() -> AbstractContextManager[object]:
 
 
 def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
-    """Returns a function that re-creates the present context of automatic casts."""
+    """Returns a function that returns a context with the automatic casts of now.
+
+    The backward recomputes a forward in such a context.
+    """
     casts = casts_of_now()
     if casts is None:
         return without_casts
@@ -74,26 +90,26 @@ def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
 
 @contextmanager
 def casts_visible(dtype: str) -> Iterator[Casts | None]:
-    """Turns automatic casts on, so that code which turns them off can be noticed.
+    """Opens a context in which automatic casts are on, so that code which turns them off is seen.
 
-    Yields the present automatic casts. If there are none, casts with empty lists of operations are
-    turned on.
+    It yields the active automatic casts. If there are none, it turns casts with empty lists of
+    operations on, which change nothing.
 
     Args:
         dtype: The dtype of half precision of the casts that are turned on.
     """
-    global _shown
+    global _casts_visible
     framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
     level, half, lists = tracer._amp_level, tracer._amp_dtype, tracer._get_amp_op_list()
-    outer, _shown = _shown, True
+    outer, _casts_visible = _casts_visible, True
     if not int(level):
         tracer._amp_level, tracer._amp_dtype = type(level).O1, dtype
         tracer._set_amp_op_list(set(), set())
     try:
         yield casts_of_now()
     finally:
-        _shown = outer
+        _casts_visible = outer
         tracer._amp_level, tracer._amp_dtype = level, half
         tracer._set_amp_op_list(*lists)
 
@@ -101,11 +117,15 @@ def casts_visible(dtype: str) -> Iterator[Casts | None]:
 def checked_amp(
     configs: str | dict[str, Any] | None, optimizer: Optimizer
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Returns level, lists and scaling, checked and split as ``paddle.Model`` does it.
+    """Returns the ``amp_configs`` of ``paddle.Model.prepare``, checked and split as it does.
+
+    Returns:
+        The level of automatic casts; the arguments of ``auto_cast`` with lists of operations; and
+        the arguments of ``GradScaler``.
 
     Raises:
-        ValueError: They have an unknown form.
-        AssertionError: The optimizer's clip does not work with them.
+        ValueError: The configs have an unknown form.
+        AssertionError: The optimizer's clip does not work with mixed precision.
     """
     adapter = SimpleNamespace()
     check: Any = paddle.Model._prepare_amp
@@ -114,7 +134,7 @@ def checked_amp(
 
 
 def scaler_counts(scaler: Scaler) -> dict[str, float]:
-    """Returns the counters of earlier steps of an enabled scaler."""
+    """Returns the scale of an enabled scaler, and its counts of steps since the scale changed."""
     state = scaler.state_dict()
     return {
         "scale": float(state["scale"].item()),
@@ -135,19 +155,20 @@ def unscale(gradients: Iterable[Tensor], scale: Tensor) -> bool:
     gradients: in float16 the inverse of a large scale is 0. The host waits once, for the result.
 
     Args:
-        gradients: All of them.
+        gradients: The gradients of all parameters.
         scale: The factor of the loss: float32, of shape [1].
 
     Returns:
-        Whether one of them is not finite.
+        Whether some gradient is not finite.
     """
     by_dtype: dict[DType, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     overflows = []
-    for dtype, alike in by_dtype.items():
+    for dtype, group in by_dtype.items():
         exact = scale.astype(dtype) if dtype == paddle.float64 else scale
-        overflows.append(_C_ops.check_finite_and_unscale_(alike, exact)[1])
+        _, overflow = _C_ops.check_finite_and_unscale_(group, exact)
+        overflows.append(overflow)
     return bool(overflows) and bool(paddle.concat(overflows).any())
 
 
@@ -167,9 +188,9 @@ def replace_unscale(scaler: Scaler, unscale: Callable[[Scaler, Optimizer], None]
 
 
 def _update_scale(scaler: Scaler) -> None:
-    """Calls Paddle's ``_update`` with a scale of shape [].
+    """Calls Paddle's ``_update`` of a scaler, with a scale of shape [] instead of [1].
 
-    It prints ``float(scale)``, which NumPy from 2.4 on refuses for the shape [1].
+    Paddle's function prints ``float(scale)``, which NumPy from 2.4 on refuses for the shape [1].
     """
     scaler._scale = scaler._scale.reshape([])
     try:
@@ -179,10 +200,15 @@ def _update_scale(scaler: Scaler) -> None:
 
 
 def mark_unscaled(scaler: Scaler, optimizer: Optimizer, found_inf: bool) -> None:
-    """Marks the gradients of a scaler as unscaled, with whether some were not finite.
+    """Records in a scaler that an optimizer's gradients are unscaled in this step.
+
+    Args:
+        scaler: The scaler.
+        optimizer: The optimizer.
+        found_inf: Whether some gradient is not finite, so that the scaler skips the step.
 
     Raises:
-        StateError: They were unscaled before in this step.
+        StateError: The gradients were unscaled before in this step.
     """
     state = scaler._optimizer_states[id(optimizer)]
     states = type(state["state"])

@@ -1,6 +1,6 @@
-"""The device that computes, its memory in use, and the mode in which tensors can be created.
+"""Asks for the device that computes and its memory, waits for it, and switches to dynamic mode.
 
-The same in 2.6.2 and 3.3.x, except that 2.6.2 cannot restart a peak.
+All names are the same in 2.6.2 and 3.3.x, except that 2.6.2 cannot restart a peak of memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fleetpipe import systems
 from fleetpipe.aliases import Place
 from fleetpipe.paddle_api import paddle
 
+#: Whether this Paddle can restart a peak of memory.
 _RESTARTS = hasattr(core, "host_memory_stat_reset_peak_value")
 
 
@@ -33,9 +34,9 @@ def device_kind() -> str:
 def synchronize() -> None:
     """Waits until the device has computed all work that this process has queued.
 
-    On a CPU every call has finished when it returns. It does not wait for transfers, which have
-    streams of their own and may last until a peer receives. Other threads run meanwhile, which
-    Paddle's own ``synchronize()`` prevents.
+    It returns at once on a CPU, where a call has finished when it returns. It does not wait for
+    transfers, which have streams of their own and may last until a peer receives. Other threads run
+    meanwhile, unlike in Paddle's own ``synchronize()``.
     """
     if device_kind() == "cpu":
         return
@@ -49,10 +50,13 @@ def synchronize() -> None:
 
 
 def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """Returns a clock for the work of a device: on a CPU it is ``clock``.
+    """Returns a clock, in seconds, that counts the work of this process's device.
 
     A call only queues the work of a GPU, so the clock waits until that is done before it reads the
-    time. Use it only in steps that somebody wants to measure.
+    time. That slows a step down: use the clock only in steps that somebody wants to measure.
+
+    Args:
+        clock: The clock to return on a CPU.
     """
     if device_kind() == "cpu":
         return clock
@@ -66,7 +70,7 @@ def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[],
 
 @contextmanager
 def dynamic_mode() -> Iterator[None]:
-    """Runs its body in dynamic graph mode; tensors cannot be created in static mode."""
+    """Opens a context in dynamic mode; in static mode tensors cannot be created."""
     if paddle.in_dynamic_mode():
         yield
     else:
@@ -94,7 +98,7 @@ def device_id() -> int:
 
 
 def gpu_count() -> int:
-    """Returns how many GPUs this process may use; 0 if it computes on another device."""
+    """Returns the number of GPUs that this process may use; 0 if its device is no GPU."""
     return int(paddle.device.cuda.device_count()) if device_kind() == "gpu" else 0
 
 
@@ -107,10 +111,10 @@ def allocated_bytes() -> int:
 
 
 def reserved_bytes() -> int:
-    """Returns the bytes of its device's memory that this process has, freed tensors included.
+    """Returns the bytes of the device's memory that this process occupies, also for freed tensors.
 
-    On a CPU that is the resident size, 0 where the system does not say it; on a GPU the bytes that
-    Paddle has reserved.
+    On a CPU these are the resident bytes (0 if the system does not tell them), on a GPU the bytes
+    that Paddle has reserved.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.memory_reserved(paddle.device.get_device()))
@@ -118,7 +122,7 @@ def reserved_bytes() -> int:
 
 
 def restart_peak() -> None:
-    """Makes :func:`peak_bytes` count from now on."""
+    """Makes :func:`peak_bytes` count from now on; does nothing on 2.6.2."""
     if not _RESTARTS:
         return
     if device_kind() == "gpu":
@@ -128,9 +132,9 @@ def restart_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Returns the most bytes of tensors that were alive at once since :func:`restart_peak`.
+    """Returns the largest :func:`allocated_bytes` since :func:`restart_peak`.
 
-    On 2.6.2, which cannot restart it, it is the number of bytes alive now.
+    On 2.6.2, which cannot restart the peak, it returns the bytes that are allocated now.
     """
     if not _RESTARTS:
         return allocated_bytes()
@@ -140,12 +144,12 @@ def peak_bytes() -> int:
 
 
 def memory_limit() -> int:
-    """Returns the largest possible :func:`process_bytes`, as far as the system says it."""
+    """Returns the bytes that :func:`process_bytes` cannot exceed: of the GPU, or of the host."""
     if device_kind() == "gpu":
         return int(paddle.device.cuda.get_device_properties().total_memory)
     return systems.memory_limit()
 
 
 def process_bytes() -> int:
-    """Returns the memory that this process uses: the GPU's if it has one, else the host's."""
+    """Returns the bytes that this process uses: of tensors on its GPU; without one, of the host."""
     return allocated_bytes() if device_kind() == "gpu" else systems.resident_bytes()

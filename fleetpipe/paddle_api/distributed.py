@@ -1,7 +1,7 @@
-"""How Paddle begins a job: its stores, its process groups, and the topology that Fleet uses.
+"""Controls how Paddle begins a job: its stores, its process groups, and the topology of Fleet.
 
-The functions on Gloo's groups create them, connect them again, and add operations that Gloo lacks.
-All names are the same in 2.6.2 and 3.3.x.
+Some functions create Gloo's groups, connect them again, and add operations that Gloo lacks. All
+names are the same in 2.6.2 and 3.3.x.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _paddle_collective: Any = _collective
 _paddle_parallel: Any = _parallel
 _paddle_topology: Any = _topology
 
-#: More groups than a process creates.
+#: A number that no number of a group reaches.
 _MOST_GROUPS = 1 << 16
-#: By Paddle's number of each Gloo group, this rank's index in it and its size.
+#: This rank's index in each Gloo group and the group's size, by Paddle's number of the group.
 _gloo_groups: dict[int, tuple[int, int]] = {}
-#: A group's store must live as long as the group.
-_kept_stores: list[PaddleStore] = []
+#: The stores of all groups: a store must live as long as its group.
+_group_stores: list[PaddleStore] = []
 
 #: Fleet's topology where there are experts; 2.6.2 has none.
 _EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.HybridCommunicateGroup)
 
-#: Paddle's attributes for a rank's coordinates.
-_PLACES = {
+#: Paddle's attribute for a rank's coordinate on each axis.
+_COORDINATES = {
     "dp": "_data_parallel_id",
     "mp": "_model_parallel_id",
     "sharding": "_sharding_parallel_id",
@@ -59,8 +59,15 @@ _PLACES = {
 
 
 def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
-    """Opens a TCPStore: serves it, or connects to a served one."""
-    # With a world of 0 its constructor does not wait for anybody: it could not be interrupted.
+    """Returns a TCPStore that this process serves, or one that another process serves.
+
+    Args:
+        host: The host of the server.
+        port: Its port.
+        serve: Whether this process is the server.
+        timeout: Seconds after which the store's own waits end.
+    """
+    # With a world of 0 the constructor waits for nobody; such a wait could not be interrupted.
     store = core.TCPStore(host, port, serve, 0, int(timeout) + 1)
     _send_at_once(port)
     if serve:
@@ -69,10 +76,10 @@ def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleS
 
 
 def _send_at_once(port: int) -> None:
-    """Makes this process's clients of the store at ``port`` send each part of a request at once.
+    """Makes this process's connections to the store at ``port`` send each write at once.
 
     A request is three writes. The system would delay the second until the server has acknowledged
-    the first, which takes 40 ms, and meanwhile the server waits for it and answers nobody else.
+    the first, which takes 40 ms; meanwhile the server waits for the second and answers nobody else.
     """
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         # The descriptor of the listing itself is closed by now.
@@ -96,9 +103,11 @@ def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
 
 
 def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None) -> None:
-    """Makes every Gloo group use ``own_store(rank_in_group, ranks, group_id)``.
+    """Makes every Gloo group that is created from now on use another store.
 
-    If it is None, groups stay unconnected until :func:`connect_groups`.
+    Args:
+        own_store: ``own_store(rank_in_group, ranks, group_id)`` returns the store of a group; None
+            to leave groups unconnected until :func:`connect_groups`.
     """
     restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
@@ -114,7 +123,7 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None
             if own_store is None:
                 return _Unconnected()
             store = own_store(rank, ranks, number)
-            _kept_stores.append(store)
+            _group_stores.append(store)
         return original(backend, store, rank, ranks, *more, **named)
 
     _paddle_collective._new_process_group_impl = new_group
@@ -124,41 +133,45 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None
 
 
 class _Unconnected:
-    """The process group of a group that is not connected yet; its operations do nothing.
+    """Stands for the process group of a group that is not connected yet.
+
+    Operations do nothing, as long as Paddle's topology tries each group once; later they raise.
 
     Attributes:
-        refused: Why operations are refused; empty while Paddle's topology tries each group once.
+        refusal: The reason why operations raise an error; empty if they do nothing.
     """
 
-    refused = ""
+    refusal = ""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if self.refused:
+        if self.refusal:
             raise StateError(
                 f"{name} of one of Paddle's groups meets nobody",
-                cause=self.refused,
+                cause=self.refusal,
                 fix="none here: the job is started again; without --heal it is so from the start",
             )
         return lambda *_, **__: SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
 def refuse_unconnected(why: str) -> None:
-    """Makes operations of groups that are not connected raise an error from now on."""
-    _Unconnected.refused = why
+    """Makes operations of unconnected groups raise an error from now on, with the cause ``why``."""
+    _Unconnected.refusal = why
 
 
 def connect_groups(own_store: Callable[[int, int, int], PaddleStore], time: int) -> None:
-    """Connects every Gloo group of this process again; their objects stay. Collective.
+    """Connects every Gloo group of this process again. Collective over the job.
+
+    Paddle's objects of the groups stay, so that those who have them need not know.
 
     Args:
         own_store: As for :func:`replace_gloo_stores`.
-        time: The number of this call, from 1: Paddle takes no number of a connection twice.
+        time: The number of this call, from 1: Paddle accepts no number of a connection twice.
     """
     default = _paddle_collective._get_group_map()[0]
     groups = {0: (default.rank, default.nranks), **_gloo_groups}
     for number, (rank, ranks) in groups.items():
         store = own_store(rank, ranks, number)
-        _kept_stores.append(store)
+        _group_stores.append(store)
         process_group = core.ProcessGroupGloo.create(
             store, rank, ranks, time * _MOST_GROUPS + number
         )
@@ -166,22 +179,22 @@ def connect_groups(own_store: Callable[[int, int, int], PaddleStore], time: int)
 
 
 def has_gloo() -> bool:
-    """Whether this Paddle has Gloo: the wheels for macOS and Windows do not."""
+    """Returns whether this Paddle has Gloo; the wheels for macOS and Windows lack it."""
     return isinstance(getattr(core, "ProcessGroupGloo", None), type)
 
 
 def replace_missing_gloo(create: Callable[..., PaddleGroup]) -> None:
-    """Makes ``create(store, rank, ranks, group_id)`` create the groups that lack Gloo.
+    """Makes ``create(store, rank, ranks, group_id)`` create groups where Gloo cannot.
 
-    Does nothing if Gloo works: the wheels for macOS and Windows lack it, and it takes no tensors on
-    a card.
+    Gloo is missing in the wheels for macOS and Windows, and takes no tensors on a GPU. Where it
+    works, this function does nothing.
     """
     if not has_gloo() or device_kind() != "cpu":
         vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
 def replace_gloo_methods(methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Replaces methods of Gloo's groups that only say that Gloo lacks them."""
+    """Sets methods of Gloo's groups, by name, in place of those that raise "not implemented"."""
     if has_gloo():
         for name, method in methods.items():
             setattr(core.ProcessGroupGloo, name, method)
@@ -194,43 +207,47 @@ def ranks_of(process_group: PaddleGroup) -> list[int]:
 
 
 def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns functions that work like Paddle's ``isend`` and ``irecv`` with a member.
+    """Returns functions that work like Paddle's ``isend`` and ``irecv`` with one peer.
 
     In static mode, Paddle's own would add an operation to the program.
+
+    Args:
+        group: A group of Paddle's.
+        peer: The rank of the job to send to and receive from.
     """
-    among, rank = group.process_group, group.get_group_rank(peer)
+    process_group, rank = group.process_group, group.get_group_rank(peer)
 
     def isend(tensor: Any) -> Any:
-        return among.send(tensor, rank, False)
+        return process_group.send(tensor, rank, False)
 
     def irecv(tensor: Any) -> Any:
-        return among.recv(tensor, rank, False)
+        return process_group.recv(tensor, rank, False)
 
     return isend, irecv
 
 
 def restore_gloo_stores() -> None:
-    """Undoes :func:`replace_gloo_stores`, if it was called; existing groups keep theirs."""
-    now = _paddle_collective._new_process_group_impl
-    stock = getattr(now, "__wrapped__", now)
+    """Undoes :func:`replace_gloo_stores`, if it was called; existing groups keep their stores."""
+    current = _paddle_collective._new_process_group_impl
+    stock = getattr(current, "__wrapped__", current)
     _paddle_collective._new_process_group_impl = _paddle_parallel._new_process_group_impl = stock
 
 
 def group_of_ring(ring_id: int) -> PaddleGroup:
-    """Returns the group with a number of Paddle's; 0 is the default group."""
+    """Returns the group of a number (``ring_id``) of Paddle's; 0 is the default group."""
     return _paddle_collective._get_group_map()[ring_id]
 
 
 def communicates_over_host() -> bool:
-    """Whether groups work through the hosts' memory: on CPUs, and on a shared GPU.
+    """Returns whether groups communicate through the hosts' memory: on CPUs, and on a shared GPU.
 
-    The launcher lets ranks that share a GPU use Gloo, since NCCL refuses them.
+    The launcher makes ranks that share a GPU use Gloo, since NCCL refuses them.
     """
     return device_kind() == "cpu" or os.environ.get("PADDLE_DISTRI_BACKEND") == "gloo"
 
 
 def choose_backend() -> None:
-    """Makes launched ranks on CPUs use Gloo, whatever their environment says.
+    """Makes a launched rank on a CPU use Gloo, whatever its environment says.
 
     With no backend set, or another one, Paddle starts an HTTP server at the endpoint of rank 0,
     where the job's store is, and waits for it without a limit; or it looks for NCCL.
@@ -240,7 +257,7 @@ def choose_backend() -> None:
 
 
 def hide_own_flags() -> None:
-    """Stops Paddle 3.3 from printing, at the begin of each job, a flag that it changed itself."""
+    """Stops Paddle 3.3 from printing, at the begin of each job, a flag that Paddle has changed."""
     stock = getattr(_parallel, "_print_modified_flags", None)
     if stock is not None and not hasattr(stock, "__wrapped__"):
 
@@ -305,7 +322,7 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         self,
         rank: int,
         degrees: Mapping[str, int],
-        places: Mapping[str, int],
+        coordinates: Mapping[str, int],
         numbering: Sequence[tuple[str, int]],
         groups: Mapping[str, Sequence[Sequence[int]]],
     ) -> None:
@@ -314,7 +331,7 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         Args:
             rank: This process's rank.
             degrees: The degrees by axis, with sharding as Fleet counts it, and ``cp_sharding``.
-            places: This rank's places, by the same axes.
+            coordinates: This rank's coordinates, by the same axes.
             numbering: Fleet's names and sizes of the axes that number ranks, the outermost first.
             groups: The ranks of all groups of a kind, by Paddle's name of the kind.
         """
@@ -323,11 +340,11 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         self._topo = self._dense_topo = _topology.CommunicateTopology(names, sizes)
         for axis, degree in degrees.items():
             setattr(self, f"_{axis}_degree", degree)
-        for axis, name in _PLACES.items():
-            setattr(self, name, places[axis])
+        for axis, name in _COORDINATES.items():
+            setattr(self, name, coordinates[axis])
         for name, lists in groups.items():
-            made = [(ranks, paddle.distributed.new_group(ranks=[*ranks])) for ranks in lists]
-            ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
+            created = [(ranks, paddle.distributed.new_group(ranks=[*ranks])) for ranks in lists]
+            ranks, group = next((ranks, group) for ranks, group in created if rank in ranks)
             setattr(self, f"{name}_group", [*ranks])
             setattr(self, f"{name}_comm_group", group)
         self._moe_pp_degree = self._pp_degree
@@ -339,14 +356,15 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
 
     def get_parallel_mode(self) -> Any:
         """Returns Paddle's name for the job's parallelism; cp counts as a split of sequences."""
-        mode, kinds = super().get_parallel_mode(), paddle.distributed.ParallelMode
-        split = self._cp_degree > 1 and mode in (None, kinds.DATA_PARALLEL)
-        # paddle.distributed's own class lacks the newest of these names.
-        return _paddle_topology.ParallelMode.SEGMENT_PARALLEL if split else mode
+        mode, modes = super().get_parallel_mode(), paddle.distributed.ParallelMode
+        if self._cp_degree > 1 and mode in (None, modes.DATA_PARALLEL):
+            # paddle.distributed's own class lacks the newest of these names.
+            return _paddle_topology.ParallelMode.SEGMENT_PARALLEL
+        return mode
 
 
 def replace_role_maker_gloo(workers: object) -> None:
-    """Makes Fleet's role maker use ``workers`` in place of its Gloo."""
+    """Makes Fleet's role maker use ``workers``, an object with Gloo's methods, in place of Gloo."""
     paddle_fleet.fleet._role_maker._gloo = workers
 
 
@@ -354,12 +372,12 @@ def replace_role_maker_gloo(workers: object) -> None:
 def replacing_store_and_groups(
     open_store: Callable[[], PaddleStore], new_group: Callable[..., PaddleGroup]
 ) -> Iterator[None]:
-    """While this context is open, Paddle's start uses these functions for its store and groups.
+    """Opens a context in which Paddle's start of a job uses other functions for store and groups.
 
     Args:
         open_store: Returns the store to use as Paddle's own. Paddle's own waits for all ranks
             without a limit while it holds the interpreter's lock: no thread could end the wait.
-        new_group: Called with Paddle's ``new_group`` and the arguments of a call of it.
+        new_group: Called instead of Paddle's ``new_group``: with that function and its arguments.
     """
     # Paddle's start over Gloo would set the device to the CPU; over NCCL it chooses the GPU.
     by_host, return_to_device = communicates_over_host(), device_setter()
@@ -384,7 +402,7 @@ def replacing_store_and_groups(
 
 @contextmanager
 def replacing_topology(make: Callable[[], Topology]) -> Iterator[None]:
-    """While this context is open, ``fleet.init`` gets its topology from ``make``."""
+    """Opens a context in which Paddle's ``fleet.init`` gets its topology from ``make``."""
 
     def make_topology(*_: object) -> Topology:
         _paddle_topology._HYBRID_PARALLEL_GROUP = hcg = make()
@@ -396,13 +414,16 @@ def replacing_topology(make: Callable[[], Topology]) -> Iterator[None]:
 
 
 def began_without_groups() -> bool:
-    """Whether Paddle's ``init_parallel_env`` was called and took its older way, without a group."""
-    begun = bool(_paddle_parallel.parallel_helper._is_parallel_ctx_initialized())
-    return begun and not paddle.distributed.is_initialized()
+    """Returns whether Paddle's ``init_parallel_env`` was called and has created no group.
+
+    That is Paddle's older way of a start.
+    """
+    is_begun = bool(_paddle_parallel.parallel_helper._is_parallel_ctx_initialized())
+    return is_begun and not paddle.distributed.is_initialized()
 
 
 def install_topology(hcg: Topology, strategy: Strategy) -> None:
-    """Makes Paddle's own fleet functions use ``hcg`` and ``strategy``."""
+    """Makes Paddle's own fleet functions use the topology ``hcg`` and ``strategy``."""
     paddle_fleet.fleet._hcg = hcg
     paddle_fleet.fleet._topology = None if hcg is None else hcg.topology()
     paddle_fleet.fleet._user_defined_strategy = strategy
@@ -410,14 +431,14 @@ def install_topology(hcg: Topology, strategy: Strategy) -> None:
 
 
 def has_begun() -> bool:
-    """Whether Paddle's own ``fleet.init``, or fleetpipe's, has begun a job."""
+    """Returns whether Paddle's own ``fleet.init``, or fleetpipe's, has begun a job."""
     return getattr(paddle_fleet.fleet, "_hcg", None) is not None
 
 
 def user_strategy() -> Strategy:
-    """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last.
+    """Returns the strategy that ``fleet.init`` or ``fleet.distributed_optimizer`` got last.
 
-    None before the first ``fleet.init``, when Paddle's singleton has no such attribute.
+    It is None before the first ``fleet.init``, when Paddle's singleton has no such attribute.
     """
     return getattr(paddle_fleet.fleet, "_user_defined_strategy", None)
 
@@ -440,5 +461,5 @@ def sole_group() -> PaddleGroup:
 
 
 def in_data_parallel_mode(hcg: Topology) -> bool:
-    """Whether only data is split over the ranks: ``DataParallel`` averages gradients then."""
+    """Returns whether only dp has a degree above 1, so that ``DataParallel`` averages gradients."""
     return bool(hcg.get_parallel_mode() == paddle.distributed.ParallelMode.DATA_PARALLEL)

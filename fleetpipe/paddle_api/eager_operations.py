@@ -30,7 +30,7 @@ CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
 
-# Typed as a module: Paddle's stub lacks a name of it.
+# Typed as a module: Paddle's stub lacks a name that is used here.
 _paddle: ModuleType = paddle
 
 #: ``linear(x, weight, bias)``; for a GPU Paddle chooses among several operations.
@@ -39,7 +39,7 @@ linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
 )
 
 
-#: ``add_in_place(left, right)`` adds ``right`` to ``left``, which has its shape and dtype.
+#: ``add_in_place(left, right)`` adds ``right`` to ``left``, of the same shape and dtype.
 add_in_place: Callable[[Tensor, Tensor], Tensor] = _C_ops.add_
 #: ``total(left, right)`` returns ``left + right``.
 total: Callable[[Tensor, Tensor], Tensor] = _C_ops.add
@@ -73,7 +73,7 @@ _METHODS = (
 _ALIAS = "_tensor_use_gpudnn"
 #: Whether ``tensor.data = other`` takes all properties of ``other``, not only its memory.
 DATA_ENDS_TRAINING = paddle.version.full_version.startswith("2.")
-#: Operations that write into their first argument without raising its version.
+#: Operations that write into their first argument, and leave its version as it is.
 _SILENT = frozenset({"set_value", "copy_", "assign_value_", "set_data"})
 #: Methods in C that share, give or take a Tensor's memory.
 _MEMORY = (
@@ -89,13 +89,13 @@ _BACKWARDS = ("run_backward", "run_partial_grad")
 def product(
     left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
 ) -> Tensor:
-    """Returns ``left @ right``, with either of them transposed first on request."""
+    """Returns ``left @ right``, after transposing either of them on request."""
     return _matmul(left, right, left_transposed, right_transposed)
 
 
 @cache
 def mean_leaves_out_below_zero() -> bool:
-    """Whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
+    """Returns whether the mean of a cross-entropy ignores positions of a negative ``ignore_index``.
 
     2.6.2 divides by the number of the other positions, 3.3.x by that of all.
     """
@@ -106,12 +106,15 @@ def mean_leaves_out_below_zero() -> bool:
 
 
 def is_silent(function: Function) -> bool:
-    """Whether an operation writes into its first argument without raising its version."""
+    """Returns whether an operation writes into its first argument and leaves its version as it is.
+
+    Autograd compares versions to notice that a saved tensor has changed.
+    """
     return getattr(function, "__name__", "") in _SILENT
 
 
 def raising_version(function: Function) -> Function:
-    """Wraps a silent operation so that the version of its target rises."""
+    """Returns a wrapper of a silent operation that raises its first argument's version, too."""
 
     @functools.wraps(function)
     def write(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -133,7 +136,10 @@ def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
 
 
 class OperationListener(Protocol):
-    """Called instead of operations; these methods just run them."""
+    """Gets the operations that :func:`intercepting` intercepts, each by one of these methods.
+
+    A method may run the operation, and returns the operation's result or another one.
+    """
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Called instead of an operation."""
@@ -160,8 +166,8 @@ class OperationListener(Protocol):
         """Called when an attribute of a layer is set: ``put(layer, name, value)``."""
 
 
-class _Passive:
-    """A listener for other threads, such as a loader's, which only runs their operations."""
+class _PassiveListener:
+    """A listener that only runs operations: for other threads, such as a loader's."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return function(*args, **named)
@@ -181,68 +187,77 @@ class _Passive:
         put(layer, name, value)
 
 
-#: Returns the listener for the operations of the thread that calls it.
+#: A function that returns the listener for the operations of the thread that calls it.
 _Choice = Callable[[], OperationListener]
 
 
 @contextmanager
 def intercepting(listener: OperationListener) -> Iterator[None]:
-    """While this context is open, operations and layer calls of this thread go to ``listener``."""
-    thread, passive = get_ident(), _Passive()
+    """Opens a context in which operations and layer calls of this thread go to ``listener``."""
+    thread, passive = get_ident(), _PassiveListener()
 
     def choose() -> OperationListener:
         return listener if get_ident() == thread else passive
 
     names: list[tuple[Any, str, Any]] = [
-        (module, name, functools.partial(_called, choose, "operation", function))
+        (module, name, functools.partial(_pass_to_listener, choose, "operation", function))
         for module, name, function in bound_operations()
     ]
     tensor: Mapping[str, Any] = vars(_Tensor)
-    for methods, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
+    for methods, event in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
         for name in methods:
             if name in tensor:
                 function = _with_own_node(tensor[name]) if name == _ALIAS else tensor[name]
-                names.append((_Tensor, name, _method(choose, heard, function)))
+                names.append((_Tensor, name, _method_to_listener(choose, event, function)))
     names += [
-        (_Tensor, "stop_gradient", _flag(choose, tensor["stop_gradient"])),
-        (_Tensor, "register_hook", _hook(tensor["register_hook"])),
-        (_Tensor, "data", _data(choose, tensor["data"])),
-        (_Tensor, "shape", _shape(choose, tensor["shape"])),
-        (_Tensor, "size", _size(tensor["size"])),
+        (_Tensor, "stop_gradient", _stop_gradient_property(choose, tensor["stop_gradient"])),
+        (_Tensor, "register_hook", _tolerant_register_hook(tensor["register_hook"])),
+        (_Tensor, "data", _data_property(choose, tensor["data"])),
+        (_Tensor, "shape", _shape_property(choose, tensor["shape"])),
+        (_Tensor, "size", _size_property(tensor["size"])),
         (paddle.nn.Layer, "__call__", _layer_call(choose, paddle.nn.Layer.__call__)),
-        (paddle.nn.Layer, "__setattr__", _setting(choose, paddle.nn.Layer.__setattr__)),
-        (core.eager.PyLayer, "apply", _apply(choose, vars(core.eager.PyLayer)["apply"])),
+        (paddle.nn.Layer, "__setattr__", _layer_setattr(choose, paddle.nn.Layer.__setattr__)),
+        (core.eager.PyLayer, "apply", _pylayer_apply(choose, vars(core.eager.PyLayer)["apply"])),
     ]
     for name in _BACKWARDS:
         function = vars(core.eager)[name]
-        heard_by = functools.partial(_called, choose, "backward", function)
-        names.append((core.eager, name, heard_by))
+        replacement = functools.partial(_pass_to_listener, choose, "backward", function)
+        names.append((core.eager, name, replacement))
     with replaced(*names):
         yield
 
 
-def _called(chosen: _Choice, heard: str, function: Function, /, *args: Any, **named: Any) -> Any:
-    return getattr(chosen(), heard)(function, args, named)
+def _pass_to_listener(
+    choose: _Choice, event: str, function: Function, /, *args: Any, **named: Any
+) -> Any:
+    """Calls the method ``event`` of the listener instead of a function of Paddle's."""
+    return getattr(choose(), event)(function, args, named)
 
 
-def _method(chosen: _Choice, heard: str, function: Function) -> Function:
+def _method_to_listener(choose: _Choice, event: str, function: Function) -> Function:
+    """Returns a method of Tensor that calls the listener's method ``event``."""
+
     def method(*args: Any, **named: Any) -> Any:
-        return getattr(chosen(), heard)(function, args, named)
+        return getattr(choose(), event)(function, args, named)
 
     return method
 
 
-def _layer_call(chosen: _Choice, call: Function) -> Function:
+def _layer_call(choose: _Choice, call: Function) -> Function:
+    """Returns a ``Layer.__call__`` that calls the listener."""
+
     def __call__(layer: Layer, *args: Any, **named: Any) -> Any:
-        return chosen().layer(call, layer, args, named)
+        return choose().layer(call, layer, args, named)
 
     return __call__
 
 
-def _flag(chosen: _Choice, flag: Any) -> property:
+def _stop_gradient_property(choose: _Choice, flag: Any) -> property:
+    """Returns the property ``Tensor.stop_gradient`` whose changes call the listener."""
+
     def put(tensor: Tensor, value: bool) -> None:
         if flag.__get__(tensor) != value:
-            chosen().operation(set_stop_gradient, (tensor, value), {})
+            choose().operation(set_stop_gradient, (tensor, value), {})
 
     def set_stop_gradient(tensor: Tensor, value: bool) -> None:
         flag.__set__(tensor, value)
@@ -251,7 +266,7 @@ def _flag(chosen: _Choice, flag: Any) -> property:
 
 
 def _with_own_node(function: Function) -> Function:
-    """Wraps a method so that its result does not share its tensor's node in the graph."""
+    """Returns a wrapper of a method whose result has its own node in autograd's graph."""
 
     def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:
         return function(paddle.assign(tensor), *args)
@@ -260,14 +275,16 @@ def _with_own_node(function: Function) -> Function:
 
 
 class _NoHook:
-    """The handle of a hook on a gradient that is never registered."""
+    """The handle of a hook that was not registered, as its tensor gets no gradient."""
 
     def remove(self) -> bool:
         """Does nothing, as there is no hook."""
         return False
 
 
-def _hook(register: Function) -> Function:
+def _tolerant_register_hook(register: Function) -> Function:
+    """Returns a ``Tensor.register_hook`` that accepts a tensor without a gradient in evaluation."""
+
     def register_hook(tensor: Tensor, hook: Function) -> Any:
         if tensor.stop_gradient and not paddle.is_grad_enabled():
             # A pipeline evaluates without gradients, where a plain model may have them.
@@ -277,21 +294,23 @@ def _hook(register: Function) -> Function:
     return register_hook
 
 
-def _data(chosen: _Choice, data: Any) -> property:
+def _data_property(choose: _Choice, data: Any) -> property:
+    """Returns the property ``Tensor.data``, of which reads and writes call the listener."""
+
     def get_data(tensor: Tensor) -> Tensor:
         return data.__get__(tensor)
 
     def get(tensor: Tensor) -> Tensor:
-        return chosen().operation(get_data, (tensor,), {})
+        return choose().operation(get_data, (tensor,), {})
 
     def put(tensor: Tensor, value: Tensor) -> None:
-        chosen().operation(set_data, (tensor, value), {})
+        choose().operation(set_data, (tensor, value), {})
 
     return property(get, put)
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
-    """Makes a tensor share the memory of another and drop its own; its other properties stay."""
+    """Makes ``tensor`` use the memory of ``value`` instead of its own; nothing else changes."""
     value._share_underline_tensor_to(tensor)
 
 
@@ -300,28 +319,35 @@ def move_to_new_memory(tensor: Tensor) -> None:
     set_data(tensor, tensor.detach().clone())
 
 
-def _shape(chosen: _Choice, shape: Any) -> property:
-    return property(lambda tensor: chosen().shape(tensor, shape.__get__(tensor)))
+def _shape_property(choose: _Choice, shape: Any) -> property:
+    """Returns the property ``Tensor.shape``, of which each read calls the listener."""
+    return property(lambda tensor: choose().shape(tensor, shape.__get__(tensor)))
 
 
-def _size(size: Any) -> property:
+def _size_property(size: Any) -> property:
+    """Returns the property ``Tensor.size``, which keeps the listener's sizes that are no ints."""
+
     def count(tensor: Tensor) -> Any:
         shape = tensor.shape
-        plain = all(type(one) is int for one in shape)
+        is_plain = all(type(length) is int for length in shape)
         # Paddle's own property would turn the product into an int.
-        return size.__get__(tensor) if plain else math.prod(shape)
+        return size.__get__(tensor) if is_plain else math.prod(shape)
 
     return property(count)
 
 
-def _setting(chosen: _Choice, put: Function) -> Function:
+def _layer_setattr(choose: _Choice, put: Function) -> Function:
+    """Returns a ``Layer.__setattr__`` that calls the listener."""
+
     def __setattr__(layer: Layer, name: str, value: Any) -> None:
-        chosen().assigned(put, layer, name, value)
+        choose().assigned(put, layer, name, value)
 
     return __setattr__
 
 
-def _apply(chosen: _Choice, apply: Any) -> Any:
+def _pylayer_apply(choose: _Choice, apply: Any) -> Any:
+    """Returns a ``PyLayer.apply`` that calls the listener; Paddle's recompute is a PyLayer, too."""
+
     def apply_class(kind: Any, *args: Any, **named: Any) -> Any:
         call = apply.__get__(None, kind)
         if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
@@ -332,26 +358,26 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
                 if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             ]
             operands = args[len(options) - 1 :]
-            return chosen().recompute(lambda: call(*args, **named), args[0], operands)
-        return chosen().operation(call, args, named)
+            return choose().recompute(lambda: call(*args, **named), args[0], operands)
+        return choose().operation(call, args, named)
 
     return classmethod(apply_class)
 
 
 def bound_operations() -> Iterator[tuple[Any, str, Function]]:
-    """Yields each name by which a Python module holds an operation."""
-    for module, name, function in _found_in(frozenset(sys.modules), _C_ops.matmul):
+    """Yields each Python module, name in it and operation that the name refers to."""
+    for module, name, function in _operations_in(frozenset(sys.modules), _C_ops.matmul):
         if vars(module).get(name) is function:
             yield module, name, function
 
 
 @functools.lru_cache(maxsize=1)
-def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Function]]:
-    """Returns each name by which modules hold an operation; cached, as they seldom change.
+def _operations_in(modules: frozenset[str], matmul: Function) -> list[tuple[Any, str, Function]]:
+    """Returns what :func:`bound_operations` yields; the arguments are the key of its cache.
 
     Args:
         modules: The names of the modules that are loaded.
-        one: One of the operations, as part of the cache's key: a rehearsal replaces them all.
+        matmul: One of the operations: a rehearsal replaces them all.
     """
     types = {
         function
@@ -370,17 +396,17 @@ def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Fu
 
 
 def _is_operation(value: Any) -> bool:
-    """Whether a value is a C function, or a rehearsal's wrapper of one."""
+    """Returns whether a value is a C function, or a rehearsal's wrapper of one."""
     wrapped = getattr(value, "__wrapped__", None) if isinstance(value, FunctionType) else value
     return isinstance(wrapped, BuiltinFunctionType)
 
 
 def provide_operations(operations: Mapping[str, Function]) -> None:
-    """Gives Paddle's functions replacements for operations that lack a CPU kernel.
+    """Replaces operations that lack a CPU kernel, in dynamic graph.
 
     Args:
-        operations: The replacements by Paddle's name; each takes the tensors, then the attributes
-            as keywords.
+        operations: The replacements by Paddle's names; each takes the operation's tensors by
+            position and its attributes as keywords.
     """
     for module in (_C_ops, _legacy_C_ops):
         for name in operations.keys() & vars(module).keys():
@@ -393,9 +419,10 @@ def _with_replacement(function: Function, stock: Function) -> Function:
     def operation(*args: Any) -> Any:
         if not paddle.in_dynamic_mode():
             return stock(*args)
-        # _legacy_C_ops is given the name of each attribute before its value.
-        ends = [index for index, value in enumerate(args) if isinstance(value, str)] or [len(args)]
-        attributes = dict(zip(args[ends[0] :: 2], args[ends[0] + 1 :: 2]))
-        return function(*args[: ends[0]], **attributes)
+        # _legacy_C_ops gets the name of each attribute before its value, after the tensors.
+        strings = (index for index, value in enumerate(args) if isinstance(value, str))
+        tensors = next(strings, len(args))
+        attributes = dict(zip(args[tensors::2], args[tensors + 1 :: 2]))
+        return function(*args[:tensors], **attributes)
 
     return operation

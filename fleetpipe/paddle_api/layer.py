@@ -1,4 +1,7 @@
-"""Layers: their hooks, tables of parameters and buffers; the same in 2.6.2 and 3.3.x."""
+"""Reads and changes layers: their hooks, options, and tables of parameters and buffers.
+
+All names are the same in 2.6.2 and 3.3.x, except for those of recompute.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ MoEGather: Any = _moe_layer.MoEGather
 _paddle_moe = (_moe_layer, _moe_utils)
 
 
-#: A layer that has not set its mode is in evaluation: ``fleetpipe.dygraph.model.owned_stages``.
+# A layer that has not set its mode is in evaluation: ``fleetpipe.dygraph.model.owned_stages``.
 paddle.nn.Layer.training = False
 
 #: Attributes of a layer: its parameters, its buffers and its sublayers, each a dict by name.
@@ -36,39 +39,42 @@ TABLES = ("_parameters", "_buffers", "_sub_layers")
 #: Attribute of a layer: its name with the number that Paddle counts.
 FULL_NAME = "_full_name"
 
-#: The wrappers that are a ``RecomputingDataParallel``.
+#: The models that are a :class:`RecomputingDataParallel`.
 _DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def save_name_counters() -> Callable[[], None]:
-    """Returns a function that resets Paddle's counters of names to their present values."""
-    counts, used = unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set
-    before = dict(counts), set(used)
+    """Returns a function that sets Paddle's counters of names back to their values of now.
+
+    Layers that are built in between then leave no gap in the names of later ones.
+    """
+    counts, names = unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set
+    counts_before, names_before = dict(counts), set(names)
 
     def restore() -> None:
         counts.clear()
-        counts.update(before[0])
-        used.intersection_update(before[1])
+        counts.update(counts_before)
+        names.intersection_update(names_before)
 
     return restore
 
 
 def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
-    """Returns the hooks that run before a layer's forward, and those that run after it."""
+    """Returns the hooks that run before a layer's forward, and those that run after it, by id."""
     attributes = vars(layer)
     return [attributes["_forward_pre_hooks"], attributes["_forward_post_hooks"]]
 
 
 def is_patched(layer: Layer) -> bool:
-    """Whether a layer has hooks around its forward, or a forward that is not its class's."""
+    """Returns whether a layer's forward has hooks, or was replaced in the layer itself."""
     return has_hooks(layer) or "forward" in vars(layer)
 
 
 def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
-    """Yields a dict and a name in it for each state of a layer that its forward may change.
+    """Yields the location of each tensor of a layer that its forward may change.
 
-    These are its buffers, and its untrained parameters of one dimension, in which some layers have
-    statistics.
+    These are its buffers, and its frozen parameters of at most one dimension, in which some layers
+    have statistics. A location is a table of the layer (a dict), and a name in it.
     """
     attributes = vars(layer)
     for name, tensor in attributes["_buffers"].items():
@@ -83,12 +89,18 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
 
 
 def option_of(layer: Layer, name: str, default: object) -> object:
-    """Returns an option of a layer, which some of Paddle's have under a private name."""
+    """Returns an option of a layer, also one that Paddle's layer has under a private name.
+
+    Args:
+        layer: The layer.
+        name: The option, without an underscore in front.
+        default: The value if the layer has no such option.
+    """
     return getattr(layer, name, getattr(layer, f"_{name}", default))
 
 
 def is_static(layer: Layer) -> bool:
-    """Whether ``paddle.jit.to_static`` turns a layer's forward into a static graph."""
+    """Returns whether ``paddle.jit.to_static`` has turned a layer's forward into a static graph."""
     return isinstance(layer.forward, StaticFunction)
 
 
@@ -105,15 +117,15 @@ def buffers_in(layer: Layer) -> dict[str, Tensor | None]:
 
 
 def put_buffer(layer: Layer, path: str, tensor: Tensor) -> None:
-    """Sets the buffer of a layer at a path, whether or not it has one there."""
-    holder, _, name = path.rpartition(".")
-    part = layer_at(layer, holder)
-    vars(part).pop(name, None)
-    buffers_in(part)[name] = tensor
+    """Sets the buffer at a path below a layer, such as ``"0.norm.mean"``; replaces an attribute."""
+    parent, _, name = path.rpartition(".")
+    owner = layer_at(layer, parent)
+    vars(owner).pop(name, None)
+    buffers_in(owner)[name] = tensor
 
 
 def layer_at(layer: Layer, path: str) -> Layer | None:
-    """Returns the sublayer at a path; None if there is none, the layer itself for ""."""
+    """Returns the sublayer at a path below a layer; the layer itself for "", None without one."""
     for name in filter(None, path.split(".")):
         layer = None if layer is None else sublayers_in(layer).get(name)
     return layer
@@ -138,7 +150,7 @@ def copy_unsaved_names(source: Layer, target: Layer) -> None:
 
 
 def has_hooks(layer: Layer) -> bool:
-    """Whether a layer has hooks around its forward."""
+    """Returns whether a layer has hooks around its forward."""
     return any(forward_hooks(layer))
 
 
@@ -148,17 +160,18 @@ def wrapped_layer(layer: Layer) -> Layer | None:
 
 
 def replace_in_moe(**functions: Any) -> None:
-    """Makes Paddle's ``MoELayer`` and its gates use these functions instead of their own."""
+    """Makes Paddle's ``MoELayer`` and its gates use other functions, by the names of Paddle's."""
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])
 
 
 class RecomputingDataParallel(paddle.DataParallel):
-    """A ``DataParallel`` that recomputes by hooks of saved tensors: ``use_reentrant=False``.
+    """A ``DataParallel`` that recomputes by hooks of saved tensors, as ``use_reentrant=False``.
 
-    With reentrance, a PyLayer runs a backward within the backward. DataParallel mistakes its end
-    for the end of all: it never averages later gradients, and the weights of replicas diverge.
+    By default recompute is a PyLayer that runs a backward within the backward. DataParallel takes
+    the inner one's end for the end of all: it does not average later gradients, and the weights of
+    the replicas diverge.
 
     Attributes:
         synchronizes: Whether the backward of the last forward averages gradients.
@@ -186,7 +199,10 @@ class RecomputingDataParallel(paddle.DataParallel):
 
 
 def recompute_without_reentrance(model: Layer) -> Layer:
-    """Makes recompute within a model correct under ``DataParallel``, if it is wrapped in one."""
+    """Makes a ``DataParallel`` model a :class:`RecomputingDataParallel`; returns the model.
+
+    Any other model does not change.
+    """
     if type(model) is paddle.DataParallel:
         model.__class__ = RecomputingDataParallel
         _DATA_PARALLEL.add(model)
@@ -194,7 +210,10 @@ def recompute_without_reentrance(model: Layer) -> Layer:
 
 
 def has_unaveraged_gradients(parameters: Sequence[Any]) -> bool:
-    """Whether ``DataParallel`` leaves gradients of parameters unaveraged: ``no_sync`` was on."""
-    wanted = {id(parameter) for parameter in parameters}
+    """Returns whether some parameter is in a ``DataParallel`` whose backward averages no gradients.
+
+    That is the case if its last forward ran within ``no_sync``.
+    """
+    ids = {id(parameter) for parameter in parameters}
     models = [model for model in _DATA_PARALLEL if not model.synchronizes]
-    return any(id(parameter) in wanted for model in models for parameter in model.parameters())
+    return any(id(parameter) in ids for model in models for parameter in model.parameters())

@@ -1,4 +1,7 @@
-"""Loading data: Paddle's private names below ``paddle.io``, the same in 2.6.2 and 3.3.x."""
+"""Makes Paddle's ``DataLoader`` raise the errors of loading and limit its waits.
+
+Paddle's private names below ``paddle.io`` are the same in 2.6.2 and 3.3.x.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +27,21 @@ from fleetpipe.paddle_api import paddle
 #: Paddle's modules with the names that their stubs hide.
 _multiprocess_utils: Any = multiprocess_utils
 _any_iterators: ModuleType = _iterators
-#: Seconds that a thread may take to end after it has announced that.
+#: Seconds in which a thread ends after it has announced its end.
 _END_SECONDS = 1.0
-#: The share of the limit that a wait for a batch may take: its error comes before those of ranks
+#: The share of the limit after which a wait for a batch ends: its error comes before those of ranks
 #: that wait for this one.
-_OF_LIMIT = 0.9
+_LIMIT_SHARE = 0.9
 _Threaded: Any = _any_iterators._DataLoaderIterSingleProcess
 _Worked: Any = _any_iterators._DataLoaderIterMultiProcess
 
-#: Whether garbage collection was on, for each fork that is under way.
-_collects: list[bool] = []
+#: Whether garbage collection was on before each fork that is under way.
+_was_collecting: list[bool] = []
 
-#: Windows, where a loader has no workers, lacks it.
+#: Paddle's function that sets the signal handlers of a worker; None on Windows, which has none.
 _set_stock_handlers: Any = getattr(_any_iterators.core, "_set_process_signal_handler", None)
-#: Memory shared with workers: whether this process ends, and so may end them by SIGTERM.
-_leaving = mmap.mmap(-1, 1)
+#: A byte of memory that the workers see, too: not 0 once this process ends, and may end workers.
+_is_ending = mmap.mmap(-1, 1)
 
 
 def load_data_in_threads() -> None:
@@ -53,8 +56,11 @@ def load_data_in_threads() -> None:
 class _Batches:
     """Makes Paddle's iterators of batches raise the errors of loading, and limits their waits.
 
-    Paddle's own wait for ever for a batch that a thread or worker failed to load, and lose the good
-    batches before it.
+    Paddle's own iterators wait for ever for a batch that a thread or worker failed to load, and
+    lose the good batches before it.
+
+    Attributes:
+        limit: The largest number of seconds for one batch; None for no limit.
     """
 
     limit: float | None = None
@@ -64,21 +70,21 @@ class _Batches:
     _try_shutdown_all: Any
     _exit_thread_expectedly: Any
     _failure: BaseException | None = None
-    _late = False
+    _is_late = False
 
     def __next__(self) -> Any:
         stock: Any = super()
         thread, timer = self._thread, None
-        self._late = False
+        self._is_late = False
         if self.limit is not None:
-            timer = threading.Timer(_OF_LIMIT * self.limit, self._give_up)
+            timer = threading.Timer(_LIMIT_SHARE * self.limit, self._give_up)
             timer.daemon = True
             timer.start()
         try:
             return stock.__next__()
         except Exception:  # StopIteration too, and Paddle's error for a queue that was killed
-            late: bool = self._late  # set by the timer
-            if late:
+            is_late: bool = self._is_late  # set by the timer
+            if is_late:
                 raise self._late_error() from None
             if thread is not None:
                 thread.join(_END_SECONDS)
@@ -99,15 +105,15 @@ class _Batches:
             self._exit_thread_expectedly()
 
     def _ended_workers(self) -> RuntimeError | None:
-        """Returns the error to raise if workers were killed or have exited."""
+        """Returns the error of workers that were killed or have exited; None if all are well."""
         codes = [worker.exitcode for worker in getattr(self, "_workers", [])]
         if not any(codes):
             return None
         return RuntimeError(f"a worker of a DataLoader has ended; exit codes by worker: {codes}")
 
     def _give_up(self) -> None:
-        """Ends a wait that has reached its limit; called in another thread."""
-        self._late = True
+        """Ends a wait that has reached its limit; a timer calls it in its own thread."""
+        self._is_late = True
         self._blocking_queue.kill()
 
     def _late_error(self) -> PipelineTimeout:
@@ -126,7 +132,7 @@ class _Batches:
         self._thread, self._shutdown = None, True
         return PipelineTimeout(
             f"a DataLoader over a {type(self._dataset).__name__} brought no batch within "
-            f"{_OF_LIMIT * (self.limit or 0):g} s",
+            f"{_LIMIT_SHARE * (self.limit or 0):g} s",
             where="while this rank waits for its data",
             got="; ".join(states) or "a thread of this process loads it",
             cause="__getitem__, a collate_fn or a worker_init_fn waits for something, or a worker "
@@ -153,17 +159,19 @@ class _WorkedBatches(_Batches, _Worked):  # type: ignore[misc]
             self._failure = error
 
     def _exit_thread_unexpectedly(self) -> None:
-        """Keeps the batches before a failure, which Paddle would drop."""
+        """Ends the thread without dropping the batches before a failure, unlike Paddle's method."""
         self._failure = self._failure or self._ended_workers()
         self._exit_thread_expectedly()
 
 
 def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iterator[Any]:
-    """Starts to load as Paddle's own ``__iter__`` does, and raises the errors of loading here.
+    """Returns an iterator over a loader's batches, which raises the errors of loading.
+
+    It starts to load at once, as Paddle's own ``iter(loader)`` does.
 
     Args:
         loader: The loader.
-        limit: Most seconds that one batch may take; None for any number.
+        limit: The largest number of seconds for one batch; None for no limit.
     """
     any_loader: Any = loader
     if not loader.num_workers:
@@ -181,7 +189,11 @@ def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iter
 
 @contextmanager
 def closing_iterator(batches: Iterator[Any]) -> Iterator[None]:
-    """Ends the threads and workers of an iterator of :func:`batches_of` at the end."""
+    """Opens a context at whose end the threads and workers of an iterator end.
+
+    Args:
+        batches: An iterator of :func:`batches_of`; any other is left alone.
+    """
     try:
         yield
     finally:
@@ -189,42 +201,52 @@ def closing_iterator(batches: Iterator[Any]) -> Iterator[None]:
             batches._try_shutdown_all()
 
 
-def _before_fork() -> None:
-    _collects.append(gc.isenabled())
+def _pause_collection() -> None:
+    """Turns garbage collection off before a fork."""
+    _was_collecting.append(gc.isenabled())
     gc.disable()
 
 
-def _in_parent() -> None:
-    if _collects.pop():
+def _resume_collection() -> None:
+    """Turns garbage collection on after a fork, if it was on before."""
+    if _was_collecting.pop():
         gc.enable()
 
 
-def _in_child() -> None:
-    """Keeps the child from collecting the parent's queues, whose threads it lacks."""
+def _resume_collection_in_child() -> None:
+    """Resumes in a child, which never collects the parent's queues, as it lacks their threads."""
     gc.freeze()
-    _in_parent()
+    _resume_collection()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+    os.register_at_fork(
+        before=_pause_collection,
+        after_in_parent=_resume_collection,
+        after_in_child=_resume_collection_in_child,
+    )
 
 
 def keep_workers_from_signals() -> None:
-    """Makes later workers survive SIGTERM as long as this process does, which handles it.
+    """Makes workers that start later ignore SIGTERM until this process ends.
 
-    Launchers and schedulers send the signal to the workers too. Their death would raise an error
-    here at once, in the middle of the step that is to be saved.
+    Launchers and schedulers send the signal, which this process handles, to its workers too. The
+    death of a worker would raise an error here, in the middle of the step that is to be saved.
     """
     _any_iterators.core._set_process_signal_handler = _set_worker_handlers
 
 
 def _set_worker_handlers() -> None:
+    """Sets Paddle's signal handlers in a worker; SIGTERM ends it only if its parent ends.
+
+    A parent that has no handler of SIGTERM leaves its workers the system's.
+    """
     _set_stock_handlers()
     if callable(signal.getsignal(signal.SIGTERM)):
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _leaving[0] else None)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _is_ending[0] else None)
 
 
-atexit.register(_leaving.write, b"1")
+atexit.register(_is_ending.write, b"1")
 
 __all__ = [
     "batches_of",

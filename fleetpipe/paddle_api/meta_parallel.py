@@ -1,8 +1,8 @@
-"""Fleet's ``meta_parallel``: pipelines, and the layers of tensor parallelism.
+"""Completes Fleet's ``meta_parallel`` (pipelines, layers of tensor parallelism) and reads from it.
 
-2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it); on 3.3
-they are Paddle's own. ``flex_checkpoint`` (:func:`shard_weights`, :func:`resharding_within`) is in
-3.3 only.
+2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it), and gets
+classes of this module; on 3.3 they are Paddle's own. ``flex_checkpoint`` (:func:`shard_weights`,
+:func:`resharding_within`) is in 3.3 only.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ GPU_OPERATIONS = (
 )
 #: The module of sequence parallelism between tensor-parallel layers.
 SEQUENCE_PARALLEL: ModuleType = _sequence_parallel
-#: Takes the values of a location by name.
+#: A hook of a micro-step: it gets values by name, which depend on the location.
 Hook = Callable[..., object]
 
 _zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
 
 
 def weight_attribute(attr: Attribute) -> Attribute:
-    """Returns ``weight_attr`` as a ``ParamAttr`` with the initializer that Paddle would use."""
+    """Returns ``weight_attr`` of a layer as a ``ParamAttr`` with the initializer to use."""
     copied: Attribute = copy.copy(ParamAttr._to_attr(attr))
     if copied and copied.initializer is None:
-        usual = _any_defaults._global_weight_initializer()
-        copied.initializer = usual or paddle.nn.initializer.XavierUniform()
+        default = _any_defaults._global_weight_initializer()
+        copied.initializer = default or paddle.nn.initializer.XavierUniform()
     return copied
 
 
@@ -67,7 +67,14 @@ def assigned_shape(initializer: object) -> list[int] | None:
 def shard_weights(
     state: Mapping[str, Tensor], axes: Mapping[str, int], group: PaddleGroup, prefix: str
 ) -> dict[str, Tensor]:
-    """Returns 3.3's ``ShardedWeight`` of each tensor; the tensors in ``axes`` are shards."""
+    """Returns Paddle 3.3's ``ShardedWeight`` of each tensor of a state, by name with ``prefix``.
+
+    Args:
+        state: The tensors by name.
+        axes: The axis along which a tensor is a shard of ``group``; other tensors are replicated.
+        group: The ranks that have the shards of a tensor.
+        prefix: The beginning of all names in the result.
+    """
     from paddle.distributed.flex_checkpoint.dcp import sharded_weight
 
     shards: ModuleType = sharded_weight
@@ -83,9 +90,9 @@ def shard_weights(
 
 @contextmanager
 def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]:
-    """While this context is open, ``flex_checkpoint`` sends each tensor within a ``context()``.
+    """Opens a context in which ``flex_checkpoint`` sends each tensor within a ``context()``.
 
-    Nothing changes on 2.6.2.
+    It changes nothing on 2.6.2, or if ``flex_checkpoint`` is not imported.
     """
     if "paddle.distributed.flex_checkpoint" not in sys.modules:
         yield
@@ -106,7 +113,7 @@ def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]
 
 
 class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: ignore[name-defined, misc]
-    """A layer that shares the weights of the first entry with its key, on the same rank."""
+    """Describes a layer that shares the weights of the first layer with its key, on one rank."""
 
     def __init__(
         self,
@@ -120,11 +127,11 @@ class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: igno
         super().__init__(layer_func, *inputs, **kwargs)
         self.layer_name = key
         self.forward_func = forward_func
-        named = shared_weight_attr
-        self.shared_weight_attr = [named] if isinstance(named, str) else named
+        names = [shared_weight_attr] if isinstance(shared_weight_attr, str) else shared_weight_attr
+        self.shared_weight_attr = names
 
     def build_layer(self, **extra_kwargs: Any) -> Layer:
-        """Returns the layer; ``extra_kwargs`` come after its own arguments."""
+        """Returns a new layer; ``extra_kwargs`` replace keyword arguments of the description."""
         return self.layer_func(*self.inputs, **{**self.kwargs, **extra_kwargs})
 
 
@@ -156,17 +163,17 @@ class _MicroStepCallback:
         }
 
     def register_hook(self, location: Enum, hook: Hook) -> None:
-        """Adds a hook."""
+        """Adds a hook that is called at a location."""
         if location not in self.hooks:
             raise UsageError(
                 "a hook is registered for one of PipelineParallelMicroStepLocations",
                 got=repr(location),
-                fix="take one of " + ", ".join(one.name for one in self.hooks),
+                fix="take one of " + ", ".join(point.name for point in self.hooks),
             )
         self.hooks[location].append(hook)
 
     def on_location(self, location: Enum, **values: object) -> None:
-        """Calls the hooks of a location."""
+        """Calls the hooks of a location with ``values``, in the order of their registration."""
         for hook in self.hooks[location]:
             hook(**values)
 

@@ -1,4 +1,4 @@
-"""Optimizers: their parameters, state, clips and learning rates, in dynamic and static graph.
+"""Reads and changes optimizers: parameters, state, clips and learning rates, in both graph modes.
 
 An optimizer's private names are the same in 2.6.2 and 3.3.x, except for two: 2.6.2 creates
 ``helper`` at the first step (:func:`create_state`), and spells ``_already_create_accumulater``
@@ -36,12 +36,15 @@ _any_optimizer: Any = paddle.optimizer
 HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
 
 
-#: Clips by the norm of all gradients; the second is Paddle's for mixtures of experts.
+#: The classes of clips by the norm of all gradients; the second is Paddle's for experts.
 GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByGlobalNorm)
 
 
 def wrapper_chain(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer, what it wraps and so on; the last one does the arithmetic."""
+    """Returns an optimizer and those inside it, outermost first; the last one does the arithmetic.
+
+    Fleet's and other libraries' optimizers wrap one in the attribute ``_inner_opt``.
+    """
     optimizers = [optimizer]
     while "_inner_opt" in vars(optimizers[-1]):
         optimizers.append(optimizers[-1]._inner_opt)
@@ -54,58 +57,67 @@ def base_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def is_paddles(optimizer: Optimizer) -> bool:
-    """Whether an object has the parameters and groups of Paddle's optimizers."""
+    """Returns whether an object has the attributes of Paddle's optimizers for parameters."""
     return hasattr(optimizer, "_param_groups") and hasattr(optimizer, "_default_dict")
 
 
 @functools.cache
 def names_used_in_class(kind: type) -> frozenset[str]:
-    """Returns the names of attributes and variables in the methods of a class and its bases."""
-    methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values()]
-    codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
-    return frozenset(name for code in codes for name in code.co_names)
+    """Returns the names that the methods of a class and its bases use: attributes and globals."""
+    members = [inspect.unwrap(member) for base in kind.__mro__ for member in vars(base).values()]
+    methods = [member for member in members if isinstance(member, FunctionType)]
+    return frozenset(name for method in methods for name in method.__code__.co_names)
 
 
 def allow_no_parameters(applies: Callable[[], bool]) -> None:
-    """Makes Paddle's optimizers accept empty lists of parameters, if ``applies()``.
+    """Makes the constructors of Paddle's optimizers accept empty lists of parameters.
 
-    Their constructors and ``clear_grad`` use the first parameter, so an empty list gets a frozen
+    The constructors and ``clear_grad`` use the first parameter, so an empty list gets a frozen
     placeholder, which the functions of this module leave out.
+
+    Args:
+        applies: Returns whether empty lists are accepted now.
     """
-    kinds = [_any_optimizer.Optimizer]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        if "__init__" in vars(kind):
-            kind.__init__ = _with_parameter(kind.__init__, applies)
+    classes = [_any_optimizer.Optimizer]
+    for optimizer_class in classes:  # grows meanwhile
+        classes += optimizer_class.__subclasses__()
+        if "__init__" in vars(optimizer_class):
+            optimizer_class.__init__ = _with_placeholder(optimizer_class.__init__, applies)
 
 
-def _with_parameter(stock: Callable[..., None], applies: Callable[[], bool]) -> Callable[..., None]:
-    """Wraps the constructor ``stock`` so that it gets a placeholder if there is no parameter."""
+def _with_placeholder(
+    stock: Callable[..., None], applies: Callable[[], bool]
+) -> Callable[..., None]:
+    """Returns a wrapper of a constructor that adds a placeholder to an empty list of parameters."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def begin(*arguments: Any, **options: Any) -> None:
+    def construct(*arguments: Any, **options: Any) -> None:
         bound = signature.bind(*arguments, **options)
         parameters = bound.arguments.get("parameters")
         if parameters is not None and not isinstance(parameters, paddle.Tensor) and applies():
-            listed = list(parameters) or [_placeholder()]
-            if isinstance(listed[0], dict):
-                part = list(listed[0]["params"]) or [_placeholder()]
-                listed[0] = {**listed[0], "params": part}
-            bound.arguments["parameters"] = listed
+            items = list(parameters) or [_new_placeholder()]
+            if isinstance(items[0], dict):
+                first_group = list(items[0]["params"]) or [_new_placeholder()]
+                items[0] = {**items[0], "params": first_group}
+            bound.arguments["parameters"] = items
         stock(*bound.args, **bound.kwargs)
 
-    return begin
+    return construct
 
 
-def _placeholder() -> Tensor:
+def _new_placeholder() -> Tensor:
+    """Returns a frozen parameter that stands for an empty list of parameters."""
     parameter = _any_framework.EagerParamBase.from_tensor(paddle.zeros([1]), trainable=False)
     parameter.is_placeholder = True
     return parameter
 
 
 def check_before_clip_grad_norm(check: Callable[[list[Tensor]], None]) -> None:
-    """Makes every reference to ``paddle.nn.utils.clip_grad_norm_`` call ``check`` first."""
+    """Makes ``paddle.nn.utils.clip_grad_norm_`` call ``check(parameters)`` first.
+
+    It does so wherever a script has imported the function from.
+    """
     decorated: Any = paddle.nn.utils.clip_grad_norm_
     stock = decorated.__wrapped__
 
@@ -128,23 +140,24 @@ def groups_of(optimizer: Optimizer) -> list[list[Tensor]]:
 
 
 def dict_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer in its own form; none if it has a plain list."""
+    """Returns the optimizer's own dicts of its parameter groups; an empty list without groups."""
     groups = base_optimizer(optimizer)._param_groups or []
     return groups if groups and isinstance(groups[0], dict) else []
 
 
 def options_of(optimizer: Optimizer) -> dict[str, str]:
-    """Returns the options of an optimizer except parameters, rate and clip, as texts by name."""
+    """Returns the options of an optimizer as texts by name, without parameters, rate and clip."""
     base = base_optimizer(optimizer)
     defaults: dict[str, Any] = base._default_dict
-    plain = {n: repr(v) for n, v in defaults.items() if isinstance(v, (bool, int, float, str))}
+    options = {n: repr(v) for n, v in defaults.items() if isinstance(v, (bool, int, float, str))}
     # With groups, regularization is that of the group that stepped last.
-    alike = {} if dict_groups(base) else {"regularization": str(base.regularization)}
-    return {**plain, **alike}
+    if not dict_groups(base):
+        options["regularization"] = str(base.regularization)
+    return options
 
 
 def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Replaces the groups of an optimizer that has not stepped yet."""
+    """Replaces the parameter groups of an optimizer that has not stepped yet."""
     base = base_optimizer(optimizer)
     if not dict_groups(base):
         base._parameter_list = groups
@@ -156,8 +169,8 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def wrapper_with_attribute(optimizer: Optimizer, name: str) -> Optimizer | None:
-    """Returns the optimizer, of a wrapper and those inside it, that has an attribute; or None."""
-    return next((one for one in wrapper_chain(optimizer) if name in vars(one)), None)
+    """Returns the outermost optimizer of a wrapper chain that has attribute ``name``; or None."""
+    return next((link for link in wrapper_chain(optimizer) if name in vars(link)), None)
 
 
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -166,29 +179,34 @@ def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator[bool]:
-    """While this context is open, an optimizer steps only parameters for which ``kept`` is true.
+def stepping_only(optimizer: Optimizer, steps: Callable[[Tensor], bool]) -> Iterator[bool]:
+    """Opens a context in which an optimizer steps only some of its parameters.
+
+    Args:
+        optimizer: The optimizer, perhaps a wrapper.
+        steps: Returns whether a parameter is stepped.
 
     Yields:
-        Whether there are any: an optimizer over nothing cannot step.
+        Whether there is such a parameter: an optimizer over none cannot step.
     """
     base = base_optimizer(optimizer)
     holders = [(base, "_param_groups")]
     # AdamW and MixPrecisionOptimizer step the parameters of another list than the others.
     for wrapper in wrapper_chain(optimizer):
-        listed = vars(wrapper).get("_parameter_list")
-        if listed and not isinstance(listed[0], dict):
+        parameters = vars(wrapper).get("_parameter_list")
+        if parameters and not isinstance(parameters[0], dict):
             holders.append((wrapper, "_parameter_list"))
-    chosen = {id(parameter) for parameter in optimized_parameters(base) if kept(parameter)}
-    with replaced(*((one, name, _choose(getattr(one, name), chosen)) for one, name in holders)):
-        yield bool(chosen)
+    ids = {id(parameter) for parameter in optimized_parameters(base) if steps(parameter)}
+    shortened = [(owner, name, _only(getattr(owner, name), ids)) for owner, name in holders]
+    with replaced(*shortened):
+        yield bool(ids)
 
 
-def _choose(listed: list[Any], chosen: Collection[int]) -> list[Any]:
-    """Returns the parameters to step of a list of parameters, or of groups, which are dicts."""
-    if not (listed and isinstance(listed[0], dict)):
-        return [parameter for parameter in listed if id(parameter) in chosen]
-    return [{**group, "params": _choose(group["params"], chosen)} for group in listed]
+def _only(items: list[Any], ids: Collection[int]) -> list[Any]:
+    """Returns a list of parameters, or of groups (dicts), with only the parameters of some ids."""
+    if not (items and isinstance(items[0], dict)):
+        return [parameter for parameter in items if id(parameter) in ids]
+    return [{**group, "params": _only(group["params"], ids)} for group in items]
 
 
 def name_prefix(optimizer: Optimizer) -> str:
@@ -202,7 +220,9 @@ def state_of(
     parameter: str,
     name_of: Callable[[Tensor | Variable], str] = attrgetter("name"),
 ) -> dict[str, Any]:
-    """Returns the accumulators of a parameter by kind, as ``moment1``; none before its first step.
+    """Returns the accumulators of a parameter by kind, such as ``moment1``.
+
+    The dict is empty before the parameter's first step.
 
     Args:
         optimizer: The optimizer; in static graph, one that was applied to a program.
@@ -222,22 +242,22 @@ def state_of(
 
 
 def master_weight_of(optimizer: Optimizer, parameter: str) -> Tensor | Variable | None:
-    """Returns an optimizer's float32 copy of the parameter of a name, or None."""
+    """Returns an optimizer's float32 copy of a half-precision parameter, by its name; or None."""
     return base_optimizer(optimizer)._master_weights.get(parameter)
 
 
 def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor]) -> None:
     """Creates the accumulators of some parameters of a group, as the first step would."""
-    listed = optimizer._param_groups
-    chosen: object = list(parameters)
-    if listed and isinstance(listed[0], dict):
-        chosen = {**listed[group], "params": chosen}
+    groups = optimizer._param_groups
+    target: object = list(parameters)
+    if groups and isinstance(groups[0], dict):
+        target = {**groups[group], "params": target}
     if optimizer.helper is None:
         optimizer.helper = LayerHelper(type(optimizer).__name__)  # 2.6.2 makes it as it steps
     block = _any_framework.default_main_program().global_block()
     # The values that a state dict left there are for other parameters of the same names.
     with replaced((optimizer, "_accumulators_holder", {})):
-        optimizer._create_accumulators(block, chosen)
+        optimizer._create_accumulators(block, target)
 
 
 def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -261,8 +281,8 @@ def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
 def rate_of_steps(optimizer: Optimizer) -> float:
     """Returns the constant learning rate that steps use, which may differ from ``get_lr()``.
 
-    After the first step Paddle's ``ReduceLROnPlateau`` sets only the number that ``get_lr``
-    returns: the steps go on with the earlier rate.
+    Paddle's ``ReduceLROnPlateau`` sets, after the first step, only the number that ``get_lr``
+    returns; the steps go on with the earlier rate.
     """
     base = base_optimizer(optimizer)
     rate, number = base._global_learning_rate(), float(base.get_lr())
@@ -271,7 +291,13 @@ def rate_of_steps(optimizer: Optimizer) -> float:
 
 
 def set_rates(optimizer: Optimizer, rate: float, of_steps: float) -> None:
-    """Sets the constant learning rate that ``get_lr`` returns, and the one that steps use."""
+    """Sets the constant learning rates of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        rate: The rate that ``get_lr`` returns.
+        of_steps: The rate that steps use; see :func:`rate_of_steps`.
+    """
     base = base_optimizer(optimizer)
     base.set_lr(of_steps)
     if np.float32(rate) != np.float32(of_steps):
@@ -307,23 +333,23 @@ def set_dtype(optimizer: Optimizer, dtype: DType) -> None:
 
 
 class ClipPlace(NamedTuple):
-    """A place where an optimizer stores a gradient clip: a dict and the name in it."""
+    """The location of an optimizer's gradient clip: a dict and the name in it."""
 
     holder: dict[str, object]
     name: str
 
     @property
     def clip(self) -> Clip:
-        """The clip at this place now, or None."""
+        """The clip at this location, or None."""
         return self.holder.get(self.name)
 
     def put(self, clip: Clip) -> None:
-        """Stores another clip at this place."""
+        """Stores another clip at this location."""
         self.holder[self.name] = clip
 
 
 def clip_places(optimizer: Optimizer) -> list[ClipPlace]:
-    """Returns the places where an optimizer may have a clip: itself, its groups, their default."""
+    """Returns where an optimizer may have a clip: itself, the default of its groups, each group."""
     base = base_optimizer(optimizer)
     places = [ClipPlace(base.__dict__, "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
     return places + [ClipPlace(group, "grad_clip") for group in dict_groups(base)]
@@ -338,7 +364,7 @@ def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
 def gradient_clip(optimizer: Optimizer) -> Clip:
     """Returns the clip of an optimizer itself, or None.
 
-    ``minimize`` calls it and ignores groups.
+    ``minimize`` applies this clip and ignores those of groups.
     """
     return getattr(base_optimizer(optimizer), "_grad_clip", None)
 
@@ -358,10 +384,10 @@ def squared_norm(gradient: Tensor) -> Tensor:
 def copy_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], copies: Mapping[str, Tensor]
 ) -> Optimizer:
-    """Returns an optimizer like ``optimizer`` over other parameters, with its own scheduler.
+    """Returns a copy of an optimizer over other parameters, with a copy of its scheduler.
 
-    Groups, decay and clipping carry over, with the state of the parameters' steps so far. The
-    optimizer's further parameters are left out.
+    Groups, decay and clips are the same, and so is the state of the parameters' steps so far.
+    Parameters of the optimizer that are not in ``parameters`` are left out.
 
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
@@ -379,10 +405,11 @@ def copy_optimizer(
         copies[name].regularizer = parameter.regularizer
     base = base_optimizer(optimizer)
     # Not copied, as a Program cannot be: those of the state and of the learning rates.
-    memo.update((id(one), one) for one in (base.helper, *base._learning_rate_map))
+    shared = [base.helper, *base._learning_rate_map]
     names = {parameter.name for parameter in parameters.values()}
     # The keys of state are names of parameters or of master weights.
-    kept = {*names, *(base._master_weights[n].name for n in names if n in base._master_weights)}
-    for holder in (base._master_weights, *base._accumulators.values()):
-        memo.update((id(one), one) for name, one in holder.items() if name not in kept)
+    keys = {*names, *(base._master_weights[n].name for n in names if n in base._master_weights)}
+    for state in (base._master_weights, *base._accumulators.values()):
+        shared += [value for key, value in state.items() if key not in keys]
+    memo.update((id(value), value) for value in shared)
     return copy.deepcopy(optimizer, memo)

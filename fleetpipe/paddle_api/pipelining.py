@@ -1,4 +1,4 @@
-"""``auto_parallel.pipelining``: schedules of stages that a user has defined; in 3.3 only."""
+"""Runs Paddle's ``auto_parallel.pipelining``: schedules of stages that a user defines; 3.3 only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetpipe.paddle_api import VERSION, paddle, replaced
 _NAME = "paddle.distributed.auto_parallel.pipelining.schedules"
 
 #: An action of Paddle's schedules: "F", "B", "I" or "W", the stage and the micro-batch.
-Entry = tuple[str, int, int]
+PaddleAction = tuple[str, int, int]
 
 
 class MicroBatchData(NamedTuple):
@@ -38,12 +38,12 @@ class PaddleSchedule:
     Attributes:
         name: The name of its class.
         layers: The layers of this process's stages, by the number of the stage.
-        stages: How many stages there are.
-        rank: This process's rank in the group.
+        stages: The number of stages of the pipeline.
+        rank: This process's rank in the pipeline's group.
         members: The group's ranks in the job, in order.
-        rank_of: For each stage, the rank that has it.
-        micro_batches: How many there are in a batch.
-        trains: Whether there is a loss, and a backward.
+        rank_of: The rank of each stage, in the group.
+        micro_batches: The number of micro-batches of a batch.
+        trains: Whether the schedule has a loss and a backward.
         rows: The actions of each rank, in order; None if they follow from the class.
     """
 
@@ -52,7 +52,9 @@ class PaddleSchedule:
         self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
         first = self._stages[0]
         self.name = type(schedule).__name__
-        self.layers: dict[int, Layer] = {one.stage_index: one.sublayer for one in self._stages}
+        self.layers: dict[int, Layer] = {
+            stage.stage_index: stage.sublayer for stage in self._stages
+        }
         self.stages: int = first.num_stages
         self.rank: int = first.group_rank
         group = first.group
@@ -62,9 +64,13 @@ class PaddleSchedule:
         ]
         self.micro_batches: int = schedule._n_microbatches
         self.trains: bool = schedule._has_backward
-        self.rows: list[list[Entry]] | None = None
-        if order := getattr(schedule, "pipeline_order", None):
-            self.rows = [[*map(_entry, filter(None, order[rank]))] for rank in sorted(order)]
+        self.rows: list[list[PaddleAction]] | None = None
+        order = getattr(schedule, "pipeline_order", None)
+        if order:
+            self.rows = [
+                [_paddle_action(action) for action in order[rank] if action is not None]
+                for rank in sorted(order)
+            ]
 
     @property
     def has_last(self) -> bool:
@@ -72,7 +78,7 @@ class PaddleSchedule:
         return self.stages - 1 in self.layers
 
     def loss(self, output: Nest, target: Nest) -> Tensor:
-        """Computes the loss of the next micro-batch and stores it for ``step``."""
+        """Returns the loss of the next micro-batch, and stores it for the result of ``step``."""
         loss = self._schedule._compute_loss(output, target)
         self._schedule._internal_losses.append(loss)
         return loss
@@ -83,14 +89,20 @@ class PaddleSchedule:
 
     def shared(self) -> Iterator[tuple[list[int], Tensor]]:
         """Yields the ranks of the job that share a weight with this one, and its gradient here."""
-        listed = {id(one): one for stage in self._stages for one in stage.shared_parameters}
-        for one in listed.values():
-            parameter = one["shared_param"]
+        # Two stages of this process may have one description.
+        descriptions = {id(d): d for stage in self._stages for d in stage.shared_parameters}
+        for description in descriptions.values():
+            parameter = description["shared_param"]
             if parameter is not None and parameter._is_initialized():
-                yield sorted(one["group"].ranks), parameter.grad._local_value()
+                yield sorted(description["group"].ranks), parameter.grad._local_value()
 
     def begin(self, data: MicroBatchData, losses: list[Tensor] | None) -> MicroBatchData:
-        """Checks a batch as Paddle does, and drops the leftovers of a failed batch."""
+        """Returns a batch after Paddle's checks, and drops the losses of a batch that failed.
+
+        Args:
+            data: The arguments of ``step``.
+            losses: The user's list for the losses, or None.
+        """
         self._schedule._internal_losses.clear()
         arguments, keywords = self._schedule._check_inputs(*data, losses)
         return MicroBatchData(arguments, keywords, data.targets)
@@ -100,15 +112,18 @@ class PaddleSchedule:
         self._schedule._update_losses(self._stages, losses)
 
 
-def _entry(action: Any) -> Entry:
+def _paddle_action(action: Any) -> PaddleAction:
+    """Returns an action object of Paddle's as a tuple."""
     return str(action.computation_type), action.stage_index, action.microbatch_index
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns this process's part of a tensor that is sharded or replicated over a mesh.
+    """Returns the plain tensor inside a tensor that is distributed over a mesh of one process.
+
+    Any other tensor is returned unchanged.
 
     Raises:
-        ConfigError: Other processes have different parts of it.
+        ConfigError: The mesh has several processes.
     """
     if not tensor.is_dist():
         return tensor
@@ -127,7 +142,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def stepping(
     run: Callable[[Any, MicroBatchData, list[Tensor] | None], None], refuse: Callable[[str], None]
 ) -> Iterator[None]:
-    """While this context is open, ``run`` runs Paddle's schedules. Nothing changes on 2.6.2.
+    """Opens a context in which ``run`` runs Paddle's schedules. It changes nothing on 2.6.2.
 
     Args:
         run: Called with the schedule, a batch, and the list that takes the losses.

@@ -1,7 +1,7 @@
-"""Random generators: their states, and the streams of Fleet's tracker.
+"""Saves and restores random generators, and replaces the random streams of Fleet's tracker.
 
-3.3.x can set the whole state of a CPU generator; 2.6.2 only its seed, so that the rest is written
-to its memory.
+A stream is a generator with a name, which tensor parallelism uses for dropout. 3.3.x can set the
+whole state of a CPU generator; 2.6.2 only its seed, so that the rest is written to its memory.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _log = log.logger(__name__)
 
 #: Paddle's module with the names that its stub hides.
 core: Any = _core
-#: Whether a state can be created with the engine's words (3.3) or only with a seed (2.6.2).
+#: Whether a state can be created with the words of the engine (3.3), not only with a seed (2.6.2).
 TAKES_ENGINES = len(core.default_cpu_generator().get_state().__getstate__()) > 3
-#: The engine, MT19937-64: 312 words and the index in them.
+#: The length of a CPU generator's engine, MT19937-64: 312 words and the index in them.
 _ENGINE_WORDS = 313
-#: The name of Paddle's own generator among streams.
+#: The name of Paddle's default generator in a list of streams.
 DEFAULT = "default generator"
-#: The numbers before the engine in a printed state: device, seed and offset.
-_NUMBERS = 3
+#: The length of a printed state before the engine: device, seed and offset.
+_STATE_NUMBERS = 3
 
+#: The number of calls of ``paddle.seed`` since :func:`count_seedings`.
 _seedings = 0
 
 
 def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None]) -> None:
-    """Replaces the random streams of tensor parallelism, ``rng_state(name)`` of Paddle's tracker.
+    """Makes ``rng_state(name)`` of Paddle's tracker of random streams return other contexts.
 
     Args:
-        stream_of: Returns the context to use for a stream; None for Paddle's own.
+        stream_of: Returns the context of a stream, by its name; None for Paddle's own.
     """
     tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
     if "rng_state" in vars(tracker):
@@ -60,12 +61,12 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
 
 
 def seedings() -> int:
-    """Returns how often the script has called ``paddle.seed`` since :func:`count_seedings`."""
+    """Returns the number of calls of ``paddle.seed`` since :func:`count_seedings`."""
     return _seedings
 
 
 def count_seedings() -> Callable[[], None]:
-    """Counts the calls of ``paddle.seed``; returns a function that ends the count."""
+    """Starts to count the calls of ``paddle.seed``; returns a function that ends this."""
     original = paddle.seed
 
     @functools.wraps(original)
@@ -79,7 +80,7 @@ def count_seedings() -> Callable[[], None]:
 
 
 def draw_on_host(below: int) -> int:
-    """Draws a whole number below ``below`` from the CPU's generator, as an operation would.
+    """Returns a random whole number from 0 to ``below - 1``, drawn from the CPU's generator.
 
     On a GPU, Paddle's own operation would make this process wait for all queued work.
     """
@@ -88,10 +89,10 @@ def draw_on_host(below: int) -> int:
 
 
 def next_pass_number() -> int:
-    """Returns how often it was called since the CPU's generator was seeded; draws no number.
+    """Returns 0, 1, 2, .. in turn since the CPU's generator was seeded, without drawing a number.
 
-    The count is the offset in the generator's state, which is unused on a CPU. So checkpoints and
-    ``paddle.set_rng_state`` save and restore it.
+    The count is the offset in the generator's state, which a CPU does not use otherwise. So
+    checkpoints and ``paddle.set_rng_state`` save and restore it.
     """
     generator = core.default_cpu_generator()
     described = generator_state(generator.get_state())
@@ -100,13 +101,13 @@ def next_pass_number() -> int:
 
 
 def stream_seeds() -> dict[str, int]:
-    """Returns the seed of each stream of Paddle's tracker, by name."""
+    """Returns the seed of each random stream of Paddle's tracker, by name."""
     states = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
     return {name: int(state[0].current_seed()) for name, state in states.items()}
 
 
 def stream_states() -> dict[str, dict[str, Any]]:
-    """Returns the state of each stream of Fleet's tracker on this process's own device."""
+    """Returns the state of each random stream on this process's device, by the stream's name."""
     tracked = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
     return {name: generator_state(states[device_id()]) for name, states in tracked.items()}
 
@@ -119,19 +120,20 @@ def generator_of(place: Place) -> Any:
 
 
 def generators() -> list[Any]:
-    """Returns the generators that this process draws from: the device's, and also the CPU's.
+    """Returns the default generators of this process: of its device, and of the CPU.
 
-    2.6.2's ``paddle.set_rng_state`` takes no name of a device, so the generators are used directly.
+    It uses no ``paddle.get_rng_state``, since 2.6.2's takes no name of a device.
     """
-    by_cpu = core.default_cpu_generator()
-    by_device = generator_of(expected_place())
-    return [by_cpu] if by_device is by_cpu else [by_device, by_cpu]
+    of_cpu = core.default_cpu_generator()
+    of_device = generator_of(expected_place())
+    return [of_cpu] if of_device is of_cpu else [of_device, of_cpu]
 
 
 def generator_state(state: Any) -> dict[str, Any]:
-    """Returns a generator's state as JSON: 2.6.2 pickles only a part of it, but prints all.
+    """Returns a generator's state as values of JSON: ``device``, ``seed``, ``offset``, ``engine``.
 
-    The number of a GPU is left out, so that ranks on several GPUs have equal states.
+    It is read from the printed state, since 2.6.2 pickles only a part. Every GPU has the device 0,
+    so that ranks on several GPUs have equal states; a CPU has -1.
     """
     device, seed, offset, *rest = str(state).split()
     # 3.3 prints an address before the engine's 312 words and index; a GPU has no engine.
@@ -140,16 +142,20 @@ def generator_state(state: Any) -> dict[str, Any]:
     return {**numbers, "engine": " ".join(engine)}
 
 
-def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the saved state for the kind of device that ``now`` is for; ``now`` if there is none.
+def state_like(now: Any, saved_states: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns the saved state that a generator of this process can continue from.
 
     The state of a CPU is an engine of many numbers, that of a GPU a seed and a count: neither can
-    be turned into the other.
+    be turned into the other. If no saved state fits, a warning says so.
+
+    Args:
+        now: The present state of the generator, which is returned if no saved state fits.
+        saved_states: Results of :func:`generator_state`, at most one for each kind of device.
     """
     device = int(str(now).split()[0])
-    for one in described:
-        if (one["device"] < 0) == (device < 0):
-            return generator_from({**one, "device": device})
+    for saved in saved_states:
+        if (saved["device"] < 0) == (device < 0):
+            return generator_from({**saved, "device": device})
     log.once(
         _log.warning,
         "the state of a CPU's generator cannot go on as that of a card, nor the other way round: "
@@ -159,18 +165,18 @@ def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def generator_states() -> list[dict[str, Any]]:
-    """Returns the states of the generators that this process draws from."""
+    """Returns the states of this process's default generators, as values of JSON."""
     return [generator_state(generator.get_state()) for generator in generators()]
 
 
-def set_generator_states(described: Sequence[Mapping[str, Any]]) -> None:
-    """Sets this process's generators to saved states of :func:`generator_states`."""
+def set_generator_states(saved_states: Sequence[Mapping[str, Any]]) -> None:
+    """Sets this process's default generators to a result of :func:`generator_states`."""
     for generator in generators():
-        generator.set_state(state_like(generator.get_state(), described))
+        generator.set_state(state_like(generator.get_state(), saved_states))
 
 
 def python_states() -> dict[str, Any]:
-    """Returns the states of NumPy's and Python's own generators, as values of JSON."""
+    """Returns the states of NumPy's and Python's default generators, as values of JSON."""
     of_numpy: Any = np.random.get_state()
     name, words, *rest = of_numpy
     version, numbers, next_gauss = random.getstate()
@@ -179,14 +185,14 @@ def python_states() -> dict[str, Any]:
 
 
 def set_python_states(states: Mapping[str, Any]) -> None:
-    """Restores the result of :func:`python_states`."""
+    """Sets NumPy's and Python's default generators to a result of :func:`python_states`."""
     np.random.set_state(tuple(states["numpy"]))
     version, numbers, next_gauss = states["python"]
     random.setstate((version, tuple(numbers), next_gauss))
 
 
 def generator_from(described: Mapping[str, Any]) -> Any:
-    """Turns a result of :func:`generator_state` into a state for ``paddle.set_rng_state``.
+    """Returns Paddle's state object for a result of :func:`generator_state`.
 
     Raises:
         CheckpointError: This build of 2.6.2 stores its states in memory in another order.
@@ -199,17 +205,18 @@ def generator_from(described: Mapping[str, Any]) -> Any:
         return state
     state.__setstate__(numbers)
     if described["engine"]:
-        _memory_of(state)[_NUMBERS:] = list(map(int, described["engine"].split()))
+        _memory_of(state)[_STATE_NUMBERS:] = list(map(int, described["engine"].split()))
     return state
 
 
 def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
     """Returns the memory of a state of 2.6.2, which has no function to set the engine's words.
 
-    The object's one pointer leads to the words. That they have the printed order is verified.
+    The object has one pointer, to the words. This function checks that they lie in memory in the
+    order in which the state prints them.
     """
     address = ctypes.c_void_p.from_address(id(state) + object.__basicsize__).value
-    words = (ctypes.c_uint64 * (_NUMBERS + _ENGINE_WORDS)).from_address(address or 0)
+    words = (ctypes.c_uint64 * (_STATE_NUMBERS + _ENGINE_WORDS)).from_address(address or 0)
     if list(words) != [int(word) % 2**64 for word in str(state).split()]:
         raise CheckpointError(
             "the state of the random generator cannot be restored on this Paddle",
@@ -221,5 +228,5 @@ def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
 
 
 def seed_from_system() -> None:
-    """Seeds the generator of the CPU by the system, as when a process begins."""
+    """Seeds the CPU's generator with a random number of the system's, as at a process's begin."""
     core.default_cpu_generator().seed()

@@ -1,10 +1,10 @@
 """Imitates on a CPU how Paddle computes in bfloat16 or float16 on a GPU.
 
-A CPU holds tensors of these dtypes and casts them, but lacks most of their kernels, and
-``paddle.amp`` does nothing there. While a rehearsal is on, ``paddle.amp`` takes the CPU for a GPU,
-and an operation on such tensors runs in float32 and rounds its result. The casts around it are
-operations as well, so that autograd rounds the gradients too. For 3.3.x: the casts of 2.6.2 cut off
-digits on a CPU, and a rehearsal is refused there.
+Below, "half precision" (``half``) means one of these dtypes. A CPU holds such tensors and casts
+them, but lacks most of their kernels, and ``paddle.amp`` does nothing there. While a *rehearsal* is
+on, ``paddle.amp`` takes the CPU for a GPU, and an operation on such tensors runs in float32 and
+rounds its result. The casts around it are operations as well, so that autograd rounds the gradients
+too. It works on 3.3.x; the casts of 2.6.2 cut off digits on a CPU, and a rehearsal is refused.
 
 Results have the dtypes of Paddle's GPU kernels: that of the first floating-point tensor, the widest
 if operands are promoted, and float32 for the statistics that a normalization returns.
@@ -52,15 +52,16 @@ _PROMOTING = frozenset(
 #: Operations that write into an argument and whose names do not end in ``_``.
 _WRITING = ("_setitem_dygraph", "check_finite_and_unscale")
 
-#: By the names of parameters, the master weights of the optimizer that steps now.
-_masters: Mapping[str, Tensor] = {}
+#: The master weights of the optimizer that steps now, by the names of the parameters.
+_master_weights: Mapping[str, Tensor] = {}
 
 _log = log.logger(__name__)
 
 #: Further methods in C that run operations.
 _METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
-#: Operations that cast, or write in place without a computation: a CPU has them for every dtype.
-_STAY = {
+#: Operations that are not replaced: casts, and writes in place without a computation, which a CPU
+#: has for every dtype.
+_UNCHANGED = {
     *("cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_", "squeeze_"),
     *("unsqueeze_", "flatten_", "transpose_", "view_shape", "view_dtype"),
     *("share_data", "share_data_"),
@@ -78,123 +79,144 @@ _ARITHMETIC = {
     "matmul": "matmul",
 }
 
+#: The active rehearsal.
 _running: _Rehearsal | None = None
 
 _framework: ModuleType = framework
 _core: ModuleType = core
 
+#: The dtypes of half precision, by name.
 HALVES: dict[str, DType] = {"float16": paddle.float16, "bfloat16": paddle.bfloat16}
 #: The dtypes that automatic casts change; float64 stays.
 CASTABLE: tuple[DType, ...] = (*HALVES.values(), paddle.float32)
-#: Operations of which automatic casts see and change the first tensor alone.
+#: Operations of which automatic casts consider and change the first tensor alone.
 NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})
 
 
 def writes(operation: str) -> bool:
-    """Whether an operation writes into one of its arguments."""
+    """Returns whether an operation writes into one of its arguments."""
     return operation.endswith("_") or operation in _WRITING
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among the arguments of an operation, those in lists too."""
+    """Yields the tensors among the arguments of an operation, also those in lists."""
     for value in values:
         if isinstance(value, _Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from (one for one in value if isinstance(one, _Tensor))
+            yield from (item for item in value if isinstance(item, _Tensor))
 
 
-def convert(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Arguments:
-    """Applies a function to each tensor among the arguments of an operation."""
-    return tuple(
-        change(value)
-        if isinstance(value, _Tensor)
-        else type(value)(change(one) if isinstance(one, _Tensor) else one for one in value)
-        if isinstance(value, (list, tuple))
-        else value
-        for value in values
-    )
+def map_tensors(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Arguments:
+    """Returns the arguments of an operation with each tensor, also in lists, changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, _Tensor):
+            return change(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(change(v) if isinstance(v, _Tensor) else v for v in value)
+        return value
+
+    return tuple(changed(value) for value in values)
 
 
-def compute(
+def compute_in_float32(
     function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
 ) -> Any:
-    """Runs an operation in float32, and rounds the results that a GPU has in ``half``."""
-    rounds = _gives_half(operation, half, (*args, *named.values()))
-    widen = functools.partial(_widen, half)
-    result = function(*convert(widen, args), **dict(zip(named, convert(widen, named.values()))))
-    return _round(result, operation, half) if rounds else result
+    """Runs an operation in float32, and rounds the results that a GPU has in half precision.
+
+    Args:
+        function: The operation.
+        operation: Its name.
+        half: The dtype of half precision.
+        args: The positional arguments.
+        named: The keyword arguments.
+    """
+    rounds = _has_half_results(operation, half, (*args, *named.values()))
+    to_float32 = functools.partial(_cast_to_float32, half)
+    keywords = dict(zip(named, map_tensors(to_float32, named.values())))
+    result = function(*map_tensors(to_float32, args), **keywords)
+    return _round_results(result, operation, half) if rounds else result
 
 
-def write(
+def write_in_float32(
     function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
 ) -> Any:
-    """Runs an operation that writes into its arguments on float32 copies, and copies these back.
+    """Runs an operation that writes into its arguments on float32 copies, and rounds these back.
 
-    For a parameter that an optimizer steps, the copy is its master weight, if it has one.
+    For a parameter that an optimizer steps, the copy is its master weight, if it has one. The
+    arguments are as for :func:`compute_in_float32`.
     """
     copies = _Copies(half, list(tensors_of(args)))
-    wide = convert(copies.of, args)
-    result = function(*wide, **named)
-    results = wide[:1] if result is None else result if isinstance(result, tuple) else (result,)
-    listed = tensors_of(value for value in wide if isinstance(value, list))
-    copies.write_back((*listed, *tensors_of(results)))
+    float32_args = map_tensors(copies.of, args)
+    result = function(*float32_args, **named)
+    if result is None:
+        results = float32_args[:1]
+    else:
+        results = result if isinstance(result, tuple) else (result,)
+    in_lists = tensors_of(value for value in float32_args if isinstance(value, list))
+    copies.write_back((*in_lists, *tensors_of(results)))
+    if result is None:
+        return None
     first, *rest = map(copies.original, results)
-    if first is results[0] and all(first is not value for value in wide):
-        first = _round(first, operation, half)
-    return (first, *rest) if isinstance(result, tuple) else None if result is None else first
+    if first is results[0] and all(first is not value for value in float32_args):
+        first = _round_results(first, operation, half)
+    return (first, *rest) if isinstance(result, tuple) else first
 
 
 def with_master_weights(apply: Function) -> Function:
-    """Wraps an optimizer's method so that its master weights serve as float32 copies."""
+    """Returns a wrapper of an optimizer's method in which master weights are the float32 copies."""
 
     @functools.wraps(apply)
     def apply_optimize(optimizer: Any, *args: Any, **named: Any) -> Any:
-        global _masters
-        before, _masters = _masters, optimizer._master_weights
+        global _master_weights
+        before, _master_weights = _master_weights, optimizer._master_weights
         try:
             return apply(optimizer, *args, **named)
         finally:
-            _masters = before
+            _master_weights = before
 
     return apply_optimize
 
 
 class _Copies:
-    """The float32 copies of half-precision arguments, with the argument of each."""
+    """The float32 copies of an operation's arguments in half precision."""
 
     def __init__(self, half: DType, tensors: list[Tensor]) -> None:
+        """Finds the master weights of the arguments ``tensors``; :meth:`of` makes the copies."""
         self._half = half
-        self._masters = {t.name: _masters[t.name] for t in tensors if t.name in _masters}
-        self._of: dict[int, tuple[Tensor, Tensor]] = {}
+        self._master_weights = {
+            t.name: _master_weights[t.name] for t in tensors if t.name in _master_weights
+        }
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the copy that replaces an argument."""
         if tensor.dtype != self._half:
             # Some kernels of CPUs step the parameter alone, others look at both.
-            is_master = any(tensor is master for master in self._masters.values())
+            is_master = any(tensor is master for master in self._master_weights.values())
             return _assign(tensor) if is_master else tensor
-        for original, copy in self._of.values():
+        for original, copy in self._pairs.values():
             if original is tensor:
                 return copy
-        copy = self._masters.get(tensor.name)
+        copy = self._master_weights.get(tensor.name)
         copy = cast(tensor, paddle.float32) if copy is None else copy
-        self._of[id(copy)] = (tensor, copy)
+        self._pairs[id(copy)] = (tensor, copy)
         return copy
 
     def original(self, value: Any) -> Any:
         """Returns the argument whose copy is ``value``; else ``value`` itself."""
-        return self._of[id(value)][0] if id(value) in self._of else value
+        return self._pairs[id(value)][0] if id(value) in self._pairs else value
 
     def write_back(self, values: Iterable[Tensor]) -> None:
         """Rounds the copies among ``values`` back into their originals."""
-        for key in {id(value) for value in values} & self._of.keys():
-            tensor, copy = self._of[key]
+        for key in {id(value) for value in values} & self._pairs.keys():
+            tensor, copy = self._pairs[key]
             _write(cast(copy, self._half), tensor)
 
 
-def _gives_half(operation: str, half: DType, values: Arguments) -> bool:
-    """Whether a GPU has the results of an operation in ``half``."""
+def _has_half_results(operation: str, half: DType, values: Arguments) -> bool:
+    """Returns whether a GPU has the results of an operation on ``values`` in half precision."""
     if any(isinstance(value, type(paddle.float32)) for value in values):
         # A dtype among the arguments is that of the result.
         return False
@@ -206,27 +228,29 @@ def _gives_half(operation: str, half: DType, values: Arguments) -> bool:
     return bool(floats[0].dtype == half)
 
 
-def _widen(half: DType, tensor: Tensor) -> Tensor:
+def _cast_to_float32(half: DType, tensor: Tensor) -> Tensor:
+    """Returns a tensor in float32 if it has half precision, else unchanged."""
     return cast(tensor, paddle.float32) if tensor.dtype == half else tensor
 
 
-def _round(result: Any, operation: str, half: DType) -> Any:
+def _round_results(result: Any, operation: str, half: DType) -> Any:
+    """Returns the result or results of an operation, with float32 rounded to half precision."""
     if isinstance(result, _Tensor):
         return cast(result, half) if result.dtype == paddle.float32 else result
     if not isinstance(result, (tuple, list)):
         return result
     # The further results of a normalization are statistics.
     count = 1 if "norm" in operation else len(result)
-    rounded = [_round(one, operation, half) for one in result[:count]]
+    rounded = [_round_results(item, operation, half) for item in result[:count]]
     return type(result)([*rounded, *result[count:]])
 
 
 class _Rehearsal:
-    """The replacements of an active rehearsal.
+    """A rehearsal: the replacements of Paddle's operations that it makes.
 
     Attributes:
         dtype: ``"bfloat16"`` or ``"float16"``.
-        rounded: Whether any operation had a tensor of this dtype.
+        rounded: Whether some operation had a tensor of this dtype.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -236,25 +260,29 @@ class _Rehearsal:
 
     def begin(self) -> None:
         """Replaces operations, and the functions by which ``paddle.amp`` looks at the device."""
-        self._replacements.enter_context(replaced(*self._of_operations(), *self._of_amp()))
+        self._replacements.enter_context(
+            replaced(*self._operation_replacements(), *self._amp_replacements())
+        )
 
     def end(self) -> None:
         """Restores the functions that :meth:`begin` replaced."""
         self._replacements.close()
 
-    def _of_operations(self) -> Iterator[tuple[object, str, object]]:
+    def _operation_replacements(self) -> Iterator[tuple[object, str, object]]:
+        """Yields the module or class, name and replacement of each operation."""
         for module, name, function in bound_operations():
             # A GPU adds the bias of a Linear in the kernel of its product.
-            linear = function.__name__ == "linear"
-            operation = "fused_gemm_epilogue" if linear else function.__name__
-            if operation not in _STAY:
-                yield module, name, self._operation(function, operation)
+            is_linear = function.__name__ == "linear"
+            operation = "fused_gemm_epilogue" if is_linear else function.__name__
+            if operation not in _UNCHANGED:
+                yield module, name, self._rehearsed_operation(function, operation)
         for method in (*ARITHMETIC, *_METHODS):
             if hasattr(_Tensor, method):
                 function = getattr(_Tensor, method)
-                yield _Tensor, method, self._operation(function, _operation_of(method))
+                yield _Tensor, method, self._rehearsed_operation(function, _operation_of(method))
 
-    def _of_amp(self) -> Iterator[tuple[object, str, object]]:
+    def _amp_replacements(self) -> Iterator[tuple[object, str, object]]:
+        """Yields the owner, name and replacement of the functions that mixed precision uses."""
         optimizer = paddle.optimizer.Optimizer
         apply = with_master_weights(optimizer._apply_optimize)
         yield optimizer, "_apply_optimize", apply
@@ -262,11 +290,12 @@ class _Rehearsal:
         yield casts, "_dygraph_tracer", tracer_on_gpu
         yield scaling, "_dygraph_tracer", tracer_on_gpu
         for dtype in HALVES:
-            yield casts, f"_is_gpu_{dtype}_supported", functools.partial(self._supports, dtype)
+            yield casts, f"_is_gpu_{dtype}_supported", functools.partial(self._require_dtype, dtype)
             # Called by paddle.amp.is_bfloat16_supported and Layer.bfloat16.
             yield core, f"is_{dtype}_supported", functools.partial(_is_rehearsed, dtype)
 
-    def _supports(self, dtype: str) -> bool:
+    def _require_dtype(self, dtype: str) -> bool:
+        """Returns True if casts are to the rehearsal's dtype; refuses another dtype."""
         if dtype != self.dtype:
             raise ConfigError(
                 f"paddle.amp is to cast to {dtype}, and the rehearsal is of {self.dtype}",
@@ -276,20 +305,21 @@ class _Rehearsal:
             )
         return True
 
-    def _operation(self, function: Function, operation: str) -> Function:
+    def _rehearsed_operation(self, function: Function, operation: str) -> Function:
+        """Returns the replacement of an operation, whose name is ``operation``."""
         half = HALVES[self.dtype]
-        run = write if writes(operation) else compute
+        run = write_in_float32 if writes(operation) else compute_in_float32
 
         @functools.wraps(function)
         def rehearsed_operation(*args: Any, **named: Any) -> Any:
             tensors = list(tensors_of((*args, *named.values())))
-            if tensors and run is compute:
+            if tensors and run is compute_in_float32:
                 goal = automatic_dtype(operation, tensors)
                 if goal is not None:
                     only = tensors[0] if operation in NORMS else None
                     to_goal = functools.partial(_cast_to, goal, only)
-                    args = convert(to_goal, args)
-                    named = dict(zip(named, convert(to_goal, named.values())))
+                    args = map_tensors(to_goal, args)
+                    named = dict(zip(named, map_tensors(to_goal, named.values())))
                     tensors = list(tensors_of((*args, *named.values())))
             if not any(tensor.dtype == half for tensor in tensors):
                 return function(*args, **named)
@@ -313,10 +343,10 @@ def require_rounding(dtype: str) -> None:
 
 
 def rehearse(dtype: str | None) -> None:
-    """Starts a rehearsal in place of the active one; None only ends that.
+    """Starts a rehearsal, after ending the active one.
 
     Args:
-        dtype: ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"bfloat16"`` or ``"float16"``; None to start none.
     """
     global _running
     if dtype == rehearsal_dtype():
@@ -329,6 +359,7 @@ def rehearse(dtype: str | None) -> None:
 
 
 def _is_rehearsed(dtype: str, place: object) -> bool:
+    """Returns whether ``dtype`` is that of the rehearsal; ``place`` is an argument of Paddle's."""
     return dtype == rehearsal_dtype()
 
 
@@ -349,21 +380,31 @@ def end_rehearsal() -> None:
 
 
 def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
-    """Returns an operand after automatic casts; ``only``: the one operand that they change."""
-    stays = only is not None and tensor is not only
-    if stays or tensor.dtype not in CASTABLE or tensor.dtype == goal:
+    """Returns an operand after automatic casts to the dtype ``goal``.
+
+    Args:
+        goal: The dtype.
+        only: The one operand that the casts change; None if they change all.
+        tensor: The operand.
+    """
+    if only is not None and tensor is not only:
+        return tensor
+    if tensor.dtype not in CASTABLE or tensor.dtype == goal:
         return tensor
     return cast(tensor, goal)
 
 
 def _operation_of(method: str) -> str:
-    """Returns the name of the operation behind a C method."""
+    """Returns the operation that a method of Tensor runs: "multiply" for ``__mul__``, ``__rmul__``.
+
+    A method that is no arithmetic counts as an operation of its own name.
+    """
     bare = method.strip("_")
     return _ARITHMETIC.get(bare) or _ARITHMETIC.get(bare.removeprefix("r"), method)
 
 
 def automatic_dtype(operation: str, tensors: Sequence[Tensor]) -> DType | None:
-    """Returns the dtype to which automatic casts bring an operation's operands; None: no cast.
+    """Returns the dtype to which automatic casts bring an operation's operands; None without casts.
 
     Args:
         operation: The name of Paddle's kernel, or its older name, which the lists use.
@@ -381,13 +422,13 @@ def automatic_dtype(operation: str, tensors: Sequence[Tensor]) -> DType | None:
         return half
     if operation in black or level == "OD":
         return paddle.float32
-    seen = tensors[:1] if operation in NORMS else tensors
-    return paddle.float32 if any(tensor.dtype == paddle.float32 for tensor in seen) else half
+    considered = tensors[:1] if operation in NORMS else tensors
+    return paddle.float32 if any(t.dtype == paddle.float32 for t in considered) else half
 
 
 @functools.lru_cache(maxsize=16)
 def _kernels_of(listed: frozenset[str]) -> frozenset[str]:
-    """Returns the kernels named in one of Paddle's lists, which uses older names."""
+    """Returns the names in one of Paddle's lists, with the newer names of the same kernels."""
     return listed | {_core._get_phi_kernel_name(name) for name in listed}
 
 
@@ -406,5 +447,5 @@ class _TracerOnGpu:
 
 
 def tracer_on_gpu() -> Any:
-    """Returns the tracer that ``paddle.amp`` is to use."""
+    """Returns the tracer that ``paddle.amp`` uses in a rehearsal."""
     return _TracerOnGpu()

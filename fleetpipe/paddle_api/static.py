@@ -1,4 +1,4 @@
-"""Static graph in both IRs: scopes, dense tensors, the executor below ``Executor``, operations.
+"""Accesses static graph in both IRs: scopes, dense tensors, Paddle's executors, operations.
 
 ``paddle._pir_ops`` is in 3.x only. 2.6.2 calls ``DenseTensor`` ``LoDTensor``, and the type of an
 ordinary variable ``LOD_TENSOR``.
@@ -32,6 +32,7 @@ from fleetpipe.paddle_api import paddle
 # Paddle's modules with the names that their stubs hide.
 _any_core: Any = _core
 _any_framework: Any = _framework
+#: ``paddle.static`` with all its names.
 static: Any = paddle.static
 #: The module with the functions of ``paddle.static`` that save.
 static_io: Any = _static_io
@@ -70,15 +71,11 @@ GeneratorLoader: Any = _reader.GeneratorLoader
 def program_classes() -> list[Any]:
     """Returns the classes of programs of either IR that this Paddle has."""
     newer = getattr(pir, "Program", None)
-    return (
-        [OlderProgram]
-        if newer is None or not hasattr(newer, "state_dict")
-        else [OlderProgram, newer]
-    )
+    return [OlderProgram, newer] if hasattr(newer, "state_dict") else [OlderProgram]
 
 
 def is_pir(program: Program) -> bool:
-    """Whether a program is in Paddle's newer IR, PIR."""
+    """Returns whether a program is in Paddle's newer IR, PIR."""
     return not isinstance(program, _any_framework.Program)
 
 
@@ -94,25 +91,25 @@ def numpy_dtype_name(value: Variable) -> str:
 
 
 def tensor_of(scope: Scope, name: str) -> ScopeTensor:
-    """Returns the dense tensor of a scope's variable, and creates it if it is missing."""
+    """Returns the dense tensor of a scope's variable, after creating a missing variable."""
     return scope.var(name).get_tensor()
 
 
 def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
-    """Returns the dense tensor of a variable; None if it does not exist or is empty."""
+    """Returns the dense tensor of a variable; None if the variable is missing or has no value."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
     return tensor if tensor is not None and tensor._is_initialized() else None
 
 
 def lengths_of(tensor: Any) -> list[list[int]]:
-    """Returns the lengths of the sequences in a dense tensor of 2.6.2, by level; else nothing."""
+    """Returns the lengths of the sequences in a ``LoDTensor`` of 2.6.2, by level; else []."""
     lengths = getattr(tensor, "recursive_sequence_lengths", list)
     return list(lengths())
 
 
 def is_initialized(tensor: ScopeTensor) -> bool:
-    """Whether a dense tensor has a value."""
+    """Returns whether a dense tensor has a value."""
     return bool(tensor._is_initialized())
 
 
@@ -127,8 +124,8 @@ def free_memory(tensor: ScopeTensor) -> None:
 
 
 def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
-    """Writes other numbers into a dense tensor, on its device."""
-    place = tensor._place()
+    """Copies the numbers of an array into a dense tensor, on the tensor's device."""
+    place = tensor._native_place()
     if place.is_gpu_place():
         tensor.set(array, _any_core.CUDAPlace(place.gpu_device_id()))
     else:
@@ -136,7 +133,7 @@ def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
 
 
 def save_data(source: ScopeTensor) -> ScopeTensor | list[int]:
-    """Returns a tensor that shares a dense tensor's data; its shape if it has none."""
+    """Returns a dense tensor that shares the data of ``source``; its shape if it has no data."""
     if not source._is_initialized():
         return source.shape()
     tensor = DenseTensor()
@@ -144,12 +141,12 @@ def save_data(source: ScopeTensor) -> ScopeTensor | list[int]:
     return tensor
 
 
-def restore_data(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
-    """Restores the contents that :func:`save_data` returned."""
-    if isinstance(held, list):
-        tensor._set_dims(held)
+def restore_data(tensor: ScopeTensor, saved: ScopeTensor | list[int]) -> None:
+    """Restores the data, or the shape, that :func:`save_data` returned."""
+    if isinstance(saved, list):
+        tensor._set_dims(saved)
     else:
-        tensor._share_data_with(held)
+        tensor._share_data_with(saved)
 
 
 def dynamic_tensor(source: ScopeTensor) -> Tensor:
@@ -158,19 +155,20 @@ def dynamic_tensor(source: ScopeTensor) -> Tensor:
 
 
 def job_executor(program: Program, scope: Scope, place: Place) -> Any:
-    """Returns an object whose ``.run([], False)`` runs a program without ``Executor``'s overhead.
+    """Returns an executor of one program, whose ``.run([], False)`` has little overhead.
 
     Args:
-        program: A native program; its persistable variables live in ``scope``.
+        program: A program of either IR; its persistable variables live in ``scope``.
         scope: A scope without a parent.
         place: The device.
     """
     description = program if is_pir(program) else program.desc
     plan = _any_core.Plan([_any_core.Job("default")], {"default": description})
-    return _any_core.StandaloneExecutor(_place(place), plan, scope)
+    return _any_core.StandaloneExecutor(_native_place(place), plan, scope)
 
 
-def _place(place: Place) -> Place:
+def _native_place(place: Place) -> Place:
+    """Returns a device as the class of C++ that executors take."""
     native = _any_core.Place()
     native.set_place(place)
     return native
@@ -191,7 +189,7 @@ def switch_device(device: str | None) -> object:
 
 
 def operation_count(program: Program) -> int:
-    """Returns how many operations a program has."""
+    """Returns the number of operations of a program."""
     return int(program.num_ops() if is_pir(program) else program.desc.block(0).op_size())
 
 
@@ -201,28 +199,28 @@ def program_within(program: Any) -> Any:
 
 
 def is_parsed_from(program: Program, description: bytes) -> bool:
-    """Whether an older Program has this serialized description."""
+    """Returns whether ``description`` is the serialized form of a program, an older Program."""
     return not is_pir(program) and bool(program.desc.serialize_to_string() == description)
 
 
 def is_decorated(optimizer: Optimizer) -> bool:
-    """Whether an optimizer comes from ``paddle.static.amp.decorate``."""
+    """Returns whether an optimizer comes from ``paddle.static.amp.decorate``."""
     return isinstance(optimizer, static.amp.decorator.OptimizerWithMixedPrecision)
 
 
 def has_step_of_its_own(optimizer: Optimizer) -> bool:
-    """Whether an optimizer does more than update parameters, as LookAhead or gradient merging."""
+    """Returns whether an optimizer does more than update parameters, as ``LookAhead`` does."""
     return not isinstance(optimizer, paddle.optimizer.Optimizer) or hasattr(
         optimizer, "inner_optimizer"
     )
 
 
 def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
-    """Unpacks Paddle's ``RecomputeOptimizer``.
+    """Returns the optimizer inside Paddle's ``RecomputeOptimizer``, and that one's options.
 
     Returns:
-        The wrapped optimizer, or the same optimizer if it is of another class; its checkpoints, or
-        None; whether these are to be stored on another device.
+        The wrapped optimizer; the checkpoints of recompute; and whether these are stored on another
+        device. For an optimizer of another class: itself, None and False.
     """
     if not isinstance(optimizer, _incubate.optimizer.RecomputeOptimizer):
         return optimizer, None, False
@@ -235,7 +233,7 @@ def no_place() -> Any:
 
 
 def shape_only_slots(op: Op) -> set[str]:
-    """Returns the slots from which an operation of the older Program reads only shapes."""
+    """Returns the input slots of which an operation of the older Program reads only shapes."""
     slots = {name: op.input(name) for name in op.input_names}
     outputs = {name: op.output(name) for name in op.output_names}
     attributes = {name: op.attr(name) for name in op.attr_names}
@@ -248,24 +246,24 @@ def insert_assign(block: Block, position: int, source: Variable, target: Variabl
 
 
 def rename_input(op: Op, name: str, other: str) -> None:
-    """Makes an operation of the older Program read another variable."""
+    """Makes an operation of the older Program read variable ``other`` instead of ``name``."""
     op._rename_input(name, other)
 
 
 def rename_output(op: Op, name: str, other: str) -> None:
-    """Makes an operation of the older Program write into another variable."""
+    """Makes an operation of the older Program write into variable ``other`` instead of ``name``."""
     op._rename_output(name, other)
 
 
 def remove_operations(program: Program, indices: Iterable[int]) -> None:
-    """Removes operations of the main block of an older Program by index."""
+    """Removes operations of an older Program's main block, by their indices."""
     for index in sorted(indices, reverse=True):
         program.global_block()._remove_op(index, sync=False)
     program._sync_with_cpp()
 
 
 def remove_variables(program: Program, names: Iterable[str]) -> None:
-    """Removes variables of the main block of an older Program."""
+    """Removes variables of an older Program's main block, by name."""
     for name in names:
         program.global_block()._remove_var(name, sync=False)
     program._sync_with_cpp()

@@ -1,4 +1,4 @@
-"""Tensors: memory, gradients and the hooks on them.
+"""Reads and changes tensors: their memory, gradients, hooks and nodes in autograd's graph.
 
 The names are the same in 2.6.2 and 3.3.x, except that ``_apply_backward_hook`` and
 ``_unsafe_share_buffer_to`` are in 3.x only, where ``run_backward`` takes one more argument.
@@ -29,21 +29,22 @@ from fleetpipe.paddle_api.device import expected_place, synchronize
 
 _Tensor: Any = core.eager.Tensor
 _eager: Any = core.eager
-#: Further arguments of ``run_backward``: do not keep the graph and, on 3.x, do not draw it.
-_PLAINLY: tuple[object, ...] = (
+#: Further arguments of ``run_backward``: not to keep the graph and, on 3.x, not to draw it.
+_BACKWARD_OPTIONS: tuple[object, ...] = (
     (False, None)
     if "dump_backward_graph_path" in inspect.signature(paddle.autograd.backward).parameters
     else (False,)
 )
 #: Whether :func:`run_reduce_hooks` works: on 3.x.
 CAN_RUN_REDUCE_HOOKS = hasattr(paddle.Tensor, "_apply_backward_hook")
-#: Adds a hook to the gradient of a tensor, and returns its number; removes the hook of a number.
+#: ``put_grad_hook(tensor, hook)`` adds a hook to the gradient of a tensor, and returns its number;
+#: ``remove_grad_hook(tensor, number)`` removes it.
 put_grad_hook: Callable[[Tensor, Callable[[Tensor], object]], int] = _Tensor._register_grad_hook
 remove_grad_hook: Callable[[Tensor, int], bool] = _Tensor._remove_grad_hook
 
 #: The methods of a tensor that need its values: those of Paddle's table, operators and some others,
-#: except those that need only shape and dtype.
-_OF_NUMBERS = {
+#: without those that need only shape and dtype.
+_METHODS_ON_VALUES = {
     *paddle.tensor.tensor_method_func,
     *(name for name in set(dir(_Tensor)) - set(dir(object)) if name.startswith("__")),
     *("astype", "clone", "copy_", "cpu", "detach", "fill_", "item", "numpy", "set_value"),
@@ -64,9 +65,10 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copies a tensor to the host's memory once it has been computed.
+    """Returns a detached copy of a tensor in the host's memory, once the tensor is computed.
 
-    ``cpu()`` waits for every stream of a GPU, also for sends, which may last until a peer receives.
+    Paddle's ``cpu()`` waits for every stream of a GPU, also for sends, which may last until a peer
+    receives.
     """
     # Detached: a graph may be freed with the copy, in a thread of CUDA's, where a PyLayer's node
     # takes Python's lock.
@@ -76,9 +78,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor) -> Tensor:
-    """Copies a tensor to the computing device, ordered before later computations.
+    """Returns a copy of a tensor on this process's device, which later computations wait for.
 
-    ``to()`` waits for every stream of a GPU, and on 2.6.2 moves the tensor itself.
+    Paddle's ``to()`` waits for every stream of a GPU, and on 2.6.2 moves the tensor itself.
     """
     copied: Tensor = tensor._copy_to(expected_place(), False)
     return copied
@@ -86,25 +88,25 @@ def to_device(tensor: Tensor) -> Tensor:
 
 def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
     """Returns an uninitialized tensor in the host's memory, allocated by Paddle."""
-    made: Tensor = _C_ops.empty([*shape], dtype, core.CPUPlace())
-    return made
+    empty: Tensor = _C_ops.empty([*shape], dtype, core.CPUPlace())
+    return empty
 
 
 def is_state_of_cudnn(tensor: Tensor) -> bool:
-    """Whether a tensor may be the ``_dropout_state`` that recurrent layers have for a GPU."""
+    """Returns whether a tensor looks like the ``_dropout_state`` of recurrent layers for a GPU."""
     return not tensor.shape and tensor.dtype == paddle.uint8
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has a value: an LSTM has a buffer that never gets one on a CPU."""
+    """Returns whether a tensor has a value; a buffer of an LSTM never gets one on a CPU."""
     return bool(tensor._is_initialized())
 
 
 def initializer_of(parameter: Tensor) -> Any:
     """Returns the initializer of a parameter of ``paddle.LazyGuard``; None once it has run.
 
-    Its fans are set from the parameter's full shape, so that Xavier's initializer draws a part of
-    the parameter as it would draw the full one.
+    The fan-in and fan-out of the initializer are set from the parameter's full shape, so that
+    Xavier's initializer draws a shard from the same distribution as the full parameter.
     """
     if parameter._init_func is None:
         return None
@@ -116,7 +118,7 @@ def initializer_of(parameter: Tensor) -> Any:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Copies a tensor to new memory, with the same values and the same graph."""
+    """Returns a copy of a tensor in new memory, through which gradients flow back to the tensor."""
     if tensor.is_selected_rows():
         # Paddle cannot clone a gradient of selected rows; 2.6.2 crashes.
         return paddle.scale(tensor, 1.0)
@@ -127,17 +129,17 @@ def copy_of(tensor: Tensor) -> Tensor:
 def contiguous(tensor: Tensor) -> Tensor:
     """Returns a tensor itself if it is contiguous, else a copy.
 
-    ``tensor.contiguous()`` would change the tensor, and those detached from it, which then are no
-    views any more.
+    Paddle's ``tensor.contiguous()`` would change the tensor itself, so that tensors which share its
+    memory share it no longer.
     """
     return tensor if tensor.is_contiguous() else copy_of(tensor)
 
 
 class MemoryLayout(NamedTuple):
-    """Where the elements of a tensor are in its memory; that of a view differs from a new tensor's.
+    """Says where the elements of a tensor, which may be a view, are in its memory.
 
     Attributes:
-        strides: For each axis, the distance of neighbours, in elements.
+        strides: The distance of two neighbours along each axis, in elements.
         offset: The bytes before the first element.
     """
 
@@ -146,12 +148,12 @@ class MemoryLayout(NamedTuple):
 
 
 def layout_of(tensor: Tensor) -> MemoryLayout:
-    """Returns the layout of a tensor."""
+    """Returns the memory layout of a tensor."""
     return MemoryLayout(tuple(tensor.strides), tensor.offset)
 
 
 def with_layout(tensor: Tensor, layout: MemoryLayout) -> Tensor:
-    """Returns a tensor itself if it has a layout, else a copy of its values that has it.
+    """Returns a tensor with a memory layout: ``tensor`` itself if it has the layout, else a copy.
 
     A copy is detached from the graph but, unlike a leaf, may be written into.
     """
@@ -159,51 +161,54 @@ def with_layout(tensor: Tensor, layout: MemoryLayout) -> Tensor:
         return tensor
     with without_casts():
         ends = [(size - 1) * stride for size, stride in zip(tensor.shape, layout.strides)]
-        numbers = layout.offset // tensor.element_size() + sum(max(end, 0) for end in ends) + 1
-        memory = paddle.empty([numbers], tensor.dtype)
-        place = (tensor.shape, layout.strides, layout.offset)
-        paddle.assign(tensor.detach(), paddle.as_strided(memory, *place))
+        length = layout.offset // tensor.element_size() + sum(max(end, 0) for end in ends) + 1
+        memory = paddle.empty([length], tensor.dtype)
+        view = (tensor.shape, layout.strides, layout.offset)
+        paddle.assign(tensor.detach(), paddle.as_strided(memory, *view))
         memory.stop_gradient = tensor.stop_gradient
-        return paddle.as_strided(memory, *place)
+        return paddle.as_strided(memory, *view)
 
 
 def release_memory(tensor: Tensor) -> None:
-    """Frees the memory of a tensor, which keeps its shape."""
+    """Frees the memory of a tensor; its shape stays."""
     tensor.get_tensor()._clear()
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors use the same memory."""
+    """Returns whether two tensors use the same memory."""
     return bool(tensor._is_shared_buffer_with(other))
 
 
 @contextmanager
 def without_memory(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """While this context is open, tensors have no memory: Paddle refuses to compute with them."""
-    kept = [(tensor, paddle.empty([0], tensor.dtype)) for tensor in tensors if has_memory(tensor)]
-    for tensor, memory in kept:
+    """Opens a context in which some tensors have no memory: Paddle refuses to compute with them."""
+    saved = [(tensor, paddle.empty([0], tensor.dtype)) for tensor in tensors if has_memory(tensor)]
+    for tensor, memory in saved:
         tensor._share_buffer_to(memory)
         release_memory(tensor)
     try:
         yield
     finally:
-        for tensor, memory in kept:
+        for tensor, memory in saved:
             memory._share_buffer_to(tensor)
 
 
 def is_missing_memory_error(error: BaseException) -> bool:
-    """Whether an error is Paddle's error for a tensor without memory."""
-    said = f"{error} {error.__cause__}"
-    return any(words in said for words in ("holds no memory", "not initialized", "has_allocation"))
+    """Returns whether an error is one of Paddle's for a tensor without memory."""
+    text = f"{error} {error.__cause__}"
+    return any(words in text for words in ("holds no memory", "not initialized", "has_allocation"))
 
 
 def note_write(tensor: Tensor) -> None:
-    """Raises a tensor's version, as a write into it does."""
+    """Increments the version of a tensor, by which autograd notices that its values changed."""
     tensor._bump_inplace_version()
 
 
 def leaf_on_same_memory(tensor: Tensor) -> Tensor:
-    """Returns a leaf of the graph with the memory of ``tensor``; either can be released alone."""
+    """Returns a leaf of autograd's graph with the memory of ``tensor``.
+
+    The memory stays until both are released.
+    """
     if hasattr(tensor, "_unsafe_share_buffer_to"):
         other = tensor.detach()
     else:
@@ -216,18 +221,22 @@ def leaf_on_same_memory(tensor: Tensor) -> Tensor:
 
 
 def take_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns the gradient of a tensor, without a copy, and removes it from the tensor."""
-    main = getattr(parameter, "main_grad", None)
-    if main is not None:
+    """Removes the gradient of a parameter and returns it, without a copy; None without one.
+
+    It takes ``main_grad``, the float32 gradient, if the parameter has one. A gradient of selected
+    rows is returned and stays.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
         parameter.main_grad = None
-        return main
+        return main_grad
     gradient = parameter.grad
     if gradient is None or gradient.is_selected_rows():
         return gradient
     # clear_gradient empties the gradient's tensor, but not a view of its memory.
-    taken = gradient.view(gradient.shape)
+    view = gradient.view(gradient.shape)
     parameter.clear_gradient(False)
-    return taken
+    return view
 
 
 def give_memory(source: Tensor, parameter: Tensor) -> None:
@@ -248,25 +257,26 @@ def parameter_on_same_memory(parameter: Tensor) -> Tensor:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a Parameter object, with all its attributes."""
+    """Returns whether a tensor is a Parameter object, with all its attributes."""
     return isinstance(tensor, _framework.EagerParamBase)
 
 
 class NoNumbersError(StateError):
-    """The values of a parameter are needed, and another rank has them."""
+    """An operation needs the values of a parameter, which another rank has."""
 
 
 class ElsewhereParameter(_framework.EagerParamBase):
-    """A parameter whose values another rank has; to read or write them here is an error.
+    """A parameter whose values another rank has: methods that need values raise an error.
 
     Paddle itself would read nothing, or raise an error that names neither parameter nor cause.
     """
 
     def numel(self, name: str | None = None) -> Tensor:
-        """Returns the number of its elements; Paddle's own method needs its memory."""
+        """Returns the number of elements; Paddle's own method needs the memory of the values."""
         return paddle.full([], math.prod(self.shape), "int64", name)
 
-    def _require_numbers(self) -> None:
+    def _require_values(self) -> None:
+        """Raises NoNumbersError while the parameter has no values."""
         if not has_memory(self):
             raise NoNumbersError(
                 "the numbers of this weight are on another rank, and on this one there are none",
@@ -277,50 +287,51 @@ class ElsewhereParameter(_framework.EagerParamBase):
             )
 
 
-def _requiring_numbers(name: str) -> Callable[..., Any]:
+def _requiring_values(name: str) -> Callable[..., Any]:
+    """Returns the method ``name`` of a parameter, which raises an error if there are no values."""
     original: Any = getattr(_framework.EagerParamBase, name)
 
     @functools.wraps(original)
     def method(self: ElsewhereParameter, *args: Any, **named: Any) -> Any:
-        self._require_numbers()
+        self._require_values()
         return original(self, *args, **named)
 
     return method
 
 
-for _name in _OF_NUMBERS:
+for _name in _METHODS_ON_VALUES:
     if inspect.isroutine(getattr(_Tensor, _name, None)):
-        setattr(ElsewhereParameter, _name, _requiring_numbers(_name))
+        setattr(ElsewhereParameter, _name, _requiring_values(_name))
 
 
 def refuse_values_of(parameter: Tensor) -> None:
-    """Makes it an error to read or write the values of a parameter while it has none."""
+    """Makes methods of a parameter that need its values raise an error while it has none."""
     parameter.__class__ = ElsewhereParameter
 
 
 def run_backward(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Does the same as ``paddle.autograd.backward`` without its checks of the arguments.
+    """Runs ``paddle.autograd.backward`` without its checks of the arguments.
 
     Between a forward and a backward the checks take 10 us, as their code is not in the caches.
 
     Args:
-        tensors: Where to start, each once.
-        grads: The gradient of each; None for ones.
+        tensors: The tensors to start from, each once.
+        grads: The gradient of each tensor; None for a gradient of ones.
     """
-    _eager.run_backward(tensors, grads, *_PLAINLY)
+    _eager.run_backward(tensors, grads, *_BACKWARD_OPTIONS)
 
 
 def switch_gradients_on() -> None:
-    """Turns gradients on again, which Paddle leaves off if a hook failed during backward."""
+    """Turns gradients on: Paddle leaves them off after a hook has failed during backward."""
     framework: ModuleType = paddle.framework
     framework._dygraph_tracer()._has_grad = True
 
 
 class SavedTensorHooks:
-    """Works like ``paddle.autograd.saved_tensors_hooks``, but not within ``paddle.grad``.
+    """Replaces the tensors that autograd saves, as ``paddle.autograd.saved_tensors_hooks`` does.
 
-    The graph for gradients of gradients saves its tensors unchanged there: Paddle fails if hooks
-    replace some of them.
+    Within ``paddle.grad`` the hooks are off, since Paddle fails if hooks replace tensors of the
+    graph for gradients of gradients.
     """
 
     def __init__(
@@ -329,12 +340,12 @@ class SavedTensorHooks:
         unpack: Callable[[Any], Tensor],
         backward: Callable[..., None],
     ) -> None:
-        """Calls ``pack`` for each tensor to save, and ``unpack`` to get it back.
+        """Creates the hooks; :meth:`begin` puts them into use.
 
         Args:
-            pack: Takes a tensor; returns the object to save.
+            pack: Takes a tensor that autograd saves; returns the object to save instead.
             unpack: Takes that object; returns the tensor.
-            backward: Called instead of a backward.
+            backward: Called instead of Paddle's ``run_backward``, with its arguments.
         """
         self._hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
         self._grad: Callable[..., Any] = _eager.run_partial_grad
@@ -343,14 +354,15 @@ class SavedTensorHooks:
     def begin(self) -> None:
         """Starts to use the hooks."""
         self._hooks.__enter__()
-        _eager.run_partial_grad, _eager.run_backward = self._freely, self._backward
+        _eager.run_partial_grad, _eager.run_backward = self._grad_without_hooks, self._backward
 
     def end(self) -> None:
         """Stops using the hooks; :meth:`begin` may follow again."""
         self._hooks.__exit__()
         _eager.run_partial_grad, _eager.run_backward = self._grad, self._run_backward
 
-    def _freely(self, *args: object) -> Any:
+    def _grad_without_hooks(self, *args: object) -> Any:
+        """Runs ``paddle.grad`` with the hooks off."""
         self._hooks.__exit__()
         try:
             return self._grad(*args)
@@ -359,86 +371,92 @@ class SavedTensorHooks:
 
 
 def is_for_pylayer() -> bool:
-    """Whether the caller was called to pack or unpack a tensor that a ``PyLayer`` saves.
+    """Returns whether the calling hook packs or unpacks a tensor that a ``PyLayer`` saves.
 
-    A ``PyLayer`` gets the same tensor back, with its graph; for operations Paddle adds the graph
-    itself.
+    A ``PyLayer`` must get back a tensor with its graph; for operations Paddle itself adds that.
     """
     return sys._getframe(2).f_code in _PYLAYER_CODES
 
 
 def saves_freely() -> bool:
-    """Whether autograd saves tensors unchanged: no ``saved_tensors_hooks`` are open."""
+    """Returns whether autograd saves tensors unchanged: no ``saved_tensors_hooks`` are in use."""
     try:
-        with paddle.autograd.saved_tensors_hooks(_no_change, _no_change):
+        with paddle.autograd.saved_tensors_hooks(_ignore_gradient, _ignore_gradient):
             return True
     except ValueError:
         return False
 
 
 def is_made_by_pylayer(tensor: Tensor) -> bool:
-    """Whether a ``PyLayer`` returned a tensor. Paddle never frees that node of the graph."""
+    """Returns whether a tensor is a result of a ``PyLayer``, whose graph Paddle never frees."""
     return str(tensor.grad_fn.name()).startswith("GradNodePyLayer")
 
 
 def call_after_gradient(parameter: Tensor, function: Callable[..., None]) -> None:
-    """Makes autograd call ``function`` after each gradient that it adds to ``parameter``."""
+    """Makes autograd call ``function()`` after each gradient that it adds to ``parameter``."""
     parameter._register_backward_hook(function)
 
 
 def run_reduce_hooks(parameter: Tensor) -> None:
-    """Runs the functions that are registered to run after a gradient of ``parameter``."""
+    """Runs the functions of :func:`call_after_gradient` for ``parameter``; on 3.x only."""
     parameter._apply_backward_hook()
 
 
 def route_grad_hooks(
     put: Callable[[Tensor, Callable[[Tensor], object]], int], remove: Callable[[Tensor, int], bool]
 ) -> None:
-    """Makes ``tensor.register_hook``, and ``remove`` of its result, call these functions."""
+    """Makes ``tensor.register_hook``, and ``remove`` of its result, call other functions.
+
+    Args:
+        put: Called as :data:`put_grad_hook`.
+        remove: Called as :data:`remove_grad_hook`.
+    """
     _Tensor._register_grad_hook = put
     _Tensor._remove_grad_hook = remove
 
 
 def watch_pylayers(
-    place_of: Callable[[type], object],
+    note_forward: Callable[[type], object],
     running: Callable[[Any, Callable[..., Any]], AbstractContextManager[None]],
 ) -> None:
     """Makes the backward of each ``PyLayer`` run in a context; later calls change nothing.
 
     Args:
-        place_of: Called with the user's class in its forward; its result is stored for backward.
-        running: Returns the context of backward, given the stored result and the class's
+        note_forward: Called with the user's class in its forward; its result is stored for the
+            backward.
+        running: Returns the context of the backward, given the stored result and the class's
             ``backward``.
     """
-    made: Any = PyLayerBackward
-    if "__init__" in vars(made):
+    backward_class: Any = PyLayerBackward
+    if "__init__" in vars(backward_class):
         return
-    original = made.backward
+    original = backward_class.backward
 
     def init(context: Any) -> None:
-        context.place_of_call = place_of(context._forward_cls)
+        context.noted_forward = note_forward(context._forward_cls)
 
     def backward(context: Any, *grads: Any) -> Any:
-        with running(context.place_of_call, context._forward_cls.backward):
+        with running(context.noted_forward, context._forward_cls.backward):
             return original(context, *grads)
 
-    made.__init__, made.backward = init, backward
+    backward_class.__init__, backward_class.backward = init, backward
 
 
 def number_of_hook(parameter: Tensor) -> int:
-    """Registers a hook on the gradient of ``parameter`` and removes it; returns its number.
+    """Returns the number that a new hook on the gradient of ``parameter`` gets.
 
-    Paddle counts them from 0 for each parameter, removed ones too.
+    It registers one and removes it. Paddle numbers the hooks of a parameter from 0, and uses no
+    number twice.
     """
-    number = put_grad_hook(parameter, _no_change)
+    number = put_grad_hook(parameter, _ignore_gradient)
     remove_grad_hook(parameter, number)
     return number
 
 
-def _no_change(_grad: Tensor) -> None:
-    return None
+def _ignore_gradient(_grad: Tensor) -> None:
+    """Stands for a hook that does nothing."""
 
 
 def give_parameters_a_method(name: str, method: Callable[[Tensor, int], None]) -> None:
-    """Adds a method to Parameters: ``parameter.name(stage)`` calls ``method(parameter, stage)``."""
+    """Gives all parameters a method: ``parameter.<name>(n)`` calls ``method(parameter, n)``."""
     setattr(_framework.EagerParamBase, name, method)

@@ -56,7 +56,7 @@ VERBS = (
 #: Bare participles, and those functions of ``VERBS`` that keep one.
 PARTICIPLE = re.compile(r"_?([a-z]+ed|begun|found|held|kept|left|made|shown|taken|told|written)")
 PARTICIPLES = {
-    *("_called", "balanced", "mapped", "marked", "recosted", "reordered", "replaced", "weighted"),
+    *("balanced", "mapped", "marked", "recosted", "reordered", "replaced", "weighted"),
 }
 
 
