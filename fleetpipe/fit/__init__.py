@@ -1,4 +1,4 @@
-"""A training loop over a pipeline, with the signatures of ``paddle.Model``.
+"""Trains a pipeline by the methods of ``paddle.Model``: ``fit``, ``evaluate`` and ``predict``.
 
 Start with ``model.py``. ``arguments.py`` checks users' arguments, ``networks.py`` makes a pipeline
 of the network, and ``micro_batches.py`` cuts a loader's batch. ``runner.py`` runs the micro-batches

@@ -11,7 +11,9 @@ from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.fit.micro_batches import Metric
 from fleetpipe.paddle_api import paddle
 
-_OF_METRIC = ("compute", "update", "accumulate", "name", "reset")
+#: The methods of a metric.
+_METRIC_METHODS = ("compute", "update", "accumulate", "name", "reset")
+#: The smallest value of each argument that is a number.
 _LEAST = {
     "epochs": 0,
     "eval_freq": 1,
@@ -26,7 +28,11 @@ _LEAST = {
 def require_prepared(
     optimizer: Optimizer, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Checks the types of the arguments of ``Model.prepare``; raises ``ConfigError``."""
+    """Checks the arguments of ``Model.prepare``.
+
+    Raises:
+        ConfigError: The optimizer, the loss or a metric has the wrong type.
+    """
     require_functions(loss)
     if optimizer is not None and not hasattr(optimizer, "clear_grad"):
         raise ConfigError(
@@ -35,11 +41,11 @@ def require_prepared(
             fix="paddle.optimizer.Adam(0.001, parameters=model.parameters())",
         )
     for metric in metrics:
-        missing = [name for name in _OF_METRIC if not hasattr(metric, name)]
+        missing = [name for name in _METRIC_METHODS if not hasattr(metric, name)]
         if isinstance(metric, type) or missing:
             raise ConfigError(
                 "metrics are objects of paddle.metric, or have their methods",
-                expected=", ".join(_OF_METRIC),
+                expected=", ".join(_METRIC_METHODS),
                 got=f"the class {metric.__name__}"
                 if isinstance(metric, type)
                 else f"{metric!r} without {', '.join(missing)}",
@@ -50,14 +56,18 @@ def require_prepared(
 
 
 def require_numbers(**numbers: int | None) -> None:
-    """Checks that each argument is a whole number and large enough; ``num_iters`` may be None."""
+    """Checks arguments of ``Model``'s methods, by name; only ``num_iters`` may be None.
+
+    Raises:
+        ConfigError: An argument is no whole number, or too small.
+    """
     for name, value in numbers.items():
         if value is not None or name != "num_iters":
             require_whole(name, value, _LEAST[name])
 
 
 def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns the rows of a training batch and of an evaluation batch.
+    """Returns the numbers of rows of a training batch and of an evaluation batch.
 
     Raises:
         ConfigError: ``batch_size`` is neither a number nor a pair of numbers.
@@ -74,7 +84,7 @@ def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def require_data(data: object) -> None:
-    """Checks that the data are a ``Dataset`` or iterable; raises ``ConfigError``."""
+    """Raises ConfigError unless the data are a ``Dataset`` or iterable."""
     if not isinstance(data, (paddle.io.Dataset, Iterable)):
         raise ConfigError(
             "the data is a Dataset, or yields batches",
@@ -84,7 +94,7 @@ def require_data(data: object) -> None:
 
 
 def require_callback(callback: Any) -> None:
-    """Checks that a callback is an object with Paddle's methods; raises ``ConfigError``."""
+    """Raises ConfigError unless a callback is an object with the methods of Paddle's callbacks."""
     if isinstance(callback, type) or not hasattr(callback, "on_train_batch_end"):
         raise ConfigError(
             "a callback is an object of paddle.callbacks.Callback",

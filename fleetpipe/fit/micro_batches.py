@@ -18,6 +18,7 @@ from fleetpipe.dygraph.nest import copy_tensors, leaves, map_tensors, outline
 from fleetpipe.errors import ConfigError, reason
 from fleetpipe.paddle_api import paddle
 
+#: The tensors of a batch, each of shape [rows, ..].
 Columns = Sequence[Tensor]
 
 #: The type of a ``paddle.metric.Metric``, or of any object with its methods.
@@ -25,15 +26,15 @@ Metric = Layer
 
 
 class Rows(NamedTuple):
-    """One item of a loader: the columns of some rows of this replica.
+    """A batch of this replica: one item of a loader.
 
     Attributes:
         inputs: Tensors [rows, ..] for the first stage.
         labels: Tensors [rows, ..] for the loss.
         rows: The number of rows.
-        real: How many of the rows count; the others repeat rows, so that all replicas have batches
-            of one size.
-        everywhere: How many rows count in all replicas together.
+        real: The number of rows that count, the first ones; the others repeat rows, so that all
+            replicas have batches of one size.
+        everywhere: The number of rows that count in all replicas together.
     """
 
     inputs: Columns
@@ -43,7 +44,7 @@ class Rows(NamedTuple):
     everywhere: int
 
     def copy(self) -> Rows:
-        """Returns the rows in copies of the tensors."""
+        """Returns the same batch in copies of the tensors."""
         return self._replace(
             inputs=copy_tensors([*self.inputs]), labels=copy_tensors([*self.labels])
         )
@@ -53,7 +54,8 @@ class RowCut(NamedTuple):
     """A batch that is cut into micro-batches.
 
     Attributes:
-        data: ``[inputs, labels]``, each a list of one value per micro-batch, or still uncut.
+        data: ``[inputs, labels]``, each a list with a value for each micro-batch, or uncut tensors
+            that the pipeline cuts.
         rows: The number of rows of each micro-batch.
     """
 
@@ -67,17 +69,17 @@ class RowCut(NamedTuple):
 
 
 def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | None) -> Rows:
-    """Reads one item of a loader.
+    """Returns one item of a loader as a batch of this replica.
 
     Args:
         item: Tensors or arrays, in any nest of lists, tuples and dicts; inputs first, then labels.
             Entries of a dict are read in the order of their keys, as in ``paddle.Model``.
         inputs: The number of columns that are inputs, the first ones.
-        replica: Number of this replica.
-        replicas: Number of replicas. Each has an item of this size; the dataset has the items' rows
-            in the order of the replicas.
-        left: Rows of the dataset in this and later batches of all replicas together; None if that
-            is unknown: every row counts then.
+        replica: The index of this replica.
+        replicas: The number of replicas. Each has an item of this size; the dataset has the items'
+            rows in the order of the replicas.
+        left: The rows of the dataset in this and later batches of all replicas together; None if
+            that is unknown: every row counts then.
 
     Raises:
         ConfigError: The item has fewer columns, or they differ in their number of rows.
@@ -99,18 +101,18 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
 
 
 def in_micro_batches(rows: Rows, count: int) -> RowCut:
-    """Cuts a batch into ``count`` micro-batches, or fewer of one row if it has fewer rows.
+    """Returns a batch cut into ``count`` micro-batches, or into fewer if it has fewer rows.
 
-    Their sizes differ by at most one; larger ones come first.
+    Their numbers of rows differ by at most one; larger micro-batches come first.
     """
     count = min(count, rows.rows)
     small, larger = divmod(rows.rows, count)
     sizes = [small + 1] * larger + [small] * (count - larger)
-    inputs, labels = _parts(rows.inputs, sizes), _parts(rows.labels, sizes)
+    inputs, labels = _split_columns(rows.inputs, sizes), _split_columns(rows.labels, sizes)
     return RowCut([inputs, labels], tuple(sizes))
 
 
-def whole(columns: Columns, rows: int) -> Nest:
+def first_rows(columns: Columns, rows: int) -> Nest:
     """Returns the first ``rows`` rows of each column, in the form of :func:`value_of`."""
     return value_of([column if column.shape[0] == rows else column[:rows] for column in columns])
 
@@ -134,11 +136,16 @@ def join_cuts(cuts: Iterable[RowCut]) -> RowCut:
     return RowCut([inputs, labels], tuple(rows))
 
 
-def _parts(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
-    """Cuts columns into parts of these sizes, each in the form of :func:`value_of`."""
+def _split_columns(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
+    """Returns the rows of each micro-batch, in the form of :func:`value_of`.
+
+    Args:
+        columns: The columns of a batch.
+        sizes: The number of rows of each micro-batch.
+    """
     ends = list(accumulate(sizes))
-    slices = [slice(end - size, end) for end, size in zip(ends, sizes)]
-    return [value_of([column[part] for column in columns]) for part in slices]
+    ranges = [slice(end - size, end) for end, size in zip(ends, sizes)]
+    return [value_of([column[rows] for column in columns]) for rows in ranges]
 
 
 def as_list(value: Nest) -> list[Nest]:
@@ -165,7 +172,8 @@ class Criterion(paddle.nn.Layer):
             loss: ``loss(*outputs, *labels)`` returns a Tensor with one element, or several to add
                 up. None computes metrics only.
             counting: Runs the metrics.
-            in_parts: Whether the output is that of a vocabulary head: one argument of the loss.
+            in_parts: Whether the output comes from a vocabulary head, in shards: it is then one
+                argument of the loss.
         """
         super().__init__()
         self._in_parts = in_parts
@@ -174,16 +182,16 @@ class Criterion(paddle.nn.Layer):
 
     @property
     def declares(self) -> Callable[..., Nest] | None:
-        """The loss function, which may declare of how many positions it is the mean."""
+        """The loss function, which may declare over how many positions it takes the mean."""
         return self._loss
 
     def __call__(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of one micro-batch.
 
-        It runs no hooks: to look for them, as a Layer's call does, takes half as long as a loss.
+        It runs no hooks of a Layer: the search for them takes half as long as a loss.
         """
         columns = [*([output] if self._in_parts else as_list(output)), *as_list(label)]
-        self._counting.look(columns)
+        self._counting.compute(columns)
         if self._loss is None:
             return paddle.zeros([])
         losses = as_list(self._loss(*columns))
@@ -191,7 +199,7 @@ class Criterion(paddle.nn.Layer):
 
 
 class Counting:
-    """The results of the metrics' ``compute`` for one batch, and which of its rows count."""
+    """Runs the metrics: ``compute`` on the last stage, and ``update`` on every rank."""
 
     def __init__(self, metrics: Sequence[Metric], micro_batch: Callable[[], int]) -> None:
         """Stores the metrics; :meth:`begin` starts a batch.
@@ -203,34 +211,35 @@ class Counting:
         self._metrics = metrics
         self._micro_batch = micro_batch
         self._real: Sequence[int] = ()
-        self._computed: dict[int, list[list[Tensor]]] = {}
+        #: The results of ``compute`` by micro-batch: for each metric a list of tensors.
+        self._results: dict[int, list[list[Tensor]]] = {}
 
     def begin(self, real: Sequence[int]) -> None:
         """Starts a batch, and drops the results of the last one.
 
         Args:
-            real: How many rows of each micro-batch count in the metrics, the first ones.
+            real: The number of rows of each micro-batch that count in the metrics.
         """
         self._real = real
-        self._computed = {}
+        self._results = {}
 
-    def look(self, columns: Sequence[Nest]) -> None:
-        """Calls ``compute`` of each metric for the running micro-batch."""
+    def compute(self, columns: Sequence[Nest]) -> None:
+        """Calls ``compute`` of each metric for the running micro-batch, with outputs and labels."""
         if not self._metrics:
             return
         number = self._micro_batch()
         # Further micro-batches have one row, which does not count.
         real = number < len(self._real) and self._real[number]
         with paddle.no_grad():
-            seen = [map_tensors(lambda tensor: tensor.detach(), column) for column in columns]
-            self._computed[number] = [
-                [as_tensor(value) for value in as_list(_compute(metric, seen))]
+            detached = [map_tensors(lambda tensor: tensor.detach(), column) for column in columns]
+            self._results[number] = [
+                [as_tensor(value) for value in as_list(_compute_metric(metric, detached))]
                 for metric in (self._metrics if real else ())
             ]
 
     def results(self) -> list[list[list[Tensor]]]:
         """Returns the results of ``compute``: for each micro-batch and metric a list of tensors."""
-        return [self._computed[number] for number in sorted(self._computed)]
+        return [self._results[number] for number in sorted(self._results)]
 
     def update(self, computed: Sequence[list[list[list[Tensor]]]]) -> None:
         """Calls ``update`` of each metric with the results of all replicas.
@@ -245,7 +254,7 @@ class Counting:
 
 
 def names_of(metrics: Sequence[Metric]) -> list[str]:
-    """Returns the names of all values of the metrics."""
+    """Returns the names of all values of the metrics; a metric may have several."""
     return [name for metric in metrics for name in as_list(metric.name())]
 
 
@@ -254,8 +263,8 @@ def values_of(metrics: Sequence[Metric]) -> list[Nest]:
     return [value for metric in metrics for value in as_list(metric.accumulate())]
 
 
-def _compute(metric: Metric, columns: Sequence[Nest]) -> Nest:
-    """Calls ``compute`` of a metric; raises a ``ConfigError`` if that fails."""
+def _compute_metric(metric: Metric, columns: Sequence[Nest]) -> Nest:
+    """Returns the result of a metric's ``compute``; raises ConfigError if the call fails."""
     try:
         return metric.compute(*columns)
     except Exception as error:

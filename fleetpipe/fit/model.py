@@ -1,4 +1,4 @@
-"""``fleetpipe.Model``: the loop of ``paddle.Model`` over a pipeline, on all ranks alike."""
+"""Defines ``fleetpipe.Model``, which trains a pipeline with the methods of ``paddle.Model``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Model(paddle.Model):
                 the first batch; None is one input of a list or an ``nn.Sequential``.
             labels: Ignored: it is in Paddle's signature, and columns after the inputs are labels.
             split_spec: Where to cut an ``nn.Layer``; see ``fleetpipe.pipeline``.
-            num_chunks: Number of chunks on each rank into which an ``nn.Layer`` is cut.
+            num_chunks: The number of chunks on each rank into which an ``nn.Layer`` is cut.
 
         Raises:
             StateError: ``fleet.init`` was not called.
@@ -139,12 +139,12 @@ class Model(paddle.Model):
 
     @property
     def micro_batch_losses(self) -> list[float]:
-        """The share of each micro-batch in the last training loss; the mean of the replicas."""
+        """The share of each micro-batch in the last training loss, a mean over the replicas."""
         return self._require_runner().shares
 
     @property
     def global_step(self) -> int:
-        """Number of batches trained so far, in all epochs together."""
+        """The number of batches trained so far, in all epochs together."""
         return self._require_runner().trained
 
     @property
@@ -159,7 +159,7 @@ class Model(paddle.Model):
         return None if optimizer is None else optimizer.gradient_norm
 
     def is_rank(self, place: str) -> bool:
-        """Whether this process is the rank of the job that ``place`` names.
+        """Returns whether this process is the rank of the job that ``place`` names.
 
         Args:
             place: ``"first"`` for the first rank of the job, whose output the launcher shows;
@@ -200,18 +200,20 @@ class Model(paddle.Model):
                 fix="raise accumulate_steps in strategy.pipeline_configs, or pass "
                 "accumulate_grad_batches to fit",
             )
-        (loss,) = self._trainer().train([self._rows(inputs, labels)])
-        return self._result(loss)
+        (loss,) = self._runner_for_training().train([self._rows_of_batch(inputs, labels)])
+        return self._paddle_result(loss)
 
     def eval_batch(self, inputs: Nest, labels: Nest = None) -> Nest:
-        """Evaluates one batch; takes and returns what :meth:`train_batch` does."""
+        """Evaluates one batch; arguments and result are as for :meth:`train_batch`."""
         self.mode = "eval"
-        return self._result(self._require_runner().evaluate(self._rows(inputs, labels))[0])
+        return self._paddle_result(
+            self._require_runner().evaluate(self._rows_of_batch(inputs, labels))[0]
+        )
 
     def predict_batch(self, inputs: Nest) -> list[np.ndarray]:
         """Returns the outputs for one batch of every replica, each an array [rows, ..]."""
         self.mode = "test"
-        return self._require_runner().predict(self._rows(inputs, None))
+        return self._require_runner().predict(self._rows_of_batch(inputs, None))
 
     def fit(  # type: ignore[override]  # Paddle's returns None
         self,
@@ -279,8 +281,8 @@ class Model(paddle.Model):
             CheckpointError: A checkpoint cannot be saved, is damaged, or does not fit.
             SystemExit: The job was asked to stop, and has saved; see ``fleetpipe.resume``.
         """
-        runner = self._trainer()
-        go_on = _goes_on(resume, runner.trained)
+        runner = self._runner_for_training()
+        resumes = _resumes_training(resume, runner.trained)
         arguments.require_numbers(
             epochs=epochs,
             eval_freq=eval_freq,
@@ -288,18 +290,20 @@ class Model(paddle.Model):
             accumulate_grad_batches=accumulate_grad_batches,
             num_iters=num_iters,
         )
-        self._require_steady(accumulate_grad_batches)
+        self._refuse_accumulation_in_trace(accumulate_grad_batches)
         train_size, eval_size = arguments.sizes_of(batch_size)
-        source = self._source(
+        source = self._batch_source(
             train_data, train_size, shuffle=shuffle, drop_last=drop_last, workers=num_workers
         )
         evaluation = (
-            None if eval_data is None else self._source(eval_data, eval_size, workers=num_workers)
+            None
+            if eval_data is None
+            else self._batch_source(eval_data, eval_size, workers=num_workers)
         )
         steps = source.steps
         if num_iters is not None and steps is not None:
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
-        if go_on or save_steps is not None:
+        if resumes or save_steps is not None:
             callbacks = checkpoint.with_checkpoint(callbacks, save_steps, save_freq)
         callback_list = build_callback_list(
             self,
@@ -315,14 +319,19 @@ class Model(paddle.Model):
         position = Position(runner, source, callback_list.callbacks)
         with (
             progress.closing_bars(callback_list.callbacks),
-            checkpoint.saver_of(callback_list.callbacks, position, save_dir, go_on, state) as saver,
+            checkpoint.saving_context(
+                callback_list.callbacks, position, save_dir, resumes, state
+            ) as saver,
         ):
             left = None if num_iters is None else max(0, num_iters - position.taken)
-            self._expect(position, epochs, source.steps, left, accumulate_grad_batches)
-            if go_on and (position.epoch >= epochs or left == 0) and self.is_rank("first"):
-                whole = position.epoch >= epochs
-                done = f"all {epochs} epochs" if whole else f"num_iters={num_iters} batches"
-                rank_policy.say(f"{done} are trained: nothing is left to do")
+            self._report_expected_steps(
+                position, epochs, source.steps, left, accumulate_grad_batches
+            )
+            ends_at_once = position.epoch >= epochs or left == 0
+            if resumes and ends_at_once and self.is_rank("first"):
+                by_epochs = position.epoch >= epochs
+                trained = f"all {epochs} epochs" if by_epochs else f"num_iters={num_iters} batches"
+                rank_policy.say(f"{trained} are trained: nothing is left to do")
             return Loop(self, runner, callback_list, left).train(
                 source,
                 position,
@@ -333,22 +342,29 @@ class Model(paddle.Model):
                 eval_freq=eval_freq,
             )
 
-    def _expect(
-        self, position: Position, epochs: int, each: int | None, left: int | None, accumulate: int
+    def _report_expected_steps(
+        self,
+        position: Position,
+        epochs: int,
+        epoch_batches: int | None,
+        left: int | None,
+        accumulate: int,
     ) -> None:
-        """Reports to the board of the job how many steps are done, and how many there will be.
+        """Reports to the progress of the job how many steps are done, and how many there will be.
 
         Args:
             position: The position in the data.
-            epochs: Number of epochs.
-            each: Batches of an epoch; None if that is unknown.
-            left: The most batches that may still run; None sets no limit.
-            accumulate: Batches of a step.
+            epochs: The number of epochs.
+            epoch_batches: The number of batches of an epoch; None if it is unknown.
+            left: The largest number of batches that may still run; None sets no limit.
+            accumulate: The number of batches of a step.
         """
         done, total = self._require_runner().trained, None
-        if each is not None:
-            ahead = (epochs - position.epoch) * each - position.step
-            total = (done + (ahead if left is None else min(ahead, left))) // accumulate
+        if epoch_batches is not None:
+            ahead = (epochs - position.epoch) * epoch_batches - position.step
+            if left is not None:
+                ahead = min(ahead, left)
+            total = (done + ahead) // accumulate
         self._job.progress.expect(done // accumulate, total)
 
     def evaluate(
@@ -374,7 +390,7 @@ class Model(paddle.Model):
             callbacks: As for :meth:`fit`.
             num_iters: Most batches to evaluate.
         """
-        source = self._source(eval_data, batch_size, workers=num_workers)
+        source = self._batch_source(eval_data, batch_size, workers=num_workers)
         callback_list = build_callback_list(self, callbacks, log_freq=log_freq, verbose=verbose)
         with progress.closing_bars(callback_list.callbacks):
             logs = Loop(self, self._require_runner(), callback_list, num_iters).evaluate(source)
@@ -402,7 +418,7 @@ class Model(paddle.Model):
         Returns:
             For each output of the model its arrays, batch by batch, in the order of the data.
         """
-        source = self._source(test_data, batch_size, workers=num_workers)
+        source = self._batch_source(test_data, batch_size, workers=num_workers)
         callback_list = build_callback_list(self, callbacks, verbose=verbose)
         with progress.closing_bars(callback_list.callbacks):
             batches = Loop(self, self._require_runner(), callback_list).predict(source)
@@ -450,7 +466,7 @@ class Model(paddle.Model):
         runner = self._require_runner()
         fits = networks.load_parameters(path, self.network, skip_mismatch)
         if fits and not reset_optimizer and runner.optimizer is not None:
-            networks.load_state(path, runner.pipeline, runner.optimizer)
+            networks.load_optimizer_state(path, runner.pipeline, runner.optimizer)
 
     def parameters(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Returns the parameters of this process's stages, for the optimizer."""
@@ -476,7 +492,7 @@ class Model(paddle.Model):
         lines = self.network.stage_table().splitlines()
         lines[0] += "; parameters that are trained"
         if batch is not None:
-            sizes = self._require_runner().measured_bytes(self._rows(*batch))
+            sizes = self._require_runner().measured_bytes(self._rows_of_batch(*batch))
             column = ["bytes of activations", *(f"{size:,.0f}" for size in (*sizes, sum(sizes)))]
             lines[1:] = [f"{line}  {cell:>20}" for line, cell in zip(lines[1:], column)]
         if self.is_rank("first"):
@@ -485,8 +501,8 @@ class Model(paddle.Model):
         trainable = sum(layer.parameters for layer in self.network.counted_partition().layers)
         return {"total_params": total, "trainable_params": trainable}
 
-    def _require_steady(self, accumulate: int) -> None:
-        """Raises an error if batches are accumulated while a trace is recorded."""
+    def _refuse_accumulation_in_trace(self, accumulate: int) -> None:
+        """Raises ConfigError if batches are accumulated while a trace is recorded."""
         if accumulate != 1 and self.pipeline.trace is not None:
             raise ConfigError(
                 "a trace counts the actions of steps that are all of one length",
@@ -495,29 +511,30 @@ class Model(paddle.Model):
                 'or leave "trace" out of fleetpipe_configs',
             )
 
-    def _source(self, data: Nest, batch_size: int, **options: Any) -> BatchSource:
+    def _batch_source(self, data: Nest, batch_size: int, **options: Any) -> BatchSource:
         """Returns the source of batches for a user's data; see :func:`source_of`."""
         arguments.require_numbers(num_workers=options["workers"])
         pipeline = self.pipeline
-        ends = (pipeline.is_pipeline_first_stage, pipeline.is_pipeline_last_stage)
-        loads = any(owns(ignore_virtual=True) for owns in ends)
+        is_first = pipeline.is_pipeline_first_stage(ignore_virtual=True)
+        loads = is_first or pipeline.is_pipeline_last_stage(ignore_virtual=True)
         inputs = len(self._input_specs) or 1
         return source_of(data, batch_size, inputs, self._job, loads=loads, **options)
 
-    def _rows(self, inputs: Nest, labels: Nest) -> Rows:
-        """Returns the rows of one batch that a user passes."""
+    def _rows_of_batch(self, inputs: Nest, labels: Nest) -> Rows:
+        """Returns the batch that a user passes to ``train_batch`` and the like."""
         columns = as_list(inputs)
         degrees = self._job.degrees
         item = [*columns, *as_list(labels)]
         return rows_of(item, len(columns), self._job.replica, degrees.replicas, None)
 
-    def _result(self, loss: float) -> Nest:
+    def _paddle_result(self, loss: float) -> Nest:
         """Returns the loss of a batch, and the metrics, in the form of ``paddle.Model``."""
         losses = [] if self._criterion is None else [np.asarray(loss, "float32")]
         values = [metric.accumulate() for metric in self._metrics]
         return (losses, values) if values else losses
 
     def _require_runner(self) -> Runner:
+        """Returns the runner; raises StateError before :meth:`prepare`."""
         if self._runner is None:
             raise StateError(
                 "this Model is not prepared",
@@ -525,8 +542,8 @@ class Model(paddle.Model):
             )
         return self._runner
 
-    def _trainer(self) -> Runner:
-        """Returns the runner, in training mode; raises an error without optimizer or loss."""
+    def _runner_for_training(self) -> Runner:
+        """Returns the runner, and sets the mode; raises ConfigError without optimizer or loss."""
         runner = self._require_runner()
         if self._optimizer is None or self._criterion is None:
             raise ConfigError(
@@ -537,8 +554,13 @@ class Model(paddle.Model):
         return runner
 
 
-def _goes_on(resume: str | None, trained: int) -> bool:
-    """Whether a training resumes from a checkpoint; ``trained`` counts the model's batches."""
+def _resumes_training(resume: str | None, trained: int) -> bool:
+    """Returns whether ``fit`` resumes from a checkpoint.
+
+    Args:
+        resume: The argument of ``fit``.
+        trained: The number of batches that the model has trained in this process.
+    """
     if resume not in (None, "auto"):
         raise ConfigError(
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'

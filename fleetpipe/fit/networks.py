@@ -1,8 +1,10 @@
-"""The network of a ``Model``: makes a pipeline of it, and writes the files of ``Model.save``.
+"""Makes a pipeline of a ``Model``'s network, and writes and reads the files of ``Model.save``.
 
 The network is a list of layers, or any plain model. The files are those of ``paddle.Model`` for the
 single model: ``.pdparams`` is the state dict of the whole model, ``.pdopt`` the state of its
-optimizer, by names that Paddle numbers in the order of their creation (counted names).
+optimizer. The latter uses *counted names*, such as ``linear_0.w_0``, which Paddle numbers in the
+order of the layers' creation; elsewhere a tensor has its fully qualified name, its path in the
+model.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import has_hooks
 from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
+#: The suffixes of the two files.
 PARAMETERS, STATE = ".pdparams", ".pdopt"
+#: Paddle's keys in an optimizer's state dict, and its suffix of the name of a master weight.
 _SCHEDULE, _MASTERS, _MASTER = "LR_Scheduler", "master_weights", "_fp32_master_0"
-_COPIED = re.compile(r"(_deepcopy_\d+)+$")
+#: The end of the counted name of a layer's copy.
+_COPY_SUFFIX = re.compile(r"(_deepcopy_\d+)+$")
 
-_WHAT = "gathering the model"
+_GATHERING = "gathering the model"
 
 
 def pipeline_of(
@@ -90,7 +95,7 @@ def pipeline_of(
 
 
 def single_model_of(network: PipelineLayer) -> Layer:
-    """Returns a copy of the whole model in this process, whose values may be others.
+    """Returns a copy of the whole model in this process; its values are not the pipeline's.
 
     Raises:
         ConfigError: The pipeline was cut from a plain model, of which this rank has only a part.
@@ -110,18 +115,18 @@ def single_model_of(network: PipelineLayer) -> Layer:
 def counted_names(network: PipelineLayer) -> dict[str, str]:
     """Returns the counted name of each parameter and buffer of the single model.
 
-    They are the names in a process that builds this model first. A tensor that a vocabulary head
-    has in parts has the name of the first part.
+    They are the names in a process that builds this model first. A vocabulary head's tensor has the
+    name of its first shard.
     """
     if isinstance(network, CapturedPipeline):
-        return {**_count_names(network.plain), **network.head_names}
+        return {**_counted_names_of(network.plain), **network.head_names}
     with paddle.utils.unique_name.guard():
         single = network.single_model()
-    return _count_names(single)
+    return _counted_names_of(single)
 
 
-def _count_names(model: Layer) -> dict[str, str]:
-    """Returns Paddle's name of each parameter and buffer by fully qualified name."""
+def _counted_names_of(model: Layer) -> dict[str, str]:
+    """Returns Paddle's name of each parameter and buffer of a model, by fully qualified name."""
     names: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         names.setdefault(whole_name(name, tensor), tensor.name)
@@ -150,28 +155,29 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
         job: The job.
         path: The path of the files without their endings.
         pipeline: The wrapped model.
-        optimizer: Its wrapped optimizer; None if there is none.
+        optimizer: The wrapped optimizer; None without one.
 
     Raises:
         CheckpointError: A file cannot be written; every rank raises.
         PipelineTimeout: A rank did not arrive within the limit.
     """
-    whole = gather_model(job, pipeline, optimizer)
+    full_tensors = gather_model(job, pipeline, optimizer)
 
     def write() -> None:
-        if whole:
+        if full_tensors:
             files = Paths.of(path)
             # The single model may have copies of layers, whose names end with _deepcopy_0.
             counted = counted_names(pipeline.layers)
-            names = {path: _COPIED.sub("", name) for path, name in counted.items()}
-            parameters = of_group(whole, parts.MODEL)
+            names = {full: _COPY_SUFFIX.sub("", name) for full, name in counted.items()}
+            parameters = tensors_in_group(full_tensors, parts.MODEL)
             for name, tensor in parameters.items():
                 tensor.name = names[name]
             order = [slot.name for slot in pipeline.layers.state.whole_slots()]
             contents: dict[str, Nest] = {
                 files.parameters.name: {name: parameters[name] for name in order}
             }
-            if state := _state_to_save(whole, names, optimizer):
+            state = _optimizer_state_to_save(full_tensors, names, optimizer)
+            if state:
                 contents[files.state.name] = dict(state)
             fleet_files.save_all(files.parameters.parent, contents)
 
@@ -202,12 +208,12 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
             fix="model.save(path), and load it into a model with a Linear or a matmul at its end",
         )
     single = single_model_of(pipeline.layers)
-    whole = of_group(gather_model(job, pipeline, None), parts.MODEL)
+    full_tensors = tensors_in_group(gather_model(job, pipeline, None), parts.MODEL)
 
     def write() -> None:
-        if whole:
+        if full_tensors:
             names = pipeline.layers.state.names_in(single)
-            single.set_state_dict({path: whole[name] for path, name in names.items()})
+            single.set_state_dict({key: full_tensors[name] for key, name in names.items()})
             single.eval()
             target = Path(path)
             with replacing(target.parent) as draft:
@@ -217,7 +223,7 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
 
 
 def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> bool:
-    """Loads a model's parameters from a file.
+    """Loads a model's parameters from a file of :func:`save`.
 
     Collective over the pipeline if parameters are skipped.
 
@@ -228,7 +234,7 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
             values; if it is False, the file may have other names, in the order of the model.
 
     Returns:
-        Whether the file had everything.
+        Whether the file had all parameters, in the shapes of the model.
 
     Raises:
         CheckpointError: The file is missing or damaged, or does not fit.
@@ -239,16 +245,21 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
         shapes = {slot.name: list(slot.shape) for slot in network.state.whole_slots()}
         left_out = [n for n in shapes if n not in state or list(state[n].shape) != shapes[n]]
     if left_out:
-        there = {name: value for name, value in state.items() if name in shapes}
-        here = network.full_state_dict()
-        state = {**there, **{name: here[name] for name in left_out}}
+        current = network.full_state_dict()
+        state = {name: value for name, value in state.items() if name in shapes}
+        state.update((name, current[name]) for name in left_out)
         warnings.warn(f"not in {path}, or in another shape: {', '.join(left_out)}", stacklevel=3)
     network.load_from(state)
     return not left_out
 
 
-def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
-    """Loads an optimizer's state from its file, if there is one.
+def load_optimizer_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
+    """Loads an optimizer's state from the file beside the parameters; does nothing without a file.
+
+    Args:
+        path: The path of the files without their endings.
+        pipeline: The wrapped model.
+        optimizer: The wrapped optimizer.
 
     Raises:
         CheckpointError: A file is missing or damaged, or of another optimizer or model; no value
@@ -260,8 +271,8 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     contents = fleet_files.arrays(files.state)
     part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
     base = unwrap(optimizer)
-    names = _names_in_file(files.parameters, pipeline.layers)
-    values = _by_full_name(contents, names, name_prefix(base))
+    names = _full_names_by_counted(files.parameters, pipeline.layers)
+    values = _arrays_by_checkpoint_name(contents, names, name_prefix(base))
     described = {name: LocalTensor(value).described for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())
     try:
@@ -278,49 +289,64 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
         scheduler.set_state_dict(contents[_SCHEDULE])
 
 
-def _state_to_save(
-    whole: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
+def _optimizer_state_to_save(
+    full_tensors: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
 ) -> dict[str, Nest]:
-    """Returns the state dict of an optimizer with counted names.
+    """Returns the state dict of an optimizer as Paddle's ``state_dict`` does, with counted names.
 
     Args:
-        whole: All tensors of the model and the optimizer, on the first rank.
-        names: The counted name of each parameter.
+        full_tensors: All tensors of the model and the optimizer, on the first rank.
+        names: The counted name of each parameter, by fully qualified name.
         optimizer: The optimizer; None for an empty dict.
     """
     if optimizer is None:
         return {}
     base = unwrap(optimizer)
-    masters = of_group(whole, parts.MASTER_WEIGHTS)
+    masters = tensors_in_group(full_tensors, parts.MASTER_WEIGHTS)
     contents: dict[str, Nest] = {}
-    for name, tensor in of_group(whole, parts.OPTIMIZER).items():
-        path, _, kind = name.rpartition("/")
-        of = names[path] + (_MASTER if path in masters else "")
-        tensor.name = f"{of}_{name_prefix(base)}{kind}"
+    for name, tensor in tensors_in_group(full_tensors, parts.OPTIMIZER).items():
+        parameter, _, kind = name.rpartition("/")
+        owner = names[parameter] + (_MASTER if parameter in masters else "")
+        tensor.name = f"{owner}_{name_prefix(base)}{kind}"
         contents[tensor.name] = tensor
     if masters:
-        for path, tensor in masters.items():
-            tensor.name = names[path] + _MASTER
-        contents[_MASTERS] = {names[path]: tensor for path, tensor in masters.items()}
+        for parameter, tensor in masters.items():
+            tensor.name = names[parameter] + _MASTER
+        contents[_MASTERS] = {names[parameter]: t for parameter, t in masters.items()}
     scheduler = scheduler_of(base)
     if scheduler is not None:
         contents[_SCHEDULE] = scheduler.state_dict()
     return contents
 
 
-def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
-    """Returns the fully qualified name of each parameter, by its counted name in a file."""
+def _full_names_by_counted(path: Path, network: PipelineLayer) -> dict[str, str]:
+    """Returns the fully qualified name of each parameter, by its counted name in a file.
+
+    Args:
+        path: The file of the parameters, which has both names. If its fully qualified names are
+            not the model's, they are matched by their order.
+        network: The model.
+    """
     names = [slot.name for slot in network.state.whole_slots()]
     # In reverse, so that a tied weight has its first name.
     counted = {name: full for full, name in reversed(fleet_files.counted_names(path))}
     by_order = dict(zip(reversed(counted.values()), names))
-    return {name: n if n in names else by_order[n] for name, n in counted.items()}
+    return {name: full if full in names else by_order[full] for name, full in counted.items()}
 
 
-def _by_full_name(
+def _arrays_by_checkpoint_name(
     contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
 ) -> dict[parts.TensorName, np.ndarray]:
-    """Returns the arrays of an optimizer's file by their names in checkpoints."""
+    """Returns the arrays of an optimizer's file by their names in checkpoints.
+
+    Args:
+        contents: The contents of the file.
+        names: The fully qualified name of each parameter, by counted name.
+        prefix: The prefix of the names of the optimizer's state.
+
+    Raises:
+        CheckpointError: The file has state of a parameter that ``names`` lacks.
+    """
     values: dict[parts.TensorName, np.ndarray] = {}
     for counted, array in contents.get(_MASTERS, {}).items():
         values[parts.TensorName(parts.MASTER_WEIGHTS, names[counted])] = array
@@ -349,7 +375,7 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
     Args:
         job: The job.
         model: The wrapped model.
-        optimizer: Its optimizer; None if there is none.
+        optimizer: The optimizer; None without one.
 
     Raises:
         CheckpointError: The ranks do not have the same model.
@@ -360,16 +386,16 @@ def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorNam
     states = objects.optimizer_part(part)
     local = {**part.local_tensors(), **({} if states is None else states.local_tensors())}
     ranks = Ranks.of_job()
-    texts = ranks.together(_WHAT, lambda: Inventory.of(local).to_json())
+    texts = ranks.together(_GATHERING, lambda: Inventory.of(local).to_json())
     plan = plan_files([Inventory.from_json(text) for text in texts])
     parts = (
         ((*name,), local[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank)
     )
-    with job.guarded(lambda: _WHAT):
-        whole = joined_on_first(job.everyone(), parts)
-    return {TensorName(*name): tensor for name, tensor in whole.items()}
+    with job.guarded(lambda: _GATHERING):
+        full_tensors = joined_on_first(job.everyone(), parts)
+    return {TensorName(*name): tensor for name, tensor in full_tensors.items()}
 
 
-def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
-    """Returns the tensors of a group, as ``"model"``, by name."""
-    return {name.name: tensor for name, tensor in whole.items() if name.group == group}
+def tensors_in_group(full_tensors: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
+    """Returns the tensors of a group of a checkpoint, such as ``"model"``, by name."""
+    return {name.name: tensor for name, tensor in full_tensors.items() if name.group == group}

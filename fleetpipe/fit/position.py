@@ -1,12 +1,12 @@
-"""The position of a training, and the batches of the user's data from there on.
+"""Tracks the position of a training in its data, and yields the batches from there on.
 
 ``BatchSource`` yields the batches. ``Position`` has all state of a run except tensors: the epoch,
-the batch, metrics and callbacks.
+the batch, metrics and callbacks; a checkpoint saves it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from fleetpipe.paddle_api.loading import batches_of, closing_iterator
 _ARRAY = "dtype"
 
 #: The attributes that are the state of Paddle's callbacks, which have no state dicts.
-_KEPT: dict[type, tuple[str, ...]] = {
+_STATE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     paddle.callbacks.EarlyStopping: ("wait_epoch", "best_value", "stopped_epoch"),
     paddle.callbacks.ReduceLROnPlateau: ("cooldown_counter", "wait", "best", "epoch"),
 }
@@ -45,12 +45,13 @@ class BatchSource:
     """A source of batches.
 
     Attributes:
-        loader: Yields items; a list, a generator or a loader.
-        samples: Rows of the whole dataset, if read in order; None if every row of an item counts.
-        together: Rows of an item in all replicas together, if ``samples`` is known.
-        inputs: Number of columns of an item that are inputs.
+        loader: Yields items (batches of this replica): a list, a generator or a loader.
+        samples: The rows of the whole dataset, if it is read in order; None if every row of an item
+            counts.
+        together: The rows of an item in all replicas together, if ``samples`` is known.
+        inputs: The number of columns of an item that are inputs.
         job: The job.
-        loads: Whether items have the samples, not only their numbers.
+        loads: Whether items have the samples; if not, they have only the samples' numbers.
         random_of_pass: The random states at the begin of a pass over data without a position.
     """
 
@@ -64,7 +65,7 @@ class BatchSource:
 
     @property
     def steps(self) -> int | None:
-        """Number of batches of a pass; None if the loader has no length."""
+        """The number of batches of a pass over the data; None if the loader has no length."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
         except (TypeError, ValueError):  # Paddle's loader of an IterableDataset: ValueError
@@ -74,13 +75,13 @@ class BatchSource:
         """Yields the batches of one pass. Collective over the job, batch by batch.
 
         Args:
-            taken: Number of batches that an earlier attempt of the job took. A loader with a
+            taken: The number of batches that an earlier attempt of the job took. A loader with a
                 position is already after them; others yield them again, and they are dropped.
 
         Raises:
             ConfigError: Some ranks have more batches than others, or the data have none left.
         """
-        self._begin()
+        self._begin_pass()
         if self.job.healing is not None:
             self.job.healing.counts = True
         positioned = bool(self.state_dict())
@@ -99,7 +100,7 @@ class BatchSource:
                 item = next(items, None)
                 rows = None if item is None else self._rows_of(item, left)
                 if not (positioned and self.steps):
-                    rows = self._in_step(rows, taken + number)
+                    rows = self._rows_of_all_replicas(rows, taken + number)
                 if rows is None and not (number or taken):
                     raise ConfigError(
                         "the data has no batch left for this pass over it",
@@ -115,18 +116,18 @@ class BatchSource:
                 yield rows
 
     def _rows_of(self, item: Nest, left: int | None) -> Rows:
-        """Reads an item; ``left`` is as for :func:`rows_of`."""
+        """Returns an item as a batch of this replica; ``left`` is as for :func:`rows_of`."""
         replicas, inputs = self.job.degrees.replicas, self.inputs if self.loads else 0
         rows = rows_of(item, inputs, self.job.replica, replicas, left)
         return rows if self.loads else rows._replace(inputs=(), labels=())
 
-    def _begin(self) -> None:
-        """Checks that all ranks have equally many batches, and synchronizes random states."""
+    def _begin_pass(self) -> None:
+        """Checks that all ranks have equally many batches, and shares random states. Collective."""
         gather = self.job.everyone().all_gather
         lengths = self.job.exchange("beginning to read data", lambda: gather(self.steps))
         with self.job.guarded(lambda: "beginning to read data"):
             if None not in lengths and len({*lengths}) > 1:
-                raise _unequal(f"batches by rank: {', '.join(map(str, lengths))}")
+                raise _unequal_lengths_error(f"batches by rank: {', '.join(map(str, lengths))}")
             if not isinstance(self.loader, DataLoader):
                 if self.job.healing is not None:
                     self.job.healing.hinder("random states are shared, as a pass over data begins")
@@ -136,19 +137,22 @@ class BatchSource:
                     states.share(self.job.along(*axes))
                 states.put_back()
 
-    def _in_step(self, rows: Rows | None, number: int) -> Rows | None:
-        """Checks that all ranks have a batch, or none has, and adds up the rows of all replicas.
+    def _rows_of_all_replicas(self, rows: Rows | None, number: int) -> Rows | None:
+        """Returns a batch with the rows of all replicas counted. Collective over the job.
 
         Args:
             rows: This rank's batch; None if its data have ended.
             number: The number of the batch.
+
+        Raises:
+            ConfigError: Some ranks have a batch, and others have none.
         """
         what, count = "asking all ranks whether the data go on", None if rows is None else rows.rows
         counts = self.job.exchange(what, lambda: self.job.everyone().all_gather(count))
         with self.job.guarded(lambda: what):
             if None in counts and {*counts} != {None}:
-                ended = [rank for rank, rows_of_rank in enumerate(counts) if rows_of_rank is None]
-                raise _unequal(
+                ended = [rank for rank, count in enumerate(counts) if count is None]
+                raise _unequal_lengths_error(
                     f"the data of rank {', '.join(map(str, ended))} ended after {number}"
                 )
         if rows is None or self.samples is not None:
@@ -156,14 +160,19 @@ class BatchSource:
         return rows._replace(everywhere=sum(counts) * self.job.degrees.replicas // len(counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of a loader; an empty dict for a loader without one."""
+        """Returns the loader's position as values of JSON; an empty dict if it has none."""
         try:
             return self.loader.state_dict() if isinstance(self.loader, DataLoader) else {}
         except UsageError:
             return {}
 
     def set_state_dict(self, state: Mapping[str, Any], epoch: int) -> None:
-        """Moves the loader to a saved position; without one, moves its sampler to the epoch."""
+        """Moves the loader to a saved position.
+
+        Args:
+            state: A result of :meth:`state_dict`.
+            epoch: The epoch, to which the sampler of a loader without a position is set.
+        """
         sampler: Any = getattr(self.loader, "batch_sampler", None)
         if state and isinstance(self.loader, DataLoader):
             self.loader.set_state_dict(state)
@@ -171,7 +180,7 @@ class BatchSource:
             sampler.set_epoch(epoch)
 
     def next_epoch(self) -> None:
-        """Starts the next epoch of a loader with a position; other loaders need no call."""
+        """Moves a loader that has a position to its next epoch; does nothing for others."""
         if self.state_dict() and isinstance(self.loader, DataLoader):
             self.loader.set_epoch(self.loader.epoch + 1)
 
@@ -187,20 +196,20 @@ def source_of(
     workers: int = 0,
     loads: bool = True,
 ) -> BatchSource:
-    """Returns the source of batches for users' data.
+    """Returns the source of batches for the data that a user passes to a ``Model``'s method.
 
     Args:
         data: A ``Dataset``, of which each replica reads a part, an ``IterableDataset`` of this
             replica, or anything that yields batches of this replica.
-        batch_size: Rows of a batch of one replica, for both kinds of dataset.
-        inputs: Number of columns of an item that are inputs.
+        batch_size: The rows of a batch of one replica, for both kinds of dataset.
+        inputs: The number of columns of an item that are inputs.
         job: The job.
         shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
         drop_last: Whether a short last batch of a dataset is left out.
-        workers: Processes that load a dataset.
-        loads: Whether this rank needs the samples. If not, it draws only their numbers from a
-            ``Dataset``, to be at the same position; other data are read on every rank, since only
-            that shows how many rows there are.
+        workers: The number of processes that load a dataset.
+        loads: Whether this rank needs the samples. If not, it takes only the numbers of the samples
+            from a ``Dataset``, to be at the same position; other data are read on every rank, since
+            only that shows how many rows they have.
 
     Raises:
         ConfigError: The data is neither a ``Dataset`` nor iterable, or has no batch.
@@ -215,7 +224,7 @@ def source_of(
         samples = None if shuffle else len(data)
         read = loads
         data = DataLoader(
-            data if read else Numbers(len(data)),
+            data if read else SampleNumbers(len(data)),
             batch_size=batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -233,8 +242,8 @@ def source_of(
     return source
 
 
-def _unequal(got: str) -> ConfigError:
-    """Returns the error for ranks with different numbers of batches."""
+def _unequal_lengths_error(got: str) -> ConfigError:
+    """Returns the error of ranks with different numbers of batches; ``got`` names the numbers."""
     return ConfigError(
         "the data of some ranks have more batches than those of others",
         expected="as many batches on every rank: replicas step together",
@@ -244,7 +253,7 @@ def _unequal(got: str) -> ConfigError:
     )
 
 
-class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
+class SampleNumbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
     """A dataset whose samples are their own numbers."""
 
     def __init__(self, count: int) -> None:
@@ -261,9 +270,9 @@ class Position:
     """The position of ``fit`` in its data, which checkpoints save; the same on every rank.
 
     Attributes:
-        epoch: The epoch that runs or comes next.
-        step: How many batches of that epoch were trained.
-        taken: How many batches all epochs and their evaluations took, for ``num_iters``.
+        epoch: The number of the epoch that runs or comes next, from 0.
+        step: The number of batches of that epoch that were trained.
+        taken: The number of batches that all epochs and evaluations took, for ``num_iters``.
         stopped: Whether a callback has ended the training.
         logs: The logs of the last batch: loss and metrics.
     """
@@ -280,21 +289,21 @@ class Position:
         self._runner = runner
         self._source = source
         self._callbacks = callbacks
-        #: Saved states of callbacks, which are set after the callbacks' own begin.
-        self._waiting: dict[str, Any] = {}
+        #: Saved states of callbacks by name, to be set after ``on_train_begin`` of the callbacks.
+        self._saved_callback_states: dict[str, Any] = {}
         self.epoch = self.step = self.taken = 0
         self.stopped = False
         self.logs: Mapping[str, Any] = {}
-        self._held: list[dict[str, Any]] | None = None
+        self._saved_metric_states: list[dict[str, Any]] | None = None
         for metric in runner.metrics:
             metric.reset()
 
-    def hold_metrics(self) -> None:
-        """Stores the metrics' states for the checkpoint, which has no later batches."""
-        self._held = self._counts()
+    def save_metric_states(self) -> None:
+        """Saves the metrics' states now for the checkpoint; later batches do not change them."""
+        self._saved_metric_states = self._metric_states()
 
     def advance(self, batches: int) -> None:
-        """Counts trained batches."""
+        """Moves forward by some trained batches."""
         self.step += batches
         self.taken += batches
 
@@ -313,13 +322,15 @@ class Position:
             "trained": self._runner.trained,
             "stopped": self.stopped,
             "loader": self._source.state_dict(),
-            "metrics": self._counts() if self._held is None else self._held,
+            "metrics": self._metric_states()
+            if self._saved_metric_states is None
+            else self._saved_metric_states,
             "told": plain(self.logs, "the logs"),
             "callbacks": {name: plain(state, name) for name, state in states if state},
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position; :meth:`put_callbacks_back` restores the callbacks.
+        """Moves to a saved position; :meth:`restore_callbacks` must follow for the callbacks.
 
         Raises:
             CheckpointError: The position belongs to other data; no value has changed.
@@ -329,91 +340,104 @@ class Position:
         self.stopped, self._runner.trained = state["stopped"], state["trained"]
         for metric, counted in zip(self._runner.metrics, state["metrics"]):
             for name, value in counted.items():
-                setattr(metric, name, _value(value))
+                setattr(metric, name, _from_json(value))
         self.logs = state["told"]
-        self._waiting.update(state["callbacks"])
+        self._saved_callback_states.update(state["callbacks"])
 
     @property
     def random_of_pass(self) -> Pass:
         """The random states at the begin of the pass over the data."""
         return getattr(self._source.loader, "random_of_pass", None) or self._source.random_of_pass
 
-    def own_callbacks(self) -> dict[str, Any]:
-        """Returns an object to save for each callback with a state on this rank alone, by name."""
+    def callbacks_of_this_rank(self) -> dict[str, Any]:
+        """Returns, by name, an object to save for each callback that runs on this rank alone.
+
+        The objects have ``state_dict`` and ``set_state_dict``; callbacks without state are left
+        out.
+        """
         return {
             name: SimpleNamespace(
                 state_dict=partial(callback_state, one),
-                set_state_dict=partial(self._waiting.__setitem__, name),
+                set_state_dict=partial(self._saved_callback_states.__setitem__, name),
             )
-            for name, one in self._callbacks_by_name(here_alone=True).items()
-            if hasattr(one, "state_dict") or _names_of(one)
+            for name, one in self._callbacks_by_name(on_this_rank_alone=True).items()
+            if hasattr(one, "state_dict") or _state_attributes(one)
         }
 
-    def put_callbacks_back(self) -> None:
-        """Sets the saved states of callbacks, once, after the callbacks' own begin."""
-        here = self._callbacks_by_name(here_alone=True)
+    def restore_callbacks(self) -> None:
+        """Sets the saved states of callbacks; the loop calls it after ``on_train_begin``."""
+        here = self._callbacks_by_name(on_this_rank_alone=True)
         for name, callback in {**self._callbacks_by_name(), **here}.items():
-            if name in self._waiting:
-                state = self._waiting[name]
+            if name in self._saved_callback_states:
+                state = self._saved_callback_states[name]
                 if hasattr(callback, "set_state_dict"):
                     callback.set_state_dict(state)
-                for attribute in _names_of(callback):
+                for attribute in _state_attributes(callback):
                     setattr(callback, attribute, state[attribute])
-        self._waiting.clear()
+        self._saved_callback_states.clear()
 
-    def _counts(self) -> list[dict[str, Any]]:
+    def _metric_states(self) -> list[dict[str, Any]]:
+        """Returns the states of all metrics, as values of JSON."""
         return [_metric_state(metric) for metric in self._runner.metrics]
 
-    def _callbacks_by_name(self, here_alone: bool = False) -> dict[str, Any]:
-        """Returns the callbacks that run on all ranks, or those on this rank alone, by name."""
-        named: dict[str, Any] = {}
+    def _callbacks_by_name(self, on_this_rank_alone: bool = False) -> dict[str, Any]:
+        """Returns the callbacks that run on all ranks, or those on this rank alone, by name.
+
+        A name is the callback's class, its rank if it runs on one, and a number among its equals.
+        """
+        callbacks: dict[str, Any] = {}
+        counts: Counter[str] = Counter()
         for callback in self._callbacks:
-            place = getattr(callback, "on_rank", "all")
-            if (place != "all") == here_alone:
-                kind = type(callback).__name__ + (f" on the {place} rank" if here_alone else "")
-                named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
-        return named
+            rank = getattr(callback, "on_rank", "all")
+            if (rank != "all") != on_this_rank_alone:
+                continue
+            kind = type(callback).__name__
+            if on_this_rank_alone:
+                kind = f"{kind} on the {rank} rank"
+            callbacks[f"{kind} {counts[kind]}"] = callback
+            counts[kind] += 1
+        return callbacks
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
     """Returns the state of a metric: its attributes that are numbers, arrays or lists of these."""
-    return {
-        name: _plain(value)
-        for name, value in vars(metric).items()
-        if isinstance(value, (bool, int, float, np.generic, np.ndarray))
-        or (
-            isinstance(value, list)
-            and all(isinstance(item, (int, float, np.generic, np.ndarray)) for item in value)
-        )
-    }
+    numbers = (bool, int, float, np.generic, np.ndarray)
+    state: dict[str, Any] = {}
+    for name, value in vars(metric).items():
+        items = value if isinstance(value, list) else [value]
+        if all(isinstance(item, numbers) for item in items):
+            state[name] = _to_json(value)
+    return state
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Returns a number, an array or a list of these as values of JSON."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, (np.ndarray, np.generic)):
         return {_ARRAY: str(value.dtype), "values": value.tolist()}
     return value
 
 
-def _value(plain: Any) -> Any:
-    """Returns the value that :func:`_plain` has converted."""
-    if isinstance(plain, list):
-        return [_value(item) for item in plain]
-    if isinstance(plain, dict):
+def _from_json(converted: Any) -> Any:
+    """Returns the value that :func:`_to_json` has converted."""
+    if isinstance(converted, list):
+        return [_from_json(item) for item in converted]
+    if isinstance(converted, dict):
         # [()] makes a number of an array without axes, and leaves other arrays.
-        return np.asarray(plain["values"], plain[_ARRAY])[()]
-    return plain
+        return np.asarray(converted["values"], converted[_ARRAY])[()]
+    return converted
 
 
 def callback_state(callback: Any) -> dict[str, Any]:
-    """Returns the state of a callback; empty if it has none."""
+    """Returns the state of a callback by name; an empty dict for a callback without state."""
     if hasattr(callback, "state_dict"):
         return dict(callback.state_dict())
-    return {name: getattr(callback, name) for name in _names_of(callback)}
+    return {name: getattr(callback, name) for name in _state_attributes(callback)}
 
 
-def _names_of(callback: Any) -> tuple[str, ...]:
-    """Returns the attributes that are the state of one of Paddle's callbacks."""
-    return next((names for kind, names in _KEPT.items() if isinstance(callback, kind)), ())
+def _state_attributes(callback: Any) -> tuple[str, ...]:
+    """Returns the attributes that are the state of one of Paddle's callbacks; none for others."""
+    return next(
+        (names for kind, names in _STATE_ATTRIBUTES.items() if isinstance(callback, kind)), ()
+    )

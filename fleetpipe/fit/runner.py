@@ -1,6 +1,7 @@
 """Runs batches of any number of rows on a pipeline; every rank gets losses and metrics.
 
-Start with ``Runner``; ``Precision`` is the mixed precision of ``amp_configs``.
+Start with ``Runner``. ``Precision`` is the mixed precision of ``amp_configs``. A *share* is a
+micro-batch's weighted loss: the shares of a batch add up to the batch's loss.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from fleetpipe.fit.micro_batches import (
     Metric,
     RowCut,
     Rows,
+    first_rows,
     in_micro_batches,
     join_cuts,
     value_of,
-    whole,
 )
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -48,7 +49,7 @@ class Precision(NamedTuple):
 
     Attributes:
         level: ``"O0"`` for full precision, ``"O1"`` or ``"O2"``.
-        lists: The options of ``auto_cast``.
+        lists: Further arguments of ``auto_cast``, such as lists of operations.
         scaler: The ``GradScaler`` of the losses; None in full precision.
     """
 
@@ -57,7 +58,7 @@ class Precision(NamedTuple):
     scaler: Scaler = None
 
     def computing(self) -> AbstractContextManager[None]:
-        """While it is open, operations compute in this precision."""
+        """Returns a context in which operations compute in this precision."""
         if self.level == "O0":
             return nullcontext()
         cast: AbstractContextManager[None] = _amp.auto_cast(level=self.level, **self.lists)
@@ -67,13 +68,16 @@ class Precision(NamedTuple):
 def precision_of(
     configs: str | dict[str, Any] | None, network: Layer, optimizer: Optimizer
 ) -> Precision:
-    """Returns the precision of ``amp_configs``; ``"O2"`` casts the parameters.
+    """Returns the precision that ``amp_configs`` asks for; with ``"O2"``, casts the parameters.
 
     Args:
         configs: A level, or a dict with ``level`` and the options of ``auto_cast`` and
             ``GradScaler``; None for full precision.
         network: The model.
         optimizer: The user's optimizer.
+
+    Raises:
+        ConfigError: The configs are of no form that Paddle knows.
     """
     try:
         level, lists, scaling = checked_amp(configs, optimizer)
@@ -98,7 +102,7 @@ def precision_of(
 
 
 class Runner:
-    """A wrapped model with the loss and the metrics of ``prepare``.
+    """Runs batches on a wrapped model, with the loss and the metrics of ``Model.prepare``.
 
     The methods that take rows are collective over the job.
     """
@@ -130,15 +134,15 @@ class Runner:
         self.metrics = metrics
         self.has_loss = loss is not None
         self.precision = precision
-        self._usual_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
+        self._default_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
         self._counting = Counting(metrics, lambda: pipeline.micro_batch_id)
         in_parts = pipeline.layers.placement.has_head
         if in_parts:
-            _require_parts(pipeline, loss, metrics)
+            _require_loss_by_shards(pipeline, loss, metrics)
         pipeline.layers.take_loss(Criterion(loss, self._counting, in_parts))
         self._steps = pipeline.accumulate_steps
-        # With delay_scale_loss, the factor that is applied to gradients after backward.
-        self._undivided = pipeline.weights[0] / pipeline.weights_in_backward[0]
+        # The factor that is applied to gradients after backward; 1 without delay_scale_loss.
+        self._late_factor = pipeline.weights[0] / pipeline.weights_in_backward[0]
         #: The share of each micro-batch in the loss of the last training batch.
         self.shares: list[float] = []
         #: Number of batches trained so far.
@@ -151,9 +155,9 @@ class Runner:
         rows, and the gradients of all batches are added up, as with Paddle's
         ``accumulate_grad_batches``. Without ``step`` the gradients stay on the parameters.
         """
-        alone = len(batches) == 1
-        cuts = [self._cut(rows, alone) for rows in batches]
-        cut = cuts[0] if alone else join_cuts(cuts)
+        is_single = len(batches) == 1
+        cuts = [self._cut_batch(rows, is_single) for rows in batches]
+        cut = cuts[0] if is_single else join_cuts(cuts)
         with self._micro_batches(len(cut.rows)), self.precision.computing():
             self._counting.begin(cut.rows)
             train: Callable[..., Nest] = self.pipeline.forward_backward_pipeline
@@ -164,41 +168,51 @@ class Runner:
             shares = train(
                 cut.data,
                 scaler=self.precision.scaler,
-                weights=self._weights(cuts),
+                weights=self._micro_batch_weights(cuts),
                 return_micro_batch_loss=True,
             )
         computed = self._gather_results()
         shares = _on_host(shares)
-        self.shares = weighted(shares, self._undivided).tolist()
+        self.shares = weighted(shares, self._late_factor).tolist()
         begin = 0
-        for one in cuts:
-            part = slice(begin, begin + len(one.rows))
-            self._counting.update([replica[part] for replica in computed])
-            yield _number(weighted(_total(shares[part]), self._undivided))
-            begin = part.stop
+        for batch in cuts:
+            micro_batches = slice(begin, begin + len(batch.rows))
+            self._counting.update([replica[micro_batches] for replica in computed])
+            total = _sum_in_order(shares[micro_batches])
+            yield _only_number(weighted(total, self._late_factor))
+            begin = micro_batches.stop
 
-    def _cut(self, rows: Rows, alone: bool) -> RowCut:
-        """Cuts a batch into micro-batches; the pipeline cuts a single one of the usual size."""
-        if not alone or rows.rows != self._steps * self.pipeline.micro_batch_size:
+    def _cut_batch(self, rows: Rows, is_single: bool) -> RowCut:
+        """Returns a batch in micro-batches; a single batch of the usual size is left uncut.
+
+        Args:
+            rows: The batch.
+            is_single: Whether the step has no other batch.
+        """
+        if not is_single or rows.rows != self._steps * self.pipeline.micro_batch_size:
             return in_micro_batches(rows, self._steps)
         labels = value_of(rows.labels) if rows.labels else [None] * self._steps
-        return RowCut([value_of(rows.inputs), labels], self._usual_rows)
+        return RowCut([value_of(rows.inputs), labels], self._default_rows)
 
-    def _weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
-        """Returns the weight of each micro-batch in the loss; None for the pipeline's weights."""
-        usual = len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1
-        if len(cuts) == 1 and (usual or self.pipeline.counts_tokens):
+    def _micro_batch_weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
+        """Returns the weight of each micro-batch in the loss; None for the pipeline's own weights.
+
+        Args:
+            cuts: The batches of a step.
+        """
+        default = len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1
+        if len(cuts) == 1 and (default or self.pipeline.counts_tokens):
             return None
-        if self._undivided != 1:
+        if self._late_factor != 1:
             raise ConfigError(
                 "delay_scale_loss weights all micro-batches of a step alike",
-                got=f"micro-batches of {' + '.join(str(list(one.rows)) for one in cuts)} rows",
+                got=f"micro-batches of {' + '.join(str(list(cut.rows)) for cut in cuts)} rows",
                 fix="fit(.., drop_last=True, accumulate_grad_batches=1) with a batch_size that "
                 "accumulate_steps divides; or leave delay_scale_loss out",
             )
         # For a sum over micro-batches the weights of a mean are multiplied by their number.
-        summed = self.pipeline.weights[0] == 1
-        return [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
+        is_summed = self.pipeline.weights[0] == 1
+        return [w * (len(cut.rows) if is_summed else 1) for cut in cuts for w in cut.weights]
 
     def evaluate(self, rows: Rows) -> tuple[float, float]:
         """Evaluates a batch, and updates the metrics.
@@ -208,54 +222,55 @@ class Runner:
             with ``loss_reduction="tokens"`` the mean over tokens, and the number of tokens.
         """
         loss, weight, computed = self._job.share(
-            "an evaluation", lambda: self._evaluate(rows), self.pipeline.pass_over_forwards
+            "an evaluation", lambda: self._evaluate_batch(rows), self.pipeline.pass_over_forwards
         )
         self._counting.update(computed)
         return float(loss), float(weight)
 
-    def _evaluate(self, rows: Rows) -> tuple[float, float, list[Nest]]:
+    def _evaluate_batch(self, rows: Rows) -> tuple[float, float, list[Nest]]:
         """Returns the results of :meth:`evaluate`, and the results of the metrics' ``compute``."""
         # A replica with padding alone evaluates one row of it, to take part in the collectives.
-        kept = max(rows.real, 1)
-        with self._forward_only(kept) as size:
-            starts = range(0, kept, size)
+        count = max(rows.real, 1)
+        with self._forward_only(count) as size:
+            starts = range(0, count, size)
             self._counting.begin([max(0, min(size, rows.real - start)) for start in starts])
-            inputs, labels = whole(rows.inputs, kept), whole(rows.labels, kept)
+            inputs, labels = first_rows(rows.inputs, count), first_rows(rows.labels, count)
             if labels is None:
                 labels = [None] * len(starts)
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
         computed = self._gather_results()
         by_tokens, replicas = self.pipeline.counts_tokens, self.pipeline.replicas.ranks
         if not by_tokens and rows.everywhere == rows.rows * replicas:
-            return _number(loss), rows.everywhere, computed
+            return _only_number(loss), rows.everywhere, computed
         losses, share = self.pipeline.total_loss, None
         if losses is not None:
-            counted = self.pipeline.counted(whole(rows.labels, kept)) if by_tokens else 0.0
-            share = [_number(_total(_on_host(losses[0]))), counted, rows.real]
-        everyone = self.pipeline.from_last_stage(share)
+            tokens = self.pipeline.counted(first_rows(rows.labels, count)) if by_tokens else 0.0
+            share = [_only_number(_sum_in_order(_on_host(losses[0]))), tokens, rows.real]
+        # The loss, the tokens and the rows that count, of each replica.
+        shares = self.pipeline.from_last_stage(share)
         if not by_tokens:
-            mean = sum(loss * real for loss, _, real in everyone) / rows.everywhere
+            mean = sum(loss * real for loss, _, real in shares) / rows.everywhere
             return mean, rows.everywhere, computed
         # Each replica's loss is weighted by its share of all tokens; rows that do not count add 0.
-        total = sum(counted for _, counted, _ in everyone)
-        places = sum(counted for _, counted, real in everyone if real)
-        added = sum(loss for loss, _, real in everyone if real) * total / replicas
-        return (added / places if places else 0.0), places, computed
+        all_tokens = sum(tokens for _, tokens, _ in shares)
+        real_tokens = sum(tokens for _, tokens, real in shares if real)
+        total = sum(loss for loss, _, real in shares if real) * all_tokens / replicas
+        return (total / real_tokens if real_tokens else 0.0), real_tokens, computed
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
-        """Returns the outputs for the rows that count in all replicas, in the order of the dataset.
+        """Returns the outputs for the rows that count in all replicas, in the dataset's order.
 
         Raises:
             ConfigError: There are several micro-batches, and an output is not [rows, ..].
         """
-        kept = max(rows.real, 1)
-        with self._forward_only(kept) as size:
-            output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
-        part = list(tensors_of(output)) if output is not None and rows.real else []
-        if kept > size or self.pipeline.replicas.ranks > 1:
-            _require_rows(part, kept)
-        everyone = [part for part in self.pipeline.from_last_stage(part) if part]
-        return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*everyone)]
+        count = max(rows.real, 1)
+        with self._forward_only(count) as size:
+            output = self.pipeline.predict_batch(first_rows(rows.inputs, count), broadcast=False)
+        outputs = list(tensors_of(output)) if output is not None and rows.real else []
+        if count > size or self.pipeline.replicas.ranks > 1:
+            _require_rows(outputs, count)
+        by_replica = [outputs for outputs in self.pipeline.from_last_stage(outputs) if outputs]
+        return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*by_replica)]
 
     def measured_bytes(self, rows: Rows) -> list[float]:
         """Returns the bytes that a forward of one micro-batch leaves allocated in each stage."""
@@ -264,10 +279,10 @@ class Runner:
         with self._micro_batches(len(cut.rows)):
             return list(self.pipeline.profile(cut.data)["bytes"])
 
-    def any_rank(self, wish: bool) -> bool:
-        """Returns whether ``wish`` is true on any rank of the job. Collective."""
+    def any_rank(self, stops: bool) -> bool:
+        """Returns whether ``stops`` is true on some rank. Collective over the job."""
         gather = self._job.everyone().all_gather
-        return any(self._job.exchange("asking all ranks whether to stop", lambda: gather(wish)))
+        return any(self._job.exchange("asking all ranks whether to stop", lambda: gather(stops)))
 
     def _gather_results(self) -> list[Nest]:
         """Returns the results of the metrics' ``compute``, by replica. Collective with metrics."""
@@ -277,52 +292,60 @@ class Runner:
 
     @contextmanager
     def _forward_only(self, rows: int) -> Iterator[int]:
-        """While it is open, batches are cut for forward only; yields the rows of a micro-batch.
+        """Opens a context for forwards without backwards; yields the rows of a micro-batch.
 
-        Micro-batches are larger than in training if there would be more of them than in training.
+        A micro-batch is larger than in training if a batch would have more micro-batches than in
+        training.
+
+        Args:
+            rows: The rows of the batch.
         """
-        usual = self.pipeline.micro_batch_size
-        size = self.pipeline.micro_batch_size = max(usual, -(-rows // self._steps))
+        default = self.pipeline.micro_batch_size
+        size = self.pipeline.micro_batch_size = max(default, -(-rows // self._steps))
         try:
             with self.precision.computing():
                 yield size
         finally:
-            self.pipeline.micro_batch_size = usual
+            self.pipeline.micro_batch_size = default
 
     @contextmanager
     def _micro_batches(self, count: int) -> Iterator[None]:
-        """While it is open, the schedule has ``count`` micro-batches."""
-        usual = self.pipeline.accumulate_steps
-        if count == usual:
+        """Opens a context in which the schedule has ``count`` micro-batches."""
+        default = self.pipeline.accumulate_steps
+        if count == default:
             yield
             return
         self.pipeline.accumulate_steps = count
         try:
             yield
         finally:
-            self.pipeline.accumulate_steps = usual
+            self.pipeline.accumulate_steps = default
 
 
 def _on_host(shares: Tensor) -> Nest:
-    """Returns shares as a NumPy array; the Tensor itself if NumPy does not have its dtype."""
+    """Returns a tensor as a NumPy array; the tensor itself if NumPy does not have its dtype."""
     return shares.numpy() if shares.dtype in (paddle.float32, paddle.float64) else shares
 
 
-def _total(shares: Nest) -> Nest:
-    """Returns the sum of shares [micro-batches], added one after another as in a batch's loss."""
+def _sum_in_order(shares: Nest) -> Nest:
+    """Returns the sum of the shares of micro-batches, added one after another as a batch's loss.
+
+    Args:
+        shares: An array or a tensor of shape [micro-batches].
+    """
     if isinstance(shares, np.ndarray):
         return np.add.accumulate(shares)[-1:]
     return functools.reduce(operator.add, [shares[n] for n in range(shares.shape[0])])
 
 
-def _number(value: Nest) -> float:
+def _only_number(value: Nest) -> float:
     """Returns the only number of an array or a Tensor."""
     (number,) = value.reshape([-1]).tolist()
     return float(number)
 
 
 def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
-    """Raises an error for outputs that are neither [rows, ..] nor [rows x positions, ..]."""
+    """Raises ConfigError for an output that is neither [rows, ..] nor [rows x positions, ..]."""
     for output in outputs:
         if not output.ndim or output.shape[0] % rows:
             raise ConfigError(
@@ -334,10 +357,10 @@ def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
             )
 
 
-def _require_parts(
+def _require_loss_by_shards(
     pipeline: PipelineParallel, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Raises an error if a loss or metrics need the full logits of a vocabulary head."""
+    """Raises ConfigError if a loss or metrics need the full logits of a vocabulary head."""
     if metrics:
         raise ConfigError(
             "metrics count outputs, and no rank has the whole logits of a vocabulary head",

@@ -20,7 +20,7 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint, StepManager
 from fleetpipe.fit.position import Position
 
-_STEP = "step-"
+_STEP_PREFIX = "step-"
 
 
 class RayCheckpointManager(CheckpointManager):
@@ -104,11 +104,12 @@ class RayCheckpointManager(CheckpointManager):
         if newest is None:
             return []
         entries = newest.filesystem.get_file_info(pyarrow.fs.FileSelector(newest.path))
-        names = [one.base_name for one in entries if one.base_name.startswith(_STEP)]
-        return sorted(int(name.removeprefix(_STEP)) for name in names)
+        names = [entry.base_name for entry in entries]
+        steps = [name for name in names if name.startswith(_STEP_PREFIX)]
+        return sorted(int(name.removeprefix(_STEP_PREFIX)) for name in steps)
 
 
-class _Reporting(StepManager, RayCheckpointManager):
+class _ReportingManager(StepManager, RayCheckpointManager):
     """The manager of ``ReportCallback``, which decides when it saves and reports."""
 
     def __init__(self) -> None:
@@ -136,33 +137,41 @@ class ReportCallback(PipelineCheckpoint):
         self._logs: dict[str, float] = {}
 
     @contextmanager
-    def going(
+    def saving(
         self,
         position: Position,
         save_dir: str | None,
-        go_on: bool,
+        resumes: bool,
         state: dict[str, Any] | None = None,
     ) -> Iterator[PipelineCheckpoint]:
-        """While it is open, a training that resumes or begins is reported. Collective."""
-        with super().going(position, save_dir, True, state):
+        """While it is open, a training that begins or resumes is reported. Collective.
+
+        Args:
+            position: The position in the data.
+            save_dir: As for a ``PipelineCheckpoint``.
+            resumes: Without effect: the training always goes on from the newest checkpoint.
+            state: The script's own state.
+        """
+        with super().saving(position, save_dir, True, state):
             yield self
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Keeps the figures of the batch for the next report."""
-        self._logs = _numbers(logs or {})
+        """Stores the figures of the batch for the next report."""
+        self._logs = _numeric_logs(logs or {})
 
-    def _manager_of(self, run_directory: Path) -> StepManager:
-        return _Reporting()
+    def _new_manager(self, run_directory: Path) -> StepManager:
+        return _ReportingManager()
 
-    def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
-        return {**self._logs, **{f"eval_{k}": v for k, v in _numbers(evaluated).items()}}
+    def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
+        return {**self._logs, **{f"eval_{k}": v for k, v in _numeric_logs(evaluated).items()}}
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers in ``logs`` by name; Paddle gives a loss as a list of one."""
-    firsts = {name: one[0] if isinstance(one, list) and one else one for name, one in logs.items()}
-    return {
-        name: float(one)
-        for name, one in firsts.items()
-        if isinstance(one, (int, float)) and name not in ("step", "batch_size")
-    }
+def _numeric_logs(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers in the logs of a callback by name, without step and batch size."""
+    numbers = {}
+    for name, value in logs.items():
+        if isinstance(value, list) and value:
+            value = value[0]  # Paddle gives a loss as a list of one
+        if isinstance(value, (int, float)) and name not in ("step", "batch_size"):
+            numbers[name] = float(value)
+    return numbers

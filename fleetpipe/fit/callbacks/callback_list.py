@@ -1,4 +1,7 @@
-"""The callbacks of a ``fit``, an ``evaluate`` or a ``predict``: the user's, and fleetpipe's own."""
+"""Builds the list of callbacks of a ``fit``, an ``evaluate`` or a ``predict``.
+
+It has the user's callbacks and fleetpipe's own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 
-_configured: Callable[..., CallbackList] = config_callbacks
+_config_callbacks: Callable[..., CallbackList] = config_callbacks
 
 
 def build_callback_list(
@@ -38,7 +41,7 @@ def build_callback_list(
         model: The ``fleetpipe.Model`` whose loop calls them.
         callbacks: The user's: None, one, or several; a string is a format of ``MetricsLogger``.
         epochs: The number of epochs, which the callbacks get in ``params``.
-        steps: The number of batches of an epoch, which they get there too.
+        steps: The number of batches of an epoch, which they get there, too.
         log_freq: Batches from one line of the progress to the next.
         save_freq: Epochs from one saved model to the next.
         save_dir: The folder in which models are saved; None saves none.
@@ -48,23 +51,27 @@ def build_callback_list(
         ConfigError: An argument is no callback, or a number is out of range.
     """
     arguments.require_numbers(log_freq=log_freq)
-    listed = as_list(callbacks)
-    trackers = [callback for callback in listed if isinstance(callback, str)]
-    if trackers:
-        listed = [callback for callback in listed if not isinstance(callback, str)]
-        listed.append(MetricsLogger(save_dir or "run", formats=("jsonl", *trackers)))
-    chosen = rank_policy.callbacks_of_rank(listed, model.is_rank)
+    items = as_list(callbacks)
+    formats = [item for item in items if isinstance(item, str)]
+    users = [item for item in items if not isinstance(item, str)]
+    if formats:
+        users.append(MetricsLogger(save_dir or "run", formats=("jsonl", *formats)))
+    on_rank = rank_policy.callbacks_of_rank(users, model.is_rank)
+
+    def has(kind: type) -> bool:
+        return any(isinstance(callback, kind) for callback in on_rank)
+
     # Without a callback of these kinds Paddle would add its own.
-    if not any(isinstance(callback, rank_policy.ModelCheckpoint) for callback in chosen):
-        whole = any(isinstance(callback, PipelineCheckpoint) for callback in chosen)
-        chosen.append(rank_policy.ModelCheckpoint(save_freq, None if whole else save_dir))
-    if not any(isinstance(callback, paddle.callbacks.LRScheduler) for callback in chosen):
-        chosen.append(rank_policy.LRScheduler())
-    _require_steps(model, chosen)
-    if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in chosen):
-        chosen.insert(0, Progress(log_freq, verbose))
-    return _configured(
-        chosen,
+    if not has(rank_policy.ModelCheckpoint):
+        model_folder = None if has(PipelineCheckpoint) else save_dir
+        on_rank.append(rank_policy.ModelCheckpoint(save_freq, model_folder))
+    if not has(paddle.callbacks.LRScheduler):
+        on_rank.append(rank_policy.LRScheduler())
+    _refuse_reduce_on_plateau(model, on_rank)
+    if verbose and not has(paddle.callbacks.ProgBarLogger):
+        on_rank.insert(0, Progress(log_freq, verbose))
+    return _config_callbacks(
+        on_rank,
         model=model,
         epochs=epochs,
         steps=steps,
@@ -74,8 +81,8 @@ def build_callback_list(
     )
 
 
-def _require_steps(model: Any, callbacks: list[Any]) -> None:
-    """Checks that the callbacks can step the learning rate.
+def _refuse_reduce_on_plateau(model: Any, callbacks: list[Any]) -> None:
+    """Refuses a learning rate that the callbacks cannot step.
 
     Raises:
         ConfigError: The rate is a ``ReduceOnPlateau``, whose step takes a loss that Paddle's
@@ -83,8 +90,9 @@ def _require_steps(model: Any, callbacks: list[Any]) -> None:
     """
     rate = None if model.optimizer is None else learning_rate_of(model.optimizer.wrapped)
     if isinstance(rate, paddle.optimizer.lr.ReduceOnPlateau) and any(
-        isinstance(one, paddle.callbacks.LRScheduler) and (one.by_step or one.by_epoch)
-        for one in callbacks
+        isinstance(callback, paddle.callbacks.LRScheduler)
+        and (callback.by_step or callback.by_epoch)
+        for callback in callbacks
     ):
         raise ConfigError(
             "fit steps the learning rate without a loss",

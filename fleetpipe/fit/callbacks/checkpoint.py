@@ -1,4 +1,4 @@
-"""``PipelineCheckpoint``: saves a training so that it resumes with the same bits."""
+"""Defines ``PipelineCheckpoint``, which saves a training so that it resumes with the same bits."""
 
 from __future__ import annotations
 
@@ -20,21 +20,27 @@ from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.fit.position import Position
 from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
 
-_USUAL_FOLDER = "checkpoints"
+#: The folder of checkpoints if nothing names another.
+_DEFAULT_FOLDER = "checkpoints"
 
 
 class StepManager(CheckpointManager):
-    """A manager that saves a step when ``due`` is set, with the current ``metrics``."""
+    """A checkpoint manager of a ``fit``, which saves when the callback asks for it.
+
+    Attributes:
+        due: Whether the next step is saved.
+        every: Batches from one save to the next within an epoch; None for none.
+        metrics: The metrics of the next checkpoint, by name.
+    """
 
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(folder, save_interval=sys.maxsize, **options)
         self.due = False
-        #: Batches from one save to the next within an epoch; None for none.
         self.every: int | None = None
         self.metrics: Mapping[str, float] = {}
 
     def newest_due(self, step: int) -> int:
-        """Returns the newest step up to ``step`` that ``every`` selects; 0 for none."""
+        """Returns the newest step up to ``step`` that ``every`` makes due; 0 without one."""
         return 0 if self.every is None else step - step % self.every
 
     def save(self, step: int, *, force: bool = False, **state: Any) -> Saving | None:
@@ -69,7 +75,7 @@ class PipelineCheckpoint(rank_policy.Callback):
             every_steps: Batches from one save to the next; None saves none within an epoch.
             every_epochs: Epochs from one save to the next, after their evaluation; None saves none.
                 The end of ``fit`` is saved in any case.
-            max_to_keep: How many of the newest checkpoints are kept; None keeps all.
+            max_to_keep: The number of newest checkpoints that stay; None keeps all.
             async_save: Whether a thread writes while the training goes on.
             best: A name in the logs of evaluations and ``"min"`` or ``"max"``, as
                 ``("acc", "max")``: the checkpoint of the best epoch is kept beside the newest.
@@ -88,68 +94,69 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._saved: int | None = None
 
     @contextmanager
-    def going(
+    def saving(
         self,
         position: Position,
         save_dir: str | None,
-        go_on: bool,
+        resumes: bool,
         state: dict[str, Any] | None = None,
     ) -> Iterator[PipelineCheckpoint]:
-        """Resumes a training, and saves it while the context is open. Collective over the job.
+        """Opens a context in which a training, new or resumed, is saved. Collective over the job.
 
         Args:
             position: The position of the training in its data, which a checkpoint sets.
             save_dir: The folder to use if the constructor got none.
-            go_on: Whether to resume from the newest checkpoint of the folder.
-            state: The script's own state; the states of this rank's own callbacks are added.
+            resumes: Whether to resume from the newest checkpoint of the folder.
+            state: The script's own state; those of callbacks on this rank alone are added.
 
         Raises:
             CheckpointError: The newest checkpoint is damaged, or does not fit.
-            ConfigError: The folder has checkpoints and ``go_on`` is false, or ``best`` names
+            ConfigError: The folder has checkpoints and ``resumes`` is False, or ``best`` names
                 nothing in the logs of evaluations.
         """
         self._require_metric()
-        run_directory = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
-        self._manager = self._manager_of(run_directory)
+        run_directory = Path(self._folder or save_dir or os.environ.get(FOLDER, _DEFAULT_FOLDER))
+        self._manager = self._new_manager(run_directory)
         self._manager.every = self._steps
-        self._manager.metrics = self._figures({})
+        self._manager.metrics = self._checkpoint_metrics({})
         model, optimizer = self.model.pipeline, self.model.optimizer
         self._state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": position}
-        if not go_on and any(self.model.gather(bool(self._manager.steps()))):
+        if not resumes and any(self.model.gather(bool(self._manager.steps()))):
             raise ConfigError(
                 "the folder has the checkpoints of another training",
                 got=f"{run_directory} with steps {self._manager.steps()}",
                 fix='go on with it by fit(.., resume="auto"), or name another folder',
             )
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        here = position.own_callbacks()
-        added: dict[str, Any] = {} if state is None else state  # the script's own dict
-        if here or state is not None:
-            self._state["state"] = added
+        callbacks = position.callbacks_of_this_rank()
+        saved_state: dict[str, Any] = {} if state is None else state  # the script's own dict
+        if callbacks or state is not None:
+            self._state["state"] = saved_state
         try:
-            added.update(here)
+            saved_state.update(callbacks)
             self._run: Run = resume(manager=self._manager, **self._state)
             self._last = self.model.global_step
             # A state from memory may be newer than the folder, which not every rank sees.
-            saved = any(self._last in steps for steps in self.model.gather(self._manager.steps()))
-            self._saved = self._last if saved else None
+            steps_by_rank = self.model.gather(self._manager.steps())
+            is_saved = any(self._last in steps for steps in steps_by_rank)
+            self._saved = self._last if is_saved else None
             yield self
-            self.cut_short()
+            self.save_unfinished_epoch()
             self.model.pipeline.require_running().share("ending the last save", self._manager.wait)
         finally:
-            for name in here:
-                added.pop(name, None)
+            for name in callbacks:
+                saved_state.pop(name, None)
             for number, handler in handlers.items():
                 # A signal that is ignored now stays so: the process has saved, and ends.
                 if signal.getsignal(number) not in (handler, signal.SIG_IGN):
                     signal.signal(number, handler)
 
-    def _manager_of(self, run_directory: Path) -> StepManager:
-        """Returns the manager that saves; Ray's callback has another."""
+    def _new_manager(self, run_directory: Path) -> StepManager:
+        """Returns a manager that saves into a folder; Ray's callback has another one."""
         return StepManager(run_directory, best=self._best, **self._options)
 
-    def step_done(self) -> None:
-        """Saves if ``every_steps`` makes this step due. Collective.
+    def after_step(self) -> None:
+        """Saves the step that was trained if ``every_steps`` makes it due. Collective.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.
@@ -158,19 +165,19 @@ class PipelineCheckpoint(rank_policy.Callback):
         step = self.model.global_step
         every = self._steps
         self._manager.due = every is not None and step // every > self._last // every
-        self._manager.metrics = self._figures({})
+        self._manager.metrics = self._checkpoint_metrics({})
         if self._manager.due:
             self._saved = step
         self._last = step
         self._run.step = step - 1
         self._run.done()
 
-    def epoch_done(self, epoch: int, evaluated: Mapping[str, Any]) -> None:
-        """Saves if ``every_epochs`` makes this epoch due. Collective.
+    def after_epoch(self, epoch: int, evaluated: Mapping[str, Any]) -> None:
+        """Saves the epoch that ended if ``every_epochs`` makes it due. Collective.
 
         Args:
             epoch: The number of the epoch, from 0.
-            evaluated: The logs of its evaluation; empty if there was none.
+            evaluated: The logs of the epoch's evaluation; empty without one.
 
         Raises:
             CheckpointError: The checkpoint cannot be written.
@@ -178,7 +185,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         if self._epochs is not None and (epoch + 1) % self._epochs == 0:
             self._save(evaluated)
 
-    def cut_short(self) -> None:
+    def save_unfinished_epoch(self) -> None:
         """Saves a training that ends within an epoch, unless its last step is saved. Collective.
 
         Raises:
@@ -190,15 +197,19 @@ class PipelineCheckpoint(rank_policy.Callback):
     def _save(self, evaluated: Mapping[str, Any]) -> None:
         """Saves the current step, with the metrics of an evaluation. Collective."""
         self._saved = self.model.global_step
-        self._manager.metrics = self._figures(evaluated)
+        self._manager.metrics = self._checkpoint_metrics(evaluated)
 
         def save() -> None:
             self._manager.save(self.model.global_step, force=True, **self._state)
 
         self.model.pipeline.require_running().share("saving", save)
 
-    def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metric of ``best``: without an evaluation the worst possible number."""
+    def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the metric of ``best`` by name: without an evaluation, the worst possible number.
+
+        Args:
+            evaluated: The logs of an evaluation; empty without one.
+        """
         if self._best is None:
             return {}
         name, mode = self._best
@@ -206,7 +217,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         return {name: float(value[0] if isinstance(value, list) else value)}
 
     def _require_metric(self) -> None:
-        """Raises an error if ``best`` names nothing in the logs of evaluations."""
+        """Raises ConfigError if ``best`` names nothing in the logs of evaluations."""
         names = self.model.metric_names
         if self._best is not None and self._best[0] not in names:
             raise ConfigError(
@@ -218,20 +229,30 @@ class PipelineCheckpoint(rank_policy.Callback):
 
 
 def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
-    """Returns the user's callbacks, with a ``PipelineCheckpoint`` if they have none."""
-    usable = [callback for callback in as_list(callbacks) if callback]
-    if not any(isinstance(callback, PipelineCheckpoint) for callback in usable):
-        usable.append(PipelineCheckpoint(every_steps=every_steps, every_epochs=every_epochs))
-    return usable
+    """Returns the user's callbacks, and a ``PipelineCheckpoint`` unless they have one.
+
+    Args:
+        callbacks: The user's callbacks: None, one, or several.
+        every_steps: As for ``PipelineCheckpoint``.
+        every_epochs: As for ``PipelineCheckpoint``.
+    """
+    users = [callback for callback in as_list(callbacks) if callback]
+    if not any(isinstance(callback, PipelineCheckpoint) for callback in users):
+        users.append(PipelineCheckpoint(every_steps=every_steps, every_epochs=every_epochs))
+    return users
 
 
-def saver_of(
+def saving_context(
     callbacks: Sequence[Any],
     position: Position,
     save_dir: str | None,
-    go_on: bool,
+    resumes: bool,
     state: dict[str, Any] | None = None,
 ) -> AbstractContextManager[PipelineCheckpoint | None]:
-    """Returns a context in which the ``PipelineCheckpoint`` among the callbacks saves, if any."""
+    """Returns a context in which the ``PipelineCheckpoint`` among the callbacks saves.
+
+    Without one, the context does nothing. The other arguments are as for
+    :meth:`PipelineCheckpoint.saving`.
+    """
     savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
-    return savers[0].going(position, save_dir, go_on, state) if savers else nullcontext()
+    return savers[0].saving(position, save_dir, resumes, state) if savers else nullcontext()

@@ -1,4 +1,4 @@
-"""Callbacks that measure a run: ``ThroughputMonitor``, ``TraceSteps`` and ``MetricsLogger``.
+"""Defines callbacks that measure a run: ``ThroughputMonitor``, ``TraceSteps``, ``MetricsLogger``.
 
 ``ThroughputMonitor`` measures samples and tokens a second, bubble rate and memory. ``TraceSteps``
 draws the actions of a few steps beside the prediction. ``MetricsLogger`` writes a run's metrics to
@@ -40,9 +40,9 @@ from fleetpipe.schedules import Action, Op
 #: The metrics that are lists, with a number for each rank of the pipeline or for each process.
 PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
 
-#: The variables of the environment that ``run.json`` has: they change the bits of a product.
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
-#: A key of this process, by which the lines of its trainings are known as one attempt.
+#: The environment variables that ``run.json`` has: they change the bits of a matrix product.
+_BIT_VARIABLES = ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE")
+#: A random name of this process, by which the lines of its trainings count as one attempt.
 _PROCESS = uuid.uuid4().hex
 
 
@@ -107,8 +107,9 @@ class Busy:
     """An observer of the engine that adds up the time that actions take on each rank."""
 
     def __init__(self) -> None:
-        self._begun: dict[int, float] = {}
-        self._ended: dict[int, float] = {}
+        # By rank: the begin and the end of the step's actions; seconds since the last take().
+        self._begins: dict[int, float] = {}
+        self._ends: dict[int, float] = {}
         self._busy: defaultdict[int, float] = defaultdict(float)
         self._spans: defaultdict[int, float] = defaultdict(float)
 
@@ -119,20 +120,20 @@ class Busy:
         rank = played.rank
 
         def add(begin: float, end: float) -> None:
-            self._begun.setdefault(rank, begin)
-            self._ended[rank] = end
+            self._begins.setdefault(rank, begin)
+            self._ends[rank] = end
             self._busy[rank] += end - begin
 
         return Stopwatch(instruction, add)
 
     def end_step(self) -> None:
-        """Adds the span of a step to the sum."""
-        for rank, start in self._begun.items():
-            self._spans[rank] += self._ended[rank] - start
-        self._begun.clear()
+        """Adds the span of a step, from its first action to its last, to the sum of each rank."""
+        for rank, start in self._begins.items():
+            self._spans[rank] += self._ends[rank] - start
+        self._begins.clear()
 
     def take(self) -> list[tuple[int, float, float]]:
-        """Returns (rank, seconds of span, seconds of work) of each rank since the last call."""
+        """Returns the times of each rank since the last call: (rank, seconds of span, of work)."""
         times = [(rank, span, self._busy[rank]) for rank, span in self._spans.items()]
         self._spans.clear()
         self._busy.clear()
@@ -169,7 +170,7 @@ class ThroughputMonitor(rank_policy.Callback):
         self._tokens = tokens_per_sample
         self._verbose = verbose
         self._busy = Busy()
-        self._now = device_clock()
+        self._clock = device_clock()
         self._watching = False
         self._samples = 0
         self._batches = 0
@@ -186,7 +187,7 @@ class ThroughputMonitor(rank_policy.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Resets the counts."""
         self._samples = self._batches = 0
-        self._since = self._now()
+        self._since = self._clock()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Counts the batch; measures every ``log_freq`` batches. Collective over the job then."""
@@ -199,12 +200,12 @@ class ThroughputMonitor(rank_policy.Callback):
                 figures = (f"{name} {value:.4g}" for name, value in self.figures.items())
                 rank_policy.say(f"step {step + 1}: {', '.join(figures)}")
             self._samples = self._batches = 0
-            self._since = self._now()
+            self._since = self._clock()
         logs.update(self.figures, **self.by_rank)
 
     def _measure(self) -> None:
         """Sets the figures of the batches since the last measurement. Collective over the job."""
-        rate = self._samples / (self._now() - self._since)
+        rate = self._samples / (self._clock() - self._since)
         self.figures = {"samples_per_second": rate}
         if self._tokens:
             self.figures["tokens_per_second"] = rate * self._tokens
@@ -220,7 +221,7 @@ class ThroughputMonitor(rank_policy.Callback):
             "held_by_rank": [most[rank] for rank in sorted(most)],
             "peak_memory_by_process": [memory for _, _, memory in gathered],
         }
-        times = [each for taken, _, _ in gathered for each in taken]
+        times = [time for process_times, _, _ in gathered for time in process_times]
         if len(gathered) > 1 and times:
             span = max(seconds for _, seconds, _ in times)
             busy: defaultdict[int, float] = defaultdict(float)
@@ -241,13 +242,13 @@ def peak_memory() -> int:
 
 
 class Sink(Protocol):
-    """An output of rows, which are dicts with ``step`` and ``phase``."""
+    """Writes rows of metrics, which are dicts with ``step`` and ``phase``, in one format."""
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes a row."""
 
     def close(self) -> None:
-        """Ends the output."""
+        """Closes the file or the connection; no row follows."""
 
 
 class MetricsLogger(rank_policy.Callback):
@@ -328,7 +329,7 @@ class MetricsLogger(rank_policy.Callback):
     def _write(self, phase: str, logs: dict[str, Any]) -> None:
         """Writes the logs as a row of every format; ``phase`` is "train" or "eval"."""
         values = {
-            name: _plain(name, value)
+            name: _to_json_number(name, value)
             for name, value in logs.items()
             if name not in ("step", "batch_size")
         }
@@ -373,8 +374,8 @@ class _Csv:
         """Returns the rows up to a step; an unfinished last line is left out."""
         if not path.exists():
             return []
-        whole = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
-        numbered = ((str(row.get("step")), row) for row in csv.DictReader(io.StringIO(whole)))
+        finished, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+        numbered = ((str(row.get("step")), row) for row in csv.DictReader(io.StringIO(finished)))
         return [row for number, row in numbered if number.isdecimal() and int(number) <= step]
 
     def write(self, row: dict[str, Any]) -> None:
@@ -389,7 +390,7 @@ class _Csv:
 
 
 def _sinks() -> dict[str, Any]:
-    """Returns the class of :class:`Sink` for each format."""
+    """Returns the class of :class:`Sink` for each format, by the format's name."""
     return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks").TRACKERS}
 
 
@@ -399,7 +400,7 @@ def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
-def _plain(name: str, value: Any) -> float | list[float]:
+def _to_json_number(name: str, value: Any) -> float | list[float]:
     """Returns a metric as a number for JSON, or as a list if it has a number for each rank."""
     if isinstance(value, list):
         return list(map(float, value)) if name in PER_RANK else float(value[0])
@@ -409,7 +410,7 @@ def _plain(name: str, value: Any) -> float | list[float]:
 def write_about(
     folder: Path, model: Any, params: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Writes ``run.json``.
+    """Writes ``run.json``, which describes a run: layout, versions, schedule, stages, settings.
 
     Args:
         folder: The folder of the run.
@@ -432,7 +433,7 @@ def write_about(
             "Python": platform.python_version(),
             "system": platform.platform(),
         },
-        "environment": {name: os.environ.get(name) for name in _VARIABLES},
+        "environment": {name: os.environ.get(name) for name in _BIT_VARIABLES},
         "layout": {
             "processes": job.everyone().ranks,
             **{axis: degrees.split(axis) for axis in AXES},
@@ -450,7 +451,7 @@ def write_about(
             "allow": list(job.allow.entries),
         },
         "schedule": {"name": schedule.name, "text": str(schedule)},
-        "stages": _stages(model),
+        "stages": _stage_descriptions(model),
         "config": dict(config),
     }
     text = json.dumps(about, indent=1, default=str, skipkeys=True)
@@ -470,23 +471,23 @@ def begin_attempt(folder: Path, step: int) -> None:
     """
     if step == 0 and attempt_files.number() <= 1:
         run_files.replace_lines(folder / run_files.ATTEMPTS, ())
-    _tell(folder, "begin", step)
+    _append_line(folder, "begin", step)
     attempt_files.tell_record(folder)
     extra("view.reporting").record_in(folder)
 
 
 def end_attempt(folder: Path, step: int) -> None:
     """Writes the line for the end of the training; raises as :func:`begin_attempt` does."""
-    _tell(folder, "end", step, code=0)
+    _append_line(folder, "end", step, code=0)
 
 
-def _tell(folder: Path, event: str, step: int, **more: int) -> None:
+def _append_line(folder: Path, event: str, step: int, **more: int) -> None:
     """Appends a line to ``lives.jsonl``."""
     line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
     run_files.append_line(folder / run_files.ATTEMPTS, {**line, "process": _PROCESS, **more})
 
 
-def _stages(model: Any) -> list[dict[str, Any]]:
+def _stage_descriptions(model: Any) -> list[dict[str, Any]]:
     """Returns rank, layers and number of parameters of each stage, for ``run.json``."""
     placement = model.pipeline.schedule.placement
     return [

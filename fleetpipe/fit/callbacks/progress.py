@@ -16,20 +16,20 @@ from fleetpipe.representation import shows
 
 #: Seconds from one line to the next, with ``verbose=1`` and without a terminal.
 _SECONDS_OF_A_LINE = 10.0
-#: The most seconds to the end of a training for which the end is shown.
-_FAR = 1e9
-#: Without tqdm's own times and rate, which are those of batches of one epoch.
+#: The largest time left, in seconds, for which the end of a training is shown.
+_LONGEST_SHOWN = 1e9
+#: The formats of the bar, without tqdm's times and rate, which are of batches of one epoch.
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
-_FORMAT_OF_UNKNOWN = "{desc}: {n_fmt}{postfix}"
-#: The least width of the bar itself, and the width of a terminal whose width is unknown.
-_BAR, _WIDTH = 8, 80
-#: The ends of texts that are shown before others in a narrow terminal.
-_FIRST = (" samples/s", " left")
+_FORMAT_WITHOUT_TOTAL = "{desc}: {n_fmt}{postfix}"
+#: The smallest width of the bar itself, and the assumed width of an unknown terminal.
+_BAR_WIDTH, _DEFAULT_WIDTH = 8, 80
+#: The ends of the texts that have precedence in a narrow terminal.
+_PREFERRED_ENDINGS = (" samples/s", " left")
 
 
 @shows("verbose", "log_freq")
 class Progress(paddle.callbacks.ProgBarLogger):
-    """The progress of a ``Model``'s loops, in place of Paddle's ``ProgBarLogger``.
+    """Shows the progress of a ``Model``'s loops, in place of Paddle's ``ProgBarLogger``.
 
     The first rank of the job shows loss and metrics, samples a second of all replicas together, the
     time that is left of the whole training, and when it ends. With ``verbose=1`` it shows a bar if
@@ -49,11 +49,11 @@ class Progress(paddle.callbacks.ProgBarLogger):
         super().__init__(log_freq, verbose)
         self._with_bar = verbose == 1 and sys.stderr.isatty()
         self._bar: tqdm | None = None
-        self._what = ""
+        self._title = ""
         self._names: list[str] = []
         self._steps: int | None = None
-        self._done = self._samples = 0
-        self._begun = self._shown_at = 0.0
+        self._batches_done = self._samples = 0
+        self._loop_began = self._shown_at = 0.0
         #: Batches of this training that have run, and that will still run; None if unknown.
         self._trained = 0
         self._to_come: int | None = None
@@ -71,57 +71,57 @@ class Progress(paddle.callbacks.ProgBarLogger):
     def on_epoch_begin(self, epoch: int | None = None, logs: Any = None) -> None:
         """Starts the bar of an epoch."""
         number, epochs, steps = epoch or 0, self.params["epochs"], self.params["steps"]
-        done = logs.get("step", 0)
-        self._to_come = None if steps is None else (epochs - number) * steps - done
-        self._begin(f"epoch {number + 1}/{epochs}", steps, done)
+        batches_done = logs.get("step", 0)
+        self._to_come = None if steps is None else (epochs - number) * steps - batches_done
+        self._begin_loop(f"epoch {number + 1}/{epochs}", steps, batches_done)
 
     def on_eval_begin(self, logs: Any = None) -> None:
         """Starts the bar of an evaluation."""
-        self._begin("evaluation", logs.get("steps"))
+        self._begin_loop("evaluation", logs.get("steps"))
 
     def on_predict_begin(self, logs: Any = None) -> None:
         """Starts the bar of a prediction."""
-        self._begin("prediction", logs.get("steps"))
+        self._begin_loop("prediction", logs.get("steps"))
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Counts a training batch, and shows a line if one is due."""
         self._trained += 1
         if self._to_come is not None:
             self._to_come -= 1
-        self._batch_end(logs)
+        self._count_batch(logs)
 
     def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
         """Counts another batch, and shows a line if one is due."""
-        self._batch_end(logs)
+        self._count_batch(logs)
 
     on_predict_batch_end = on_eval_batch_end
 
-    def _batch_end(self, logs: Any) -> None:
+    def _count_batch(self, logs: Any) -> None:
         """Counts a batch; updates the bar, or shows a line if one is due."""
         self._samples += logs["batch_size"]
-        self._done += 1
+        self._batches_done += 1
         now = time.perf_counter()
         if self._bar is not None:
             if now - self._shown_at >= self._bar.mininterval:
                 # Only as often as tqdm draws the bar, since the texts take time.
                 self._shown_at = now
-                self._show(self._bar, logs)
+                self._update_bar(self._bar, logs)
             self._bar.update()
-        elif self._done != self._steps and (
+        elif self._batches_done != self._steps and (
             now - self._shown_at >= _SECONDS_OF_A_LINE
             if self.verbose == 1
-            else self._done % self.log_freq == 0
+            else self._batches_done % self.log_freq == 0
         ):
             self._shown_at = now
-            self._line(logs)
+            self._write_line(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Shows the epoch's last figures, and ends its bar."""
-        self._end(logs)
+        self._end_loop(logs)
 
     def on_eval_end(self, logs: Any = None) -> None:
         """Shows the last figures of an evaluation or a prediction, and ends its bar."""
-        self._end(logs)
+        self._end_loop(logs)
 
     on_predict_end = on_eval_end
 
@@ -135,63 +135,73 @@ class Progress(paddle.callbacks.ProgBarLogger):
             self._bar = None
 
     def _is_shown(self) -> bool:
+        """Returns whether this rank shows progress."""
         return bool(self.verbose) and self.model.is_rank("first")
 
-    def _begin(self, what: str, steps: int | None, done: int = 0) -> None:
-        """Starts the bar of a loop of ``steps`` batches, of which ``done`` are done."""
-        self._what, self._steps, self._done = what, steps, done
+    def _begin_loop(self, title: str, steps: int | None, batches_done: int = 0) -> None:
+        """Starts the bar of a loop.
+
+        Args:
+            title: The name of the loop, such as "evaluation".
+            steps: The number of batches; None if it is unknown.
+            batches_done: The number of batches that ran before.
+        """
+        self._title, self._steps, self._batches_done = title, steps, batches_done
         self._samples = 0
-        self._begun = time.perf_counter()
+        self._loop_began = time.perf_counter()
         # The time of the last line is kept from one epoch to the next.
-        self._shown_at = self._shown_at or self._begun
+        self._shown_at = self._shown_at or self._loop_began
         self._names = self.model.metric_names
         if self._is_shown() and self._with_bar:
-            form = _FORMAT_OF_UNKNOWN if steps is None else _FORMAT
+            form = _FORMAT_WITHOUT_TOTAL if steps is None else _FORMAT
             self._bar = tqdm(
-                total=steps, initial=done, desc=what, dynamic_ncols=True, bar_format=form
+                total=steps, initial=batches_done, desc=title, dynamic_ncols=True, bar_format=form
             )
 
-    def _end(self, logs: Any) -> None:
+    def _end_loop(self, logs: Any) -> None:
         """Shows the last figures in the bar or in a line, and ends the bar."""
         if self._bar is not None:
-            if self._done:
-                self._show(self._bar, logs)
+            if self._batches_done:
+                self._update_bar(self._bar, logs)
             self.close()
-        elif self._done:
-            self._line(logs)
+        elif self._batches_done:
+            self._write_line(logs)
 
-    def _line(self, logs: Any) -> None:
+    def _write_line(self, logs: Any) -> None:
+        """Writes a line with the loop, the batch and the figures."""
         if self._is_shown():
             steps = "" if self._steps is None else f"/{self._steps}"
             rank_policy.say(
-                f"{self._what}, batch {self._done}{steps}: {', '.join(self._texts(logs))}"
+                f"{self._title}, batch {self._batches_done}{steps}: {', '.join(self._texts(logs))}"
             )
 
-    def _show(self, bar: tqdm, logs: Any) -> None:
-        """Shows the texts that fit beside the bar; loss, rate and time left are chosen first."""
-        head = f"{self._what}: 100%|| {self._steps}/{self._steps}, "
-        width = (bar.format_dict["ncols"] or _WIDTH) - len(head) - _BAR
+    def _update_bar(self, bar: tqdm, logs: Any) -> None:
+        """Sets the texts beside the bar, as many as fit; loss, rate and time left come first."""
+        head = f"{self._title}: 100%|| {self._steps}/{self._steps}, "
+        width = (bar.format_dict["ncols"] or _DEFAULT_WIDTH) - len(head) - _BAR_WIDTH
         texts = self._texts(logs)
-        first = [text for text in texts if text.startswith("loss ") or text.endswith(_FIRST)]
-        kept = [*first, *(text for text in texts if text not in first)]
-        while len(", ".join(kept)) >= width and kept:
-            kept.pop()
-        bar.set_postfix_str(", ".join(text for text in texts if text in kept), refresh=False)
+        preferred = [
+            text for text in texts if text.startswith("loss ") or text.endswith(_PREFERRED_ENDINGS)
+        ]
+        fitting = [*preferred, *(text for text in texts if text not in preferred)]
+        while len(", ".join(fitting)) >= width and fitting:
+            fitting.pop()
+        bar.set_postfix_str(", ".join(text for text in texts if text in fitting), refresh=False)
 
     def _texts(self, logs: Any) -> list[str]:
         """Returns the loss, the metrics, the rate and the end of the training as texts."""
-        rate = self._samples / (time.perf_counter() - self._begun)
+        rate = self._samples / (time.perf_counter() - self._loop_began)
         values = [(name, logs[name]) for name in self._names if name in logs]
         shown = [f"{n} {v[0] if isinstance(v, list) else v:.4g}" for n, v in values]
         speed = f"{rate:.0f}" if rate >= 1e4 else f"{rate:.4g}"
         return [*shown, f"{speed} samples/s", *self._end_of_training()]
 
     def _end_of_training(self) -> list[str]:
-        """Estimates the time that is left of a training; empty if its length is unknown."""
+        """Returns the time that is left of a training, and its end, as texts; [] if unknown."""
         if not self._to_come or not self._trained:
             return []
         left = self._to_come / self._trained * (time.perf_counter() - self._training_since)
-        if left > _FAR:
+        if left > _LONGEST_SHOWN:
             return []
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
         return [f"{tqdm.format_interval(left)} left", f"ends {clock}"]
@@ -199,7 +209,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
 @contextmanager
 def closing_bars(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Closes the bars of the callbacks at the end of the context, also after Ctrl-C or an error."""
+    """Opens a context at whose end the bars of the callbacks close, also after an error."""
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from fleetpipe.fit.micro_batches import as_list
 from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
-_PLACES = ("all", "first", "loss")
+_RANKS = ("all", "first", "loss")
 
 
 @shows("on_rank", every="_every", folder="_folder")
@@ -34,61 +34,62 @@ class ModelCheckpoint(paddle.callbacks.ModelCheckpoint):
     """Paddle's ``ModelCheckpoint`` on every rank, because ``Model.save`` is collective."""
 
     def _is_save(self) -> bool:
+        """Returns whether it saves; Paddle's method is true on the first rank alone."""
         return bool(self.model and self.save_dir)
 
 
 class LRScheduler(paddle.callbacks.LRScheduler):
     """Paddle's ``LRScheduler`` for steps that accumulate the gradients of several batches.
 
-    Within a step it advances the rate when the next batch begins, not when a batch ends: batches of
-    a step all end after the optimizer's step, which so has the same rate as in Paddle.
+    The batches of a step all end after the optimizer's step. So within a step it advances the rate
+    when the next batch begins, not when a batch ends: the step then has the same rate as in Paddle.
     """
 
     def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
         super().__init__(by_step, by_epoch)
-        self._begun = 0
+        self._open_batches = 0
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
         """Advances the rate for the batch before, if it belongs to the same step."""
-        if self._begun:
+        if self._open_batches:
             super().on_train_batch_end(step, logs)
-        self._begun += 1
+        self._open_batches += 1
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Advances the rate for the last batch of a step."""
-        self._begun -= 1
-        if not self._begun:
+        self._open_batches -= 1
+        if not self._open_batches:
             super().on_train_batch_end(step, logs)
 
 
 class Elsewhere(Callback):
-    """A callback that does nothing, in place of a callback that runs on another rank."""
+    """Does nothing, in place of a callback that runs on another rank."""
 
 
-def callbacks_of_rank(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
+def callbacks_of_rank(callbacks: Nest, is_rank: Callable[[str], bool]) -> list[Any]:
     """Returns, for each of the user's callbacks, the callback to run on this rank.
 
     Args:
         callbacks: The user's: None, one, or several.
-        is_place: Whether this rank is the rank that ``"first"`` or ``"loss"`` names.
+        is_rank: Returns whether this rank is the one that ``"first"`` or ``"loss"`` names.
 
     Raises:
         ConfigError: An item is no callback, or its ``on_rank`` has another value.
     """
-    return [_callback_of_rank(one, is_place) for one in as_list(callbacks) if one]
+    return [_callback_of_rank(callback, is_rank) for callback in as_list(callbacks) if callback]
 
 
-def _callback_of_rank(callback: Any, is_place: Callable[[str], bool]) -> Any:
+def _callback_of_rank(callback: Any, is_rank: Callable[[str], bool]) -> Any:
     """Returns the callback to run on this rank for one of the user's."""
     require_callback(callback)
-    place = getattr(callback, "on_rank", "all")
-    if place not in _PLACES:
+    rank = getattr(callback, "on_rank", "all")
+    if rank not in _RANKS:
         raise ConfigError(
-            f"a callback's on_rank is {', '.join(map(repr, _PLACES))}",
-            got=f"{type(callback).__name__}.on_rank = {place!r}",
+            f"a callback's on_rank is {', '.join(map(repr, _RANKS))}",
+            got=f"{type(callback).__name__}.on_rank = {rank!r}",
             fix="leave it out: callbacks run on every rank",
         )
-    if place != "all" and not is_place(place):
+    if rank != "all" and not is_rank(rank):
         return Elsewhere()
     stock = paddle.callbacks.ModelCheckpoint
     if isinstance(callback, stock) and not isinstance(callback, ModelCheckpoint):
