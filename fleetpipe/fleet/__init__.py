@@ -1,4 +1,4 @@
-"""The drop-in face of ``paddle.distributed.fleet``: same names, same paths, pipelines that run.
+"""Replaces ``paddle.distributed.fleet``: same names, same paths, pipelines that run.
 
 Every name that fleetpipe does not define is Paddle's own object; ``overlay`` has the table of the
 submodules that fleetpipe changes.
@@ -63,7 +63,7 @@ __all__ = [
 __all__ += [name for name in paddle_fleet.__all__ if name not in __all__]
 
 if TYPE_CHECKING:
-    # Paddle's names, which a run asks its module for.
+    # Paddle's names for a type checker; at run time ``__getattr__`` gets them from Paddle's module.
     # fmt: off
     # isort: off
     from paddle.distributed import auto_parallel
@@ -112,4 +112,4 @@ if TYPE_CHECKING:
     #: Made by ``overlay``.
     layers: Any
 else:
-    __getattr__, __dir__ = overlay.over(globals(), paddle_fleet)
+    __getattr__, __dir__ = overlay.module_over(globals(), paddle_fleet)

@@ -1,4 +1,4 @@
-"""Refuses options in the ``config`` of a library's model that do not work here.
+"""Refuses options in the ``config`` of a library's model that do not work in a pipeline.
 
 Without this check the model would fail in its first batch, on one rank, in a missing kernel, or
 silently train wrongly.
@@ -16,13 +16,14 @@ from fleetpipe.mesh.axes import SEQUENCE
 from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind
 
+#: The libraries, by the names of their packages.
 LIBRARIES = ("paddlenlp", "paddleformers")
 #: PaddleFormers' norm, and the first version that fuses it by default.
 NORM, FUSES_SINCE = "paddleformers.nn.norm.RMSNorm", (1, 1)
 
 
 def refuse_library_options(model: Layer) -> None:
-    """Checks the configuration of a model whose class comes from one of the libraries.
+    """Checks the ``config`` of a model whose class comes from one of the libraries.
 
     Raises:
         ConfigError: Its attention would see only one rank's part of a sequence, or its experts are
@@ -63,7 +64,7 @@ def refuse_library_options(model: Layer) -> None:
 
 
 def _refuse_lost_degrees(model: Layer) -> None:
-    """Refuses flags of the library's Trainer for axes that the model's layers ignore."""
+    """Refuses degrees, set by the library's Trainer, that the model's layers do not follow."""
     job = current_job()
     ranks = 1 if job is None else job.degrees.split(*SEQUENCE)
     if ranks > 1:
@@ -76,8 +77,10 @@ def _refuse_lost_degrees(model: Layer) -> None:
             fix="--sequence_parallel 1 with --tensor_parallel_degree, or a model of your own that "
             "calls fleetpipe.dygraph.sequences.attention",
         )
-    unknown = job is not None and job.degrees.ep == 1 and hasattr(job.hcg, "expert_parallel_group")
-    if unknown and any(map(is_spread, model.parameters())):
+    has_own_groups = (
+        job is not None and job.degrees.ep == 1 and hasattr(job.hcg, "expert_parallel_group")
+    )
+    if has_own_groups and any(map(is_spread, model.parameters())):
         raise ConfigError(
             "the mesh does not know along which ranks the library spreads experts",
             got=f"{type(model).__name__} with --expert_parallel_degree and ep_degree=1",
@@ -88,7 +91,7 @@ def _refuse_lost_degrees(model: Layer) -> None:
 
 
 def _fuses_norms(model: Layer) -> bool:
-    """Whether PaddleFormers' norms would call Paddle's ``fused_rms_norm_ext``."""
+    """Returns whether PaddleFormers' norms would call Paddle's ``fused_rms_norm_ext``."""
     kinds = {kind for layer in model.sublayers() for kind in type(layer).__mro__}
     if all(f"{kind.__module__}.{kind.__name__}" != NORM for kind in kinds):
         return False

@@ -1,6 +1,6 @@
 """Refuses, on a CPU, Paddle's other pipelines and shardings, which fail there.
 
-Each is refused when a script calls it, before any rank waits; the error says what to use.
+A script's call raises an error before any rank waits; the error says what to use instead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _CLASSES = {
     "group_sharded_stage2.GroupShardedStage2": 2,
     "group_sharded_stage3.GroupShardedStage3": 3,
 }
+#: The stage of each ``level`` of ``group_sharded_parallel``.
 _LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
 
 
 def _refuse_sharding(name: str, stage: int) -> NoReturn:
+    """Refuses the function or class ``name`` of Paddle's, which is of a stage of sharding."""
     if stage == 3:
         fix = (
             "raise pp_degree or mp_degree, each rank of which holds its part of the parameters "
@@ -43,17 +45,21 @@ def _refuse_sharding(name: str, stage: int) -> NoReturn:
 
 
 def _refuse_group_sharding(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
+    """Stands for Paddle's ``group_sharded_parallel``."""
     _refuse_sharding("group_sharded_parallel", _LEVELS.get(level, 1))
 
 
-def _constructor(name: str, stage: int) -> Callable[..., None]:
-    def begin(instance: Any, *_: Any, **__: Any) -> NoReturn:
+def _refusing_constructor(name: str, stage: int) -> Callable[..., None]:
+    """Returns a constructor of the class ``name`` that refuses; ``stage`` is that of sharding."""
+
+    def construct(instance: Any, *_: Any, **__: Any) -> NoReturn:
         _refuse_sharding(name, stage)
 
-    return begin
+    return construct
 
 
-def _cut(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
+def _refuse_pp_config(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
+    """Stands for the function by which ``dist.parallelize`` cuts a model."""
     spec = (config or {}).get("split_spec")
     raise ConfigError(
         "pp_config of dist.parallelize does not run on a CPU",
@@ -66,11 +72,11 @@ def _cut(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
     )
 
 
-def _engine(stock: Callable[..., None]) -> Callable[..., None]:
+def _engine_constructor(stock: Callable[..., None]) -> Callable[..., None]:
     """Returns a constructor of static graph's ``Engine`` that refuses ``pipeline.enable``."""
 
     @functools.wraps(stock)
-    def begin(*arguments: Any, **options: Any) -> None:
+    def construct(*arguments: Any, **options: Any) -> None:
         strategy = inspect.signature(stock).bind(*arguments, **options).arguments.get("strategy")
         if strategy is not None and strategy.pipeline.enable:
             raise ConfigError(
@@ -82,12 +88,12 @@ def _engine(stock: Callable[..., None]) -> Callable[..., None]:
             )
         stock(*arguments, **options)
 
-    return begin
+    return construct
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """While it is open, these functions of Paddle's raise ``ConfigError`` on a CPU."""
+    """Opens a context in which these functions of Paddle's raise ConfigError on a CPU."""
     if device_kind() != "cpu":
         yield
         return
@@ -95,14 +101,14 @@ def refusals() -> Iterator[None]:
     engine = importlib.import_module("paddle.distributed.auto_parallel.static.engine").Engine
     names: list[tuple[object, str, object]] = [
         (sharding, "group_sharded_parallel", _refuse_group_sharding),
-        (engine, "__init__", _engine(engine.__init__)),
+        (engine, "__init__", _engine_constructor(engine.__init__)),
     ]
     for path, stage in _CLASSES.items():
         module, _, name = path.partition(".")
         owner = getattr(importlib.import_module(f"{_SHARDING}.{module}"), name)
-        names.append((owner, "__init__", _constructor(name, stage)))
+        names.append((owner, "__init__", _refusing_constructor(name, stage)))
     if not VERSION.startswith("2."):
         cutting = importlib.import_module(f"{_INTERMEDIATE}.parallelize")
-        names.append((cutting, "pipeline_parallel", _cut))
+        names.append((cutting, "pipeline_parallel", _refuse_pp_config))
     with replaced(*names):
         yield

@@ -1,6 +1,6 @@
-"""Changes to ``paddle.Model``, to optimizers and to ``clip_grad_norm_`` for pipelines.
+"""Changes ``paddle.Model``, optimizers and ``clip_grad_norm_`` for jobs with a pipeline.
 
-``paddle.Model`` refuses a pipeline, and warns that it copies any other model to each rank. An
+``paddle.Model`` refuses a pipeline, and warns that each rank runs the whole of any other model. An
 optimizer may have no parameters, on a rank whose stages have nothing to train.
 """
 
@@ -20,18 +20,18 @@ from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_before_cli
 
 
 def install() -> None:
-    """Changes Paddle's ``Model`` so; without a pipeline it works as before."""
+    """Installs the changes of this module; in a job without a pipeline they have no effect."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
     check_before_clip_grad_norm(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__
 
     @functools.wraps(constructor)
-    def begin(self: Any, network: Layer, *more: Any, **named: Any) -> None:
+    def construct(self: Any, network: Layer, *more: Any, **named: Any) -> None:
         _refuse_pipelines(network)
         _warn_of_copies()
         constructor(self, network, *more, **named)
 
-    setattr(paddle.Model, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
+    setattr(paddle.Model, "__init__", construct)  # noqa: B010  # mypy: a method is not assignable
 
 
 def _refuse_norm_of_a_stage(parameters: Sequence[Tensor]) -> None:

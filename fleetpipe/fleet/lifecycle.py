@@ -1,6 +1,6 @@
-"""``fleet.init`` and ``fleet.shutdown``: check options, connect the ranks, end the job.
+"""Defines ``fleet.init`` and ``fleet.shutdown``: check options, connect the ranks, end the job.
 
-At its exit a process ends its job too, and logs what to do about some errors of stock Paddle.
+At its exit a process ends its job, too, and logs what to do about some errors of stock Paddle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _OTHER_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 #: Paddle's singleton, of which Fleet's functions are methods.
 _fleet: Fleet = paddle_fleet.fleet
-_numbers = itertools.count()
+#: Numbers the jobs of this process.
+_job_numbers = itertools.count()
 #: The role maker, is_collective and log level of ``init`` in static mode; None outside of it.
 _static_arguments: tuple[Any, bool, int | str] | None = None
 
@@ -105,7 +106,7 @@ def init(
             fix="fleet.init(is_collective=True, strategy=strategy)",
         )
     if config.rehearse is not None and device_kind() == "cpu":
-        _rehearsal().require_rounding(config.rehearse)
+        _rehearsal_module().require_rounding(config.rehearse)
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
     if config.sums == "tree":
@@ -127,7 +128,7 @@ def init(
     running = current_job()
     if running is not None:
         return _change_strategy(running, degrees, strategy, config, stage)
-    return _begin(degrees, world_size, arguments, config, stage)
+    return _begin_job(degrees, world_size, arguments, config, stage)
 
 
 def _refuse_second_reading() -> None:
@@ -142,7 +143,9 @@ def _refuse_second_reading() -> None:
 
 
 def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job:
-    """Begins the job of a static program, whose ``device_guard`` s set the degrees. Collective.
+    """Begins the job of a static program, whose ``device_guard`` s set ``pp_degree``. Collective.
+
+    ``minimize`` calls it, when it knows the program's stages.
 
     Args:
         strategy: The strategy of the program's optimizer.
@@ -178,7 +181,7 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         distributed.forget_topology()
         role_maker, is_collective, log_level = _static_arguments
         arguments = (role_maker, is_collective, strategy, log_level)
-        _begin(degrees, meeting.world_size(), arguments, config)
+        _begin_job(degrees, meeting.world_size(), arguments, config)
     begun = current_job()
     if begun is None:
         raise StateError(
@@ -197,7 +200,7 @@ def shutdown() -> None:
     the job has ended and another can begin.
 
     Raises:
-        PeerFailed: Another rank has failed, and this one was not told of it before.
+        PeerFailed: Another rank has failed, and this rank learns of it only now.
         PipelineTimeout: Another rank did not take what was sent to it within the limit.
     """
     global _static_arguments
@@ -239,7 +242,12 @@ def _refuse_other_launchers() -> None:
 
 
 def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
-    """Stores the arguments of a job that begins when the stages of its program are known."""
+    """Stores the arguments of ``init`` in static mode; :func:`begin_static` begins the job.
+
+    Args:
+        degrees: The degrees.
+        arguments: The arguments of ``init``, in order.
+    """
     global _static_arguments
     role_maker, is_collective, strategy, log_level = arguments
     if degrees.pp > 1 and not strategy.pipeline:
@@ -259,6 +267,15 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
 def _change_strategy(
     running: Job, degrees: Degrees, strategy: Any, config: PipelineConfig, stage: int = 1
 ) -> Fleet:
+    """Gives the running job other options; refuses other degrees.
+
+    Args:
+        running: The job.
+        degrees: The degrees of ``strategy``.
+        strategy: The new strategy.
+        config: The options of ``strategy``.
+        stage: The stage of sharding, 1 or 2.
+    """
     if degrees != running.degrees:
         raise ConfigError(
             "fleet.init was called before, with other degrees",
@@ -266,7 +283,7 @@ def _change_strategy(
             got=str(degrees),
             fix="call fleet.shutdown() first",
         )
-    _rehearse(config)
+    _set_rehearsal(config)
     running.limit_waits(config.timeout)
     running.scatters_gradients = stage == 2
     running.sums_by_tree = config.sums == "tree"
@@ -275,14 +292,23 @@ def _change_strategy(
     return _fleet
 
 
-def _begin(
+def _begin_job(
     degrees: Degrees,
     world_size: int,
     arguments: tuple[Any, ...],
     config: PipelineConfig,
     stage: int = 1,
 ) -> Fleet:
-    number = next(_numbers)
+    """Begins a job in dynamic mode, on several ranks or in one process. Collective over the ranks.
+
+    Args:
+        degrees: The degrees.
+        world_size: The number of processes.
+        arguments: The arguments of ``init``, in order.
+        config: The options of the strategy.
+        stage: The stage of sharding, 1 or 2.
+    """
+    number = next(_job_numbers)
     _log.debug("job %d of this process begins: %s", number, degrees)
     strategy = arguments[2]
     if degrees.asked_pp:
@@ -291,7 +317,7 @@ def _begin(
         _log.info(text, world_size, stages, degrees.asked_pp)
     mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
     if world_size == 1:
-        begun = _begin_alone(degrees, arguments, config.timeout, number)
+        new_job = _begin_alone(degrees, arguments, config.timeout, number)
     else:
         from fleetpipe.job import paddle_groups, start
 
@@ -306,44 +332,53 @@ def _begin(
             "sharding_configs['stage']": str(stage),
         }
         groups = functools.partial(_make_groups, mesh, arguments)
-        begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
-    begun.endings.append(_end_rehearsal)
-    begun.scatters_gradients = stage == 2
-    begun.sums_by_tree = config.sums == "tree"
-    begun.allow = Allow(config.allow)
-    job.begin(begun)
+        new_job = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
+    new_job.endings.append(_end_rehearsal)
+    new_job.scatters_gradients = stage == 2
+    new_job.sums_by_tree = config.sums == "tree"
+    new_job.allow = Allow(config.allow)
+    job.begin(new_job)
     distributed.replace_role_maker_gloo(fleet_view.Workers())
-    _rehearse(config)
-    # One process that plays all ranks has a board only if somebody may read it.
-    watched = config.serve is not None or attempt_files.folder() is not None or not begun.local
-    if watched and begun.leads():
-        extra("view.reporting").begin(begun, config.serve)
+    _set_rehearsal(config)
+    # One process that plays all ranks reports its progress only if somebody may read the report.
+    has_readers = config.serve is not None or attempt_files.folder() is not None
+    if (has_readers or not new_job.local) and new_job.leads():
+        extra("view.reporting").begin(new_job, config.serve)
     if degrees.mp > 1:
-        tensor_parallel.connect_shards(begun)
+        tensor_parallel.connect_shards(new_job)
     return _fleet
 
 
-def _rehearse(config: PipelineConfig) -> None:
-    """Makes ``paddle.amp`` compute in low precision on a CPU, if the options ask for it."""
+def _set_rehearsal(config: PipelineConfig) -> None:
+    """Begins the rehearsal of half precision that the options ask for, or ends the active one."""
     if config.rehearse is not None and device_kind() != "cpu":
         log.once(_log.warning, f"nothing is rehearsed: this device has {config.rehearse} itself")
     elif config.rehearse is not None:
-        _rehearsal().rehearse(config.rehearse)
+        _rehearsal_module().rehearse(config.rehearse)
     else:
         _end_rehearsal()
 
 
 def _end_rehearsal() -> None:
+    """Ends the active rehearsal, if there is one."""
     if rehearsal_dtype() is not None:
-        _rehearsal().end_rehearsal()
+        _rehearsal_module().end_rehearsal()
 
 
-def _rehearsal() -> Any:
-    """Loads the module of rehearsals, which few jobs need."""
+def _rehearsal_module() -> Any:
+    """Returns the module of rehearsals, which only few jobs load."""
     return importlib.import_module("fleetpipe.paddle_api.rehearsal")
 
 
 def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, number: int) -> Job:
+    """Returns the job of one process that plays all ranks.
+
+    Args:
+        degrees: The degrees.
+        arguments: The arguments of ``init``, in order.
+        timeout: The limit of waits, in seconds.
+        number: The number of the job in this process.
+    """
     role_maker, is_collective, strategy, log_level = arguments
     _init_alone(role_maker, is_collective, log_level)
     hcg = distributed.LocalTopology(degrees.pp)
@@ -358,11 +393,15 @@ def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, n
 
 
 def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Has Paddle create its groups. Collective over the job.
+    """Makes Paddle create its groups. Collective over the job.
+
+    Args:
+        mesh: The coordinates of all ranks.
+        arguments: The arguments of ``init``, in order.
 
     Returns:
-        Paddle's topology, and its group of the ranks with the same parameters, if several axes span
-        them.
+        Paddle's topology; and Paddle's group of the ranks that have the same parameters, or None if
+        one axis spans them, which has a group already.
     """
     role_maker, is_collective, strategy, log_level = arguments
     strategy = copy.deepcopy(strategy)
@@ -371,8 +410,8 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     strategy.hybrid_configs = {name: n for name, n in degrees.items() if name in options}
     axes = DistributedStrategy().hybrid_parallel_order
     if not {*axes}.issubset(strategy.hybrid_parallel_order):  # Paddle looks for each of its axes
-        whole = complete_order(strategy.hybrid_parallel_order)
-        strategy.hybrid_parallel_order = [axis for axis in whole if axis in axes]
+        order = complete_order(strategy.hybrid_parallel_order)
+        strategy.hybrid_parallel_order = [axis for axis in order if axis in axes]
     states = GeneratorStates()
     with fleet_view.of_mesh(mesh):
         paddle_fleet.init(role_maker, is_collective, strategy, log_level)
@@ -384,7 +423,7 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> None:
-    """Makes functions such as ``fleet.worker_index`` answer for a single process."""
+    """Makes Paddle's functions such as ``fleet.worker_index`` return a single process's values."""
     with warnings.catch_warnings():
         # Paddle warns for each group that this is no parallel environment.
         warnings.simplefilter("ignore")
@@ -395,7 +434,7 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
 
 
 def end_with_process() -> None:
-    """Ends the job when the process ends, and sends an uncaught error to the other ranks."""
+    """Ends the job at the exit of the process, and sends an uncaught error to the other ranks."""
     error = watch.error_at_exit()
     if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
         _log.error(_STOCK_HINT)

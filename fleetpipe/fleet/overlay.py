@@ -1,4 +1,4 @@
-"""The modules below ``fleetpipe.fleet``: a table of changed modules; all others are Paddle's.
+"""Makes the modules below ``fleetpipe.fleet``: a table of changed ones; all others are Paddle's.
 
 The names that ``OVERLAYS`` lists for a module are fleetpipe's, all others in it are Paddle's. A
 module that is neither in the table nor a file of this package is Paddle's own, not a second copy.
@@ -27,9 +27,10 @@ from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS
 
 OURS = "fleetpipe.fleet"
 PADDLES = "paddle.distributed.fleet"
+#: The folder of this package; its modules replace Paddle's.
 _FOLDER = Path(__file__).parent
 
-
+# Beginnings of the paths of objects, as ``pkgutil.resolve_name`` takes them.
 _DYGRAPH = "fleetpipe.dygraph:"
 _TENSOR_PARALLEL = "fleetpipe.dygraph.tensor_parallel:"
 _DESCRIPTIONS = "fleetpipe.paddle_api.meta_parallel:"
@@ -43,11 +44,12 @@ _OPERATIONS = (
 )
 
 
-def _of(place: str, *names: str) -> dict[str, str]:
-    return {name: place + name for name in names}
+def _names_in(module: str, *names: str) -> dict[str, str]:
+    """Returns the path of each name, an object in a module: ``"package.module:name"``."""
+    return {name: module + name for name in names}
 
 
-_SLICED = _of(
+_TENSOR_PARALLEL_LAYERS = _names_in(
     _TENSOR_PARALLEL,
     "ColumnParallelLinear",
     "ParallelCrossEntropy",
@@ -59,42 +61,42 @@ _SLICED = _of(
 #: it, each with the path of its object.
 OVERLAYS: Mapping[str, Mapping[str, str]] = {
     "layers": {},
-    "layers.mpu": _SLICED,
-    "layers.mpu.mp_layers": _SLICED,
+    "layers.mpu": _TENSOR_PARALLEL_LAYERS,
+    "layers.mpu.mp_layers": _TENSOR_PARALLEL_LAYERS,
     "layers.mpu.mp_ops": (
         {}
         if device_kind() != "cpu"
-        else _of("fleetpipe.dygraph.tensor_parallel.replacements:", *GPU_OPERATIONS)
+        else _names_in("fleetpipe.dygraph.tensor_parallel.replacements:", *GPU_OPERATIONS)
     ),
-    "meta_parallel.dualpipev": _of(_DYGRAPH, "DualPipeVParallel"),
+    "meta_parallel.dualpipev": _names_in(_DYGRAPH, "DualPipeVParallel"),
     "meta_parallel.parallel_layers": {
-        **_SLICED,
-        **_of(_DESCRIPTIONS, "LocalSharedLayerDesc"),
-        **_of(_DYGRAPH, "PipelineLayer"),
+        **_TENSOR_PARALLEL_LAYERS,
+        **_names_in(_DESCRIPTIONS, "LocalSharedLayerDesc"),
+        **_names_in(_DYGRAPH, "PipelineLayer"),
     },
-    "meta_parallel.parallel_layers.mp_layers": _SLICED,
+    "meta_parallel.parallel_layers.mp_layers": _TENSOR_PARALLEL_LAYERS,
     "meta_parallel.parallel_layers.pp_layers": {
-        **_of(_DESCRIPTIONS, "LocalSharedLayerDesc"),
-        **_of(_DYGRAPH, "PipelineLayer"),
-        **_of("fleetpipe.dygraph.layers.run_stage:", "PipelineLayerChunk"),
+        **_names_in(_DESCRIPTIONS, "LocalSharedLayerDesc"),
+        **_names_in(_DYGRAPH, "PipelineLayer"),
+        **_names_in("fleetpipe.dygraph.layers.run_stage:", "PipelineLayerChunk"),
     },
     "meta_parallel.pipeline_parallel": {
-        **_of(
+        **_names_in(
             _DYGRAPH,
             *("DualPipeVParallel", "FakeMicroDataset", "NoPipelineParallel", "PipelineLayer"),
             *("PipelineParallel", "PipelineParallelWithInterleave"),
             *("PipelineParallelWithInterleaveFthenB", "VPPFhenBInBalancedMemory"),
         ),
-        **_of(
+        **_names_in(
             _DESCRIPTIONS,
             *("PipelineDatasetPreprocessor", "PipelineParallelMicroStepCallback"),
             *("PipelineParallelMicroStepLocations", "pipeline_parallel_callbacks_"),
             "register_global_pipeline_parallel_hook",
         ),
     },
-    "meta_parallel.tensor_parallel": _of(_TENSOR_PARALLEL, "TensorParallel"),
+    "meta_parallel.tensor_parallel": _names_in(_TENSOR_PARALLEL, "TensorParallel"),
     "utils": {},
-    "utils.sequence_parallel_utils": _of(
+    "utils.sequence_parallel_utils": _names_in(
         f"{_TENSOR_PARALLEL}sequence_parallel_utils.",
         *("AllGatherOp", "ColumnSequenceParallelLinear", "GatherOp", "ReduceScatterOp"),
         *("RowSequenceParallelLinear", "ScatterOp", "all_gather", "reduce_scatter"),
@@ -103,15 +105,15 @@ OVERLAYS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def over(
+def module_over(
     names: Mapping[str, object], paddles: ModuleType, ours: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` of a module that adds ``names`` to one of Paddle's.
+    """Returns ``__getattr__`` and ``__dir__`` of a module that adds names to one of Paddle's.
 
     Args:
         names: The module's ``globals()``.
-        paddles: Paddle's module, which answers for every other name.
-        ours: Further names that are fleetpipe's, each with the path of the object, which is loaded
+        paddles: Paddle's module, which has every other name.
+        ours: Further names that are fleetpipe's, each with the path of its object, which is loaded
             when the name is used.
     """
 
@@ -125,7 +127,7 @@ def over(
 
 
 class _Overlay(Loader):
-    """Loads a module of Fleet's with fleetpipe's names added."""
+    """Loads a module below ``fleetpipe.fleet``: Paddle's names, and fleetpipe's in their place."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -138,14 +140,15 @@ class _Overlay(Loader):
         names = vars(module)
         names["__doc__"] = f"``{PADDLES}.{self._path}`` with names of fleetpipe's."
         paddles = _paddles_module(self._path)
-        replaced = [*OVERLAYS[self._path], *_inside(self._path)]
-        names["__all__"] = [*dict.fromkeys([*replaced, *getattr(paddles, "__all__", ())])]
-        names["__getattr__"], names["__dir__"] = over(names, paddles, OVERLAYS[self._path])
+        changed = [*OVERLAYS[self._path], *_table_modules_in(self._path)]
+        names["__all__"] = [*dict.fromkeys([*changed, *getattr(paddles, "__all__", ())])]
+        names["__getattr__"], names["__dir__"] = module_over(names, paddles, OVERLAYS[self._path])
 
 
-def _inside(path: str) -> list[str]:
+def _table_modules_in(path: str) -> list[str]:
     """Returns the names of the table's modules that are directly in the package ``path``."""
-    return [name for parent, _, name in (one.rpartition(".") for one in OVERLAYS) if parent == path]
+    parents_and_names = (overlay.rpartition(".") for overlay in OVERLAYS)
+    return [name for parent, _, name in parents_and_names if parent == path]
 
 
 def _paddles_module(path: str) -> ModuleType:
@@ -159,23 +162,26 @@ def _paddles_module(path: str) -> ModuleType:
         return ModuleType(name)
 
 
-def _find(fullname: str) -> ModuleSpec | None:
-    """Finds ``fleetpipe.fleet.*`` if this package has no file of that name.
+def _find_spec(fullname: str) -> ModuleSpec | None:
+    """Returns the spec of a module below ``fleetpipe.fleet`` that has no file in this package.
 
-    The packages that it finds have Paddle's ``__path__``, from which the path finder would load
-    their submodules a second time.
+    It is None for any other module. The finder stands before Python's path finder, which would load
+    the submodules of Paddle's packages a second time.
     """
     if not fullname.startswith(OURS + "."):
         return None
     name = fullname[len(OURS) + 1 :]
     if name in OVERLAYS:
-        spec = ModuleSpec(fullname, _Overlay(name), origin=__file__, is_package=bool(_inside(name)))
+        spec = ModuleSpec(
+            fullname, _Overlay(name), origin=__file__, is_package=bool(_table_modules_in(name))
+        )
         spec.has_location = True  # otherwise `__file__` would be that of Paddle's module
         return spec
     return None if _is_file(name) else spec_of(fullname, f"{PADDLES}.{name}")
 
 
 def _is_file(name: str) -> bool:
+    """Returns whether a module below ``fleetpipe.fleet`` has a file in this package."""
     file = _FOLDER.joinpath(*name.split("."))
     return file.with_suffix(".py").exists() or (file / "__init__.py").exists()
 
@@ -183,10 +189,10 @@ def _is_file(name: str) -> bool:
 def install() -> None:
     """Installs the finder, imports the table's modules, and shares those that Paddle has loaded.
 
-    Sharing them now keeps an import from binding a module over the attribute of the same name:
+    Shared now, a later import does not bind a module over the attribute of the same name:
     ``fleet.fleet`` is Paddle's singleton, and ``paddle.distributed.fleet.fleet`` also a module.
     """
-    Finder(_find).install()
+    Finder(_find_spec).install()
     for path in OVERLAYS:
         importlib.import_module(f"{OURS}.{path}")
     for name, module in list(sys.modules.items()):
@@ -196,7 +202,7 @@ def install() -> None:
 
 
 def _load_at_call(name: str) -> Callable[..., Any]:
-    """Returns a function that loads the function ``name`` of experts' exchanges when called."""
+    """Returns a function that loads and calls ``name`` of ``contrib.experts.exchange``."""
 
     def call(*args: Any, **named: Any) -> Any:
         return _resolve(f"fleetpipe.contrib.experts.exchange:{name}")(*args, **named)
@@ -205,10 +211,10 @@ def _load_at_call(name: str) -> Callable[..., Any]:
 
 
 def mend_mixtures() -> None:
-    """Changes ``MoELayer``, and replaces Paddle's functions for it if there is no GPU.
+    """Replaces functions that Paddle's ``MoELayer`` calls; more of them if there is no GPU.
 
     ``paddle.incubate.distributed.models.moe.MoELayer``, its gates, and layers of libraries call
-    them; a script may build one before the pipeline.
+    them. It is done at once, since a script may build such a layer before the pipeline.
     """
     replace_in_moe(
         _local_gather=_load_at_call("local_gather"),

@@ -1,6 +1,6 @@
 """Loads static graph at a script's first ``device_guard``, or by ``fleet.init``.
 
-Also has those of Fleet's functions for parameter servers that many static scripts call.
+It also replaces those of Fleet's functions for parameter servers that many static scripts call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.static import swap_switch_device, switch_device
 
+#: The hook in Paddle's ``device_guard``; None before :func:`await_guard`.
 _guard: _FirstGuard | None = None
 
 
@@ -24,34 +25,45 @@ def static_graph() -> Any:
 
 
 class _FirstGuard:
-    """Changes Paddle for static graph when a script first enters a ``device_guard``."""
+    """Changes Paddle for static graph when a script first enters a ``device_guard``.
+
+    Attributes:
+        is_pending: Whether the next ``device_guard`` makes the change.
+    """
 
     def __init__(self) -> None:
-        self.awaited = True
+        self.is_pending = True
         self._original = swap_switch_device(self)
 
     def __call__(self, device: str | None) -> object:
-        if not self.awaited:
+        if not self.is_pending:
             return self._original(device)
-        self.awaited = False
+        self.is_pending = False
         static_graph().install()
         return switch_device(device)
 
 
 def await_guard() -> None:
-    """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` undoes that."""
+    """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` removes its hooks."""
     global _guard
     if _guard is None:
         _guard = _FirstGuard()
-    _guard.awaited = True
+    _guard.is_pending = True
 
 
-def _answer_for(name: str, fix: str | None = None) -> Callable[..., Any]:
-    """Returns a function of Fleet's that in a static job does nothing, or with a fix is refused."""
+def _replacement_of(name: str, fix: str | None = None) -> Callable[..., Any]:
+    """Returns a replacement of a function of Fleet's for parameter servers.
+
+    Outside of a static job it calls Fleet's function.
+
+    Args:
+        name: The function of Fleet's.
+        fix: The advice of the error that it raises in a static job; None to do nothing there.
+    """
     original: Callable[..., Any] = getattr(paddle_fleet, name)
 
     @functools.wraps(original)
-    def answer(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if paddle.in_dynamic_mode() or current_job() is None:
             return original(*arguments, **named)
         if fix is not None:
@@ -60,15 +72,15 @@ def _answer_for(name: str, fix: str | None = None) -> Callable[..., Any]:
             )
         return None
 
-    return answer
+    return call
 
 
-init_worker = _answer_for("init_worker")
-stop_worker = _answer_for("stop_worker")
-save_persistables = _answer_for(
+init_worker = _replacement_of("init_worker")
+stop_worker = _replacement_of("stop_worker")
+save_persistables = _replacement_of(
     "save_persistables", "paddle.static.save(program, path) on every rank"
 )
-save_inference_model = _answer_for(
+save_inference_model = _replacement_of(
     "save_inference_model",
     "fleetpipe.static.save_inference_model(prefix, feed_vars, fetch_vars, exe) on every rank",
 )

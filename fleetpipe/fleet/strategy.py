@@ -1,4 +1,4 @@
-"""Fleet's ``DistributedStrategy`` with one more group of options, ``fleetpipe_configs``."""
+"""Extends Fleet's ``DistributedStrategy`` by one group of options, ``fleetpipe_configs``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logging.getLogger(FLEETS_LOGGER).addFilter(
     lambda record: record.msg != "distributed strategy initialized"
 )
 
-_stock: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
+_paddle_properties: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
 
 
 class DistributedStrategy(paddle_fleet.DistributedStrategy):
@@ -38,7 +38,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         Raises:
             ConfigError: An option is unknown, or has a value that cannot be used.
         """
-        return self._get("hybrid_configs")
+        return self._read_group("hybrid_configs")
 
     @hybrid_configs.setter
     def hybrid_configs(self, configs: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
                 require_degree(name, configs[name], least=-1 if name == "dp_degree" else 1)
         # A copy: Paddle's setter removes pp_configs and mp_configs from its mapping, and a second
         # strategy made from the same mapping would lack them.
-        self._set("hybrid_configs", copy.deepcopy(dict(configs)), also=("order",))
+        self._set_group("hybrid_configs", copy.deepcopy(dict(configs)), also=("order",))
 
     @property
     def pipeline_configs(self) -> Any:
@@ -57,17 +57,17 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         Raises:
             ConfigError: An option is unknown, or has a value of another type.
         """
-        return self._get("pipeline_configs")
+        return self._read_group("pipeline_configs")
 
     @pipeline_configs.setter
     def pipeline_configs(self, configs: Mapping[str, Any]) -> None:
         _require_mapping("pipeline_configs", configs)
-        self._set("pipeline_configs", configs)
+        self._set_group("pipeline_configs", configs)
 
-    def _get(self, group: str) -> Any:
-        """Returns a group of Paddle's options through its property, as Paddle reads it."""
+    def _read_group(self, group: str) -> Any:
+        """Returns the options of a group, such as "hybrid_configs", by Paddle's own property."""
         try:
-            return _stock[group].fget(self)
+            return _paddle_properties[group].fget(self)
         except AttributeError as error:
             # Paddle's own error says that there is no such attribute.
             raise ConfigError(
@@ -77,9 +77,20 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
                 fix="pip install 'protobuf<7', or paddlepaddle 3.3 or later",
             ) from error
 
-    def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
-        """Sets some options of a group in Paddle; turns its errors into fleetpipe's."""
-        keys = {*self._get(group), *also}
+    def _set_group(
+        self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()
+    ) -> None:
+        """Sets some options of a group by Paddle's own property.
+
+        Args:
+            group: The group, such as "hybrid_configs".
+            configs: The options and their values.
+            also: Options that Paddle accepts although it does not list them.
+
+        Raises:
+            ConfigError: An option is unknown, or has a value of another type.
+        """
+        keys = {*self._read_group(group), *also}
         for key in configs:
             if key not in keys:
                 raise ConfigError(
@@ -88,7 +99,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
                     fix=nearest(key, keys),
                 )
         try:
-            _stock[group].fset(self, configs)
+            _paddle_properties[group].fset(self, configs)
         except (TypeError, ValueError, AttributeError) as error:
             # AttributeError: a mapping was given for a group within the group.
             raise ConfigError(
@@ -148,6 +159,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
 
 def _require_mapping(group: str, configs: object) -> None:
+    """Raises ConfigError unless the value that is set for a group is a mapping."""
     if not isinstance(configs, Mapping):
         raise ConfigError(
             f"{group} takes options by name",

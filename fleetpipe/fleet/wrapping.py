@@ -1,4 +1,7 @@
-"""``distributed_model`` and ``distributed_optimizer``: wrap a user's objects for a pipeline."""
+"""Defines ``distributed_model``, ``distributed_optimizer`` and ``distributed_scaler``.
+
+They wrap a user's objects for a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def distributed_model(model: Any) -> Any:
         model = wrapped_layer(model)
     if isinstance(model, PipelineLayer):
         refuse_library_options(model)
-        return wrap(_decorate(model))
+        return wrap(_cast_to_pure_half(model))
     if isinstance(model, PipelineParallel):
         raise ConfigError(
             "this model has been wrapped already",
@@ -105,13 +108,13 @@ def distributed_model(model: Any) -> Any:
         return recompute_without_reentrance(paddle_fleet.distributed_model(model))
 
 
-def _decorate(model: PipelineLayer) -> Any:
-    """Casts a model to pure float16 or bfloat16 if ``strategy.amp`` asks; not on a CPU."""
+def _cast_to_pure_half(model: PipelineLayer) -> Any:
+    """Returns a model, cast to pure float16 or bfloat16 if ``strategy.amp`` asks for that."""
     strategy = user_strategy()
     if strategy is None or not strategy.amp:
         return model
-    switch_of: dict[DType, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
-    for dtype, option in switch_of.items():
+    option_by_dtype: dict[DType, str] = {"float16": "use_pure_fp16", "bfloat16": "use_pure_bf16"}
+    for dtype, option in option_by_dtype.items():
         if strategy.amp_configs.get(option):
             return paddle.amp.decorate(models=model, level="O2", dtype=dtype)
     return model
@@ -122,8 +125,8 @@ def distributed_optimizer(
 ) -> PipelineOptimizer:
     """Wraps an optimizer for ``train_batch``, or in static graph for ``minimize``.
 
-    Without a pipeline (a job in dynamic graph, ``strategy.pipeline`` in static graph) it is passed
-    on to Paddle.
+    In dynamic graph without a job, and in static graph without ``strategy.pipeline``, Paddle's own
+    function wraps it.
 
     Args:
         optimizer: Any Paddle optimizer, in dynamic graph built on ``model.parameters()``.
@@ -142,6 +145,7 @@ def distributed_optimizer(
 
 
 def _wrap_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
+    """Returns the wrapped optimizer; the arguments are those of :func:`distributed_optimizer`."""
     if not paddle.in_dynamic_mode():
         chosen = user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
@@ -160,16 +164,18 @@ def _wrap_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None) 
 
 
 def _require_same_options(strategy: Any) -> None:
-    """Refuses a strategy whose options differ from those of the model wrapped already."""
-    expected, got = (
-        (PipelineConfig.from_strategy(one), scale_strategy(one), one.hybrid_configs["pp_configs"])
-        for one in (user_strategy(), strategy)
-    )
-    if expected != got:
+    """Refuses a strategy whose options differ from those of the model that is wrapped already."""
+
+    def options(of: Any) -> tuple[PipelineConfig, Any, Any]:
+        configs = of.hybrid_configs["pp_configs"]
+        return PipelineConfig.from_strategy(of), scale_strategy(of), configs
+
+    earlier = user_strategy()
+    if options(earlier) != options(strategy):
         raise ConfigError(
             "distributed_optimizer was given other options than the model that is wrapped has",
-            expected=str(expected[0]),
-            got=str(got[0]),
+            expected=str(PipelineConfig.from_strategy(earlier)),
+            got=str(PipelineConfig.from_strategy(strategy)),
             fix="give this strategy to fleet.init, or call distributed_optimizer before "
             "distributed_model",
         )

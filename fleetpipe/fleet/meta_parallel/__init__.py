@@ -1,14 +1,14 @@
-"""``paddle.distributed.fleet.meta_parallel`` with fleetpipe's pipeline in place of Paddle's.
+"""Replaces ``paddle.distributed.fleet.meta_parallel``: fleetpipe's pipeline in place of Paddle's.
 
-Its submodules are made from ``overlay``'s table; it is a file, so that editors and type checkers
-find its names.
+The table of ``overlay`` defines its submodules; this package is a file, so that editors and type
+checkers find its names.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paddle.distributed.fleet import meta_parallel as _theirs
+from paddle.distributed.fleet import meta_parallel as _paddles
 
 from fleetpipe.dygraph import (
     DualPipeVParallel,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from fleetpipe.dygraph.tensor_parallel import TensorParallel as TensorParallel
     from fleetpipe.dygraph.tensor_parallel import VocabParallelEmbedding as VocabParallelEmbedding
 
-    # Paddle's names, which a run asks its module for.
+    # Paddle's names for a type checker; at run time ``__getattr__`` gets them from Paddle's module.
     # fmt: off
     # isort: off
     from paddle.distributed.fleet.layers.mpu.random import (
@@ -95,6 +95,6 @@ if TYPE_CHECKING:
     sharding: Any
     tensor_parallel: Any
 else:
-    _sliced = overlay.OVERLAYS["layers.mpu.mp_layers"]
-    _wrapper = overlay.OVERLAYS["meta_parallel.tensor_parallel"]
-    __getattr__, __dir__ = overlay.over(globals(), _theirs, {**_sliced, **_wrapper})
+    _layers = overlay.OVERLAYS["layers.mpu.mp_layers"]
+    _tensor_parallel = overlay.OVERLAYS["meta_parallel.tensor_parallel"]
+    __getattr__, __dir__ = overlay.module_over(globals(), _paddles, {**_layers, **_tensor_parallel})
