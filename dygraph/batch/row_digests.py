@@ -58,7 +58,8 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
         here: The digests of this rank, which owns the last stage.
         first: The digests of the rank that owns the first stage.
     """
-    equal = [mine == theirs for mine, theirs in zip(here, first) if None not in (mine, theirs)]
+    pairs = [pair for pair in zip(here, first) if None not in pair]
+    equal = [digest == digest_of_first for digest, digest_of_first in pairs]
     if equal and not any(equal):
         raise ConfigError(
             "the ranks of one pipeline were given different rows",

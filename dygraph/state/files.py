@@ -113,7 +113,7 @@ def save(
         writer: This rank's number among those that write the save.
     """
     states = {file._replace(shard=mp_rank).name: state for file, state in layers.items()}
-    manifest.keep(Path(folder), writer, states)
+    manifest.link_replaced_files(Path(folder), writer, states)
     fleet_files.save_all(folder, states)
     manifest.write(Path(folder), writer, states)
 
@@ -147,7 +147,7 @@ def load(
             belongs to another save than the other files. No layer has changed then.
     """
     folder = Path(folder)
-    saved = manifest.save_in(folder)
+    saved = manifest.newest_save_in(folder)
     names = sorted(saved.paths)
     states = {}
     for layer_file, layer in layers.items():
@@ -264,7 +264,7 @@ class LayerFiles:
             number: The number of this save into the folder, from 1; the same on every rank.
         """
         if self._is_writer():
-            with self._guarded("saving layers"):
+            with self._guard_call("saving layers"):
                 states = {
                     file: layer.whole()
                     if isinstance(layer, LayerInParts)
@@ -292,11 +292,11 @@ class LayerFiles:
         """
         # Before the collective calls: a script may catch the error, and go on without a checkpoint.
         require_folder(folder)
-        with self._guarded("loading layers"):
+        with self._guard_call("loading layers"):
             load(folder, self._layers_to_read, *self._mp_rank_and_size())
             copies.equalize(self._sources)
 
-    def _guarded(self, operation: str) -> AbstractContextManager[None]:
+    def _guard_call(self, operation: str) -> AbstractContextManager[None]:
         """Returns a context whose error reaches all ranks; ``operation`` describes it there."""
         return nullcontext() if self._job is None else self._job.guarded(lambda: operation)
 
