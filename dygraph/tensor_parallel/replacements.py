@@ -28,9 +28,6 @@ Operation = Callable[..., Tensor]
 #: Whether a CPU computes, so that Paddle's operations have no kernels.
 _ON_CPU = device_kind() == "cpu"
 
-#: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
-OPERATIONS: Mapping[str, Operation] = {name: globals()[name] for name in GPU_OPERATIONS if _ON_CPU}
-
 #: The replacements of operations that Paddle's sequence parallelism calls; empty on a GPU.
 SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = {
     name: getattr(sequence, name)
@@ -175,6 +172,9 @@ def _with_split_axes(stock: Callable[..., None], **axes: int) -> Callable[..., N
 
     return construct
 
+
+#: The replacements of Paddle's operations, by Paddle's names; empty on a GPU.
+OPERATIONS: Mapping[str, Operation] = {name: globals()[name] for name in GPU_OPERATIONS if _ON_CPU}
 
 #: Modules and classes of Paddle's, each with the replacements of its attributes by name.
 _REPLACEMENTS: list[tuple[Any, Mapping[str, Callable[..., Any]]]] = [
