@@ -125,7 +125,7 @@ def free_memory(tensor: ScopeTensor) -> None:
 
 def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
     """Copies the numbers of an array into a dense tensor, on the tensor's device."""
-    place = tensor._native_place()
+    place = tensor._place()
     if place.is_gpu_place():
         tensor.set(array, _any_core.CUDAPlace(place.gpu_device_id()))
     else:
