@@ -1,4 +1,4 @@
-"""The trail of a run: one event for each call that the script makes of a pipeline.
+"""The trail of a run: a record, or event, of each call of a pipeline that the script makes.
 
 Start with ``run``, which records, and ``compare``, which finds the first event that differs. Rank r
 writes one line of JSON for each event into ``rank-r.jsonl``. The line has of a tensor its dtype and
@@ -24,7 +24,15 @@ import numpy as np
 
 from fleetpipe import fleet
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.compare.differences import ROUNDING, digest_of, kind_of, leaves, numbers_of
+from fleetpipe.compare.differences import (
+    ROUNDING,
+    digest_of,
+    gap,
+    kind_of,
+    largest_of,
+    leaves,
+    numbers_of,
+)
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.fit.model import Model
@@ -34,7 +42,7 @@ from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_api.random import generator_states, python_states
-from fleetpipe.paddle_api.static import dynamic, found_tensor
+from fleetpipe.paddle_api.static import dynamic_tensor, found_tensor
 from fleetpipe.schedules.registry import canonical_name
 from fleetpipe.static.run.pipeline import StaticPipeline
 
@@ -46,7 +54,7 @@ BEGIN = "begin"
 _SAMPLES = 8
 #: The largest relative difference that is rounding in any event after the first that differs: the
 #: steps of an optimizer make rounding larger.
-_GROWN = 1e-3
+_LATER_ROUNDING = 1e-3
 
 _SCHEDULE = "schedule"
 #: The axes whose degrees multiply to the number of ranks.
@@ -106,12 +114,8 @@ class Summary(NamedTuple):
         if not alike or not self.numbers:
             return math.inf
         here, there = np.array(self.numbers), np.array(other.numbers)
-        if not (np.isfinite(here) == np.isfinite(there)).all():
-            return math.inf
-        both = np.isfinite(here)
-        largest = max(np.abs(here[both]).max(initial=0), np.abs(there[both]).max(initial=0))
         # Digests differ, so if all these numbers are equal, the difference is too small for them.
-        return float(np.abs(here[both] - there[both]).max(initial=0) / (largest or 1)) or 1e-16
+        return gap(here, there, max(largest_of(here), largest_of(there))) or 1e-16
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,8 @@ class CallRecord:
         steps: Training steps so far, this one included.
         values: What the call returned, by the path of each value.
         state: The parameters and buffers by fully qualified name, if the call trains.
-        around: The learning rate, the rows of the batch, the states of the random generators.
+        around: The learning rate, the rows of the batch, the states of the random generators, by
+            name.
     """
 
     call: str
@@ -141,7 +146,7 @@ class CallRecord:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a training step."""
+        """Whether the call trains a step."""
         return self.call in TRAINS
 
     @classmethod
@@ -161,7 +166,7 @@ Ranks = Sequence[Sequence[CallRecord]]
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Returns the file of a rank's trail."""
+    """Returns the path of the file for the trail of a rank."""
     return folder / f"rank-{rank}.jsonl"
 
 
@@ -176,7 +181,8 @@ class TrailDifference(NamedTuple):
     """One difference between the recorded trails of two runs.
 
     Attributes:
-        what: The value and the event that differ; or the calls, if the runs call different methods.
+        what: The value and the event that differ, in words; or the calls, if the runs call
+            different methods.
         line: The line of the script.
         apart: The relative difference; infinite if shape, dtype or kind differ.
     """
@@ -207,9 +213,10 @@ class TrailComparison(NamedTuple):
 
     @property
     def rounding(self) -> bool:
-        """Whether the trails differ, by no more than another order of sums explains."""
-        first = self.first
-        return first is not None and first.apart <= ROUNDING and self.worst <= _GROWN
+        """Whether the trails differ, but not by more than another order of sums explains."""
+        if self.first is None:
+            return False
+        return self.first.apart <= ROUNDING and self.worst <= _LATER_ROUNDING
 
 
 def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
@@ -219,8 +226,10 @@ def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
         expected: The events of a run.
         again: The events of a second run of the same script in the same way.
     """
-    one, other = (_merged(_events_at(ranks, 0), "around") for ranks in (expected, again))
-    return frozenset(name for name in one if name in other and _apart(one[name], other[name]))
+    first = _summaries_of_ranks(_events_at(expected, 0), "around")
+    second = _summaries_of_ranks(_events_at(again, 0), "around")
+    common = first.keys() & second.keys()
+    return frozenset(name for name in common if _largest_distance(first[name], second[name]))
 
 
 def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComparison:
@@ -238,7 +247,7 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComp
     length = max(len(events) for events in (*expected, *got))
     for index in range(length):
         pair = _events_at(expected, index), _events_at(got, index)
-        for finding in _differences(*pair, but):
+        for finding in _find_differences(*pair, but):
             first, worst = first or finding, max(worst, finding.apart)
         if math.isinf(worst):
             break
@@ -251,46 +260,56 @@ def _events_at(ranks: Ranks, index: int) -> list[CallRecord]:
     return [events[index] for events in ranks if index < len(events)]
 
 
-def _differences(
+def _find_differences(
     expected: list[CallRecord], got: list[CallRecord], but: Collection[str]
 ) -> Iterator[TrailDifference]:
-    """Yields the differences of one call, a cause before its effects."""
+    """Yields the differences of one call in two runs, a cause before its effects.
+
+    Args:
+        expected: The event of each rank of one run.
+        got: The event of each rank of the other.
+        but: The names of values that are not compared.
+    """
     shown = (expected or got)[0]
     where = shown.call if shown.call == BEGIN else f"{shown.call} after {shown.steps} steps"
-    calls = {one.call for one in (*expected, *got)}
+    calls = {event.call for event in (*expected, *got)}
     if not expected or not got or len(calls) > 1:
         instead = " and ".join(sorted(calls)) if len(calls) > 1 else "nothing"
         yield TrailDifference(f"{where}: the other run calls {instead}", shown.line, math.inf)
         return
-    for of in ("around", "values", "state"):
-        one, other = _merged(expected, of), _merged(got, of)
+    for field_name in ("around", "values", "state"):
+        first, second = (_summaries_of_ranks(events, field_name) for events in (expected, got))
         # A rank may lack a result; of the model's state, some rank has each tensor.
-        names = {**one, **other} if of == "state" else [n for n in one if n in other]
-        for name in (name for name in names if name not in but):
-            apart = _apart(one.get(name, []), other.get(name, []))
+        both = {**first, **second} if field_name == "state" else [n for n in first if n in second]
+        for name in (name for name in both if name not in but):
+            apart = _largest_distance(first.get(name, []), second.get(name, []))
             if apart:
-                what = {"around": name, "values": f"result{name}", "state": f"state {name}"}[of]
-                yield TrailDifference(f"{what} of {where} differs", shown.line, apart)
+                words = {"around": name, "values": f"result{name}", "state": f"state {name}"}
+                what = f"{words[field_name]} of {where} differs"
+                yield TrailDifference(what, shown.line, apart)
 
 
-def _merged(events: Sequence[CallRecord], of: str) -> dict[str, list[Summary]]:
-    """Returns the different summaries that the ranks have for each name in the field ``of``."""
-    merged: dict[str, list[Summary]] = {}
+def _summaries_of_ranks(events: Sequence[CallRecord], field_name: str) -> dict[str, list[Summary]]:
+    """Returns, for each name in a field of the events, the different summaries of the ranks."""
+    by_name: dict[str, list[Summary]] = {}
     for event in events:
-        part: Mapping[str, Summary] = getattr(event, of)
-        for name, summary in part.items():
-            if summary not in merged.setdefault(name, []):
-                merged[name].append(summary)
-    return merged
+        of_rank: Mapping[str, Summary] = getattr(event, field_name)
+        for name, summary in of_rank.items():
+            if summary not in by_name.setdefault(name, []):
+                by_name[name].append(summary)
+    return by_name
 
 
-def _apart(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
-    """Returns the largest distance from a summary of one run to the nearest of the other run."""
+def _largest_distance(expected: Sequence[Summary], got: Sequence[Summary]) -> float:
+    """Returns the largest distance from a summary of one run to the nearest of the other run.
+
+    It is infinite if one run has no summary.
+    """
     if not expected or not got:
         return math.inf
     return max(
-        *(min(one.distance(other) for other in got) for one in expected),
-        *(min(one.distance(other) for one in expected) for other in got),
+        *(min(summary.distance(other) for other in got) for summary in expected),
+        *(min(summary.distance(other) for other in expected) for summary in got),
     )
 
 
@@ -330,7 +349,7 @@ class Changes(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of processes: one process runs all stages if only ``pp`` is given."""
+        """The number of processes; it is 1 if only ``pp`` is given: one process runs all stages."""
         return math.prod(self.degrees.values()) if {*self.degrees} - {"pp"} else 1
 
     def in_force(self) -> AbstractContextManager[None]:
@@ -348,16 +367,34 @@ class Changes(NamedTuple):
 
 def strategies_changed(change: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Returns a context in which ``fleet.init`` gets ``change(strategy)``, not the script's own."""
-    begin = fleet.init
 
-    @functools.wraps(begin)
-    def init(*arguments: Any, **named: Any) -> Any:
-        passed = inspect.signature(begin).bind(*arguments, **named).arguments
+    def init(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        passed = inspect.signature(original).bind(*arguments, **named).arguments
         strategy = passed.get("strategy")
         passed["strategy"] = change(fleet.DistributedStrategy() if strategy is None else strategy)
-        return begin(**passed)
+        return original(**passed)
 
-    return replaced((fleet, "init", init))
+    return wrapping((fleet, "init", init))
+
+
+def wrapping(*wrappers: tuple[Any, str, Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Returns a context in which calls of functions and methods go through wrappers.
+
+    Args:
+        wrappers: For each: a module or class, the name of a function in it, and the wrapper, which
+            is called with the function and then with the arguments of the call.
+    """
+
+    def wrap(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return wrapper(original, *arguments, **named)
+
+        return call
+
+    return replaced(
+        *((owner, name, wrap(getattr(owner, name), wrapper)) for owner, name, wrapper in wrappers)
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -369,7 +406,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class TrailRecorder:
-    """Writes the events of this process."""
+    """Writes an event for each outermost call of a pipeline's or model's method in this process."""
 
     def __init__(self, file: TextIO, steps: int | None, stop_after: int | None) -> None:
         """Stores the file and the limits.
@@ -379,49 +416,66 @@ class TrailRecorder:
             steps: The number of training steps after which the script ends; None sets no limit.
             stop_after: The number of training steps after which this process gets SIGTERM.
         """
-        self._file, self._last, self._stop_after = file, steps, stop_after
+        self._file, self._last_step, self._stop_after = file, steps, stop_after
         self._steps = self._depth = 0
         self._begun: set[int] = set()
 
-    def recording(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a method so that a call of it is an event, unless another event encloses it."""
+    def record(
+        self, name: str, method: Callable[..., Any], owner: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        """Calls a method of a pipeline or model; the call is an event unless one encloses it.
 
-        @functools.wraps(call)
-        def recorded(owner: Any, *arguments: Any, **named: Any) -> Any:
-            if self._depth:
-                return call(owner, *arguments, **named)
-            line = line_of_the_script()
-            if name in TRAINS and id(owner) not in self._begun:
-                self._begun.add(id(owner))
-                state = _state_of(owner, [*arguments])
-                self._write(CallRecord(BEGIN, line, self._steps, {}, state, _streams()))
-            self._depth += name != _FIT
-            try:
-                result = call(owner, *arguments, **named)
-            finally:
-                self._depth -= name != _FIT
-            self._end(name, line, owner, [*arguments, *named.values()], result)
-            return result
+        Args:
+            name: The name of the method.
+            method: The method.
+            owner: The object whose method it is.
+            arguments: The positional arguments of the call.
+            named: Its keyword arguments.
 
-        return recorded
+        Returns:
+            The result of the method.
+        """
+        if self._depth:
+            return method(owner, *arguments, **named)
+        line = line_of_the_script()
+        if name in TRAINS and id(owner) not in self._begun:
+            self._begun.add(id(owner))
+            state = _summarize_state(owner, [*arguments])
+            self._write(CallRecord(BEGIN, line, self._steps, {}, state, _summarize_streams()))
+        self._depth += name != _FIT
+        try:
+            result = method(owner, *arguments, **named)
+        finally:
+            self._depth -= name != _FIT
+        self._end(name, line, owner, [*arguments, *named.values()], result)
+        return result
 
     def _end(self, name: str, line: str, owner: Any, arguments: list[Any], result: Any) -> None:
+        """Writes the event of a call; ends or stops the script after the given steps.
+
+        Args:
+            name: The name of the method.
+            line: The line of the script.
+            owner: The object whose method it is.
+            arguments: The arguments of the call.
+            result: What it returned.
+        """
         trains = name in TRAINS
         self._steps += trains
-        around = _streams()
+        around = _summarize_streams()
         # An iterator's rows are not known before the call takes them.
         if arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor)):
             around = {**summaries(arguments[0], "rows"), **around}
-        rates = [float(one.get_lr()) for one in arguments if hasattr(one, "minimize")]
+        rates = [float(a.get_lr()) for a in arguments if hasattr(a, "minimize")]
         if rates:
             around = {"learning rate": Summary.of_plain(rates[0]), **around}
-        state = _state_of(owner, arguments) if trains else {}
+        state = _summarize_state(owner, arguments) if trains else {}
         self._write(CallRecord(name, line, self._steps, summaries(result), state, around))
         if not trains:
             return
         if self._steps == self._stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        if self._steps == self._last:
+        if self._steps == self._last_step:
             raise SystemExit(0)
 
     def _write(self, event: CallRecord) -> None:
@@ -445,10 +499,8 @@ def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterat
         methods: list[tuple[type[Any], str]] = [(PipelineParallel, name) for name in _BATCHES]
         methods += [(Model, name) for name in (_FIT, "evaluate", "predict")]
         methods.append((StaticPipeline, "run"))
-        changed = [
-            (owner, name, recorder.recording(name, getattr(owner, name))) for owner, name in methods
-        ]
-        with replaced(*changed):
+        record = recorder.record
+        with wrapping(*((kind, name, functools.partial(record, name)) for kind, name in methods)):
             yield
 
 
@@ -460,6 +512,7 @@ def summaries(value: Any, name: str = "") -> dict[str, Summary]:
 
 
 def _summary(value: Any) -> Summary:
+    """Summarizes a tensor, an array, a number or a text."""
     if isinstance(value, paddle.Tensor):
         return Summary.of_array(kind_of(value), numbers_of(value))
     if isinstance(value, (int, float, str)) and not isinstance(value, np.generic):
@@ -467,7 +520,7 @@ def _summary(value: Any) -> Summary:
     return Summary.of_array(kind_of(np.asarray(value)), np.asarray(value))
 
 
-def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
+def _summarize_state(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
     """Summarizes the parameters and buffers that this rank has of the model, by name."""
     with dynamic_mode():
         if not isinstance(owner, StaticPipeline):
@@ -475,10 +528,10 @@ def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
             return {str(name): _summary(one.tensor) for name, one in local.items()}
         _, _, _, scope, _ = arguments
         variables = ((name, found_tensor(scope, name)) for name in owner.persistable)
-        return {name: _summary(dynamic(one)) for name, one in variables if one is not None}
+        return {name: _summary(dynamic_tensor(one)) for name, one in variables if one is not None}
 
 
-def _streams() -> dict[str, Summary]:
+def _summarize_streams() -> dict[str, Summary]:
     """Summarizes the states of the random generators, by name."""
     of_python = python_states()
     paddles, numpys, pythons = generator_states(), of_python["numpy"], of_python["python"]

@@ -1,18 +1,18 @@
 """Finds the first place where a parallel job computes other numbers than one device.
 
-``fleetpipe locate SCRIPT`` runs a script on its ranks, then the same script at degrees 1, its twin,
-and compares their tensors. Start with ``locate_command``; the job and its twin run in separate
-processes, which leave files:
+``fleetpipe locate SCRIPT`` runs a script on its ranks, the job, then the same script on one device,
+its twin, and compares their tensors. Start with ``locate_command``; the job and its twin run in
+separate processes, which leave files:
 
-1. ``collecting`` puts hooks on layers, losses, backward and optimizers; ``recorder`` names their
-   tensors by their meaning (layer, micro-batch, which tensor), and ``record`` stores them;
+1. ``collecting`` wraps layers, losses, backward and optimizers; ``recorder`` gives their tensors
+   keys (phase, layer, micro-batch, which tensor), and ``record`` stores them;
 2. ``twin`` runs a script at degrees 1, and gives each of its steps the job's weights, data and
    gradients: every phase of every step is compared by itself;
 3. ``layouts`` finds which shard of the twin's tensors, and which of its rows, a rank has;
 4. ``locate_command`` compares the phases of a step in turn (``flow`` compares the outputs of layers
    and their gradients, ``parameters`` weights and updates); a difference counts if it is larger
    than that of a second twin, whose numbers were changed in the last place;
-5. a ``Location`` describes the first place that differs, with the likely cause in a sentence.
+5. a ``Location`` describes the first difference, with the likely cause in a sentence.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ PARTIAL = {
 
 
 class Location(NamedTuple):
-    """A place, and how far the job and its twin differ there.
+    """The first difference between a job and its twin, the same script on one device.
 
     Attributes:
-        layer: The path of a layer or parameter in the whole model; "" for the whole step.
-        phase: The phase of the step, as in ``record.Meaning``.
+        layer: The path of a layer or parameter in the full model; "" for the whole step.
+        phase: The phase of the step, as in ``record.TensorKey``.
         axis: The axis of the mesh along which ranks are wrong; "" if unknown.
         ranks: The ranks of the job whose values are wrong.
         step: The training step, from 0.
@@ -122,17 +122,17 @@ class Location(NamedTuple):
         return {k: None if v == float("inf") else v for k, v in fields.items()}
 
     def __str__(self) -> str:
-        where = self.layer or "the whole step"
+        layer = self.layer or "the whole step"
         along = f", along {self.axis}" if self.axis else ""
         ranks = ", ".join(map(str, self.ranks))
-        which = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        far = f"{self.difference:.3g} relative; up to {self.tolerance:.2g} is rounding"
+        micro_batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        size = f"{self.difference:.3g} relative; up to {self.tolerance:.2g} is rounding"
         if self.difference == float("inf"):
-            far = "it cannot be measured"
+            size = "it cannot be measured"
         return (
-            f"locate: first difference: {self.phase} of {where}{along}\n"
-            f"  where: rank {ranks}, step {self.step}{which}\n"
-            f"  how far: {far}\n"
+            f"locate: first difference: {self.phase} of {layer}{along}\n"
+            f"  where: rank {ranks}, step {self.step}{micro_batch}\n"
+            f"  how far: {size}\n"
             f"  likely cause: {self.cause}"
         )
 
@@ -145,7 +145,7 @@ def of_loss(
     rows: int,
     degrees: Mapping[str, int],
 ) -> str:
-    """Describes why a job's loss differs from that of its reference run, the twin.
+    """Returns the cause why a job's loss differs from that of its twin, the run on one device.
 
     Args:
         ratio: The sum of the ranks' losses over the sum of the twin's.
@@ -157,22 +157,24 @@ def of_loss(
     """
     if not ratio or not math.isfinite(ratio):
         return OTHER_LOSS
-    ways = [
+    mistakes = [
         (float(micro_batches), f"not divided by the {micro_batches} micro-batches"),
         (1 / micro_batches, f"divided by the {micro_batches} micro-batches twice"),
         (float(rows), f"a sum over the {rows} rows of a micro-batch"),
     ]
     for axis, degree in degrees.items():
-        ways.append((float(degree), f"multiplied by the degree of {axis}"))
-        ways.append((1 / degree, f"divided by the degree of {axis}"))
-    plain = float(round(ratio)), 1 / max(1, round(1 / ratio))
-    for factor in (*dict(ways), *plain):
-        how = " or ".join(how for of_way, how in ways if of_way == factor)
-        off = (abs(ratio / scale / factor - 1) for scale in (scales if how else (1,)) if factor)
-        if factor != 1 and min(off, default=1.0) <= max(tolerance, 1e-6):
+        mistakes.append((float(degree), f"multiplied by the degree of {axis}"))
+        mistakes.append((1 / degree, f"divided by the degree of {axis}"))
+    whole_numbers = float(round(ratio)), 1 / max(1, round(1 / ratio))
+    for factor in (*dict(mistakes), *whole_numbers):
+        if factor in (0, 1):
+            continue
+        likely = " or ".join(words for of_mistake, words in mistakes if of_mistake == factor)
+        off = min(abs(ratio / scale / factor - 1) for scale in (scales if likely else (1,)))
+        if off <= max(tolerance, 1e-6):
             size = f"{factor:g} times" if factor > 1 else f"1/{1 / factor:g} of"
-            how = how and f", as where it is {how}"
-            return f"a wrong scale: backward begins from {size} the loss{how}"
+            as_where = f", as where it is {likely}" if likely else ""
+            return f"a wrong scale: backward begins from {size} the loss{as_where}"
     return OTHER_LOSS
 
 
@@ -206,8 +208,8 @@ def of_reduction(
         if shared:
             how = "counted twice" if ratio > 1 else "averaged over its stages and not added up"
             return "pp", f"{times}: that of the tied weight is {how}"
-        likely = max(ratio, 1 / ratio)
-        fitting = (a for a in (*axes, *degrees) if abs(degrees.get(a, 1) - likely) < 1e-2)
+        degree = max(ratio, 1 / ratio)
+        fitting = (a for a in (*axes, *degrees) if abs(degrees.get(a, 1) - degree) < 1e-2)
         axis = next(fitting, axes[0] if axes else "")
         return axis, f"{times}: a wrong scale, by {axis or 'some degree'}"
     if shared:

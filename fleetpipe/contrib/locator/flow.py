@@ -1,16 +1,17 @@
 """Compares samples, the outputs of layers and their gradients in a step of a job and of its twin.
 
-A difference counts if it is larger than the effect of rounding (``Tolerances``): the twin runs a
-second time with each number of its weights, data and gradients changed by at most one unit in the
-last place, and how much a tensor changes by that is the effect of rounding there.
-``StepBesideTwin`` has the records of one step, and ``Flow`` compares them.
+The twin is the same script on one device. A difference counts if it is larger than the effect of
+rounding (``Tolerances``): the twin runs a second time with each number of its weights, data and
+gradients changed by at most one unit in the last place, and how much a tensor changes by that is
+the effect of rounding there. ``StepBesideTwin`` has the records of one step, and ``Flow`` compares
+them.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,42 +19,50 @@ import numpy as np
 from fleetpipe.compare.differences import MARGIN, gap, largest_of, unit_of
 from fleetpipe.contrib import locator
 from fleetpipe.contrib.locator import Location
-from fleetpipe.contrib.locator.layouts import Matched, SampleRows, gather, parts_of
-from fleetpipe.contrib.locator.record import READ_ON, Meaning, RankTensors, Record
+from fleetpipe.contrib.locator.layouts import (
+    SampleMatch,
+    SampleRows,
+    gather_twin_rows,
+    possible_shards,
+)
+from fleetpipe.contrib.locator.record import READ_ON, RankTensors, Record, TensorKey
 from fleetpipe.mesh.axes import axis_between
 
-#: The phase, name, part and call of a tensor of the twin.
-Key = tuple[str, str, str, int]
-
-#: Axes whose ranks have shards of one tensor, or summands of it.
-_PARTED = ("mp", "ep", "sep", "cp")
+#: The axes of the mesh along which ranks have shards of one tensor, or summands of it.
+_SHARDED_AXES = ("mp", "ep", "sep", "cp")
 
 
 class Tolerances:
-    """The differences that rounding may cause at each place, as measured."""
+    """The differences that rounding may cause in each tensor, as measured."""
 
     def __init__(self, twin: Record, perturbed: Record | None) -> None:
-        """Compares a twin with its perturbed run; None: bits must be equal."""
-        #: By phase, name and part: the step and the relative change in it.
+        """Measures how far the twin and its perturbed run are apart.
+
+        Args:
+            twin: The tensors of one device.
+            perturbed: The tensors of one device with its numbers changed in the last place; None
+                allows no difference.
+        """
+        #: By phase, name and role: the step and the relative change in it.
         self._measured: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
         self._exact = perturbed is None
         if perturbed is None:
             return
         (rank,), (other,) = twin.ranks, perturbed.ranks
-        for place, tensor in rank.tensors.items():
-            moved = other.tensors.get(place)
+        for key, tensor in rank.tensors.items():
+            moved = other.tensors.get(key)
             if moved is not None and tensor.dtype.kind == "f":
-                measured = place.step, min(gap(moved, tensor), 1.0)
-                self._measured[key_of(place)[:3]].append(measured)
+                measured = key.step, min(gap(moved, tensor), 1.0)
+                self._measured[key.phase, key.name, key.role].append(measured)
 
-    def at(self, place: Meaning, dtype: np.dtype[np.generic]) -> float:
-        """Returns the largest allowed relative difference at a place, in any micro-batch."""
+    def at(self, key: TensorKey, dtype: np.dtype[np.generic]) -> float:
+        """Returns the largest relative difference that passes as rounding for a tensor."""
         if self._exact or dtype.kind != "f":
             return 0.0
         # The changes in all micro-batches count, since a single one may be small by chance. Those
         # of later steps do not: after a fault they may have any size.
-        samples = self._measured[key_of(place)[:3]]
-        sizes = [size for step, size in samples if step <= place.step]
+        changes = self._measured[key.phase, key.name, key.role]
+        sizes = [size for step, size in changes if step <= key.step]
         return MARGIN * max([unit_of(dtype), *sizes])
 
 
@@ -69,7 +78,8 @@ class StepBesideTwin:
         scales: The factors by which a rank's loss or gradient may be larger before ranks average
             it, without a fault.
         reads_on: Whether the twin has read the samples of several replicas one after another.
-        positions: By key the position of the tensor in the order in which the twin computes them.
+        positions: By the key of a tensor without its step and micro-batch, its position in the
+            order in which the twin computes them.
     """
 
     def __init__(self, job: Record, twin: Record, tolerances: Tolerances, number: int) -> None:
@@ -77,70 +87,126 @@ class StepBesideTwin:
         (self.twin,) = twin.ranks
         self.ranks = {rank.rank: rank for rank in job.ranks}
         self.degrees = job.degrees
-        self.reads_on = self.place("data", part=READ_ON) in self.twin.tensors
+        self.reads_on = self.key("data", role=READ_ON) in self.twin.tensors
         parts = [self.degrees.get(axis, 1) for axis in ("dp", "sharding", "sep", "cp", "ep")]
         self.scales = sorted({1, *parts, int(np.prod(parts[:2])), int(np.prod(parts[:4]))})
-        self.positions: dict[Key, int] = {}
-        for position, place in enumerate(self.twin.tensors):
-            if place.step == number:
-                self.positions.setdefault(key_of(place), position)
+        self.positions: dict[TensorKey, int] = {}
+        for position, key in enumerate(self.twin.tensors):
+            if key.step == number:
+                self.positions.setdefault(in_any_batch(key), position)
 
-    def place(self, phase: str, name: str = "", part: str = "", micro_batch: int = -1) -> Meaning:
-        """Returns the place of a tensor of this step."""
-        return Meaning(self.number, phase, name, micro_batch, part)
+    def key(self, phase: str, name: str = "", role: str = "", micro_batch: int = -1) -> TensorKey:
+        """Returns the key of a tensor of this step; see :class:`TensorKey`."""
+        return TensorKey(self.number, phase, name, micro_batch, role)
 
-    def tolerance(self, place: Meaning, tensor: np.ndarray) -> float:
-        """Returns the relative difference of a tensor that rounding may cause at a place."""
-        return self._tolerances.at(place, tensor.dtype)
+    def tolerance(self, key: TensorKey, tensor: np.ndarray) -> float:
+        """Returns the relative difference that rounding may cause in a tensor."""
+        return self._tolerances.at(key, tensor.dtype)
 
-    def parts_of(
-        self, whole: np.ndarray, shape: tuple[int, ...], rank: int
+    def possible_shards(
+        self, full: np.ndarray, shape: tuple[int, ...], rank: int
     ) -> Iterator[np.ndarray]:
-        """Yields the possible shards of a full tensor that a rank has, from its shard's shape."""
-        return parts_of(whole, shape, self.ranks[rank].coordinate, self.degrees)
+        """Yields the possible shards of a rank, as :func:`layouts.possible_shards` does."""
+        return possible_shards(full, shape, self.ranks[rank].coordinate, self.degrees)
 
-    def members(self, rank: int, axes: Iterable[str], of: Iterable[int]) -> list[int]:
-        """Returns the ranks of ``of`` with the coordinates of ``rank`` on all other axes."""
-        anywhere = dict.fromkeys(axes, 0)
-        here = {**self.ranks[rank].coordinate, **anywhere}
-        return [n for n in of if {**self.ranks[n].coordinate, **anywhere} == here]
+    def gaps_of_ranks(self, key: TensorKey, expected: np.ndarray) -> dict[int, float]:
+        """Returns by rank the relative difference of its tensor from the expected one.
 
-    def axis_of(self, wrong: Iterable[int], of: Iterable[int]) -> str:
-        """Returns an axis whose coordinate decides which ranks of ``of`` are wrong, or ""."""
-        places = {number: self.ranks[number].coordinate for number in of}
-        return axis_between(places, {*wrong}, self.degrees)
+        Ranks without such a tensor are left out.
+        """
+        tensors = {n: rank.tensors.get(key) for n, rank in self.ranks.items()}
+        return {n: gap(tensor, expected) for n, tensor in tensors.items() if tensor is not None}
 
-    def split(self, *axes: str) -> str:
-        """Returns the first of some axes with a degree above 1; "" if there is none."""
+    def members(self, rank: int, axes: Iterable[str], among: Iterable[int]) -> list[int]:
+        """Returns those of some ranks that differ from ``rank`` in their coordinates on ``axes``.
+
+        Their coordinates on all other axes are equal; ``rank`` itself is one of them.
+        """
+        ignored = dict.fromkeys(axes, 0)
+        others = {**self.ranks[rank].coordinate, **ignored}
+        return [n for n in among if {**self.ranks[n].coordinate, **ignored} == others]
+
+    def axis_of(self, wrong: Iterable[int], among: Iterable[int]) -> str:
+        """Returns the axis whose coordinate decides which ranks are wrong; "" if none does.
+
+        Args:
+            wrong: The ranks whose values are wrong.
+            among: All ranks whose values were compared.
+        """
+        coordinates = {number: self.ranks[number].coordinate for number in among}
+        return axis_between(coordinates, {*wrong}, self.degrees)
+
+    def first_split_axis(self, *axes: str) -> str:
+        """Returns the first of these axes with a degree above 1; "" if there is none."""
         return next((axis for axis in axes if self.degrees.get(axis, 1) > 1), "")
 
     def location(
         self,
         layer: str,
         phase: str,
-        ranks: Iterable[int],
+        wrong: Collection[int],
         cause: str,
         axis: str = "",
         micro_batch: int | None = None,
         difference: float = float("inf"),
         tolerance: float = 0.0,
+        among: Collection[int] = (),
     ) -> Location:
-        """Describes a place of this step."""
-        place = layer, phase, axis, sorted({*ranks}), self.number, micro_batch
-        return Location(*place, difference, tolerance, cause)
+        """Describes where and how ranks are wrong in this step.
+
+        Args:
+            layer: As for :class:`Location`, like the other arguments that are not described here.
+            phase: The phase of the step.
+            wrong: The ranks whose values are wrong.
+            cause: The likely cause, in a sentence.
+            axis: The axis along which they are wrong; "" finds it out.
+            micro_batch: The micro-batch.
+            difference: The largest relative difference.
+            tolerance: The difference that rounding causes.
+            among: All ranks whose values were compared, to find the axis by.
+        """
+        axis = axis or (self.axis_of(wrong, among) if among else "")
+        position = layer, phase, axis, sorted({*wrong}), self.number, micro_batch
+        return Location(*position, difference, tolerance, cause)
+
+    def describe_beyond(
+        self,
+        layer: str,
+        phase: str,
+        apart: Mapping[int, float],
+        tolerance: float,
+        cause: str,
+        *likely: str,
+    ) -> Location | None:
+        """Describes the ranks that differ by more than rounding; None if there are none.
+
+        Args:
+            layer: The layer or parameter.
+            phase: The phase of the step.
+            apart: By rank, the relative difference between its tensor and the twin's.
+            tolerance: The difference that rounding causes.
+            cause: The likely cause, in a sentence.
+            likely: The axes that may be named if the ranks themselves do not show the axis.
+        """
+        wrong = [rank for rank, far in apart.items() if not far <= tolerance]
+        if not wrong:
+            return None
+        axis = self.axis_of(wrong, apart) or self.first_split_axis(*likely)
+        worst = max(apart.values())
+        return self.location(layer, phase, wrong, cause, axis, None, worst, tolerance)
 
 
-def key_of(place: Meaning) -> Key:
-    """Returns a place without its step and micro-batch."""
-    return place.phase, place.name, place.part, place.call
+def in_any_batch(key: TensorKey) -> TensorKey:
+    """Returns a key without its step and micro-batch."""
+    return key._replace(step=-1, micro_batch=-1)
 
 
 class Outcome(NamedTuple):
     """The comparison of one tensor of one rank with the twin's.
 
     Attributes:
-        rank: The rank.
-        place: The place of the tensor.
+        rank: The tensors of the rank.
+        key: The key of the tensor.
         position: The position of the twin's tensor in the order in which the twin computes them.
         gap: The relative difference between the two.
         tolerance: The difference that rounding may cause.
@@ -148,7 +214,7 @@ class Outcome(NamedTuple):
     """
 
     rank: RankTensors
-    place: Meaning
+    key: TensorKey
     position: float
     gap: float
     tolerance: float
@@ -156,12 +222,12 @@ class Outcome(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether it agrees with the twin's."""
+        """Whether the rank's tensor is the twin's, to rounding."""
         return self.gap <= self.tolerance
 
 
 class Flow:
-    """The tensors between the layers of a step.
+    """Compares the samples of a step, the tensors between its layers, and their gradients.
 
     Attributes:
         rows: The number of rows of a micro-batch of the twin.
@@ -169,49 +235,59 @@ class Flow:
             until a right tensor follows.
     """
 
-    def __init__(self, step: StepBesideTwin, matched: Matched) -> None:
-        """Takes the places of the job's samples in the twin's data."""
-        self._at, self._matched = step, matched
+    def __init__(self, step: StepBesideTwin, samples: SampleMatch) -> None:
+        """Prepares the comparison of a step.
+
+        Args:
+            step: The records of the step.
+            samples: The twin's rows that each micro-batch of the job has.
+        """
+        self._step, self._samples = step, samples
         self.waiting: list[Outcome] | None = None
-        self._by_key: dict[Key, dict[int, np.ndarray]] = defaultdict(dict)
+        self._by_key: dict[TensorKey, dict[int, np.ndarray]] = defaultdict(dict)
         self._calls: Counter[tuple[str, str]] = Counter()
-        for place, tensor in step.twin.tensors.items():
-            if place.step == step.number:
-                self._by_key[key_of(place)][place.micro_batch] = tensor
-        for phase, name, part, call in self._by_key:
-            if phase == "forward":
-                self._calls[name, part] = max(self._calls[name, part], call + 1)
+        for key, tensor in step.twin.tensors.items():
+            if key.step == step.number:
+                self._by_key[in_any_batch(key)][key.micro_batch] = tensor
+                if key.phase == "forward":
+                    calls = self._calls[key.name, key.role]
+                    self._calls[key.name, key.role] = max(calls, key.call + 1)
         self._sources = {p: s for p, s in step.twin.sources.items() if p.step == step.number}
-        #: By layer and call the meanings of the tensors that are its inputs.
+        #: By layer and call, the keys of the tensors that are its inputs.
         self._inputs = {
-            (p.name, p.call): s for p, s in self._sources.items() if p.part == "output 0"
+            (p.name, p.call): s for p, s in self._sources.items() if p.role == "output 0"
         }
-        self._own_calls = {
+        self._calls_of_ranks = {
             rank.rank: Counter(
-                (p.name, p.part, p.micro_batch) for p in rank.of(step.number, "forward")
+                (p.name, p.role, p.micro_batch) for p in rank.in_phase(step.number, "forward")
             )
             for rank in step.job.ranks
         }
         self._micro_batches = 1 + max(p.micro_batch for r in step.job.ranks for p in r.tensors)
-        inputs = [t for t in step.twin.of(step.number, "data").values() if t.ndim]
+        inputs = [t for t in step.twin.in_phase(step.number, "data").values() if t.ndim]
         self.rows = len(inputs[0]) if inputs else 1
 
-    def first(self, phase: str) -> Location | None:
-        """Returns the first wrong input or output of a layer."""
-        wrong = self.wrong(self.outcomes(phase))
+    def find_first(self, phase: str) -> Location | None:
+        """Finds the first wrong input or output of a layer, in forward or in backward."""
+        wrong = self.first_wrong(self.outcomes(phase))
         return None if wrong is None else self.describe(wrong)
 
     def outcomes(self, phase: str) -> Iterator[Outcome]:
-        """Compares samples, or the inputs, outputs or gradients of layers, on all ranks."""
-        for rank in self._at.job.ranks:
-            for place, tensor in rank.of(self._at.number, phase).items():
-                if place.micro_batch >= 0 and (place.name or phase == "data"):
-                    outcome = self._outcome(rank, place, tensor)
+        """Yields the comparison of each tensor of a phase that belongs to a micro-batch.
+
+        These are samples, or the inputs and outputs of layers, or gradients, of all ranks.
+        """
+        for rank in self._step.job.ranks:
+            for key, tensor in rank.in_phase(self._step.number, phase).items():
+                if key.micro_batch >= 0 and (key.name or phase == "data"):
+                    outcome = self._compare_tensor(rank, key, tensor)
                     if outcome is not None:
                         yield outcome
 
-    def wrong(self, outcomes: Iterable[Outcome], backward: bool = False) -> list[Outcome] | None:
-        """Returns the outcomes of the first place that is wrong on some rank.
+    def first_wrong(
+        self, outcomes: Iterable[Outcome], backward: bool = False
+    ) -> list[Outcome] | None:
+        """Returns the outcomes, on all ranks, of the first tensor that is wrong on some rank.
 
         Values that add up to the right one over the ranks may be summed later. They are wrong if
         the next difference comes before a right tensor.
@@ -220,175 +296,201 @@ class Flow:
             outcomes: The comparisons of all ranks.
             backward: Whether layers come first in the order, and micro-batches second.
         """
-        grouped: dict[tuple[float, float, Meaning], list[Outcome]] = defaultdict(list)
+        grouped: dict[tuple[float, float, TensorKey], list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
-            order = (float(outcome.place.micro_batch), outcome.position)
+            order = (float(outcome.key.micro_batch), outcome.position)
             first, second = order[::-1] if backward else order
-            grouped[first, second, outcome.place].append(outcome)
+            grouped[first, second, outcome.key].append(outcome)
         self.waiting = None
-        for key in sorted(grouped):
-            here = grouped[key]
-            if all(outcome.right for outcome in here):
-                if not key[2].part.startswith("input"):
+        for order_and_key in sorted(grouped):
+            of_ranks, (_, _, key) = grouped[order_and_key], order_and_key
+            if all(outcome.right for outcome in of_ranks):
+                if not key.role.startswith("input"):
                     self.waiting = None
-            elif all(outcome.right or outcome.partial for outcome in here):
-                self.waiting = self.waiting or here
+            elif all(outcome.right or outcome.partial for outcome in of_ranks):
+                self.waiting = self.waiting or of_ranks
             else:
-                return self.waiting or here
+                return self.waiting or of_ranks
         return None
 
     # One tensor
 
-    def _outcome(self, rank: RankTensors, place: Meaning, tensor: np.ndarray) -> Outcome | None:
-        wholes = self._of_twin(rank, place, tensor.size)
-        scale = max(map(largest_of, wholes), default=0.0)
-        apart = [gap(*pair, scale) for pair in self._pairs(rank, place, tensor, wholes)]
+    def _compare_tensor(
+        self, rank: RankTensors, key: TensorKey, tensor: np.ndarray
+    ) -> Outcome | None:
+        """Compares a tensor of a rank with the twin's; returns None if the twin has none."""
+        full_tensors = self._twin_tensors(rank, key, tensor.size)
+        scale = max(map(largest_of, full_tensors), default=0.0)
+        apart = [
+            gap(*pair, scale) for pair in self._pairs_to_compare(rank, key, tensor, full_tensors)
+        ]
         if not apart:
             return None
-        key = self._key(place, place.call)
+        twin_key = self._twin_key(key, key.call)
         # An input may be another layer's output, and comes after it.
-        position = self._at.positions.get(key, 0) + 0.5 * (key[1] != place.name)
-        outcome = Outcome(rank, place, position, min(apart), self._at.tolerance(place, tensor))
-        if outcome.right or place.phase == "data":
+        position = self._step.positions.get(twin_key, 0) + 0.5 * (twin_key.name != key.name)
+        outcome = Outcome(rank, key, position, min(apart), self._step.tolerance(key, tensor))
+        if outcome.right or key.phase == "data":
             return outcome
-        for axis in _PARTED:
-            members = self._at.members(rank.rank, (axis,), self._at.ranks)
-            held = [self._at.ranks[n].tensors.get(place) for n in members]
+        for axis in _SHARDED_AXES:
+            members = self._step.members(rank.rank, (axis,), self._step.ranks)
+            held = [self._step.ranks[n].tensors.get(key) for n in members]
             tensors = [t for t in held if t is not None]
             if len(tensors) > 1 and len({t.shape for t in tensors}) == 1:
                 total = np.sum([t.astype("float64") for t in tensors], axis=0)
-                pairs = self._pairs(rank, place, total, wholes)
+                pairs = self._pairs_to_compare(rank, key, total, full_tensors)
                 if any(gap(t, p.astype("float64"), scale) <= outcome.tolerance for t, p in pairs):
                     return outcome._replace(partial=axis)
         return outcome
 
-    def _pairs(
-        self, rank: RankTensors, place: Meaning, tensor: np.ndarray, wholes: list[np.ndarray]
+    def _pairs_to_compare(
+        self, rank: RankTensors, key: TensorKey, tensor: np.ndarray, full_tensors: list[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields a rank's tensor with each part of the twin's tensors that it may have to equal."""
-        for whole in wholes:
-            for part in self._at.parts_of(whole, tensor.shape, rank.rank):
-                for n in self._at.scales if place.phase == "gradient" else [1]:
+        """Yields pairs of a rank's tensor and a tensor that it may have to equal.
+
+        The second is a shard of one of the twin's ``full_tensors``. A gradient is divided by each
+        factor by which it may be too large before ranks average it.
+        """
+        for full in full_tensors:
+            for part in self._step.possible_shards(full, tensor.shape, rank.rank):
+                for n in self._step.scales if key.phase == "gradient" else [1]:
                     yield (tensor / n if n > 1 else tensor), part
 
-    def _of_twin(self, rank: RankTensors, place: Meaning, size: int) -> list[np.ndarray]:
-        """Returns the twin's tensors for a micro-batch of a rank, for each call that may match."""
-        calls = max(self._calls[place.name, place.part], 1)
-        here = self._own_calls[rank.rank][place.name, place.part, place.micro_batch]
-        numbers = [place.call] if here in (0, calls) else range(calls)
-        rows = self.rows_of(rank, place.micro_batch)
-        if place.name and size == 1 and (self._at.split(*_PARTED) or rows.whole is None):
+    def _twin_tensors(self, rank: RankTensors, key: TensorKey, size: int) -> list[np.ndarray]:
+        """Returns the twin's tensors for the rows of a rank's tensor, for each possible call.
+
+        Args:
+            rank: The rank.
+            key: The key of its tensor.
+            size: The number of elements of its tensor.
+        """
+        calls = max(self._calls[key.name, key.role], 1)
+        here = self._calls_of_ranks[rank.rank][key.name, key.role, key.micro_batch]
+        numbers = [key.call] if here in (0, calls) else range(calls)
+        rows = self.twin_rows_of(rank, key.micro_batch)
+        if (
+            key.name
+            and size == 1
+            and (self._step.first_split_axis(*_SHARDED_AXES) or rows.micro_batch is None)
+        ):
             # A single number depends on all rows of a micro-batch, and the rank has others.
             return []
-        tensors = (self._by_key.get(self._key(place, n), {}) for n in numbers)
-        wholes = [gather(rows, of_key, self.rows) for of_key in tensors]
-        return list(itertools.chain.from_iterable(wholes))
+        tensors = (self._by_key.get(self._twin_key(key, n), {}) for n in numbers)
+        full_tensors = [gather_twin_rows(rows, of_key, self.rows) for of_key in tensors]
+        return list(itertools.chain.from_iterable(full_tensors))
 
-    def _key(self, place: Meaning, call: int) -> Key:
-        """Returns the key of the twin's tensor: an input may be another layer's output."""
-        key = place.phase, place.name, place.part, call
-        sources = self._inputs.get((place.name, call), [])
+    def _twin_key(self, key: TensorKey, call: int) -> TensorKey:
+        """Returns the key of the twin's tensor in a call of the layer.
+
+        An input may be recorded as another layer's output.
+        """
+        twin_key = in_any_batch(key._replace(call=call))
+        sources = self._inputs.get((key.name, call), [])
         # With several sources it is unknown which one the input is.
-        if place.part == "input 0" and len(sources) == 1 and key not in self._by_key:
-            return key_of(sources[0])
-        return key
+        if key.role == "input 0" and len(sources) == 1 and twin_key not in self._by_key:
+            return in_any_batch(sources[0])
+        return twin_key
 
-    def rows_of(self, rank: RankTensors, micro_batch: int) -> SampleRows:
-        """Returns the twin's rows that a micro-batch of a rank has."""
-        replica = self._at.job.replica(rank)
+    def twin_rows_of(self, rank: RankTensors, micro_batch: int) -> SampleRows:
+        """Returns the twin's rows with the samples of a micro-batch of a rank.
+
+        If samples cannot be told apart, it is the twin's micro-batch at the same position.
+        """
+        replica = self._step.job.replica(rank)
         unknown = SampleRows((), replica * self._micro_batches + micro_batch)
-        return self._matched.rows.get((replica, micro_batch), unknown)
+        return self._samples.rows.get((replica, micro_batch), unknown)
 
     # The cause
 
     def describe(self, wrong: list[Outcome]) -> Location:
-        """Describes the outcomes of one place on all ranks."""
-        at, bad = self._at, [outcome for outcome in wrong if not outcome.right]
-        place, ranks = bad[0].place, [outcome.rank.rank for outcome in bad]
+        """Describes where and why a tensor is wrong, from its outcomes on all ranks."""
+        step, bad = self._step, [outcome for outcome in wrong if not outcome.right]
+        key, ranks = bad[0].key, [outcome.rank.rank for outcome in bad]
         partial = next((outcome.partial for outcome in bad if outcome.partial), "")
-        axis = partial or at.axis_of(ranks, [outcome.rank.rank for outcome in wrong])
-        axis = axis or at.split("mp", "sep", "cp", "ep")
-        if place.phase == "gradient":
-            layer, cause = self._of_gradient(bad[0], partial)
+        axis = partial or step.axis_of(ranks, [outcome.rank.rank for outcome in wrong])
+        axis = axis or step.first_split_axis("mp", "sep", "cp", "ep")
+        if key.phase == "gradient":
+            layer, cause = self._blame_for_gradient(bad[0], partial)
         else:
-            layer, cause = self._of_value(place, partial, axis)
-            rows = self.rows_of(bad[0].rank, place.micro_batch)
-            if rows.places and rows.whole is None:
-                axis, cause = axis or at.split("dp", "sharding"), locator.OTHER_ROWS
+            layer, cause = self._blame_for_value(key, partial, axis)
+            rows = self.twin_rows_of(bad[0].rank, key.micro_batch)
+            if rows.places and rows.micro_batch is None:
+                axis = axis or step.first_split_axis("dp", "sharding")
+                cause = locator.OTHER_ROWS
         worst = max(bad, key=lambda outcome: outcome.gap)
-        measured = place.micro_batch, worst.gap, worst.tolerance
-        return at.location(layer, place.phase, ranks, cause, axis, *measured)
+        measured = key.micro_batch, worst.gap, worst.tolerance
+        return step.location(layer, key.phase, ranks, cause, axis, *measured)
 
-    def _of_value(self, place: Meaning, partial: str, axis: str) -> tuple[str, str]:
+    def _blame_for_value(self, key: TensorKey, partial: str, axis: str) -> tuple[str, str]:
         """Returns the layer to blame for a wrong value in forward, and the cause."""
-        layer = place.name
-        if place.part.startswith("input") and "." in layer:
+        layer = key.name
+        if key.role.startswith("input") and "." in layer:
             # The layer around computes an input that is no layer's output.
             layer = layer.rpartition(".")[0]
         if partial:
             return layer, locator.PARTIAL[partial]
-        if place.part.startswith("input"):
+        if key.role.startswith("input"):
             return layer, f"what {layer} computes between its layers, or was sent, is another value"
         along = f": see what it does along {axis}" if axis else " from the same input"
         return layer, f"this layer computes something else{along}"
 
-    def _of_gradient(self, outcome: Outcome, partial: str) -> tuple[str, str]:
+    def _blame_for_gradient(self, outcome: Outcome, partial: str) -> tuple[str, str]:
         """Returns the layer to blame for a wrong gradient of an output, and the cause."""
-        place = outcome.place
-        users = sorted(self._users(place), key=lambda name: name.count("."))
-        layer = users[-1] if users else place.name
+        key = outcome.key
+        users = sorted(self._layers_using(key), key=lambda name: name.count("."))
+        layer = users[-1] if users else key.name
         if partial:
             return layer, f"a missing all-reduce over {partial} in backward, of what it takes"
         if not users:
             return layer, "what comes back to its output is wrong: see what is made of that later"
-        if (detached := self._of_skip_connection(outcome, users)) is not None:
+        if (detached := self._find_detached_skip(outcome, users)) is not None:
             return detached
         cause = f"the backward of {layer} gives a wrong gradient to what it takes"
         return layer, cause + (f", or another use of that in {users[0]}" if users[1:] else "")
 
-    def _of_skip_connection(self, outcome: Outcome, users: list[str]) -> tuple[str, str] | None:
+    def _find_detached_skip(self, outcome: Outcome, users: list[str]) -> tuple[str, str] | None:
         """Finds a skip connection ``x + f(x)`` of which one summand gives no gradient back.
 
         Without a fault ``x`` gets the gradient of the sum unchanged, plus the one through ``f``.
         """
-        rank, place, tensor = outcome.rank, outcome.place, outcome.rank.tensors[outcome.place]
-        pairs = list(self._pairs(rank, place, tensor, self._of_twin(rank, place, tensor.size)))
+        rank, key, tensor = outcome.rank, outcome.key, outcome.rank.tensors[outcome.key]
+        full_tensors = self._twin_tensors(rank, key, tensor.size)
+        pairs = list(self._pairs_to_compare(rank, key, tensor, full_tensors))
         if not tensor.any():
             return None
         matching: dict[str, str] = {}
-        for key in self._by_key:
-            if key[0] != "gradient" or self._at.positions[key] >= outcome.position:
+        for other, position in self._step.positions.items():
+            is_output = other.phase == "gradient" and other.role.startswith("output")
+            if not is_output or position >= outcome.position:
                 continue
-            other = Meaning(self._at.number, *key[:2], place.micro_batch, *key[2:])
-            sums = self._of_twin(rank, other, tensor.size) if key[2].startswith("output") else []
-            for (ours, whole), of_sum in itertools.product(pairs, sums):
-                scale = largest_of(whole)
-                if gap(whole - ours, of_sum, scale) <= outcome.tolerance:
-                    matching[key[1]] = locator.DETACHED_SKIP
+            of_output = other._replace(step=key.step, micro_batch=key.micro_batch)
+            sums = self._twin_tensors(rank, of_output, tensor.size)
+            for (ours, full), of_sum in itertools.product(pairs, sums):
+                scale = largest_of(full)
+                if gap(full - ours, of_sum, scale) <= outcome.tolerance:
+                    matching[other.name] = locator.DETACHED_SKIP
                 elif gap(ours, of_sum, scale) <= outcome.tolerance:
-                    matching[key[1]] = locator.DETACHED_BRANCH
+                    matching[other.name] = locator.DETACHED_BRANCH
         layer = min(matching, key=lambda name: (name not in users, name.count(".")), default=None)
         return None if layer is None else (layer, matching[layer])
 
-    def _users(self, place: Meaning) -> list[str]:
-        """Returns the layers of the twin that take a layer's output as an input."""
-        key = place.name, place.part
-        return list(
-            dict.fromkeys(
-                user.name
-                for user, sources in self._sources.items()
-                if any((source.name, source.part) == key for source in sources)
-            )
-        )
+    def _layers_using(self, key: TensorKey) -> list[str]:
+        """Returns the names of the layers of the twin that take a layer's output as an input."""
+        users: dict[str, None] = {}
+        for user, sources in self._sources.items():
+            if any((source.name, source.role) == (key.name, key.role) for source in sources):
+                users[user.name] = None
+        return list(users)
 
-    def stopping(self) -> str:
+    def first_layer_without_input_gradient(self) -> str:
         """Returns the outermost layer that gives its inputs no gradient; "" if none."""
-        ran, arrived = (
-            {(p.name, p.part) for r in self._at.job.ranks for p in r.of(self._at.number, phase)}
-            for phase in ("forward", "gradient")
-        )
-        for place in self._at.twin.of(self._at.number, "gradient"):
-            if (place.name, place.part) in ran - arrived:
-                users = self._users(place) or [place.name]
+        number, lost = self._step.number, set[tuple[str, str]]()
+        for rank in self._step.job.ranks:
+            lost.update((k.name, k.role) for k in rank.in_phase(number, "forward"))
+        for rank in self._step.job.ranks:
+            lost.difference_update((k.name, k.role) for k in rank.in_phase(number, "gradient"))
+        for key in self._step.twin.in_phase(number, "gradient"):
+            if (key.name, key.role) in lost:
+                users = self._layers_using(key) or [key.name]
                 return min(users, key=lambda name: name.count("."))
         return ""

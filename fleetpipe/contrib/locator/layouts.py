@@ -1,8 +1,9 @@
-"""Finds which shard of the twin's tensors, and which of its rows, a rank has.
+"""Finds which shard of the twin's tensors, and which rows of its samples, a rank has.
 
-``match`` finds the rows of each replica's micro-batches by their contents. ``layouts`` yields how a
-tensor may be split: this is not recorded, and follows from both shapes and from the numbers.
-``WholeTensors`` joins the ranks' shards to the tensors of one device.
+The twin is the same script on one device. ``match_samples`` finds the rows of each replica's
+micro-batches by their contents. ``layouts`` yields how a tensor may be split: this is not recorded,
+and follows from both shapes and from the numbers. ``FullTensors`` joins the ranks' shards to the
+tensors of one device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from fleetpipe.compare.differences import gap
 from fleetpipe.contrib.locator import OTHER_SAMPLES, REORDERED, SAME_SAMPLES
-from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
+from fleetpipe.contrib.locator.record import RankTensors, Record, TensorKey
 
 #: A row of the twin's data: its micro-batch, and its index there.
 Row = tuple[int, int]
@@ -25,88 +26,94 @@ Row = tuple[int, int]
 Samples = dict[int, dict[int, list[bytes]]]
 
 #: The axes that may split a dimension, alone or together; the first one splits first.
-_SPLITTING = (
+_AXES_OF_A_DIMENSION = (
     *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
     *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
 )
-#: The numbers of parts of fused matrices: q, k and v; gate and up; four gates. Each part is split.
-FUSED = (1, 3, 2, 4)
+#: How many matrices may be fused into one: q, k and v; gate and up; four gates. Each is split.
+_FUSED = (1, 3, 2, 4)
 
 
 class SampleRows(NamedTuple):
     """The twin's rows that one micro-batch of a replica has.
 
     Attributes:
-        places: The twin's row for each row.
-        whole: The twin's micro-batch that has exactly these rows in this order, or None.
+        places: For each row of the micro-batch, the twin's row with the same content.
+        micro_batch: The twin's micro-batch that has exactly these rows in this order, or None.
     """
 
     places: tuple[Row, ...]
-    whole: int | None
+    micro_batch: int | None
 
 
-class Matched(NamedTuple):
-    """The samples of a step, found in the twin's data.
+class SampleMatch(NamedTuple):
+    """Where the samples of a step of the job are in the twin's data.
 
     Attributes:
-        rows: The rows by replica and micro-batch; empty if samples cannot be told apart.
-        wrong: A cause with ``{}`` for the replica, and the replica; None if the samples are right.
+        rows: The twin's rows by replica and micro-batch; empty if samples cannot be told apart.
+        wrong: The cause, with ``{}`` for the replica, and the number of the first replica with
+            wrong samples; None if all are right.
     """
 
     rows: dict[tuple[int, int], SampleRows]
     wrong: tuple[str, int] | None
 
 
-def match(job: Record, twin: Record, step: int) -> Matched:
-    """Finds the samples of each replica in the twin's batches."""
+def match_samples(job: Record, twin: Record, step: int) -> SampleMatch:
+    """Finds the samples of each replica in the twin's batches of a step, by their bytes."""
     (single,) = twin.ranks
-    expected = signatures(single, step)
+    expected = bytes_of_rows(single, step)
     samples: Samples = {}
     for rank in job.ranks:
         replica = job.replica(rank)
-        if replica not in samples and (of_rank := signatures(rank, step)):
+        if replica not in samples and (of_rank := bytes_of_rows(rank, step)):
             samples[replica] = of_rank
-    waiting: dict[bytes, list[Row]] = defaultdict(list)
-    for number, of_micro_batch in expected.items():
-        for row, signature in enumerate(of_micro_batch):
-            waiting[signature].append((number, row))
-    taken = {signature: list(rows) for signature, rows in waiting.items()}
-    rows: dict[tuple[int, int], SampleRows] = {}
+    twin_rows: dict[bytes, list[Row]] = defaultdict(list)
+    for number, contents in expected.items():
+        for row, content in enumerate(contents):
+            twin_rows[content].append((number, row))
+    unused = {content: list(rows) for content, rows in twin_rows.items()}
+    matched: dict[tuple[int, int], SampleRows] = {}
     missing: list[int] = []
     for replica in sorted(samples):
-        for number, of_micro_batch in samples[replica].items():
-            places = []
-            for signature in of_micro_batch:
-                free = taken.get(signature) or waiting.get(signature)
-                if not free:
-                    missing.append(replica)
-                    break
-                places.append(free.pop(0) if free is taken.get(signature) else free[0])
-            else:
-                first = places[0][0]
-                same = places == [(first, row) for row in range(len(expected[first]))]
-                rows[replica, number] = SampleRows(tuple(places), first if same else None)
+        for number, contents in samples[replica].items():
+            if not all(content in twin_rows for content in contents):
+                missing.append(replica)
+                continue
+            # Each of several equal rows is used once, as long as there are enough.
+            rows = [unused[c].pop(0) if unused[c] else twin_rows[c][0] for c in contents]
+            first = rows[0][0]
+            same = rows == [(first, row) for row in range(len(expected[first]))]
+            matched[replica, number] = SampleRows(tuple(rows), first if same else None)
     # Ranks with parts of sequences have no row of the twin's.
     split = any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
     if missing:
-        return Matched(rows, None if split and not rows else (OTHER_SAMPLES, missing[0]))
-    return Matched(rows, _find_repeated(samples, expected) or _find_reordered(samples, expected))
+        return SampleMatch(matched, None if split and not matched else (OTHER_SAMPLES, missing[0]))
+    wrong = _find_repeated(samples, expected) or _find_reordered(samples, expected)
+    return SampleMatch(matched, wrong)
 
 
 def _find_repeated(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
-    """Finds a replica that reads another's samples although the twin reads them only once."""
-    wanted = Counter(chain.from_iterable(expected.values()))
-    here: Counter[bytes] = Counter()
+    """Finds a replica that reads another's samples although the twin reads them only once.
+
+    Returns its cause and number, as :class:`SampleMatch` has them; None if there is no such
+    replica.
+    """
+    twin_counts = Counter(chain.from_iterable(expected.values()))
+    earlier: Counter[bytes] = Counter()  # of the replicas before
     for replica, of_replica in sorted(samples.items()):
         counts = Counter(chain.from_iterable(of_replica.values()))
-        if any(here[row] and here[row] + n > wanted[row] for row, n in counts.items()):
+        if any(earlier[row] and earlier[row] + n > twin_counts[row] for row, n in counts.items()):
             return SAME_SAMPLES, replica
-        here += counts
+        earlier += counts
     return None
 
 
 def _find_reordered(samples: Samples, expected: dict[int, list[bytes]]) -> tuple[str, int] | None:
-    """Finds a replica that reads its samples in another order, if others have the twin's order."""
+    """Finds a replica that reads its samples in another order, if others have the twin's order.
+
+    Returns as :func:`_find_repeated` does.
+    """
 
     def in_order(of_replica: dict[int, list[bytes]]) -> bool:
         rest = chain.from_iterable(expected.values())
@@ -116,12 +123,12 @@ def _find_reordered(samples: Samples, expected: dict[int, list[bytes]]) -> tuple
     return (REORDERED, bad[0]) if 0 < len(bad) < len(samples) else None
 
 
-def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
-    """Returns the bytes of each row of the inputs, by micro-batch."""
+def bytes_of_rows(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
+    """Returns the bytes of each row of a rank's inputs in a step, by micro-batch."""
     tensors: dict[int, list[np.ndarray]] = defaultdict(list)
-    for place, tensor in rank.of(step, "data").items():
-        if place.part.startswith("input") and tensor.ndim:
-            tensors[place.micro_batch].append(tensor)
+    for key, tensor in rank.in_phase(step, "data").items():
+        if key.role.startswith("input") and tensor.ndim:
+            tensors[key.micro_batch].append(tensor)
     return {
         number: [
             b"".join(t[row].tobytes() for t in parts if len(t) == len(parts[0]))
@@ -131,24 +138,31 @@ def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
     }
 
 
-def is_sample(label: np.ndarray, place: Meaning, twin: RankTensors) -> bool:
-    """Whether a label belongs to a sample of the twin's, or consists of whole numbers.
+def is_sample(label: np.ndarray, key: TensorKey, twin: RankTensors) -> bool:
+    """Whether a rank's label belongs to a sample of the twin's, or consists of integers.
 
     Other labels, such as weights or scaled targets, may be computed: they are not compared, only
     their loss is.
-    """
-    wholes = (t for p, t in twin.of(place.step, "data").items() if p.part == place.part)
-    rows = {row.tobytes() for whole in wholes if whole.ndim for row in whole}
-    return label.dtype.kind != "f" or (label.ndim > 0 and all(r.tobytes() in rows for r in label))
-
-
-def gather(
-    rows: SampleRows, by_micro_batch: dict[int, np.ndarray], counts: int
-) -> list[np.ndarray]:
-    """Returns the possible tensors of the twin for the rows of a replica's micro-batch.
 
     Args:
-        rows: The places of the rows.
+        label: The label.
+        key: Its key.
+        twin: The tensors of one device.
+    """
+    full_tensors = (t for p, t in twin.in_phase(key.step, "data").items() if p.role == key.role)
+    twin_rows = {row.tobytes() for full in full_tensors if full.ndim for row in full}
+    if label.dtype.kind != "f":
+        return True
+    return label.ndim > 0 and all(row.tobytes() in twin_rows for row in label)
+
+
+def gather_twin_rows(
+    rows: SampleRows, by_micro_batch: dict[int, np.ndarray], counts: int
+) -> list[np.ndarray]:
+    """Returns the tensors of the twin that may have the rows of a replica's micro-batch.
+
+    Args:
+        rows: The twin's rows with the micro-batch's contents.
         by_micro_batch: The twin's tensor of each micro-batch.
         counts: The number of rows in a micro-batch of the twin.
 
@@ -156,10 +170,10 @@ def gather(
         The twin's tensor if its micro-batch has the same rows; else the rows along the first and
         along the second dimension, and the twin's tensor, for a tensor without rows.
     """
-    first = rows.places[0][0] if rows.whole is None else rows.whole
+    first = rows.places[0][0] if rows.micro_batch is None else rows.micro_batch
     if first not in by_micro_batch:
         return []
-    if rows.whole is not None:
+    if rows.micro_batch is not None:
         return [by_micro_batch[first]]
     candidates = []
     for axis in (0, 1):
@@ -180,8 +194,8 @@ class DimensionCut(NamedTuple):
 
     Attributes:
         dimension: The dimension of the tensor.
-        axes: The axes of the mesh.
-        parts: The number of parts of the dimension, each of which is split.
+        axes: The axes of the mesh that split it, the first one first.
+        parts: How many matrices are fused along the dimension; each is split by itself.
         zigzag: Whether a rank of the first axis has one piece from the front and one from the
             back, which the other axes split.
     """
@@ -200,11 +214,11 @@ class DimensionCut(NamedTuple):
             ranks, number = degrees[axes[0]], coordinate.get(axes[0], 0)
             pieces = here.reshape(2 * ranks, -1)
             here, axes = pieces[[number, 2 * ranks - 1 - number]].reshape(-1), axes[1:]
-        place, ranks = 0, 1
+        rank, ranks = 0, 1
         for axis in axes:
-            place = place * degrees[axis] + coordinate.get(axis, 0)
+            rank = rank * degrees[axis] + coordinate.get(axis, 0)
             ranks *= degrees[axis]
-        return here.reshape(self.parts, ranks, -1)[:, place].reshape(-1)
+        return here.reshape(self.parts, ranks, -1)[:, rank].reshape(-1)
 
 
 #: How a tensor is split, dimension by dimension; () if each rank has the full tensor.
@@ -212,85 +226,111 @@ Layout = tuple[DimensionCut, ...]
 
 
 def layouts(
-    whole: Sequence[int], here: Sequence[int], degrees: Mapping[str, int]
+    full: Sequence[int], shard: Sequence[int], degrees: Mapping[str, int]
 ) -> Iterator[Layout]:
     """Yields the possible splits of a tensor, the likely ones first.
 
     Args:
-        whole: The shape of the full tensor.
-        here: The shape of the rank's shard.
+        full: The shape of the full tensor.
+        shard: The shape of a rank's shard.
         degrees: The degree of each axis with a degree above 1.
     """
-    if len(whole) != len(here):
+    if len(full) != len(shard):
         return
-    ways = [
-        list(_cuts(dimension, size, part, degrees))
-        for dimension, (size, part) in enumerate(zip(whole, here))
+    cuts_by_dimension = [
+        list(_ways_to_split(dimension, size, part, degrees))
+        for dimension, (size, part) in enumerate(zip(full, shard))
         if size != part
     ]
     # An axis splits one dimension only; fused matrices are the less likely case.
-    axes = {way: [axis for cut in way for axis in cut.axes] for way in itertools.product(*ways)}
-    apart = [way for way, used in axes.items() if len(used) == len({*used})]
-    yield from sorted(apart, key=lambda way: sum(cut.parts > 1 for cut in way))[:24]
+    possible = []
+    for layout in itertools.product(*cuts_by_dimension):
+        axes = [axis for cut in layout for axis in cut.axes]
+        if len(axes) == len({*axes}):
+            possible.append(layout)
+    yield from sorted(possible, key=lambda layout: sum(cut.parts > 1 for cut in layout))[:24]
 
 
-def _cuts(
+def _ways_to_split(
     dimension: int, size: int, part: int, degrees: Mapping[str, int]
 ) -> Iterator[DimensionCut]:
-    """Yields the ways to split ``size`` indices of a dimension so that a rank has ``part``."""
-    for axes in _SPLITTING:
+    """Yields the ways to split a dimension of ``size`` so that a rank has ``part`` indices of it.
+
+    Args:
+        dimension: The number of the dimension.
+        size: The size of the full tensor in it.
+        part: The size of the rank's shard in it.
+        degrees: The degree of each axis with a degree above 1.
+    """
+    for axes in _AXES_OF_A_DIMENSION:
         ranks = int(np.prod([degrees.get(axis, 1) for axis in axes]))
         if ranks == 1 or part * ranks != size or not all(degrees.get(a, 1) > 1 for a in axes):
             continue
         if axes[0] == "cp" and size % (2 * degrees["cp"]) == 0:
             yield DimensionCut(dimension, axes, zigzag=True)
-        for parts in FUSED:
+        for parts in _FUSED:
             if part % parts == 0:
                 yield DimensionCut(dimension, axes, parts)
 
 
-def places_of(
+def index_of_shard(
     shape: Sequence[int], layout: Layout, coordinate: Mapping[str, int], degrees: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """Returns the index that takes a rank's shard out of a full tensor of a shape."""
+    """Returns the NumPy index that takes a rank's shard out of a full tensor.
+
+    Args:
+        shape: The shape of the full tensor.
+        layout: How it is split.
+        coordinate: The rank's coordinate on each axis.
+        degrees: The degree of each axis with a degree above 1.
+    """
     if not layout:
         return (...,)
-    places: list[np.ndarray] = [np.arange(size) for size in shape]
+    indices: list[np.ndarray] = [np.arange(size) for size in shape]
     for cut in layout:
-        places[cut.dimension] = cut.indices(shape[cut.dimension], coordinate, degrees)
-    return np.ix_(*places)
+        indices[cut.dimension] = cut.indices(shape[cut.dimension], coordinate, degrees)
+    return np.ix_(*indices)
 
 
-def parts_of(
-    whole: np.ndarray,
+def possible_shards(
+    full: np.ndarray,
     shape: tuple[int, ...],
     coordinate: Mapping[str, int],
     degrees: Mapping[str, int],
 ) -> Iterator[np.ndarray]:
-    """Yields the possible shards of a full tensor that a rank has, from the shape of its shard."""
-    for layout in layouts(whole.shape, shape, degrees):
-        yield whole[places_of(whole.shape, layout, coordinate, degrees)]
+    """Yields what a rank may have of a full tensor, for each possible layout of the tensor.
+
+    Args:
+        full: The full tensor.
+        shape: The shape of the rank's shard.
+        coordinate: The rank's coordinate on each axis.
+        degrees: The degree of each axis with a degree above 1.
+    """
+    for layout in layouts(full.shape, shape, degrees):
+        yield full[index_of_shard(full.shape, layout, coordinate, degrees)]
 
 
-class WholeTensors:
-    """The parameters, gradients and samples of a job, joined to those of one device."""
+class FullTensors:
+    """Joins the parameters, gradients, masks and samples of a job's ranks to full tensors."""
 
     def __init__(self, job: Record) -> None:
         self._job = job
+        #: By name, the layout of a parameter once its values have shown it.
         self._layouts: dict[str, Layout] = {}
+        #: By step, the results of :meth:`_sources`.
         self._sources_of: dict[int, dict[bytes, tuple[int, int, list[bytes]]]] = {}
-        self._values = [self._by_step(rank) for rank in job.ranks]
+        self._values = [self._parameters_by_step(rank) for rank in job.ranks]
 
-    def _by_step(self, rank: RankTensors) -> list[dict[str, np.ndarray]]:
-        """Returns a rank's parameters at the beginning of each step."""
-        values: list[dict[str, np.ndarray]] = []
+    def _parameters_by_step(self, rank: RankTensors) -> list[dict[str, np.ndarray]]:
+        """Returns a rank's parameters by name at the beginning of each step."""
+        by_step: list[dict[str, np.ndarray]] = []
         now: dict[str, np.ndarray] = {}
         for step in range(self._job.steps):
-            now = {**now, **rank.names(step, "initial")}
-            values.append(now)
+            now = {**now, **rank.by_name(step, "initial")}
+            by_step.append(now)
             # Running statistics, which Paddle makes parameters, are recorded as buffers.
-            now = {**now, **rank.names(step, "update"), **rank.names(step, "buffer")}
-        return values
+            now = {**now, **rank.by_name(step, "update"), **rank.by_name(step, "buffer")}
+        return by_step
 
     def parameter(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
         """Returns a parameter at the beginning of a step; None if the job does not have it.
@@ -298,54 +338,70 @@ class WholeTensors:
         Args:
             step: The step.
             name: The parameter.
-            like: The twin's own initial value, of the whole shape.
+            like: The twin's own initial value, of the full shape.
         """
         if step >= self._job.steps:
             return None
         return self._assemble(name, [values[step].get(name) for values in self._values], like)
 
     def gradient(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
-        """Returns the gradient with which a parameter was stepped; None if the job has none."""
-        rate = Meaning(step, "optimizer input", "", part="learning rate")
-        parts = [
-            rank.names(step, "reduction").get(name) if name in rank.listed(rate) else None
-            for rank in self._job.ranks
-        ]
-        return self._assemble(name, parts, like)
+        """Returns the gradient by which a job's optimizer stepped; None if there is none.
+
+        Args:
+            step: The step.
+            name: The parameter.
+            like: The twin's own gradient, of the full shape.
+        """
+        rate = TensorKey(step, "optimizer input", "", role="learning rate")
+        gradients: list[np.ndarray | None] = []
+        for rank in self._job.ranks:
+            steps = name in rank.optimizer_parameters(rate)
+            gradients.append(rank.by_name(step, "reduction").get(name) if steps else None)
+        return self._assemble(name, gradients, like)
 
     def _assemble(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> np.ndarray | None:
-        """Returns the full tensor of the ranks' parts; None if they do not make one."""
-        wholes = [part for part in parts if part is not None and part.shape == like.shape]
-        if wholes:
+        """Returns the full tensor of a parameter or gradient; None if no rank's part shows it.
+
+        Args:
+            name: The parameter.
+            parts: By rank, what it has of the tensor: the full tensor, a shard, or None.
+            like: The twin's tensor.
+        """
+        full_tensors = [part for part in parts if part is not None and part.shape == like.shape]
+        if full_tensors:
             if self._job.degrees.get("sharding", 1) == 1:
-                return wholes[0]
+                return full_tensors[0]
             # Only the rank whose optimizer shard has the parameter has the reduced gradient.
-            nearest: np.ndarray = min(wholes, key=lambda part: gap(part, like))
+            nearest: np.ndarray = min(full_tensors, key=lambda part: gap(part, like))
             return nearest
-        layout = self._layout(name, parts, like)
+        layout = self._layout_of(name, parts, like)
         return None if layout is None else self._join(parts, layout, like)
 
     def _join(
         self, parts: Sequence[np.ndarray | None], layout: Layout, like: np.ndarray
     ) -> np.ndarray:
-        """Returns a copy of ``like`` with the ranks' parts put into it."""
-        whole: np.ndarray = like.copy()
+        """Returns a copy of ``like`` in which each rank's part replaces the rank's shard."""
+        full: np.ndarray = like.copy()
         for rank, part in zip(self._job.ranks, parts):
             if part is not None:
-                whole[self._places(rank, layout, like)] = part
-        return whole
+                full[self._shard_index(rank, layout, like)] = part
+        return full
 
-    def _places(self, rank: RankTensors, layout: Layout, whole: np.ndarray) -> tuple[Any, ...]:
-        return places_of(whole.shape, layout, rank.coordinate, self._job.degrees)
+    def _shard_index(self, rank: RankTensors, layout: Layout, full: np.ndarray) -> tuple[Any, ...]:
+        """Returns the index that takes a rank's shard out of a full tensor."""
+        return index_of_shard(full.shape, layout, rank.coordinate, self._job.degrees)
 
-    def _layout(
+    def _layout_of(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> Layout | None:
-        """Returns the layout that is nearest to the twin's values; the likeliest if these tie."""
+        """Returns the layout under which ranks' parts are nearest to the twin's tensor.
+
+        If several layouts are as near, it is the likeliest; None if no layout has such shapes.
+        """
         if name not in self._layouts:
-            apart = self._apart(parts, like)
+            apart = self._gaps_by_layout(parts, like)
             if not apart:
                 return None
             nearest = min(apart, key=lambda layout: apart[layout])
@@ -355,109 +411,154 @@ class WholeTensors:
             self._layouts[name] = nearest
         return self._layouts[name]
 
-    def _apart(self, parts: Sequence[np.ndarray | None], like: np.ndarray) -> dict[Layout, float]:
-        """Returns for each layout the difference between the ranks' parts and a full tensor."""
-        held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
-        ways = layouts(like.shape, held[0][1].shape, self._job.degrees) if held else ()
-        return {way: sum(gap(p, like[self._places(r, way, like)]) for r, p in held) for way in ways}
+    def _gaps_by_layout(
+        self, parts: Sequence[np.ndarray | None], like: np.ndarray
+    ) -> dict[Layout, float]:
+        """Returns by possible layout the difference between the ranks' parts and a full tensor.
 
-    def unclear(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
+        It is the sum of the ranks' relative differences.
+        """
+        shards = [(rank, part) for rank, part in zip(self._job.ranks, parts) if part is not None]
+        if not shards:
+            return {}
+        _, first = shards[0]
+        return {
+            layout: sum(gap(part, like[self._shard_index(r, layout, like)]) for r, part in shards)
+            for layout in layouts(like.shape, first.shape, self._job.degrees)
+        }
+
+    def unclear_layouts(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
         """Finds the parameters whose layout the twin's values do not show.
 
         Args:
             drawn: The twin's parameters before it was given the job's.
 
         Returns:
-            By name whether the ranks have the twin's numbers at other places, or other numbers.
+            By name of such a parameter, whether the ranks have the twin's numbers in other places;
+            False if they have other numbers.
         """
         unclear: dict[str, bool] = {}
         for name, like in drawn.items():
-            held = [rank.names(0, "initial").get(name) for rank in self._job.ranks]
-            apart = self._apart(held, like)
-            if len(apart) > 1 and min(apart.values()) > 0:
-                numbers = np.unique([part for part in held if part is not None])
+            parts = [rank.by_name(0, "initial").get(name) for rank in self._job.ranks]
+            gaps = self._gaps_by_layout(parts, like)
+            if len(gaps) > 1 and min(gaps.values()) > 0:
+                numbers = np.unique([part for part in parts if part is not None])
                 unclear[name] = bool(np.array_equal(numbers, np.unique(like)))
         return unclear
 
-    def mask(self, place: Meaning, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
-        """Returns the dropout mask that the job used for some samples; None if it has none.
+    def mask(self, key: TensorKey, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
+        """Returns the mask that the job's dropout drew for the samples of a twin's micro-batch.
 
         Args:
-            place: The place of the twin's dropout.
-            shape: The shape of its output.
+            key: The key of the twin's mask.
+            shape: The shape of the mask.
             twin: The twin's tensors, with at least the samples.
+
+        Returns:
+            The mask; None if the job has none for these samples.
         """
-        samples = signatures(twin, place.step).get(place.micro_batch, [])
-        matched = [self._sources(place.step).get(sample) for sample in samples]
+        samples = bytes_of_rows(twin, key.step).get(key.micro_batch, [])
+        matched = [self._sources(key.step).get(sample) for sample in samples]
         sources = [source for source in matched if source is not None]
         if len(sources) < len(samples) or not samples:
             # Ranks with parts of sequences: the contents do not show the samples.
             counts = [p.micro_batch for rank in self._job.ranks for p in rank.tensors]
-            replica, number = divmod(place.micro_batch, 1 + max(counts))
-            there = place._replace(micro_batch=number)
-            data = twin.of(place.step, "data").items()
-            whole = {p.part: t for p, t in data if p.micro_batch == place.micro_batch}
-            return self._of_members(there, replica, shape, whole)
+            replica, number = divmod(key.micro_batch, 1 + max(counts))
+            there = key._replace(micro_batch=number)
+            data = twin.in_phase(key.step, "data").items()
+            full = {p.role: t for p, t in data if p.micro_batch == key.micro_batch}
+            return self._join_replica(there, replica, shape, full)
         for axis in range(min(2, len(shape))):
             pieces = []
             for sample, (replica, number, rows) in zip(samples, sources):
                 size = shape[axis] // len(samples) * len(rows)
-                there = place._replace(micro_batch=number)
-                of_all = self._of_members(there, replica, (*shape[:axis], size, *shape[axis + 1 :]))
-                if of_all is not None:
-                    pieces.append(np.split(of_all, len(rows), axis)[rows.index(sample)])
+                there = key._replace(micro_batch=number)
+                full_shape = (*shape[:axis], size, *shape[axis + 1 :])
+                joined = self._join_replica(there, replica, full_shape)
+                if joined is not None:
+                    pieces.append(np.split(joined, len(rows), axis)[rows.index(sample)])
             if len(pieces) == len(samples):
                 return np.concatenate(pieces, axis)
         return None
 
     def _sources(self, step: int) -> dict[bytes, tuple[int, int, list[bytes]]]:
-        """Returns for each sample its replica, its micro-batch and all samples of that."""
+        """Returns by a sample's bytes its replica, its micro-batch and all samples of that."""
         if step not in self._sources_of:
             self._sources_of[step] = {
                 sample: (self._job.replica(rank), number, rows)
                 for rank in reversed(self._job.ranks)
-                for number, rows in signatures(rank, step).items()
+                for number, rows in bytes_of_rows(rank, step).items()
                 for sample in rows
             }
         return self._sources_of[step]
 
-    def _of_members(
+    def _join_replica(
         self,
-        place: Meaning,
+        key: TensorKey,
         replica: int,
         shape: tuple[int, ...],
         samples: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray | None:
-        """Joins the parts of a replica's ranks to a tensor of a shape; None if no rank has any."""
-        parts = self._of_replica(replica, place)
+        """Joins what a replica's ranks have of a tensor; returns None if they have nothing.
+
+        Args:
+            key: The key of the tensor.
+            replica: The number of the replica.
+            shape: The shape of the full tensor.
+            samples: The full samples by role, where ranks have parts of sequences: they show the
+                order of the parts.
+        """
+        parts = self._tensors_of_replica(replica, key)
         first = next((part for part in parts if part is not None), None)
         if first is None:
             return None
-        ways = list(layouts(shape, first.shape, self._job.degrees))
-        if any(self._in_order(place, replica, *sample) for sample in (samples or {}).items()):
-            ways.sort(key=lambda way: any(cut.zigzag for cut in way))
-        joined = {way: self._join(parts, way, np.zeros(shape, first.dtype)) for way in ways}
-        # Under a wrong layout ranks with different values share a part.
-        fitting = (whole for way, whole in joined.items() if self._apart(parts, whole)[way] == 0)
-        return next(fitting, next(iter(joined.values()), None))
+        possible = list(layouts(shape, first.shape, self._job.degrees))
+        full_samples = (samples or {}).items()
+        if any(self._has_successive_pieces(key, replica, *sample) for sample in full_samples):
+            possible.sort(key=lambda layout: any(cut.zigzag for cut in layout))
+        zeros = np.zeros(shape, first.dtype)
+        joined = {layout: self._join(parts, layout, zeros) for layout in possible}
+        for layout, full in joined.items():
+            # Under a wrong layout ranks with different values share a part.
+            if self._gaps_by_layout(parts, full)[layout] == 0:
+                return full
+        return next(iter(joined.values()), None)
 
-    def _of_replica(self, replica: int, place: Meaning) -> list[np.ndarray | None]:
+    def _tensors_of_replica(self, replica: int, key: TensorKey) -> list[np.ndarray | None]:
+        """Returns the tensor of each rank of the job; None if it is not of the replica."""
         ranks = self._job.ranks
-        return [r.tensors.get(place) if self._job.replica(r) == replica else None for r in ranks]
+        return [r.tensors.get(key) if self._job.replica(r) == replica else None for r in ranks]
 
-    def _in_order(self, place: Meaning, replica: int, part: str, whole: np.ndarray) -> bool:
-        """Whether the ranks have successive pieces of a sample, and certainly no zigzag ones."""
-        here = Meaning(place.step, "data", "", place.micro_batch, part)
-        apart = self._apart(self._of_replica(replica, here), whole)
-        fitting = [way for way, far in apart.items() if way and far == 0]
-        return bool(fitting) and not any(cut.zigzag for way in fitting for cut in way)
+    def _has_successive_pieces(
+        self, key: TensorKey, replica: int, role: str, full: np.ndarray
+    ) -> bool:
+        """Whether a replica's ranks have successive pieces of a sample, and certainly no zigzag.
+
+        Args:
+            key: A key of the micro-batch.
+            replica: The number of the replica.
+            role: Which tensor of the sample, as ``"input 0"``.
+            full: The full tensor.
+        """
+        of_sample = TensorKey(key.step, "data", "", key.micro_batch, role)
+        gaps = self._gaps_by_layout(self._tensors_of_replica(replica, of_sample), full)
+        fitting = [layout for layout, far in gaps.items() if layout and far == 0]
+        return bool(fitting) and not any(cut.zigzag for layout in fitting for cut in layout)
 
     def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:
-        """Returns the inputs or labels of all replicas' micro-batches, one after another."""
+        """Returns the inputs or labels of all replicas' micro-batches, one after another.
+
+        Args:
+            step: The step.
+            kind: "input" or "label".
+
+        Returns:
+            For each micro-batch, its tensors by their paths in the containers of the batch.
+        """
         batches: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         for rank in self._job.ranks:
-            for place, tensor in rank.of(step, "data").items():
-                if place.part.startswith(kind):
-                    key = self._job.replica(rank), place.micro_batch
-                    batches.setdefault(key, {}).setdefault(place.part[len(kind) :], tensor)
-        return [batches[key] for key in sorted(batches)]
+            for key, tensor in rank.in_phase(step, "data").items():
+                if key.role.startswith(kind):
+                    position = self._job.replica(rank), key.micro_batch
+                    batches.setdefault(position, {}).setdefault(key.role[len(kind) :], tensor)
+        return [batches[position] for position in sorted(batches)]

@@ -26,10 +26,10 @@ from fleetpipe.compare.differences import gap
 from fleetpipe.contrib import locator
 from fleetpipe.contrib.locator import CUT, Location, record
 from fleetpipe.contrib.locator.flow import Flow, StepBesideTwin, Tolerances
-from fleetpipe.contrib.locator.layouts import Matched, WholeTensors, is_sample, match
+from fleetpipe.contrib.locator.layouts import FullTensors, SampleMatch, is_sample, match_samples
 from fleetpipe.contrib.locator.locate_options import SETTING, TIMEOUT, Setting
 from fleetpipe.contrib.locator.parameters import ParameterChecks
-from fleetpipe.contrib.locator.record import DROPPED, Meaning, RankTensors, Record
+from fleetpipe.contrib.locator.record import DROPPED, RankTensors, Record, TensorKey
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch import script, streams
 from fleetpipe.launch.script import command_folder
@@ -52,203 +52,225 @@ def first_difference(job: Record, twin: Record, perturbed: Record | None = None)
             different bit counts.
     """
     tolerances = Tolerances(twin, perturbed)
-    steps = (
-        _Comparison(StepBesideTwin(job, twin, tolerances, number), match(job, twin, number))
-        for number in range(min(job.steps, twin.steps))
-    )
-    return next((finding for step in steps if (finding := step.first()) is not None), None)
+    for number in range(min(job.steps, twin.steps)):
+        step = StepBesideTwin(job, twin, tolerances, number)
+        finding = _Comparison(step, match_samples(job, twin, number)).find_first()
+        if finding is not None:
+            return finding
+    return None
 
 
 class _Comparison:
-    """Compares one step of a job with the twin's."""
+    """Compares one step of a job with the twin's; each ``_check_`` method returns a difference."""
 
-    def __init__(self, step: StepBesideTwin, matched: Matched) -> None:
-        self._at, self._matched = step, matched
-        self._flow, self._parameters = Flow(step, matched), ParameterChecks(step)
+    def __init__(self, step: StepBesideTwin, samples: SampleMatch) -> None:
+        """Prepares the comparison.
 
-    def first(self) -> Location | None:
-        """Returns the first place that differs in this step."""
+        Args:
+            step: The records of the step.
+            samples: The twin's rows that each micro-batch of the job has.
+        """
+        self._step, self._samples = step, samples
+        self._flow, self._parameters = Flow(step, samples), ParameterChecks(step)
+
+    def find_first(self) -> Location | None:
+        """Finds the first difference in this step, in the order of computation."""
         parameters = self._parameters
         checks: list[Callable[[], Location | None]] = [
-            parameters.initial,
-            self._evaluation,
-            self._data,
-            lambda: self._flow.first("forward"),
-            self._streams,
-            self._loss,
-            self._returned_losses,
-            parameters.cleared,
-            self._backward,
-            parameters.reduction,
-            parameters.trained,
-            parameters.clip,
-            parameters.optimizer_input,
-            parameters.update,
-            parameters.buffers,
+            parameters.check_initial,
+            self._check_mode,
+            self._check_samples,
+            lambda: self._flow.find_first("forward"),
+            self._check_random_streams,
+            self._check_losses,
+            self._check_returned_losses,
+            parameters.check_cleared,
+            self._check_backward,
+            parameters.check_reduction,
+            parameters.check_trained,
+            parameters.check_clip,
+            parameters.check_learning_rate,
+            parameters.check_update,
+            parameters.check_buffers,
         ]
-        return next((finding for check in checks if (finding := check()) is not None), None)
+        return next(filter(None, (check() for check in checks)), None)
 
     # Data and loss
 
-    def _evaluation(self) -> Location | None:
+    def _check_mode(self) -> Location | None:
         """Finds ranks that recorded a loss and no inputs: their model is in the mode of eval()."""
-        step, ranks = self._at.number, self._at.job.ranks
-        training = [
-            r.rank for r in ranks if any(p.part.startswith("input") for p in r.of(step, "data"))
-        ]
-        wrong = [
-            r.rank
-            for r in ranks
-            if r.rank not in training and {p.part for p in r.of(step, "loss")} == {"share"}
-        ]
+        step = self._step
+        training, wrong = [], []
+        for rank in step.job.ranks:
+            data, losses = (rank.in_phase(step.number, phase) for phase in ("data", "loss"))
+            if any(key.role.startswith("input") for key in data):
+                training.append(rank.rank)
+            elif {key.role for key in losses} == {"share"}:
+                wrong.append(rank.rank)
         if not training or not wrong:
             return None
-        axis = self._at.axis_of(wrong, [*wrong, *training])
-        return self._at.location("", "forward", wrong, locator.EVALUATING, axis)
+        among = [*wrong, *training]
+        return step.location("", "forward", wrong, locator.EVALUATING, among=among)
 
-    def _data(self) -> Location | None:
+    def _check_samples(self) -> Location | None:
         """Finds a replica with other samples than the twin, or a rank with other labels."""
-        at = self._at
-        if self._matched.wrong is not None:
-            cause, replica = self._matched.wrong
-            if cause is locator.OTHER_SAMPLES and at.reads_on:
-                raise _cut_by_the_script(replica, at.number)
-            ranks = [n for n, rank in at.ranks.items() if at.job.replica(rank) == replica]
-            axis = at.axis_of(ranks, at.ranks)
-            return at.location("", "data", ranks, cause.format(replica), axis, 0)
+        step = self._step
+        if self._samples.wrong is not None:
+            cause, replica = self._samples.wrong
+            if cause is locator.OTHER_SAMPLES and step.reads_on:
+                raise _unmatched_samples_error(replica, step.number)
+            ranks = [n for n, rank in step.ranks.items() if step.job.replica(rank) == replica]
+            words = cause.format(replica)
+            return step.location("", "data", ranks, words, micro_batch=0, among=step.ranks)
         labels = [
             outcome
             for outcome in self._flow.outcomes("data")
             if not outcome.right
-            and outcome.place.part.startswith("label")
-            and is_sample(outcome.rank.tensors[outcome.place], outcome.place, at.twin)
+            and outcome.key.role.startswith("label")
+            and is_sample(outcome.rank.tensors[outcome.key], outcome.key, step.twin)
         ]
         if not labels:
             return None
-        first = min(outcome.place.micro_batch for outcome in labels)
-        ranks = [o.rank.rank for o in labels if o.place.micro_batch == first]
-        axis, split = at.axis_of(ranks, at.ranks), at.split("sep", "cp")
+        first = min(outcome.key.micro_batch for outcome in labels)
+        ranks = [o.rank.rank for o in labels if o.key.micro_batch == first]
+        axis, split = step.axis_of(ranks, step.ranks), step.first_split_axis("sep", "cp")
         cause = locator.LABELS if axis or not split else locator.LABELS_OF_PARTS
-        return at.location("", "data", ranks, cause, axis or split, first)
+        return step.location("", "data", ranks, cause, axis or split, first)
 
-    def _streams(self) -> Location | None:
-        """Finds ranks whose dropouts drew the same numbers for different values."""
-        at = self._at
-        seen: dict[Meaning, list[tuple[RankTensors, bytes]]] = defaultdict(list)
-        for rank in at.job.ranks:
-            for place, mask in rank.of(at.number, "forward").items():
-                if place.part == "mask" and mask.size > 32 and not mask.all():
-                    seen[place].append((rank, mask.tobytes()))
-        for place, masks in seen.items():
-            for (one, drawn), (other, same) in itertools.combinations(masks, 2):
-                axis = at.axis_of([one.rank], [one.rank, other.rank])
-                if axis in ("", "pp", "ep") or drawn != same:
+    def _check_random_streams(self) -> Location | None:
+        """Finds two ranks whose dropouts drew the same mask for different values."""
+        step = self._step
+        seen: dict[TensorKey, list[tuple[RankTensors, bytes]]] = defaultdict(list)
+        for rank in step.job.ranks:
+            for key, mask in rank.in_phase(step.number, "forward").items():
+                if key.role == "mask" and mask.size > 32 and not mask.all():
+                    seen[key].append((rank, mask.tobytes()))
+        for key, masks in seen.items():
+            for (first, first_mask), (second, second_mask) in itertools.combinations(masks, 2):
+                axis = step.axis_of([first.rank], [first.rank, second.rank])
+                if axis in ("", "pp", "ep") or first_mask != second_mask:
                     continue
-                x, y = (rank.tensors.get(place._replace(part=DROPPED)) for rank in (one, other))
-                alike = x is None or y is None or gap(x, y) <= 1e-3
-                if axis in ("mp", "sep", "cp") and alike:
+                x, y = (rank.tensors.get(key._replace(role=DROPPED)) for rank in (first, second))
+                equal = x is None or y is None or gap(x, y) <= 1e-3
+                if axis in ("mp", "sep", "cp") and equal:
                     continue
-                ranks, cause = [one.rank, other.rank], STREAMS.format(axis)
-                measured = place.micro_batch, 1.0
-                return at.location(place.name, "forward", ranks, cause, axis, *measured)
+                ranks, cause = [first.rank, second.rank], STREAMS.format(axis)
+                measured = key.micro_batch, 1.0
+                return step.location(key.name, "forward", ranks, cause, axis, *measured)
         return None
 
-    def _loss(self) -> Location | None:
-        """Compares the losses that backward begins from."""
-        at, flow = self._at, self._flow
-        shares, expected = self._shares(), _shares_of(at.twin, at.number)
+    def _check_losses(self) -> Location | None:
+        """Compares the losses from which backward begins."""
+        step, flow = self._step, self._flow
+        shares, expected = self._losses_by_coordinate(), _losses_of_rank(step.twin, step.number)
         if not shares or not expected:
             return None
-        tolerance = at.tolerance(at.place("loss", "", "share", 0), np.zeros(1, "float32"))
-        ratio = _sum(shares.values()) / (_sum([expected]) or 1.0)
-        off = min(abs(ratio / n - 1) for n in at.scales)
-        if off <= tolerance or self._has_parts(ratio, _sum([expected]), tolerance):
+        tolerance = step.tolerance(step.key("loss", "", "share", 0), np.zeros(1, "float32"))
+        ratio = _sum_losses(shares.values()) / (_sum_losses([expected]) or 1.0)
+        off = self._distance_to_scale(ratio)
+        if off <= tolerance or self._adds_up_along_mp(ratio, _sum_losses([expected]), tolerance):
             return None
         if flow.waiting is not None:
             return flow.describe(flow.waiting)
         count = len(next(iter(shares.values())))
-        cause = locator.of_loss(ratio, tolerance, at.scales, count, flow.rows, at.degrees)
-        ranks = [rank.rank for rank in at.job.ranks if _shares_of(rank, at.number)]
-        # The twin has a loss of whole micro-batches of its own alone, not of other rows.
-        wrong = [
-            (number, rank.rank)
-            for rank in at.job.ranks
-            for number, share in _shares_of(rank, at.number).items()
-            if (whole := flow.rows_of(rank, number).whole) in expected
-            if min(abs(share / (expected[whole] or 1.0) / n - 1) for n in at.scales) > tolerance
-        ]
+        cause = locator.of_loss(ratio, tolerance, step.scales, count, flow.rows, step.degrees)
+        ranks = [rank.rank for rank in step.job.ranks if _losses_of_rank(rank, step.number)]
+        wrong: list[tuple[int, int]] = []  # micro-batches and ranks
+        for rank in step.job.ranks:
+            for number, share in _losses_of_rank(rank, step.number).items():
+                # The twin has losses of its own micro-batches only, not of other rows.
+                of_twin = expected.get(flow.twin_rows_of(rank, number).micro_batch)
+                if of_twin is None:
+                    continue
+                if self._distance_to_scale(share / (of_twin or 1.0)) > tolerance:
+                    wrong.append((number, rank.rank))
         bad = [rank for _, rank in wrong] or ranks
-        axis = at.axis_of(bad, ranks) or at.split("dp", "sharding", "sep", "cp", "mp")
+        axis = step.axis_of(bad, ranks) or step.first_split_axis(
+            "dp", "sharding", "sep", "cp", "mp"
+        )
         first = min(wrong)[0] if wrong else None
-        return at.location("", "loss", bad, cause, axis, first, off, tolerance)
+        return step.location("", "loss", bad, cause, axis, first, off, tolerance)
 
-    def _shares(self, *more: str) -> dict[tuple[int, ...], Losses]:
-        """Returns the losses of the ranks by their coordinates on the axes of data and ``more``."""
-        shares: dict[tuple[int, ...], Losses] = {}
-        for rank in self._at.job.ranks:
+    def _distance_to_scale(self, ratio: float) -> float:
+        """Returns the relative distance of a ratio of losses to the nearest that is no fault."""
+        return min(abs(ratio / scale - 1) for scale in self._step.scales)
+
+    def _losses_by_coordinate(self, *more: str) -> dict[tuple[int, ...], Losses]:
+        """Returns the losses of one rank for each coordinate on the axes that split data.
+
+        With ``more``, for each coordinate on these axes too.
+        """
+        losses: dict[tuple[int, ...], Losses] = {}
+        for rank in self._step.job.ranks:
             axes = ("dp", "sharding", "sep", "cp", "ep", *more)
-            place = tuple(rank.coordinate.get(axis, 0) for axis in axes)
-            if place not in shares and (of_rank := _shares_of(rank, self._at.number)):
-                shares[place] = of_rank
-        return shares
+            coordinate = tuple(rank.coordinate.get(axis, 0) for axis in axes)
+            if coordinate not in losses and (own := _losses_of_rank(rank, self._step.number)):
+                losses[coordinate] = own
+        return losses
 
-    def _has_parts(self, ratio: float, expected: float, tolerance: float) -> bool:
-        """Whether the ranks along mp have losses of different tokens, which sum to the twin's."""
-        members = self._at.degrees.get("mp", 1)
-        total = _sum(self._shares("mp").values()) / (expected or 1.0)
-        apart = abs(total - members * ratio) > tolerance * abs(total)
-        ways = (k * n for k in (1, members) for n in self._at.scales)
-        return apart and min(abs(total / n - 1) for n in ways) <= tolerance
+    def _adds_up_along_mp(self, ratio: float, expected: float, tolerance: float) -> bool:
+        """Whether the ranks along mp have losses of different tokens, which sum to the twin's.
 
-    def _returned_losses(self) -> Location | None:
+        Args:
+            ratio: The losses of one rank along mp, divided by the twin's.
+            expected: The twin's loss.
+            tolerance: The relative difference that rounding may cause.
+        """
+        members = self._step.degrees.get("mp", 1)
+        total = _sum_losses(self._losses_by_coordinate("mp").values()) / (expected or 1.0)
+        if abs(total - members * ratio) <= tolerance * abs(total):
+            return False
+        return min(self._distance_to_scale(total / n) for n in (1, members)) <= tolerance
+
+    def _check_returned_losses(self) -> Location | None:
         """Compares the losses that ``train_batch`` returns."""
-        at, place = self._at, self._at.place("loss", "", "returned 0")
-        value = at.twin.tensors.get(place)
+        step = self._step
+        key = step.key("loss", "", "returned 0")
+        value = step.twin.tensors.get(key)
         if value is None:
             return None
-        tolerance = at.tolerance(place, value)
-        held = {n: rank.tensors[place] for n, rank in at.ranks.items() if place in rank.tensors}
-        apart = {n: gap(tensor, value) for n, tensor in held.items()}
-        bad = [n for n, far in apart.items() if not far <= tolerance]
-        if not bad:
-            return None
-        axis = at.axis_of(bad, apart) or at.split("dp", "sharding", *at.degrees)
-        worst = max(apart.values())
-        return at.location("", "loss", bad, locator.RETURNED, axis, None, worst, tolerance)
+        apart = step.gaps_of_ranks(key, value)
+        likely = "dp", "sharding", *step.degrees
+        return step.describe_beyond(
+            "", "loss", apart, step.tolerance(key, value), locator.RETURNED, *likely
+        )
 
     # Backward
 
-    def _backward(self) -> Location | None:
+    def _check_backward(self) -> Location | None:
         """Finds the first wrong gradient of a layer's output, or of a parameter, in backward."""
         flow = self._flow
-        outcomes = (o for o in flow.outcomes("gradient") if o.place.part.startswith("output"))
-        wrong = flow.wrong(outcomes, backward=True)
-        first = self._parameters.gradient()
+        outcomes = (o for o in flow.outcomes("gradient") if o.key.role.startswith("output"))
+        wrong = flow.first_wrong(outcomes, backward=True)
+        first = self._parameters.find_gradient()
         if wrong is None and first is not None:
             wrong = flow.waiting
-        if wrong is not None and (first is None or wrong[0].position < first[0]):
-            return flow.describe(wrong)
         if first is None:
-            return None
-        finding = first[1]
+            return None if wrong is None else flow.describe(wrong)
+        position, finding = first
+        if wrong is not None and wrong[0].position < position:
+            return flow.describe(wrong)
         if locator.NO_GRADIENT in finding.cause:
-            return finding._replace(layer=flow.stopping() or finding.layer)
+            layer = flow.first_layer_without_input_gradient()
+            return finding._replace(layer=layer or finding.layer)
         if wrong is None and self._parameters.most_gradients_wrong:
             return finding._replace(layer="", cause=locator.ACCUMULATED)
         return finding
 
 
-def _shares_of(rank: RankTensors, step: int) -> Losses:
-    """Returns the losses that a rank's backward begins from."""
-    losses = rank.of(step, "loss").items()
-    return {p.micro_batch: float(tensor.sum()) for p, tensor in losses if p.part == "share"}
+def _losses_of_rank(rank: RankTensors, step: int) -> Losses:
+    """Returns the losses from which a rank's backward begins, by micro-batch."""
+    losses = rank.in_phase(step, "loss").items()
+    return {key.micro_batch: float(tensor.sum()) for key, tensor in losses if key.role == "share"}
 
 
-def _sum(shares: Collection[Losses]) -> float:
-    return sum(itertools.chain.from_iterable(losses.values() for losses in shares))
+def _sum_losses(losses_of_ranks: Collection[Losses]) -> float:
+    """Returns the sum of the losses of all micro-batches of some ranks."""
+    return sum(sum(losses.values()) for losses in losses_of_ranks)
 
 
-def _cut_by_the_script(replica: int, step: int) -> UsageError:
+def _unmatched_samples_error(replica: int, step: int) -> UsageError:
+    """Returns the error for a twin that reads the samples of one replica only."""
     return UsageError(
         f"the samples of replica {replica} cannot be compared with those of one device",
         where=f"step {step}, a loop without train_batch",
@@ -299,29 +321,28 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
         UsageError: The errors of :func:`run`.
     """
     with command_folder(large=True) as temporary:
-        kept = None if options.against is None else _earlier_twins(options.against)
-        folder_of_record = options.record or temporary
-        for part in (JOB, TWIN, PERTURBED):
-            (folder_of_record / part).mkdir(parents=True, exist_ok=True)
-            for file in (folder_of_record / part).glob(record.FILES):
+        earlier = None if options.against is None else _read_earlier_twins(options.against)
+        folders = [(options.record or temporary) / name for name in (JOB, TWIN, PERTURBED)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in folder.glob(record.FILES):
                 file.unlink()
-        _start(options, Setting(str(folder_of_record / JOB), options.steps))
-        job = record.read(folder_of_record / JOB)
-        if kept is not None:
-            return first_difference(job, *kept), min(job.steps, kept[0].steps)
+        of_job, of_twin, of_perturbed = folders
+        _run_recorded(options, Setting(str(of_job), options.steps))
+        job = record.read(of_job)
+        if earlier is not None:
+            return first_difference(job, *earlier), min(job.steps, earlier[0].steps)
         automatic = not (options.twin or options.twin_arguments)
-        setting = Setting(
-            str(folder_of_record / TWIN), job.steps, str(folder_of_record / JOB), False, automatic
-        )
-        _start(options, setting)
-        twin = record.read(folder_of_record / TWIN)
+        setting = Setting(str(of_twin), job.steps, str(of_job), automatic=automatic)
+        _run_recorded(options, setting)
+        twin = record.read(of_twin)
         steps = min(job.steps, twin.steps)
         finding = first_difference(job, twin)
         if finding is not None or options.record is not None:
-            moved = folder_of_record / PERTURBED
-            _start(options, setting._replace(folder=str(moved), perturbed=True))
-            finding = first_difference(job, twin, record.read(moved))
-        finding = _by_cut(job, twin, finding)
+            perturbed = setting._replace(folder=str(of_perturbed), perturbed=True)
+            _run_recorded(options, perturbed)
+            finding = first_difference(job, twin, record.read(of_perturbed))
+        finding = _find_wrong_cut(job, twin, finding)
         if finding is None and steps < job.steps:
             raise UsageError(
                 f"the twin ends after {steps} of the job's {job.steps} steps; nothing differs in "
@@ -334,8 +355,12 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
         return finding, steps
 
 
-def _earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
-    """Reads the twins of an earlier record."""
+def _read_earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
+    """Reads the twin and the perturbed twin of an earlier record.
+
+    Raises:
+        UsageError: The folder has no such record.
+    """
     for part in (TWIN, PERTURBED):
         if not any((folder / part).glob(record.FILES)):
             raise UsageError(
@@ -347,13 +372,21 @@ def _earlier_twins(folder: Path) -> tuple[record.Record, record.Record]:
     return record.read(folder / TWIN), record.read(folder / PERTURBED)
 
 
-def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
-    """Returns a finding, or else a weight whose shards are cut in another way than the twin's.
+def _find_wrong_cut(
+    job: record.Record, twin: record.Record, finding: Location | None
+) -> Location | None:
+    """Returns a finding; without one, a weight whose shards are cut in another way than the twin's.
+
+    Args:
+        job: The tensors of the job's ranks.
+        twin: The tensors of one device.
+        finding: The first difference that was found; None if there is none.
 
     Raises:
         UsageError: The finding is in a layer whose weight the ranks have drawn by themselves.
     """
-    for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
+    drawn = twin.ranks[0].by_name(0, "initial")
+    for name, moved in FullTensors(job).unclear_layouts(drawn).items():
         layer = name.rpartition(".")[0]
         if finding is None and moved:
             ranks, cause = [rank.rank for rank in job.ranks], f"{name}: {CUT}"
@@ -423,13 +456,15 @@ def locate(
     return find_difference(options)[0]
 
 
-def _start(options: argparse.Namespace, setting: Setting) -> None:
-    """Runs the script in recording processes."""
-    alone = bool(setting.job)
-    environment = {
-        **streams.environment(options.log_level),
-        SETTING: json.dumps(setting._asdict()),
-    }
+def _run_recorded(options: argparse.Namespace, setting: Setting) -> None:
+    """Runs the script in processes that record it, as a job or as a twin, to its end.
+
+    Raises:
+        UsageError: It fails, or takes too long.
+    """
+    alone = bool(setting.job)  # a twin
+    record_setting = {SETTING: json.dumps(setting._asdict())}
+    environment = {**streams.environment(options.log_level), **record_setting}
     words = script.script_words(options)
     if alone:
         environment = {k: v for k, v in environment.items() if not k.startswith("PADDLE_TRAINER")}
@@ -455,6 +490,11 @@ def _start(options: argparse.Namespace, setting: Setting) -> None:
 
 def _await_end(process: subprocess.Popen[bytes], folder: Path, limit: float) -> str:
     """Waits until a run ends, and ends it if it finishes no step within a limit.
+
+    Args:
+        process: The process of the run.
+        folder: The folder of its record, which gets a file for each step.
+        limit: Seconds.
 
     Returns:
         The failure in words; "" without one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +17,15 @@ from fleetpipe.contrib.locator.layouts import layouts
 from fleetpipe.contrib.locator.record import LEFT, READ_ON, RankTensors
 from fleetpipe.mesh.axes import NORM, of_unequal
 
-#: By rank its part of a parameter, gradient or buffer.
-Parts = dict[int, np.ndarray]
+#: By rank, what it has of a parameter, gradient or buffer: the full tensor or a shard.
+ByRank = dict[int, np.ndarray]
 
 
-class Best(NamedTuple):
-    """The sums of the ranks' gradients along some axes that are nearest to the twin's gradient.
+class BestSum(NamedTuple):
+    """The axes along which the sums of the ranks' gradients are nearest to the twin's gradient.
 
     Attributes:
-        apart: By rank the relative difference of its sum.
+        apart: By rank, the relative difference between its sum and the twin's gradient.
         axes: The axes along which the gradients are added up.
     """
 
@@ -34,388 +34,477 @@ class Best(NamedTuple):
 
 
 class ParameterChecks:
-    """The checks of parameters in each phase of a step.
+    """Compares parameters, gradients and buffers in each phase of a step, one phase a method.
+
+    Each ``check_`` method returns the first difference of its phase, or None.
 
     Attributes:
-        most_gradients_wrong: Whether gradients before the reduction are wrong for most parameters.
+        most_gradients_wrong: Whether gradients before the reduction are wrong for most parameters,
+            as :meth:`find_gradient` has found.
     """
 
     def __init__(self, step: StepBesideTwin) -> None:
-        self._at, self._job, self._twin = step, step.job, step.twin
-        self._rate = step.place("optimizer input", part="learning rate")
-        self._listed = {number: rank.listed(self._rate) for number, rank in step.ranks.items()}
-        self._local: dict[str, Best] = {}
+        self._step, self._job, self._twin = step, step.job, step.twin
+        self._rate = step.key("optimizer input", role="learning rate")
+        #: By rank, the names of the parameters that its optimizer has.
+        self._optimized = {n: r.optimizer_parameters(self._rate) for n, r in step.ranks.items()}
+        self._best_sums: dict[str, BestSum] = {}
         self.most_gradients_wrong = False
 
     # Where a step begins
 
-    def initial(self) -> Location | None:
+    def check_initial(self) -> Location | None:
         """Finds weights that are missing, differ between ranks that share them, or are wrong."""
-        step = self._at.number
-        whole = self._twin.names(step, "initial")
-        names = {name for rank in self._job.ranks for name in rank.names(step, "initial")}
-        if step == 0 and (finding := self._find_other_names(whole, names)):
+        step = self._step.number
+        full = self._twin.by_name(step, "initial")
+        names = {name for rank in self._job.ranks for name in rank.by_name(step, "initial")}
+        if step == 0 and (finding := self._find_other_names(full, names)):
             return finding
-        ordered = [*whole, *sorted(names - whole.keys())]
+        ordered = [*full, *sorted(names - full.keys())]
         for name in ordered:
-            if unequal := self._unequal(name, self._parts("initial", name), whole.get(name)):
+            by_rank = self._by_rank("initial", name)
+            if unequal := self._find_unequal_copies(name, by_rank, full.get(name)):
                 return unequal
-        return self._find_changed(ordered) if step else self._find_redrawn(whole)
+        return self._find_changed(ordered) if step else self._find_redrawn(full)
 
-    def _find_other_names(
-        self, whole: Mapping[str, np.ndarray], names: set[str]
-    ) -> Location | None:
-        """Finds a parameter that the job lacks, or one that the twin never has."""
-        for name in whole:
+    def _find_other_names(self, full: Mapping[str, np.ndarray], names: set[str]) -> Location | None:
+        """Finds a parameter that the job lacks, or one that the twin never has.
+
+        Args:
+            full: The twin's parameters at the begin.
+            names: The names of the parameters of all ranks.
+        """
+        for name in full:
             if name not in names:
-                finding = self._finding(name, "initial", self._at.ranks, locator.MISSING)
+                finding = self._describe(name, "initial", self._step.ranks, locator.MISSING)
                 return finding._replace(layer=_missing_layer(name, names))
-        ever = {place.name for place in self._twin.tensors}
+        ever = {key.name for key in self._twin.tensors}
         for rank in self._job.ranks:
-            for name in rank.names(0, "initial"):
+            for name in rank.by_name(0, "initial"):
                 if name not in ever:
-                    ranks = self._parts("initial", name)
-                    return self._finding(name, "initial", ranks, locator.EXTRA)
+                    ranks = self._by_rank("initial", name)
+                    return self._describe(name, "initial", ranks, locator.EXTRA)
         return None
 
     def _find_changed(self, names: Sequence[str]) -> Location | None:
-        """Finds a weight that the script changed after a step."""
-        step = self._at.number
-        if any(p.step == step - 1 and p.part == READ_ON for p in self._twin.tensors):
+        """Finds a weight that the script has changed since the last step, unlike in the twin."""
+        step = self._step.number
+        if any(p.step == step - 1 and p.role == READ_ON for p in self._twin.tensors):
             # The twin has run these lines of the script several times, to read further samples.
             return None
-        left = {**self._twin.names(step - 1, "update"), **self._twin.names(step, "initial")}
+        left = {**self._twin.by_name(step - 1, "update"), **self._twin.by_name(step, "initial")}
         for name in names:
-            if (whole := left.get(name)) is not None:
-                parts = {**self._parts("update", name, -1), **self._parts("initial", name)}
-                tolerance = max(self._tolerance(p, name, whole) for p in ("initial", "update"))
-                if wrong := self._wrong(name, "initial", parts, whole, tolerance, locator.CHANGED):
-                    return wrong
+            if (full := left.get(name)) is None:
+                continue
+            by_rank = {**self._by_rank("update", name, -1), **self._by_rank("initial", name)}
+            tolerance = max(self._tolerance(p, name, full) for p in ("initial", "update"))
+            finding = name, "initial", by_rank, full, tolerance, locator.CHANGED
+            if wrong := self._find_wrong_ranks(*finding):
+                return wrong
         return None
 
-    def _unequal(self, name: str, parts: Parts, whole: np.ndarray | None) -> Location | None:
-        """Finds ranks whose shard differs from that of ranks with the same shard."""
-        axes = self._split_axes(parts, whole) if whole is not None else ()
-        if self._at.number and not axes:
+    def _find_unequal_copies(
+        self, name: str, by_rank: ByRank, full: np.ndarray | None
+    ) -> Location | None:
+        """Finds ranks with another value of a parameter than ranks that share it.
+
+        Of a parameter in shards it finds, at the begin, shards that are all equal or misplaced too.
+
+        Args:
+            name: The parameter.
+            by_rank: What each rank has of it.
+            full: The twin's value; None if the twin has none.
+        """
+        axes = self._axes_splitting(by_rank, full) if full is not None else ()
+        if self._step.number and not axes:
             # Ranks that recorded no change have the value that the step before left.
-            holders = [*self._holders(name)]
-            left = self._parts("update", name, -1)
-            parts = {**{n: part for n, part in left.items() if n in holders}, **parts}
+            holders = self._ranks_with(name)
+            left = self._by_rank("update", name, -1)
+            by_rank = {**{n: left[n] for n in holders if n in left}, **by_rank}
         by_shard: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number in parts:
-            coordinate = self._at.ranks[number].coordinate
+        for number in by_rank:
+            coordinate = self._step.ranks[number].coordinate
             by_shard[tuple(coordinate.get(axis, 0) for axis in axes)].append(number)
         for members in by_shard.values():
-            first = parts[members[0]]
-            if bad := [n for n in members if parts[n].tobytes() != first.tobytes()]:
-                axis, far = self._at.axis_of(bad, members), max(gap(parts[n], first) for n in bad)
-                cause = of_unequal(axis, self._at.number)
-                return self._finding(name, "initial", bad, cause, axis, far)
-        if self._at.number or not axes or whole is None:
+            first = by_rank[members[0]]
+            if bad := [n for n in members if by_rank[n].tobytes() != first.tobytes()]:
+                axis = self._step.axis_of(bad, members)
+                worst = max(gap(by_rank[n], first) for n in bad)
+                cause = of_unequal(axis, self._step.number)
+                return self._describe(name, "initial", bad, cause, axis, worst)
+        if self._step.number or not axes or full is None:
             return None
-        leads = [parts[members[0]] for members in by_shard.values()]
-        if len(leads) > 1 and leads[0].std() > 0 and all(same_numbers(leads[0], t) for t in leads):
-            return self._finding(name, "initial", parts, locator.SAME_SHARDS, axes[0], 1.0)
-        return self._find_misplaced(name, parts, whole, axes)
+        first, *others = [by_rank[members[0]] for members in by_shard.values()]
+        if others and first.std() > 0 and all(same_numbers(first, shard) for shard in others):
+            return self._describe(name, "initial", by_rank, locator.SAME_SHARDS, axes[0], 1.0)
+        return self._find_misplaced(name, by_rank, full, axes)
 
     def _find_misplaced(
-        self, name: str, parts: Parts, whole: np.ndarray, axes: Sequence[str]
+        self, name: str, by_rank: ByRank, full: np.ndarray, axes: Sequence[str]
     ) -> Location | None:
-        """Finds ranks with other ranks' shards, or with other values than the rest."""
+        """Finds ranks with other ranks' shards, or with slightly other values than the twin's.
 
-        def distance(number: int, place: int) -> float:
-            expected = self._at.parts_of(whole, parts[number].shape, place)
-            return min((gap(parts[number], part) for part in expected), default=float("inf"))
+        Args:
+            name: The parameter.
+            by_rank: What each rank has of it.
+            full: The twin's value.
+            axes: The axes that split it.
+        """
 
-        here = {number: distance(number, number) for number in parts}
-        wrong = [number for number, far in here.items() if far]
-        near = [number for number in wrong if here[number] < 1e-2]
-        moved = all(any(distance(n, other) == 0 for other in parts) for n in wrong)
+        def distance(number: int, owner: int) -> float:
+            """Returns how far a rank's shard is from the one that ``owner`` should have."""
+            expected = self._step.possible_shards(full, by_rank[number].shape, owner)
+            return min((gap(by_rank[number], shard) for shard in expected), default=float("inf"))
+
+        apart = {number: distance(number, number) for number in by_rank}
+        wrong = [number for number, far in apart.items() if far]
+        near = [number for number in wrong if apart[number] < 1e-2]
+        moved = all(any(distance(n, owner) == 0 for owner in by_rank) for n in wrong)
         bad, cause = (wrong, locator.MISPLACED) if moved else (near, locator.OTHER_WEIGHTS)
-        if bad and len(near) < len(parts):
-            return self._finding(name, "initial", bad, cause, axes[0], max(here[n] for n in bad))
+        if bad and len(near) < len(by_rank):
+            return self._describe(name, "initial", bad, cause, axes[0], max(apart[n] for n in bad))
         return None
 
-    def _find_redrawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:
-        """Compares with the twin's initial values, if most weights of a rank equal those."""
+    def _find_redrawn(self, full: Mapping[str, np.ndarray]) -> Location | None:
+        """Finds a weight with another initial value than the twin's.
+
+        A weight that is drawn at random counts only if most others of the rank equal the twin's:
+        else the job draws in another order.
+        """
         for rank in self._job.ranks:
-            held = rank.names(0, "initial")
-            alike = [n for n in held if n in whole and whole[n].shape == held[n].shape]
+            held = rank.by_name(0, "initial")
+            alike = [n for n in held if n in full and full[n].shape == held[n].shape]
             # A model part with shards or experts draws fewer numbers, and then different ones.
-            parted = {n.partition(".")[0] for n in whole.keys() - {*alike}}
-            random = {n for n in alike if whole[n].std() > 0}
-            other = [n for n in alike if not same_numbers(held[n], whole[n]) and whole[n].size > 1]
+            parted = {n.partition(".")[0] for n in full.keys() - {*alike}}
+            random = {n for n in alike if full[n].std() > 0}
+            other = [n for n in alike if not same_numbers(held[n], full[n]) and full[n].size > 1]
             few = [n for n in other if n in random and n.partition(".")[0] not in parted]
             few = few if 4 * len(few) <= len(random) else []
             for name in [*few, *(n for n in other if n not in random)][:1]:
-                wrong = self._parts("initial", name)
-                return self._finding(name, "initial", wrong, locator.OTHER_WEIGHTS, "", 1.0)
+                wrong = self._by_rank("initial", name)
+                return self._describe(name, "initial", wrong, locator.OTHER_WEIGHTS, "", 1.0)
         return None
 
     # Gradients
 
-    def cleared(self) -> Location | None:
+    def check_cleared(self) -> Location | None:
         """Finds ranks that begin backward with gradients of the step before, unlike the twin."""
 
         def has_old(rank: RankTensors) -> bool:
-            return any(place.part == LEFT for place in rank.of(self._at.number, "gradient"))
+            return any(key.role == LEFT for key in rank.in_phase(self._step.number, "gradient"))
 
         bad = [rank.rank for rank in self._job.ranks if has_old(rank)]
         if not bad or has_old(self._twin):
             return None
-        axis = self._at.axis_of(bad, self._at.ranks)
-        return self._finding("", "gradient", bad, locator.NOT_CLEARED, axis)
+        cause = locator.NOT_CLEARED
+        return self._step.location("", "gradient", bad, cause, among=self._step.ranks)
 
-    def gradient(self) -> tuple[float, Location] | None:
+    def find_gradient(self) -> tuple[float, Location] | None:
         """Finds the first gradient, in backward's order, that is wrong before the reduction.
 
         Returns:
-            The position of its layer in the twin's backward, and the place.
+            The position of its layer in the twin's backward, and the difference; None if all
+            gradients are right.
         """
         firsts: list[tuple[float, Location]] = []
-        before = self._twin.names(self._at.number, "gradient")
-        stepped = self._twin.names(self._at.number, "reduction")
+        before = self._twin.by_name(self._step.number, "gradient")
+        stepped = self._twin.by_name(self._step.number, "reduction")
         # A script may clip by itself before the step; a twin that reads on averages there.
-        for name, whole in (stepped if self._at.reads_on else {**stepped, **before}).items():
-            parts = self._parts("gradient", name)
-            if not parts:
+        for name, full in (stepped if self._step.reads_on else {**stepped, **before}).items():
+            by_rank = self._by_rank("gradient", name)
+            if not by_rank:
                 # An expert without tokens has no gradient in the twin either.
-                if name in before and (ranks := self._holders(name)):
-                    finding = self._finding(name, "gradient", ranks, locator.NO_GRADIENT)
-                    firsts.append((self._position(name), finding))
+                if name in before and (ranks := self._ranks_with(name)):
+                    finding = self._describe(name, "gradient", ranks, locator.NO_GRADIENT)
+                    firsts.append((self._backward_position(name), finding))
                 continue
-            tolerance = self._tolerance("reduction", name, whole)
-            best = self._local[name] = self._best(parts, whole, tolerance)
+            tolerance = self._tolerance("reduction", name, full)
+            best = self._best_sums[name] = self._find_best_sum(by_rank, full, tolerance)
             bad = [n for n, apart in best.apart.items() if not apart <= tolerance]
             if bad:
-                finding = self._of_gradient(name, best, bad, whole, tolerance)
-                firsts.append((self._position(name), finding))
-        self.most_gradients_wrong = 2 * len(firsts) > len(self._local) > 1
+                finding = self._describe_gradient(name, best, bad, full, tolerance)
+                firsts.append((self._backward_position(name), finding))
+        self.most_gradients_wrong = 2 * len(firsts) > len(self._best_sums) > 1
         return min(firsts, key=lambda pair: pair[0], default=None)
 
-    def _of_gradient(
-        self, name: str, best: Best, bad: list[int], whole: np.ndarray, tolerance: float
+    def _describe_gradient(
+        self, name: str, best: BestSum, bad: list[int], full: np.ndarray, tolerance: float
     ) -> Location:
-        parts, cause = self._parts("gradient", name), locator.GRADIENT
-        axis = self._at.axis_of(bad, best.apart)
-        axis = axis or self._at.split(*self._split_axes(parts, whole), "mp")
-        absent = [number for number in self._holders(name) if number not in parts]
+        """Describes a gradient that is wrong before the reduction.
+
+        Args:
+            name: The parameter.
+            best: The sums of the ranks' gradients that are nearest to the twin's.
+            bad: The ranks whose sums are wrong.
+            full: The twin's gradient.
+            tolerance: The difference that rounding causes.
+        """
+        by_rank, cause = self._by_rank("gradient", name), locator.GRADIENT
+        axis = self._step.axis_of(bad, best.apart)
+        axis = axis or self._step.first_split_axis(*self._axes_splitting(by_rank, full), "mp")
+        absent = [number for number in self._ranks_with(name) if number not in by_rank]
         if absent:
             bad, cause = absent, locator.ABSENT_GRADIENT
-            axis = self._at.axis_of(absent, [*absent, *parts])
-        elif len(self._stages(name)) > 1:
+            axis = self._step.axis_of(absent, [*absent, *by_rank])
+        elif len(self._stages_with(name)) > 1:
             axis, cause = "pp", locator.TIED
-            for number in parts:
-                halved = {n: part / 2 if n == number else part for n, part in parts.items()}
-                if max(self._best(halved, whole, tolerance).apart.values()) <= tolerance:
+            for number in by_rank:
+                halved = {n: tensor / 2 if n == number else tensor for n, tensor in by_rank.items()}
+                if max(self._find_best_sum(halved, full, tolerance).apart.values()) <= tolerance:
                     bad, cause = [number], locator.TWICE
         worst = max(best.apart.values())
-        return self._finding(name, "gradient", bad, cause, axis, worst, tolerance)
+        return self._describe(name, "gradient", bad, cause, axis, worst, tolerance)
 
-    def _best(self, parts: Parts, whole: np.ndarray, tolerance: float) -> Best:
-        """Tries along which axes the ranks' gradients add up to the twin's."""
-        axes = [axis for axis in self._at.degrees if axis not in ("ep", "moe_sharding")]
-        results: list[tuple[float, int, Best]] = []
+    def _find_best_sum(self, by_rank: ByRank, full: np.ndarray, tolerance: float) -> BestSum:
+        """Finds the axes along which the ranks' gradients add up to the twin's, the fewest first.
+
+        Returns:
+            The first sums that differ by rounding only; if there are none, the nearest.
+        """
+        axes = [axis for axis in self._step.degrees if axis not in ("ep", "moe_sharding")]
+        results: list[tuple[float, int, BestSum]] = []
 
         def total(number: int, chosen: Sequence[str]) -> np.ndarray:
-            members = self._at.members(number, (*chosen, "ep", "moe_sharding"), parts)
-            tensors = [parts[n] for n in members if parts[n].shape == parts[number].shape]
+            """Returns the sum of the gradients of the ranks along the chosen axes of a rank."""
+            members = self._step.members(number, (*chosen, "ep", "moe_sharding"), by_rank)
+            tensors = [by_rank[n] for n in members if by_rank[n].shape == by_rank[number].shape]
             summed: np.ndarray = np.sum([one.astype("float64") for one in tensors], axis=0)
             return summed
 
         for count in range(len(axes) + 1):
             for chosen in itertools.combinations(axes, count):
-                totals = {n: total(n, chosen) for n in parts}
-                for scale in self._at.scales:
-                    apart = self._gaps({n: t / scale for n, t in totals.items()}, whole)
-                    results.append((max(apart.values()), count, Best(apart, chosen)))
-                    if results[-1][0] <= tolerance:
-                        return results[-1][2]
+                totals = {n: total(n, chosen) for n in by_rank}
+                for scale in self._step.scales:
+                    apart = self._gaps_to_shards({n: t / scale for n, t in totals.items()}, full)
+                    worst, best = max(apart.values()), BestSum(apart, chosen)
+                    if worst <= tolerance:
+                        return best
+                    results.append((worst, count, best))
         return min(results, key=lambda result: result[:2])[2]
 
-    def reduction(self) -> Location | None:
+    def check_reduction(self) -> Location | None:
         """Finds the first gradient that is wrong after the reduction over ranks."""
-        expected = self._twin.names(self._at.number, "reduction")
-        for name in sorted(expected, key=self._position):
-            apart = self._gaps(self._parts("reduction", name), expected[name])
+        expected = self._twin.by_name(self._step.number, "reduction")
+        for name in sorted(expected, key=self._backward_position):
+            apart = self._gaps_to_shards(self._by_rank("reduction", name), expected[name])
             tolerance = self._tolerance("reduction", name, expected[name])
             # Only the gradients that an optimizer steps by must be right. With optimizer shards
             # another rank steps the parameter for this one.
             right = [n for n, far in apart.items() if far <= tolerance]
-            stepping = [n for n in self._stepping(name) if n in apart]
-            bad = [n for n in stepping if not self._at.members(n, ("sharding",), right)]
+            stepping = [n for n in self._ranks_stepping(name) if n in apart]
+            bad = [n for n in stepping if not self._step.members(n, ("sharding",), right)]
             if bad:
                 worst = max(apart.values())
-                return self._of_reduction(name, expected[name], bad, worst, tolerance)
+                return self._describe_reduction(name, expected[name], bad, worst, tolerance)
         return None
 
-    def _of_reduction(
-        self, name: str, whole: np.ndarray, bad: list[int], worst: float, tolerance: float
+    def _describe_reduction(
+        self, name: str, full: np.ndarray, bad: list[int], worst: float, tolerance: float
     ) -> Location:
-        parts = self._parts("reduction", name)
-        part = parts[bad[0]]
-        axes = self._local[name].axes if name in self._local else ()
-        # After a reduction along an axis all of its ranks have the same gradient.
-        members = {axis: self._at.members(bad[0], (axis,), parts) for axis in axes}
-        missing = [a for a in axes if not all(same_numbers(part, parts[n]) for n in members[a])]
-        ratio, shared = self._ratio(part, whole, bad[0]), len(self._stages(name)) > 1
-        axis, cause = locator.of_reduction(self._at.degrees, axes, missing, ratio, name, shared)
-        return self._finding(name, "reduction", bad, cause, axis, worst, tolerance)
+        """Describes a gradient that is wrong after the reduction.
 
-    def _ratio(self, part: np.ndarray, whole: np.ndarray, number: int) -> float | None:
-        """Returns the factor by which a gradient is too large; None if no factor explains it."""
-        for expected in self._at.parts_of(whole, part.shape, number):
+        Args:
+            name: The parameter.
+            full: The twin's gradient.
+            bad: The ranks whose gradients are wrong.
+            worst: The largest relative difference.
+            tolerance: The difference that rounding causes.
+        """
+        by_rank = self._by_rank("reduction", name)
+        tensor = by_rank[bad[0]]
+        axes = self._best_sums[name].axes if name in self._best_sums else ()
+        # After a reduction along an axis all of its ranks have the same gradient.
+        members = {axis: self._step.members(bad[0], (axis,), by_rank) for axis in axes}
+        missing = [a for a in axes if not all(same_numbers(tensor, by_rank[n]) for n in members[a])]
+        ratio, shared = self._scale_factor(tensor, full, bad[0]), len(self._stages_with(name)) > 1
+        axis, cause = locator.of_reduction(self._step.degrees, axes, missing, ratio, name, shared)
+        return self._describe(name, "reduction", bad, cause, axis, worst, tolerance)
+
+    def _scale_factor(self, tensor: np.ndarray, full: np.ndarray, number: int) -> float | None:
+        """Returns the factor by which a gradient is too large; None if no factor explains it.
+
+        Args:
+            tensor: The gradient of a rank.
+            full: The twin's gradient.
+            number: The rank.
+        """
+        for expected in self._step.possible_shards(full, tensor.shape, number):
             size = float((expected.astype("float64") ** 2).sum())
-            ratio = float((part.astype("float64") * expected).sum()) / (size or 1.0)
-            if ratio and gap(part / ratio, expected) < 1e-3:
+            ratio = float((tensor.astype("float64") * expected).sum()) / (size or 1.0)
+            if ratio and gap(tensor / ratio, expected) < 1e-3:
                 return ratio
         return None
 
     # The step
 
-    def clip(self) -> Location | None:
+    def check_clip(self) -> Location | None:
         """Finds ranks that do not clip, or the first gradient clipped by another norm."""
-        clipping = [r.rank for r in self._job.ranks if r.names(self._at.number, "clip")]
+        clipping = [r.rank for r in self._job.ranks if r.by_name(self._step.number, "clip")]
         # A rank whose optimizer shard is empty neither steps nor clips.
         stepping = [r.rank for r in self._job.ranks if self._rate in r.tensors]
         rest = [number for number in stepping if number not in clipping]
-        if rest and self._twin.names(self._at.number, "clip"):
-            axis = self._at.axis_of(rest, [*rest, *clipping])
-            return self._finding("", "clip", rest, locator.UNCLIPPED, axis)
-        return self._first("clip", NORM, "mp", "pp", "sharding", *self._at.degrees)
+        if rest and self._twin.by_name(self._step.number, "clip"):
+            among = [*rest, *clipping]
+            return self._step.location("", "clip", rest, locator.UNCLIPPED, among=among)
+        return self._find_first_wrong("clip", NORM, "mp", "pp", "sharding", *self._step.degrees)
 
-    def trained(self) -> Location | None:
+    def check_trained(self) -> Location | None:
         """Finds a parameter that no optimizer has, unlike in the twin."""
-        trained = {name for names in self._listed.values() for name in names}
-        for name in self._twin.listed(self._rate):
-            if trained and name not in trained and (ranks := self._holders(name)):
-                return self._finding(name, "optimizer input", ranks, locator.UNTRAINED)
+        trained = {name for names in self._optimized.values() for name in names}
+        for name in self._twin.optimizer_parameters(self._rate):
+            if trained and name not in trained and (ranks := self._ranks_with(name)):
+                return self._describe(name, "optimizer input", ranks, locator.UNTRAINED)
         return None
 
-    def optimizer_input(self) -> Location | None:
-        """Returns where the learning rates of the job and of its twin differ; None if nowhere."""
+    def check_learning_rate(self) -> Location | None:
+        """Finds ranks with another learning rate than the twin's."""
         rate = self._twin.tensors.get(self._rate)
-        held = {r.rank: r.tensors[self._rate] for r in self._job.ranks if self._rate in r.tensors}
-        apart = {n: gap(other, rate) for n, other in held.items() if rate is not None}
-        if bad := [n for n, far in apart.items() if far]:
-            axis, far = self._at.axis_of(bad, held), max(apart.values())
-            return self._finding("", "optimizer input", bad, locator.RATE, axis, far)
-        return None
+        apart = {} if rate is None else self._step.gaps_of_ranks(self._rate, rate)
+        return self._step.describe_beyond("", "optimizer input", apart, 0.0, locator.RATE)
 
-    def update(self) -> Location | None:
+    def check_update(self) -> Location | None:
         """Finds the first parameter with a wrong update."""
-        return self._first("update", locator.UPDATE, "sharding", "mp", *self._at.degrees)
+        return self._find_first_wrong(
+            "update", locator.UPDATE, "sharding", "mp", *self._step.degrees
+        )
 
-    def buffers(self) -> Location | None:
+    def check_buffers(self) -> Location | None:
         """Finds the first buffer that differs; replicas have statistics of their own samples."""
-        if self._at.split("dp", "sharding", "sep", "cp", "ep"):
+        if self._step.first_split_axis("dp", "sharding", "sep", "cp", "ep"):
             return None
-        return self._first("buffer", locator.BUFFER)
+        return self._find_first_wrong("buffer", locator.BUFFER)
 
-    def _first(self, phase: str, cause: str, *axes: str) -> Location | None:
-        """Finds the first tensor of a phase that differs from the twin's."""
-        for name, whole in self._twin.names(self._at.number, phase).items():
-            parts = self._parts(phase, name)
+    def _find_first_wrong(self, phase: str, cause: str, *axes: str) -> Location | None:
+        """Finds the first tensor of a phase that differs from the twin's.
+
+        Args:
+            phase: The phase of the step.
+            cause: The likely cause, in a sentence.
+            axes: The axes that may be named if the ranks themselves do not show the axis.
+        """
+        for name, full in self._twin.by_name(self._step.number, phase).items():
+            by_rank = self._by_rank(phase, name)
             if phase == "update":
-                parts = {n: part for n, part in parts.items() if not self._is_sent(n, name)}
-            tolerance = self._tolerance(phase, name, whole)
-            finding = self._wrong(name, phase, parts, whole, tolerance, cause)
-            if finding is not None:
-                return finding._replace(axis=finding.axis or self._at.split(*axes))
+                by_rank = {
+                    n: tensor for n, tensor in by_rank.items() if not self._is_sent_later(n, name)
+                }
+            tolerance = self._tolerance(phase, name, full)
+            if wrong := self._find_wrong_ranks(name, phase, by_rank, full, tolerance, cause, *axes):
+                return wrong
         return None
 
-    def _wrong(
+    def _find_wrong_ranks(
         self,
         name: str,
         phase: str,
-        parts: Parts,
-        whole: np.ndarray,
+        by_rank: ByRank,
+        full: np.ndarray,
         tolerance: float,
         cause: str,
+        *likely: str,
     ) -> Location | None:
-        """Finds ranks whose tensor is not the twin's."""
-        apart = self._gaps(parts, whole)
-        bad = [n for n, far in apart.items() if not far <= tolerance]
-        if not bad:
-            return None
-        axis, worst = self._at.axis_of(bad, apart), max(apart.values())
-        return self._finding(name, phase, bad, cause, axis, worst, tolerance)
+        """Describes ranks with a wrong tensor, as :meth:`StepBesideTwin.describe_beyond` does."""
+        layer, cause = name.rpartition(".")[0] or name, f"{name}: {cause}"
+        apart = self._gaps_to_shards(by_rank, full)
+        return self._step.describe_beyond(layer, phase, apart, tolerance, cause, *likely)
 
-    def _is_sent(self, number: int, name: str) -> bool:
+    def _is_sent_later(self, number: int, name: str) -> bool:
         """Whether another rank steps a parameter and the script sends it afterwards."""
-        stepping, following = self._stepping(name), self._at.number + 1
-        later = following == self._job.steps or number in self._parts("initial", name, 1)
-        return bool(stepping) and number not in stepping and later
+        stepping = self._ranks_stepping(name)
+        if not stepping or number in stepping:
+            return False
+        is_last = self._step.number + 1 == self._job.steps
+        return is_last or number in self._by_rank("initial", name, 1)
 
-    def _stepping(self, name: str) -> list[int]:
+    def _ranks_stepping(self, name: str) -> list[int]:
         """Returns the ranks whose optimizers step a parameter."""
-        return [rank for rank, names in self._listed.items() if name in names]
+        return [rank for rank, names in self._optimized.items() if name in names]
 
     # Shared by the checks
 
-    def _parts(self, phase: str, name: str, later: int = 0) -> Parts:
-        """Returns the ranks' tensors of a name in a phase of this step, or of one ``later``."""
-        places = [
-            self._at.place(phase, name, kind)._replace(step=self._at.number + later)
-            for kind in ("parameter", "gradient", "buffer")
+    def _by_rank(self, phase: str, name: str, later: int = 0) -> ByRank:
+        """Returns what each rank has of a tensor in a phase, in the step so many steps ``later``.
+
+        Ranks that have nothing of it are left out.
+        """
+        keys = [
+            self._step.key(phase, name, role)._replace(step=self._step.number + later)
+            for role in ("parameter", "gradient", "buffer")
         ]
-        return {r.rank: r.tensors[p] for r in self._job.ranks for p in places if p in r.tensors}
+        return {r.rank: r.tensors[key] for r in self._job.ranks for key in keys if key in r.tensors}
 
-    def _holders(self, name: str) -> list[int]:
-        return [*self._parts("update", name)]
+    def _ranks_with(self, name: str) -> list[int]:
+        """Returns the ranks that have a parameter after this step."""
+        return [*self._by_rank("update", name)]
 
-    def _stages(self, name: str) -> set[int]:
-        return {self._at.ranks[n].coordinate.get("pp", 0) for n in self._holders(name)}
+    def _stages_with(self, name: str) -> set[int]:
+        """Returns the coordinates on pp of the ranks that have a parameter."""
+        return {self._step.ranks[n].coordinate.get("pp", 0) for n in self._ranks_with(name)}
 
-    def _gaps(self, parts: Parts, whole: np.ndarray) -> dict[int, float]:
-        """Returns the relative difference of each rank's tensor from its part of the twin's."""
-        scale = largest_of(whole)
+    def _gaps_to_shards(self, by_rank: ByRank, full: np.ndarray) -> dict[int, float]:
+        """Returns by rank the relative difference between its tensor and its shard of the twin's.
 
-        def gap_of(number: int, part: np.ndarray) -> float:
+        It is that of the nearest possible shard.
+        """
+        scale = largest_of(full)
+
+        def gap_of(number: int, tensor: np.ndarray) -> float:
+            """Returns how far a rank's tensor is from the nearest of its possible shards."""
             # Sums over several ranks are float64.
-            expected = self._at.parts_of(whole, part.shape, number)
-            return min((gap(part, p.astype(part.dtype), scale) for p in expected), default=0.0)
+            expected = self._step.possible_shards(full, tensor.shape, number)
+            return min((gap(tensor, p.astype(tensor.dtype), scale) for p in expected), default=0.0)
 
-        return {number: gap_of(number, part) for number, part in parts.items()}
+        return {number: gap_of(number, tensor) for number, tensor in by_rank.items()}
 
-    def _split_axes(self, parts: Parts, whole: np.ndarray) -> tuple[str, ...]:
-        shape = next(iter(parts.values())).shape
-        layout = next(layouts(whole.shape, shape, self._at.degrees), ())
+    def _axes_splitting(self, by_rank: ByRank, full: np.ndarray) -> tuple[str, ...]:
+        """Returns the axes that split a tensor, by the shapes of a rank's and the twin's."""
+        shape = next(iter(by_rank.values())).shape
+        layout = next(layouts(full.shape, shape, self._step.degrees), ())
         return tuple(axis for cut in layout for axis in cut.axes)
 
-    def _tolerance(self, phase: str, name: str, whole: np.ndarray) -> float:
-        kinds = {"initial": "parameter", "update": "parameter", "buffer": "buffer"}
-        return self._at.tolerance(self._at.place(phase, name, kinds.get(phase, "gradient")), whole)
+    def _tolerance(self, phase: str, name: str, full: np.ndarray) -> float:
+        """Returns the relative difference that rounding may cause in a tensor of a phase."""
+        roles = {"initial": "parameter", "update": "parameter", "buffer": "buffer"}
+        return self._step.tolerance(self._step.key(phase, name, roles.get(phase, "gradient")), full)
 
-    def _position(self, name: str) -> float:
-        """Returns the position of a parameter's gradient in the order of the twin's backward."""
-        layer = name.rpartition(".")[0]
+    def _backward_position(self, name: str) -> float:
+        """Returns a number by which parameters are sorted in the order of the twin's backward.
 
-        def last(phase: str) -> float:
-            places = (at for key, at in self._at.positions.items() if key[:2] == (phase, layer))
-            return max(places, default=-1.0)
+        It follows the gradient of the layer's output. If that is not recorded, layers are sorted
+        behind all others, against the order of forward.
+        """
+        layer, positions = name.rpartition(".")[0], self._step.positions.items()
+        in_backward = [n for key, n in positions if (key.phase, key.name) == ("gradient", layer)]
+        in_forward = [n for key, n in positions if (key.phase, key.name) == ("forward", layer)]
+        if in_backward:
+            return max(in_backward) + 0.5
+        return 1e9 - max(in_forward) if in_forward else float("inf")
 
-        if last("gradient") >= 0:
-            return last("gradient") + 0.5
-        return 1e9 - last("forward") if last("forward") >= 0 else float("inf")
-
-    def _finding(
+    def _describe(
         self,
         name: str,
         phase: str,
-        ranks: Iterable[int],
+        ranks: Collection[int],
         cause: str,
         axis: str = "",
         difference: float = float("inf"),
         tolerance: float = 0.0,
     ) -> Location:
+        """Describes a difference of a parameter; see :meth:`StepBesideTwin.location`."""
         layer, cause = name.rpartition(".")[0] or name, f"{name}: {cause}" if name else cause
-        return self._at.location(layer, phase, ranks, cause, axis, None, difference, tolerance)
+        return self._step.location(layer, phase, ranks, cause, axis, None, difference, tolerance)
 
 
-def _missing_layer(name: str, held: set[str]) -> str:
-    """Returns the outermost layer around a parameter that has no recorded parameter."""
-    steps = name.split(".")
-    paths = (".".join(steps[:count]) for count in range(1, len(steps)))
-    missing = (p for p in paths if not any(other.startswith(p + ".") for other in held))
-    return next(missing, name)
+def _missing_layer(name: str, recorded: set[str]) -> str:
+    """Returns the outermost layer around a parameter of which no parameter is recorded.
+
+    Args:
+        name: A parameter that is not recorded.
+        recorded: The names of the recorded parameters.
+    """
+    words = name.split(".")
+    for count in range(1, len(words)):
+        path = ".".join(words[:count])
+        if not any(other.startswith(path + ".") for other in recorded):
+            return path
+    return name

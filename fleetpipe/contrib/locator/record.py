@@ -1,4 +1,4 @@
-"""The tensors of one run, named by their meaning: a folder with a file for each rank and step."""
+"""Stores the tensors of one run by their keys, in a folder with a file for each rank and step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fleetpipe.json_value import JsonValue, Source, parse
 
 #: The files of a record.
 FILES = "rank-*.step-*.safetensors"
-#: The ``part`` of a gradient of the step before that still exists when backward begins.
+#: The ``role`` of a gradient of the step before that still exists when backward begins.
 LEFT = "left over"
-#: The ``part`` of the first numbers of a dropout's input.
+#: The ``role`` of the first numbers of a dropout's input.
 DROPPED = "dropped"
-#: The ``part`` of the number of times that a twin read further samples before it stepped.
+#: The ``role`` of the number of times that a twin read further samples before it stepped.
 READ_ON = "read on"
 
 _SOURCE = Source(
@@ -29,8 +29,8 @@ _SOURCE = Source(
 )
 
 
-class Meaning(NamedTuple):
-    """The meaning of a tensor.
+class TensorKey(NamedTuple):
+    """The key of a tensor in a record: it says what the tensor is.
 
     Attributes:
         step: The training step, from 0.
@@ -39,7 +39,7 @@ class Meaning(NamedTuple):
         name: The path of a layer, parameter or buffer in the whole model; "" for the whole step.
         micro_batch: The micro-batch within the step and replica, from 0; -1 for a value of the
             step.
-        part: Which tensor of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
+        role: Which tensor of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
         call: The number of the layer's call in its micro-batch.
     """
 
@@ -47,7 +47,7 @@ class Meaning(NamedTuple):
     phase: str
     name: str
     micro_batch: int = -1
-    part: str = ""
+    role: str = ""
     call: int = 0
 
 
@@ -57,27 +57,27 @@ class RankTensors:
     Attributes:
         rank: The rank in the job.
         coordinate: Its coordinate on each axis with a degree above 1.
-        tensors: The tensors by their meaning, in the order in which they were computed.
-        sources: For each output of a layer, the meanings of the layer's inputs.
+        tensors: The tensors by key, in the order in which they were computed.
+        sources: By the key of a layer's output, the keys of the layer's inputs.
     """
 
     def __init__(self, rank: int, coordinate: Mapping[str, int]) -> None:
         self.rank = rank
         self.coordinate = dict(coordinate)
-        self.tensors: dict[Meaning, np.ndarray] = {}
-        self.sources: dict[Meaning, list[Meaning]] = {}
+        self.tensors: dict[TensorKey, np.ndarray] = {}
+        self.sources: dict[TensorKey, list[TensorKey]] = {}
 
-    def of(self, step: int, phase: str) -> dict[Meaning, np.ndarray]:
+    def in_phase(self, step: int, phase: str) -> dict[TensorKey, np.ndarray]:
         """Returns the tensors of one phase of a step."""
         return {p: t for p, t in self.tensors.items() if p.step == step and p.phase == phase}
 
-    def names(self, step: int, phase: str) -> dict[str, np.ndarray]:
+    def by_name(self, step: int, phase: str) -> dict[str, np.ndarray]:
         """Returns by name the tensors of a phase that belong to no micro-batch, as parameters."""
-        return {p.name: t for p, t in self.of(step, phase).items() if p.micro_batch == -1}
+        return {p.name: t for p, t in self.in_phase(step, phase).items() if p.micro_batch == -1}
 
-    def listed(self, place: Meaning) -> list[str]:
-        """Returns the names of the parameters of the optimizer whose learning rate is ``place``."""
-        text = self.tensors.get(place._replace(part="parameters"))
+    def optimizer_parameters(self, key: TensorKey) -> list[str]:
+        """Returns the names of the parameters of the optimizer whose learning rate is ``key``."""
+        text = self.tensors.get(key._replace(role="parameters"))
         return [] if text is None else json.loads(text.tobytes().decode())
 
 
@@ -109,19 +109,26 @@ class Record(NamedTuple):
 
 
 def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: int) -> None:
-    """Writes one step of a rank and removes it from memory."""
+    """Writes one step of a rank, and removes it from memory.
+
+    Args:
+        folder: The folder.
+        record: The tensors of the rank.
+        degrees: The degree of each axis with a degree above 1.
+        step: The step.
+    """
     with needed_for("a record of a run"):
         from safetensors.numpy import save_file
-    places = [place for place in record.tensors if place.step == step]
-    sources = {str(i): record.sources[p] for i, p in enumerate(places) if p in record.sources}
+    keys = [key for key in record.tensors if key.step == step]
+    sources = {str(i): record.sources[key] for i, key in enumerate(keys) if key in record.sources}
     index = {
         "rank": record.rank,
         "coordinate": record.coordinate,
         "degrees": dict(degrees),
-        "places": places,
+        "places": keys,
         "sources": sources,
     }
-    arrays = {str(i): np.ascontiguousarray(record.tensors[p]) for i, p in enumerate(places)}
+    arrays = {str(i): np.ascontiguousarray(record.tensors[key]) for i, key in enumerate(keys)}
     file = folder / f"rank-{record.rank:05d}.step-{step:06d}.safetensors"
     save_file(arrays, file, metadata={"record": json.dumps(index)})
     record.tensors = {p: t for p, t in record.tensors.items() if p.step != step}
@@ -138,18 +145,18 @@ def read(folder: Path) -> Record:
     degrees: Mapping[str, int] = {}
     for file in sorted(folder.glob(FILES)):
         try:
-            index, arrays = _open(file)
-            degrees = _counts(index["degrees"])
+            index, arrays = _read_file(file)
+            degrees = _read_counts(index["degrees"])
             number = index["rank"].count()
-            rank = ranks.setdefault(number, RankTensors(number, _counts(index["coordinate"])))
-            places = {str(i): place for i, place in enumerate(_meanings(index["places"]))}
-            if places.keys() != arrays.keys():
+            rank = ranks.setdefault(number, RankTensors(number, _read_counts(index["coordinate"])))
+            keys = {str(i): key for i, key in enumerate(_read_keys(index["places"]))}
+            if keys.keys() != arrays.keys():
                 raise index["places"].refused(f"the meanings of {len(arrays)} tensors")
-            rank.tensors.update((place, arrays[i]) for i, place in places.items())
+            rank.tensors.update((key, arrays[i]) for i, key in keys.items())
             for i, sources in index["sources"].fields().items():
-                if i not in places:
+                if i not in keys:
                     raise sources.refused("sources of one of the tensors")
-                rank.sources[places[i]] = _meanings(sources)
+                rank.sources[keys[i]] = _read_keys(sources)
         except UsageError as error:
             error.add_place(str(file))
             raise
@@ -164,18 +171,22 @@ def read(folder: Path) -> Record:
     return Record([ranks[rank] for rank in sorted(ranks)], degrees)
 
 
-def _counts(value: JsonValue) -> dict[str, int]:
+def _read_counts(value: JsonValue) -> dict[str, int]:
+    """Reads an object of counts, as degrees by axis."""
     return {name: one.count() for name, one in value.fields().items()}
 
 
-def _meanings(value: JsonValue) -> list[Meaning]:
+def _read_keys(value: JsonValue) -> list[TensorKey]:
+    """Reads a list of keys; the micro-batch of a key may be -1."""
+
     def number(one: JsonValue) -> int:
         return -1 if one.content == -1 else one.count()
 
-    return [one.row(Meaning, micro_batch=number) for one in value.items()]
+    return [one.row(TensorKey, micro_batch=number) for one in value.items()]
 
 
-def _open(file: Path) -> tuple[JsonValue, dict[str, np.ndarray]]:
+def _read_file(file: Path) -> tuple[JsonValue, dict[str, np.ndarray]]:
+    """Reads the index of a file, and the arrays by their number in it."""
     with needed_for("a record of a run"):
         from safetensors import SafetensorError, safe_open
     try:

@@ -1,4 +1,7 @@
-"""Names the tensors of a process by their meaning, and stores them until the step is written."""
+"""Gives the tensors of a process their keys, and stores them until the step is written.
+
+A tensor's key says what it is: its step, phase, layer, micro-batch, role (``TensorKey``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.compare.differences import numbers_of
 from fleetpipe.contrib.experts import Experts
 from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.record import Meaning
+from fleetpipe.contrib.locator.record import TensorKey
 from fleetpipe.dygraph import PipelineLayer, tensors_of
 from fleetpipe.dygraph.layer_kinds import is_spread
 from fleetpipe.job.job import current_job
@@ -40,10 +43,19 @@ class Recorder:
         in_pipeline: Whether ``train_batch`` runs; the engine then tells the micro-batch.
         forwarding: Whether ``train_batch`` runs the forward of a micro-batch.
         recorded: The tensors of this step.
+        made: By id, the outputs of layers in this step and their keys. The tensors are held, so
+            that no other tensor gets the id.
+        stored_phases: The phases of this step whose gradients are stored.
     """
 
     def __init__(self, folder: Path, steps: int, rank: int) -> None:
-        """Creates a recorder that writes into a folder."""
+        """Creates a recorder.
+
+        Args:
+            folder: The folder into which it writes.
+            steps: The number of steps after which it ends the script.
+            rank: The rank of this process in the job.
+        """
         self._folder = folder
         self._steps = steps
         self.recorded = record.RankTensors(rank, {})
@@ -51,15 +63,17 @@ class Recorder:
         self.micro_batch = -1
         self.in_pipeline = False
         self.forwarding = False
+        #: The models and losses, each with the prefix of its names.
         self._roots: list[tuple[str, Layer]] = []
+        #: By id of a layer or parameter, its path or name.
         self._paths: dict[int, str] = {}
         self._parameter_names: dict[int, str] = {}
+        #: How often each layer was called in a micro-batch.
         self._calls: Counter[tuple[str, int]] = Counter()
-        #: The outputs of layers in this step by id; held, so that no other tensor gets the id.
-        self.made: dict[int, tuple[Tensor, Meaning]] = {}
+        self.made: dict[int, tuple[Tensor, TensorKey]] = {}
+        #: By name, the last stored value of each parameter.
         self._last: dict[str, np.ndarray] = {}
-        #: The phases of which gradients are stored in this step.
-        self.noted: set[str] = set()
+        self.stored_phases: set[str] = set()
 
     # Models and parameters
 
@@ -101,37 +115,34 @@ class Recorder:
         """Returns all parameters of all models by name, each once."""
         named: dict[int, tuple[str, Tensor]] = {}
         for prefix, root in self._roots:
-            held = (
-                root.state.own_parameters()
-                if isinstance(root, PipelineLayer)
-                else dict(root.named_parameters())
-            )
-            for name, parameter in held.items():
+            is_pipeline = isinstance(root, PipelineLayer)
+            of_root = root.state.own_parameters() if is_pipeline else dict(root.named_parameters())
+            for name, parameter in of_root.items():
                 named.setdefault(id(parameter), (prefix + name, parameter))
         return dict(named.values())
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Returns the name of a parameter."""
+        """Returns the name of a parameter; None if it belongs to no model."""
         return self._parameter_names.get(id(parameter))
 
     # Tensors
 
-    def put(self, place: Meaning, tensor: Tensor | np.ndarray) -> None:
+    def put(self, key: TensorKey, tensor: Tensor | np.ndarray) -> None:
         """Stores a copy of a tensor."""
         array = tensor if isinstance(tensor, np.ndarray) else numbers_of(tensor.detach())
-        self.recorded.tensors[place] = array
+        self.recorded.tensors[key] = array
 
-    def called(self, layer: Layer, inputs: Iterable[Nest], output: Nest) -> None:
+    def record_call(self, layer: Layer, inputs: Iterable[Nest], output: Nest) -> None:
         """Stores the outputs of a layer, and the inputs that are no output of another layer."""
         path = self.path_of(layer)
         if path is None:
             return
-        key = (path, self.micro_batch)
-        call = self._calls[key]
-        self._calls[key] += 1
+        layer_call = (path, self.micro_batch)
+        call = self._calls[layer_call]
+        self._calls[layer_call] += 1
 
-        def place(part: str) -> Meaning:
-            return Meaning(self.step, "forward", path, self.micro_batch, part, call)
+        def key(role: str) -> TensorKey:
+            return TensorKey(self.step, "forward", path, self.micro_batch, role, call)
 
         sources = []
         # A single number is a loss, whose rows depend on the micro-batch, and is left out; one
@@ -141,14 +152,14 @@ class Recorder:
             if source is not None:
                 sources.append(source[1])
             elif tensor.dtype in _FLOATS and math.prod(tensor.shape) > 1:
-                self.put(place(f"input {number}"), tensor)
+                self.put(key(f"input {number}"), tensor)
         outputs = list(tensors_of(output))
         for number, tensor in enumerate(outputs):
             if id(tensor) in self.made and self.made[id(tensor)][1].name == path:
                 continue
             if math.prod(tensor.shape) == 1 and len(outputs) == 1:
                 continue
-            here = place(f"output {number}")
+            here = key(f"output {number}")
             self.put(here, tensor)
             self.recorded.sources[here] = sources
             if id(tensor) in self.made:
@@ -158,44 +169,45 @@ class Recorder:
             if not tensor.stop_gradient and tensor.dtype in _FLOATS:
                 tensor.register_hook(partial(self.put, here._replace(phase="gradient")))
 
-    def next_mask(self, path: str) -> Meaning:
-        """Returns the place of the mask of a layer's next dropout."""
-        key = (f"{path} mask", self.micro_batch)
-        self._calls[key] += 1
-        return Meaning(self.step, "forward", path, self.micro_batch, "mask", self._calls[key] - 1)
+    def next_mask_key(self, path: str) -> TensorKey:
+        """Returns the key of the mask of a layer's next dropout, and counts the dropout."""
+        layer_mask = (f"{path} mask", self.micro_batch)
+        call = self._calls[layer_mask]
+        self._calls[layer_mask] += 1
+        return TensorKey(self.step, "forward", path, self.micro_batch, "mask", call)
 
-    def parameters_as(self, phase: str) -> None:
-        """Stores the parameters: in phase "update" all, else those that have changed since."""
+    def store_parameters(self, phase: str) -> None:
+        """Stores parameters: in phase "update" all, else those that changed since the last time."""
         for name, parameter in self.parameters().items():
             array = numbers_of(parameter.detach())
             last = self._last.get(name)
             if phase == "update" and name.rpartition(".")[2] in _STATISTICS:
-                self.put(Meaning(self.step, "buffer", name, part="buffer"), array)
+                self.put(TensorKey(self.step, "buffer", name, role="buffer"), array)
             elif phase == "update" or last is None or last.tobytes() != array.tobytes():
-                self.put(Meaning(self.step, phase, name, part="parameter"), array)
+                self.put(TensorKey(self.step, phase, name, role="parameter"), array)
             self._last[name] = array
 
-    def gradients_as(self, phase: str) -> None:
-        """Stores the present gradients of parameters."""
+    def store_gradients(self, phase: str) -> None:
+        """Stores the present gradients of parameters as those of a phase."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None:
-                self.put(Meaning(self.step, phase, name, part="gradient"), parameter.grad)
-        self.noted.add(phase)
+                self.put(TensorKey(self.step, phase, name, role="gradient"), parameter.grad)
+        self.stored_phases.add(phase)
 
     def forget_gradients(self) -> None:
         """Drops the parameters' gradients of phase "gradient" from this step."""
-        for place in self.recorded.of(self.step, "gradient"):
-            if place.part == "gradient":
-                del self.recorded.tensors[place]
+        for key in self.recorded.in_phase(self.step, "gradient"):
+            if key.role == "gradient":
+                del self.recorded.tensors[key]
 
-    def note_gradients_left(self) -> None:
-        """Stores gradients of the step before that still exist when backward begins."""
+    def store_gradients_left(self) -> None:
+        """Stores gradients of the step before that are not cleared when backward begins."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None and bool((parameter.grad != 0).any()):
-                self.put(Meaning(self.step, "gradient", name, part=record.LEFT), parameter.grad)
+                self.put(TensorKey(self.step, "gradient", name, role=record.LEFT), parameter.grad)
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers of all models."""
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and the tensor of each buffer of all models."""
         for prefix, root in self._roots:
             if isinstance(root, PipelineLayer):
                 trained = root.state.own_parameters()
@@ -204,11 +216,11 @@ class Recorder:
                 named = list(root.named_buffers())
             yield from ((prefix + name, tensor) for name, tensor in named)
 
-    def stepped(self) -> None:
+    def store_state(self) -> None:
         """Stores parameters and buffers after the optimizer's step."""
-        self.parameters_as("update")
-        for name, tensor in self.buffers():
-            self.put(Meaning(self.step, "buffer", name, part="buffer"), tensor)
+        self.store_parameters("update")
+        for name, tensor in self._buffers():
+            self.put(TensorKey(self.step, "buffer", name, role="buffer"), tensor)
 
     def end_step(self) -> None:
         """Writes the step into its file.
@@ -229,7 +241,7 @@ class Recorder:
             self.recorded.coordinate = {"dp": self.recorded.rank}
         record.write(self._folder, self.recorded, degrees, self.step)
         self._calls.clear()
-        self.noted.clear()
+        self.stored_phases.clear()
         self.made.clear()
         self.step += 1
         self.micro_batch = -1

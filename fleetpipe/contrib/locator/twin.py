@@ -1,6 +1,7 @@
-"""Runs a script at degrees 1 so that each of its steps starts with the job's state.
+"""Runs a job's twin: the same script on one device, so that each step starts with the job's state.
 
-``degrees_of_one`` makes the job one rank's; ``Feed`` gives it weights, samples and gradients.
+``degrees_of_one`` sets all degrees of the script to 1; ``Feed`` gives its steps the job's weights,
+samples and gradients.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.compare.differences import numbers_of, unit_of
-from fleetpipe.compare.trail import strategies_changed
+from fleetpipe.compare.trail import strategies_changed, wrapping
 from fleetpipe.contrib.locator import record
-from fleetpipe.contrib.locator.layouts import WholeTensors, signatures
-from fleetpipe.contrib.locator.record import Meaning, RankTensors
+from fleetpipe.contrib.locator.layouts import FullTensors, bytes_of_rows
+from fleetpipe.contrib.locator.record import RankTensors, TensorKey
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.dygraph.nest import map_tensors, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES
@@ -42,7 +43,7 @@ class Feed:
             perturbed: Whether each number is changed by at most one unit in the last place.
         """
         self._job = record.read(folder)
-        self.whole = WholeTensors(self._job)
+        self.full_tensors = FullTensors(self._job)
         self._random = np.random.default_rng(2026) if perturbed else None
 
     @property
@@ -50,76 +51,93 @@ class Feed:
         """The number of the job's replicas, whose micro-batches the twin runs in turn."""
         return self._job.replicas
 
-    def parameters(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Sets parameters to the job's values at the beginning of a step."""
+    def set_parameters(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Sets the twin's parameters to the job's values at the beginning of a step."""
         for name, parameter in parameters.items():
             drawn = numbers_of(parameter.detach())
-            value = self.whole.parameter(step, name, drawn)
+            value = self.full_tensors.parameter(step, name, drawn)
             if value is not None or self._random is not None:
-                self._set(parameter, drawn if value is None else value)
+                self._assign(parameter, drawn if value is None else value)
 
-    def gradients(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Sets gradients to those that the job's optimizer stepped by."""
+    def set_gradients(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Sets the twin's gradients to those by which the job's optimizers stepped."""
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                value = self.whole.gradient(step, name, numbers_of(parameter.grad))
+                value = self.full_tensors.gradient(step, name, numbers_of(parameter.grad))
                 if value is not None:
-                    self._set(parameter.grad, value)
+                    self._assign(parameter.grad, value)
 
     def must_read_on(self, recorded: RankTensors, step: int) -> bool:
         """Whether the job's replicas have more samples in a step than the twin has read."""
         if self.replicas == 1 or step >= self._job.steps:
             return False
-        of_replica = {self._job.replica(r): r for r in self._job.ranks[::-1] if r.of(step, "data")}
-        return _rows(recorded, step) < sum(_rows(rank, step) for rank in of_replica.values())
+        counts = {
+            self._job.replica(rank): _count_samples(rank, step)
+            for rank in reversed(self._job.ranks)
+            if rank.in_phase(step, "data")
+        }
+        return _count_samples(recorded, step) < sum(counts.values())
 
-    def average(self, batches: int, parameters: Iterable[Tensor]) -> None:
+    def average_gradients(self, batches: int, parameters: Iterable[Tensor]) -> None:
         """Divides the gradients, which are sums over some batches, by the number of batches."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.set_value(parameter.grad / batches)
 
-    def rate(self, step: int, optimizer: Optimizer) -> None:
+    def set_rate(self, step: int, optimizer: Optimizer) -> None:
         """Sets the optimizer's learning rate to the job's in a step, if a scheduler computes it."""
-        place = Meaning(step, "optimizer input", "", part="learning rate")
-        rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(place)
+        key = TensorKey(step, "optimizer input", "", role="learning rate")
+        rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(key)
         if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):
             rate.last_lr = value.item()
 
-    def batch(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
-        """Returns the samples of all replicas if ``data`` has those of one, else ``data``."""
+    def batch_of_all_replicas(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
+        """Returns the batch on which the twin trains a step.
+
+        Args:
+            step: The step.
+            data: The batch that the script passes to ``train_batch``.
+            pipeline: The twin's pipeline, which takes the micro-batches of all replicas.
+
+        Returns:
+            The samples of all replicas if ``data`` has those of one, else ``data``; perturbed if
+            the twin is.
+        """
         if self.replicas == 1 and self._random is None:
             return data
-        batches = self._samples_of_all(step, data, pipeline)
+        batches = self._fill_with_samples(step, data, pipeline)
         if self._random is None:
             return batches
         return map_tensors(self._perturb, batches)
 
-    def _samples_of_all(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
+    def _fill_with_samples(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
+        """Returns the samples of all replicas in the containers of a batch of one, if they fit."""
         wanted = pipeline.accumulate_steps
-        inputs, labels = (self.whole.batches(step, kind) for kind in ("input", "label"))
+        inputs, labels = (self.full_tensors.batches(step, kind) for kind in ("input", "label"))
         listed = isinstance(data, (list, tuple)) and len(data) == 2
         rows = wanted * pipeline.micro_batch_size
-        whole = listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data)))
-        if whole or len(inputs) != wanted or len(labels) != wanted:
+        complete = listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data)))
+        if complete or len(inputs) != wanted or len(labels) != wanted:
             return data
         template = data if listed else next(data)
         for part, values in zip(template, (inputs, labels)):
             if tensors_by_place(part).keys() != values[0].keys():
                 return data if listed else [template]
         return [
-            [_fill(part, value) for value in values]
+            [_fill_nest(part, value) for value in values]
             for part, values in zip(template, (inputs, labels))
         ]
 
     def _perturb(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor, perturbed if it has floats."""
         if not tensor.is_floating_point():
             return tensor
         copied = tensor.detach().clone()
-        self._set(copied, numbers_of(copied))
+        self._assign(copied, numbers_of(copied))
         return copied
 
-    def _set(self, tensor: Tensor, value: np.ndarray) -> None:
+    def _assign(self, tensor: Tensor, value: np.ndarray) -> None:
+        """Sets the numbers of a tensor, each changed by at most a unit if the twin is perturbed."""
         if self._random is not None and value.dtype.kind == "f":
             moved = value * (1 + unit_of(tensor.dtype) * self._random.integers(-1, 2, value.shape))
             value = np.asarray(moved, value.dtype)
@@ -127,14 +145,14 @@ class Feed:
             tensor.set_value(paddle.to_tensor(value).astype(tensor.dtype))
 
 
-def _rows(rank: RankTensors, step: int) -> int:
+def _count_samples(rank: RankTensors, step: int) -> int:
     """Returns the number of samples that a rank has in a step."""
-    return sum(map(len, signatures(rank, step).values()))
+    return sum(map(len, bytes_of_rows(rank, step).values()))
 
 
-def _fill(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
-    """Returns a nest like ``template`` with the tensors of ``values``, by their places in it."""
-    ordered = (values[place] for place in tensors_by_place(template))
+def _fill_nest(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
+    """Returns nested containers like ``template``, with tensors by their paths in it."""
+    ordered = (values[key] for key in tensors_by_place(template))
     return map_tensors(lambda _: paddle.to_tensor(next(ordered)), template)
 
 
@@ -144,9 +162,9 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
 
     The pipelines of this job take the micro-batches of all replicas.
     """
-    build = PipelineLayer.__init__
 
-    def whole(*arguments: Any, **named: Any) -> None:
+    def build_one_stage(build: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """Builds a pipeline with one stage; ``build`` is the constructor."""
         passed = inspect.signature(build).bind(*arguments, **named).arguments
         passed.update(num_stages=1, topology=None)
         for name in ("num_virtual_pipeline_stages", "use_dualpipev", "plan"):
@@ -156,12 +174,12 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
         build(**passed)
 
     collectives = ((paddle.distributed, name, call) for name, call in _COLLECTIVES.items())
-    changed = strategies_changed(lambda strategy: _of_one(strategy, replicas))
-    with changed, replaced((PipelineLayer, "__init__", whole), *collectives):
+    changed = strategies_changed(lambda strategy: _strategy_of_one_rank(strategy, replicas))
+    with changed, wrapping((PipelineLayer, "__init__", build_one_stage)), replaced(*collectives):
         yield
 
 
-def _of_one(strategy: Any, replicas: int) -> Any:
+def _strategy_of_one_rank(strategy: Any, replicas: int) -> Any:
     """Returns a strategy with all degrees 1 and the micro-batches of all replicas."""
     strategy = copy.deepcopy(strategy)
     configs = strategy.hybrid_configs
@@ -172,20 +190,21 @@ def _of_one(strategy: Any, replicas: int) -> Any:
     return strategy
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     """Does nothing: with one rank the collective leaves its tensor unchanged."""
 
 
-def _into_list(tensors: list[Any], tensor: Any, *_: Any, **__: Any) -> None:
+def _append_tensor(tensors: list[Any], tensor: Any, *_: Any, **__: Any) -> None:
+    """Appends a rank's own tensor, which is all that a gather over one rank finds."""
     tensors.append(tensor)
 
 
 #: The collectives of a single rank; Paddle's own raise an error there.
 _COLLECTIVES: Mapping[str, Callable[..., None]] = {
-    "all_reduce": _nothing,
-    "broadcast": _nothing,
-    "barrier": _nothing,
-    "reduce": _nothing,
-    "all_gather": _into_list,
-    "all_gather_object": _into_list,
+    "all_reduce": _do_nothing,
+    "broadcast": _do_nothing,
+    "barrier": _do_nothing,
+    "reduce": _do_nothing,
+    "all_gather": _append_tensor,
+    "all_gather_object": _append_tensor,
 }

@@ -21,10 +21,16 @@ import fleetpipe
 from fleetpipe import cli, fleet
 from fleetpipe.contrib.locator import Location, locate_command, record
 from fleetpipe.contrib.locator.collecting import collecting
-from fleetpipe.contrib.locator.layouts import DimensionCut, Layout, WholeTensors, layouts, places_of
+from fleetpipe.contrib.locator.layouts import (
+    DimensionCut,
+    FullTensors,
+    Layout,
+    index_of_shard,
+    layouts,
+)
 from fleetpipe.contrib.locator.locate_command import _await_end, first_difference
 from fleetpipe.contrib.locator.locate_options import Setting
-from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
+from fleetpipe.contrib.locator.record import RankTensors, Record, TensorKey
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
@@ -167,22 +173,22 @@ def test_what_a_dropout_keeps_of_zeros_is_recorded_too(tmp_path: Path) -> None:
     model = Model(nn.Linear(3, 64), inner)
     model[0].bias.set_value(paddle.full([64], -100.0))
     rank = _recorded(model, tmp_path)
-    (mask,) = (t for p, t in rank.of(0, "forward").items() if p.part == "mask")
+    (mask,) = (t for p, t in rank.in_phase(0, "forward").items() if p.role == "mask")
     assert 0.3 < mask.mean() < 0.7
 
 
 def test_running_statistics_are_buffers_and_no_update(tmp_path: Path) -> None:
     rank = _recorded(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2)), tmp_path)
-    assert rank.names(0, "buffer").keys() == {"1._mean", "1._variance"}
-    assert rank.names(0, "update").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert rank.by_name(0, "buffer").keys() == {"1._mean", "1._variance"}
+    assert rank.by_name(0, "update").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
 def test_running_statistics_begin_a_step_as_the_one_before_left_them() -> None:
     here = record.RankTensors(0, {})
     for step, (phase, value) in enumerate([("initial", 1.0), ("buffer", 2.0), ("buffer", 3.0)]):
-        place = record.Meaning(max(step - 1, 0), phase, "1._mean", part="buffer")
+        place = record.TensorKey(max(step - 1, 0), phase, "1._mean", role="buffer")
         here.tensors[place] = np.array([value])
-    whole = WholeTensors(record.Record([here], {}))
+    whole = FullTensors(record.Record([here], {}))
     values = [whole.parameter(step, "1._mean", np.zeros(1)) for step in (0, 1)]
     assert [value and value.item() for value in values] == [1.0, 2.0]
 
@@ -192,15 +198,15 @@ def test_the_gradient_that_first_shows_how_a_bias_is_split_counts_for_it() -> No
     ranks = [record.RankTensors(rank, {"mp": rank}) for rank in (0, 1)]
     whole = np.arange(12.0)
     for here, own in zip(ranks, whole.reshape(3, 2, 2).transpose(1, 0, 2).reshape(2, 6)):
-        listing = record.Meaning(0, "optimizer input", "", part="parameters")
+        listing = record.TensorKey(0, "optimizer input", "", role="parameters")
         here.tensors[listing] = np.frombuffer(b'["qkv.bias"]', "uint8")
         for step, phase, value in (
             (0, "initial", own * 0),
             (0, "reduction", own),
             (1, "initial", own),
         ):
-            here.tensors[record.Meaning(step, phase, "qkv.bias")] = value
-    parts = WholeTensors(record.Record(ranks, {"mp": 2}))
+            here.tensors[record.TensorKey(step, phase, "qkv.bias")] = value
+    parts = FullTensors(record.Record(ranks, {"mp": 2}))
     assert np.array_equal(parts.parameter(0, "qkv.bias", whole * 0), whole * 0)
     assert np.array_equal(parts.gradient(0, "qkv.bias", whole), whole)
     assert np.array_equal(parts.parameter(1, "qkv.bias", whole * 0), whole)
@@ -222,15 +228,15 @@ def test_a_pipeline_with_an_optimizer_of_its_own_is_one_model(tmp_path: Path) ->
     finally:
         fleet.shutdown()
     (rank,) = record.read(tmp_path).ranks
-    assert rank.names(0, "initial").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert {place.micro_batch for place in rank.of(0, "forward")} == {0, 1, 2, 3}
-    assert "gradient" not in {place.part for place in rank.of(0, "gradient")}
+    assert rank.by_name(0, "initial").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {place.micro_batch for place in rank.in_phase(0, "forward")} == {0, 1, 2, 3}
+    assert "gradient" not in {place.role for place in rank.in_phase(0, "gradient")}
 
 
 def test_a_layer_that_is_not_trained_is_one_of_the_model(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2))
     model[1].eval()
-    assert {p.name for p in _recorded(model, tmp_path).of(0, "forward")} == {"0", "1", ""}
+    assert {p.name for p in _recorded(model, tmp_path).in_phase(0, "forward")} == {"0", "1", ""}
 
 
 def test_what_comes_to_experts_of_one_rank_is_no_replicas(tmp_path: Path) -> None:
@@ -238,18 +244,18 @@ def test_what_comes_to_experts_of_one_rank_is_no_replicas(tmp_path: Path) -> Non
     for parameter in model[1].parameters():
         parameter.no_sync = True
     rank = _recorded(model, tmp_path)
-    assert {p.name for p in rank.of(0, "forward")} == {"0", ""}
-    assert "1.0.weight" in rank.names(0, "reduction")
+    assert {p.name for p in rank.in_phase(0, "forward")} == {"0", ""}
+    assert "1.0.weight" in rank.by_name(0, "reduction")
 
 
 def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
     here = record.RankTensors(0, {})
-    place = record.Meaning(0, "optimizer input", "", part="learning rate")
+    place = record.TensorKey(0, "optimizer input", "", role="learning rate")
     here.tensors[place] = np.asarray(0.25)
     record.write(tmp_path, here, {"dp": 2}, 0)
     scheduler = paddle.optimizer.lr.StepDecay(0.5, step_size=1)
     optimizer = paddle.optimizer.SGD(scheduler, parameters=nn.Linear(1, 1).parameters())
-    Feed(tmp_path, perturbed=False).rate(0, optimizer)
+    Feed(tmp_path, perturbed=False).set_rate(0, optimizer)
     assert optimizer.get_lr() == 0.25
 
 
@@ -260,7 +266,7 @@ def _writing(ranks: int, steps: int) -> Callable[..., None]:
         counts = (1, 1) if setting.job else (ranks, steps)
         for rank, step in itertools.product(*map(range, counts)):
             here = record.RankTensors(rank, {})
-            here.tensors[record.Meaning(step, "update", "weight")] = np.array([ranks])
+            here.tensors[record.TensorKey(step, "update", "weight")] = np.array([ranks])
             record.write(Path(setting.folder), here, {}, step)
 
     return start
@@ -269,7 +275,7 @@ def _writing(ranks: int, steps: int) -> Callable[..., None]:
 def test_steps_that_the_twin_lacks_are_no_equal_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locate_command, "_start", _writing(1, 2))
+    monkeypatch.setattr(locate_command, "_run_recorded", _writing(1, 2))
     with pytest.raises(UsageError, match="after 1 of the job's 2 steps"):
         locate_command.locate("train.py", log_dir=tmp_path)
 
@@ -278,7 +284,7 @@ def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ranks in (2, 1):
-        monkeypatch.setattr(locate_command, "_start", _writing(ranks, 1))
+        monkeypatch.setattr(locate_command, "_run_recorded", _writing(ranks, 1))
         assert locate_command.locate("train.py", record=tmp_path, log_dir=tmp_path) is None
         job = record.read(tmp_path / "job")
         assert [rank.rank for rank in job.ranks] == [*range(ranks)]
@@ -292,7 +298,7 @@ def test_a_folder_without_a_record_is_refused_before_the_job_runs(
     for part in parts:
         (tmp_path / part).mkdir()
         record.write(tmp_path / part, record.RankTensors(0, {}), {}, 0)
-    monkeypatch.setattr(locate_command, "_start", None)
+    monkeypatch.setattr(locate_command, "_run_recorded", None)
     with pytest.raises(UsageError, match="has no record of a twin"):
         locate_command.locate("train.py", against=tmp_path, log_dir=tmp_path)
 
@@ -348,7 +354,7 @@ WHOLE = np.arange(8 * 6).reshape(8, 6)
 )
 def test_a_rank_has_the_rows_of_its_coordinate(layout: Layout, rows: list[int]) -> None:
     coordinate = {"mp": 1, "cp": 1, "sep": 1}
-    places = places_of(WHOLE.shape, layout, coordinate, {"mp": 2, "cp": 2, "sep": 2})
+    places = index_of_shard(WHOLE.shape, layout, coordinate, {"mp": 2, "cp": 2, "sep": 2})
     assert np.array_equal(WHOLE[places], WHOLE[rows])
 
 
@@ -357,7 +363,7 @@ def test_all_ranks_parts_make_the_whole() -> None:
     for layout in layouts(WHOLE.shape, (4, 6), degrees):
         whole = np.zeros_like(WHOLE)
         for rank in range(2):
-            places = places_of(WHOLE.shape, layout, {"mp": rank}, degrees)
+            places = index_of_shard(WHOLE.shape, layout, {"mp": rank}, degrees)
             whole[places] = WHOLE[places]
         assert np.array_equal(whole, WHOLE)
 
@@ -385,14 +391,16 @@ def test_masks_of_parts_are_joined_in_the_order_of_the_samples(
     """Members along mp have the same; along cp pieces that the samples alone put in order."""
     degrees, cut = {"mp": 2, "cp": 2}, DimensionCut(1, ("cp",), zigzag=zigzag)
     drawn = np.random.default_rng(3).random([2, 8]) < 0.5
-    data, kept = Meaning(0, "data", "", 0, "input"), Meaning(0, "forward", "drop", 0, "mask")
+    data, kept = TensorKey(0, "data", "", 0, "input"), TensorKey(0, "forward", "drop", 0, "mask")
     twin, ranks = RankTensors(0, {}), []
     twin.tensors[data] = np.array([tokens, tokens])
     for number in range(4):
         here = RankTensors(number, {"mp": number % 2, "cp": number // 2})
         for place, whole in ((data, twin.tensors[data]), (kept, drawn)):
-            here.tensors[place] = whole[places_of(whole.shape, (cut,), here.coordinate, degrees)]
+            here.tensors[place] = whole[
+                index_of_shard(whole.shape, (cut,), here.coordinate, degrees)
+            ]
         ranks.append(here)
-    mask = WholeTensors(Record(ranks, degrees)).mask(kept, (2, 8), twin)
+    mask = FullTensors(Record(ranks, degrees)).mask(kept, (2, 8), twin)
     assert mask is not None
     assert np.array_equal(mask, drawn)

@@ -10,7 +10,7 @@ import pytest
 
 from fleetpipe.contrib.locator import Location, record
 from fleetpipe.contrib.locator.locate_command import first_difference
-from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
+from fleetpipe.contrib.locator.record import RankTensors, Record, TensorKey
 from fleetpipe.errors import UsageError
 
 #: Changes what ranks have.
@@ -19,16 +19,16 @@ WEIGHT = np.arange(1.0, 7.0, dtype="float32").reshape(3, 2)
 ROWS = np.arange(12.0, dtype="float32").reshape(4, 3)
 ROUNDING = np.float32(1 + 2**-23)
 
-INITIAL = Meaning(0, "initial", "fc.weight", part="parameter")
-OUTPUT = Meaning(0, "forward", "fc", 0, "output 0")
-SHARE = Meaning(0, "loss", "", 0, "share")
-LOCAL = Meaning(0, "gradient", "fc.weight", part="gradient")
+INITIAL = TensorKey(0, "initial", "fc.weight", role="parameter")
+OUTPUT = TensorKey(0, "forward", "fc", 0, "output 0")
+SHARE = TensorKey(0, "loss", "", 0, "share")
+LOCAL = TensorKey(0, "gradient", "fc.weight", role="gradient")
 TOTAL = LOCAL._replace(phase="reduction")
 CLIPPED = LOCAL._replace(phase="clip")
-RATE = Meaning(0, "optimizer input", "", part="learning rate")
-LISTED = RATE._replace(part="parameters")
+RATE = TensorKey(0, "optimizer input", "", role="learning rate")
+LISTED = RATE._replace(role="parameters")
 UPDATE = INITIAL._replace(phase="update")
-READ_ON = Meaning(0, "data", "", part=record.READ_ON)
+READ_ON = TensorKey(0, "data", "", role=record.READ_ON)
 
 
 def one_rank(rank: int, coordinate: dict[str, int], rows: np.ndarray) -> RankTensors:
@@ -39,7 +39,7 @@ def one_rank(rank: int, coordinate: dict[str, int], rows: np.ndarray) -> RankTen
     here = RankTensors(rank, coordinate)
     here.tensors = {
         INITIAL: WEIGHT,
-        Meaning(0, "data", "", 0, "input"): rows,
+        TensorKey(0, "data", "", 0, "input"): rows,
         OUTPUT: outputs,
         SHARE: np.asarray(np.float32(outputs.mean())),
         OUTPUT._replace(phase="gradient"): gradient,
@@ -86,14 +86,14 @@ def scaled(phase: str, part: str, factor: float, rank: int | None = None) -> Cha
     def change(ranks: list[RankTensors]) -> None:
         for here in ranks if rank is None else [ranks[rank]]:
             for place in here.tensors:
-                if place.phase == phase and place.part == part:
+                if place.phase == phase and place.role == part:
                     value = here.tensors[place]
                     here.tensors[place] = (value * factor).astype(value.dtype)
 
     return change
 
 
-def with_copy(source: Meaning, place: Meaning, rank: int = -1) -> Change:
+def with_copy(source: TensorKey, place: TensorKey, rank: int = -1) -> Change:
     """Gives one rank a tensor in another place too."""
 
     def change(ranks: list[RankTensors]) -> None:
@@ -121,7 +121,7 @@ def not_reduced(ranks: list[RankTensors]) -> None:
         rank.tensors[TOTAL] = rank.tensors[LOCAL] / 2
 
 
-left_over = with_copy(TOTAL, LOCAL._replace(part=record.LEFT))
+left_over = with_copy(TOTAL, LOCAL._replace(role=record.LEFT))
 first_clips = with_copy(TOTAL, CLIPPED, 0)
 
 
@@ -273,7 +273,7 @@ def test_a_number_that_is_handed_on_is_compared_where_ranks_have_all_rows(
     rows = [ROWS[:2], ROWS[2:]] if axis == "dp" else [ROWS, ROWS]
     job, single = [one_rank(rank, {axis: rank}, rows[rank]) for rank in (0, 1)], twin()
     for here, value in (*((rank, 2.0) for rank in job), (single[0], 3.0)):
-        here.tensors[OUTPUT._replace(part="output 1")] = np.full(1, value, "float32")
+        here.tensors[OUTPUT._replace(role="output 1")] = np.full(1, value, "float32")
     finding = named(job, single, axis=axis)
     assert (finding is not None) == is_named
     assert finding is None or (finding.layer, finding.phase) == ("fc", "forward")
@@ -282,7 +282,7 @@ def test_a_number_that_is_handed_on_is_compared_where_ranks_have_all_rows(
 def test_a_parameter_that_one_rank_has_first_is_compared_once_others_have_it() -> None:
     """That of a second model, which ranks may call in another step."""
     job, single = replicas(), twin()
-    later = Meaning(1, "update", "critic.weight", part="parameter")
+    later = TensorKey(1, "update", "critic.weight", role="parameter")
     for rank in (*job, *single):
         rank.tensors[later] = WEIGHT
     job[0].tensors[later._replace(phase="initial")] = WEIGHT
@@ -315,7 +315,7 @@ def test_a_value_that_is_changed_on_its_way_is_of_the_layer_around() -> None:
     single[0].sources[after] = [OUTPUT]
     for factor, layer in ((1.0, None), (1.01, "block")):
         taken = job[1].tensors[OUTPUT] * np.float32(factor)
-        job[1].tensors[after._replace(part="input 0")] = taken
+        job[1].tensors[after._replace(role="input 0")] = taken
         finding = named(job, single)
         assert (finding and finding.layer) == layer
 
@@ -358,10 +358,10 @@ def test_members_may_drop_the_same_of_equal_values_and_not_of_shards(
         here.tensors[place] = (rows @ wide)[:, start : start + 20 if split else 40]
         draw = np.random.default_rng(rank // 2)
         mask = draw.random(here.tensors[place].shape) < 0.5
-        here.tensors[place._replace(part="mask")] = mask
+        here.tensors[place._replace(role="mask")] = mask
         # Each may draw the mask of the whole tensor, over ones, and keep its part of it.
         taken = np.ones(32) if split == "mask" else here.tensors[place].reshape(-1)[:32]
-        here.tensors[place._replace(part=record.DROPPED)] = taken
+        here.tensors[place._replace(role=record.DROPPED)] = taken
         ranks.append(here)
     finding = first_difference(Record(ranks, {outer: 2, "mp": 2}), *[Record(single, {})] * 2)
     assert (finding is None) == right, finding
@@ -387,7 +387,7 @@ def test_labels_that_are_computed_are_no_other_samples(
     kind: str, of_another: bool, right: bool
 ) -> None:
     job, single = replicas(), twin()
-    place = Meaning(0, "data", "", 0, "label")
+    place = TensorKey(0, "data", "", 0, "label")
     single[0].tensors[place] = ROWS.astype(kind)
     for rank, here in enumerate(job):
         rows = ROWS[2 * rank : 2 * rank + 2]
