@@ -1,4 +1,4 @@
-"""Measures how far two tensors are apart, and whether rounding explains it.
+"""Measures the difference of two tensors, and whether rounding explains it.
 
 Two tensors are equal if their shapes, dtypes and bits are equal: -0.0 differs from 0.0, and all
 NaNs are equal. A difference is rounding if another order of a sum gives one that is as large.
@@ -128,21 +128,21 @@ def compare_values(
     ours, reference_leaves = leaves(pipeline), leaves(reference)
     differences = []
     for path in {**reference_leaves, **ours}:
-        one, other = ours.get(path), reference_leaves.get(path)
-        if isinstance(one, paddle.Tensor) or isinstance(other, paddle.Tensor):
-            both = all(isinstance(value, paddle.Tensor) for value in (one, other))
-            part = same(other, one) if both else None
-            difference = compare(quantity, name + path, step, one, part)
+        leaf, expected = ours.get(path), reference_leaves.get(path)
+        if isinstance(leaf, paddle.Tensor) or isinstance(expected, paddle.Tensor):
+            both = isinstance(leaf, paddle.Tensor) and isinstance(expected, paddle.Tensor)
+            part = same(expected, leaf) if both else None
+            difference = compare(quantity, name + path, step, leaf, part)
             differences += [difference] if difference else []
-        elif type(one) is not type(other) or one != other:
+        elif type(leaf) is not type(expected) or leaf != expected:
             differences.append(Difference(quantity, name + path, step, math.inf, math.inf, None))
     return differences
 
 
 def leaves(value: Nest, path: str = "") -> dict[str, Any]:
-    """Returns the items of nested containers by their paths: ``{"[0]['mask']": tensor}``.
+    """Returns the items of nested containers by their paths, as ``{"[0]['mask']": tensor}``.
 
-    The path of a container has the type of the container.
+    Containers are in it too: under the path of a container is its type.
     """
     if isinstance(value, (tuple, list)):
         parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -187,7 +187,7 @@ def same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
 def zeros_for_missing(
     one: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns two gradients; replaces one that is None by zeros in the shape of the other."""
+    """Returns two gradients, in which one that is None is replaced by zeros like the other."""
     if one is None and other is not None:
         return paddle.zeros_like(other), other
     return one, paddle.zeros_like(one) if other is None and one is not None else other
@@ -203,12 +203,13 @@ def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
 
 
 def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """Returns the largest difference divided by the largest expected number; 0 for equal bits.
+    """Returns the relative difference of two arrays: 0 for equal bits, infinite for other shapes.
 
     Args:
-        ours: A tensor.
-        expected: The expected tensor.
-        scale: The number to divide by; None takes the largest absolute number of ``expected``.
+        ours: An array.
+        expected: The expected array.
+        scale: The number by which the largest difference is divided; None takes the largest
+            absolute number of ``expected``.
     """
     if ours.shape != expected.shape:
         return math.inf
@@ -303,7 +304,7 @@ def _ordinal(value: Any) -> int:
 
 
 class Rounding:
-    """Decides whether another order of sums explains a difference in a gradient of one step."""
+    """Decides whether rounding, as by another order of sums, explains a gradient's difference."""
 
     def __init__(
         self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]

@@ -1,7 +1,8 @@
 """``fleetpipe parity --whole``: runs a whole script in several ways, and compares the results.
 
-Start with ``compare_ways``. Each way runs in a folder of its own. Its results are a trail, files,
-and the lines that it prints.
+A way (``Variant``) is a number of ranks, a schedule, a restart. Each runs in a folder of its own.
+Its results (``VariantRun``) are a trail, which records the calls of the pipeline, files, and the
+lines that it prints. Start with ``compare_ways``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _FLOAT = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?|[-+]?\d+e[-+]?\d+|\bnan\b|\bin
 _NUMBER = re.compile(r"\d+")
 _TEXTS = {".csv", ".json", ".jsonl", ".log", ".md", ".txt", ".tsv", ".yaml", ".yml"}
 #: The largest relative difference of numbers in texts, where they are written rounded.
-_OF_TEXT = 1e-4
+_ROUNDING_OF_TEXT = 1e-4
 
 #: The summaries of a file's contents, by the path of the file.
 Contents = Mapping[str, Mapping[str, Summary]]
@@ -59,11 +60,11 @@ Contents = Mapping[str, Mapping[str, Summary]]
 _COPIED_BYTES = 1 << 20
 #: A way is ended when it takes longer than both this multiple of the first way's time, and this
 #: many seconds.
-_SLOWER, _SECONDS = 20, 600
+_TIMES_FIRST, _LEAST_LIMIT = 20, 600
 #: The line of an error under its traceback, or of a refused command.
 _ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
 #: Seconds between SIGTERM and SIGKILL.
-_ENDING = 30
+_SECONDS_TO_END = 30
 #: The most files of a working directory that is copied.
 _MOST_FILES = 20_000
 
@@ -78,11 +79,11 @@ def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
         before: The stamp of each file before the run, as :func:`stamps` returns them.
     """
     steps = [path.parent for path in sorted(folder.rglob(MANIFEST))]
-    contents = {str(step.relative_to(folder)): _tensors_of(step) for step in steps}
+    contents = {str(step.relative_to(folder)): _summarize_checkpoint(step) for step in steps}
     for path, stamp in stamps(folder).items():
         inside = any(step in path.parents for step in steps)
         if before.get(path) != stamp and not inside and not path.name.startswith("."):
-            contents[str(path.relative_to(folder))] = _content(path)
+            contents[str(path.relative_to(folder))] = _summarize_file(path)
     return contents
 
 
@@ -96,7 +97,7 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     return files
 
 
-def _tensors_of(step: Path) -> Mapping[str, Summary]:
+def _summarize_checkpoint(step: Path) -> Mapping[str, Summary]:
     """Summarizes the tensors of a checkpoint by name; or the error, if it cannot be read."""
     try:
         return {name: Summary("tensor", digest) for name, digest in digests_in(step).items()}
@@ -104,7 +105,7 @@ def _tensors_of(step: Path) -> Mapping[str, Summary]:
         return {"": Summary.of_plain(str(error))}
 
 
-def _content(path: Path) -> Mapping[str, Summary]:
+def _summarize_file(path: Path) -> Mapping[str, Summary]:
     """Summarizes a file: the lines of a text, the tensors of an archive, or else its bytes."""
     if path.suffix in _TEXTS:
         return dict(enumerate_lines(path.read_text("utf-8", errors="replace").splitlines()))
@@ -124,15 +125,15 @@ def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:
     """
     seen: Counter[str] = Counter()
     for line in lines:
-        around = _NUMBER.sub("#", _FLOAT.sub("#.#", line.strip()))
+        words = _NUMBER.sub("#", _FLOAT.sub("#.#", line.strip()))
         numbers = tuple(map(float, _FLOAT.findall(line)))
-        seen[around] += 1
-        yield f"{around} ({seen[around]})", Summary("text", repr(numbers), numbers)
+        seen[words] += 1
+        yield f"{words} ({seen[words]})", Summary("text", repr(numbers), numbers)
 
 
 def texts_apart(one: Summary, other: Summary) -> bool:
-    """Whether the numbers of two lines differ by more than the rounding of written numbers."""
-    return one.distance(other) > _OF_TEXT
+    """Whether the numbers in two lines of text differ by more than numbers that were rounded."""
+    return one.distance(other) > _ROUNDING_OF_TEXT
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Variant:
 
 @dataclass
 class VariantRun:
-    """The results of one way.
+    """The results of one way, read from its folder.
 
     Attributes:
         way: The way that ran.
@@ -175,7 +176,7 @@ class VariantRun:
         return self.folder / "run"
 
     def trail(self, start: int = 0) -> trail.Ranks:
-        """Returns the events of each rank in one start."""
+        """Returns the events of each rank, from the first start of the way or from a later one."""
         return trail.read(self.folder / f"trail-{start}")
 
     @cached_property
@@ -254,7 +255,7 @@ def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) 
             if process.poll() is None:  # its limit is over, or Ctrl-C came
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_ENDING)
+                    process.wait(_SECONDS_TO_END)
                 process.kill()
                 process.wait()
 
@@ -265,10 +266,11 @@ def _link_files(source: Path, target: Path) -> None:
     Raises:
         UsageError: The folder has too many files.
     """
-    placed = count(1)
+    counter = count(1)
 
-    def place(file: str, to: str) -> str:
-        if next(placed) > _MOST_FILES:
+    def copy_or_link(file: str, to: str) -> str:
+        """Copies a small file, links a large one, and refuses one file too many."""
+        if next(counter) > _MOST_FILES:
             raise UsageError(
                 "each way runs in a copy of the current folder, which has too many files",
                 expected=f"at most {_MOST_FILES}",
@@ -281,11 +283,15 @@ def _link_files(source: Path, target: Path) -> None:
             shutil.copy2(file, to)
         return to
 
-    def hidden(_: str, names: list[str]) -> list[str]:
+    def hidden_names(_: str, names: list[str]) -> list[str]:
         return [name for name in names if name.startswith(".") or name == "__pycache__"]
 
     shutil.copytree(
-        source, target, copy_function=place, ignore=hidden, ignore_dangling_symlinks=True
+        source,
+        target,
+        copy_function=copy_or_link,
+        ignore=hidden_names,
+        ignore_dangling_symlinks=True,
     )
 
 
@@ -315,7 +321,7 @@ def compare_ways(options: argparse.Namespace) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="fleetpipe-parity-") as folder:
         rows = []
-        for row in _rows(options, Path(folder)):
+        for row in _run_ways(options, Path(folder)):
             rows.append(row)
             print(f"parity: {row.way:<20} {row.verdict}", flush=True)
     failed = [row.way for row in rows if not row.passed]
@@ -327,8 +333,12 @@ def compare_ways(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
-    """Runs one way after another, and yields its row."""
+def _run_ways(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
+    """Runs one way after another in a folder, and yields the row of each.
+
+    Raises:
+        UsageError: The script fails by itself, or trains no pipeline.
+    """
     script, ranks = script_words(options), options.nproc
     if script[0] != "-m":  # each way runs in another folder
         script[0] = str(Path(script[0]).resolve())
@@ -336,7 +346,7 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
     limited = () if options.steps is None else ("--steps", str(options.steps))
     begin = time.monotonic()
     first = run(Variant("one process", options=limited), script, folder / "first", None)
-    limit = max(_SECONDS, _SLOWER * (time.monotonic() - begin))
+    limit = max(_LEAST_LIMIT, _TIMES_FIRST * (time.monotonic() - begin))
     if first.code or not any(first.trail()):
         raise UsageError(
             "the script must run by itself before it is compared with itself",
@@ -347,28 +357,37 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
     trained = first.trail()[0][-1].steps
     yield WayVerdict("one process", True, f"{trained} steps, {len(first.trail()[0])} calls")
 
-    def done(number: int, way: Variant) -> VariantRun:
+    def run_way(number: int, way: Variant) -> VariantRun:
         return run(way, script, folder / str(number), limit)
 
-    again = done(0, Variant("one process, again", options=limited))
+    again = run_way(0, Variant("one process, again", options=limited))
     judge = Judge(first, again)
     yield judge.row(again)
     if ranks > 1:
-        yield judge.row(done(1, Variant(f"{ranks} ranks", ranks, limited)))
+        yield judge.row(run_way(1, Variant(f"{ranks} ranks", ranks, limited)))
     way = Variant("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
-    yield _row_of_device(done(2, way))
+    yield _compare_with_one_device(run_way(2, way))
     if trained > 1:
         way = Variant("stopped and resumed", 1, limited, stop_after=trained // 2)
-        yield judge.row_of_restart(done(3, way))
+        yield judge.row_of_restart(run_way(3, way))
     for number, change in enumerate(changes, 4):
         way = Variant(change.text, change.ranks, (*limited, "--set", change.text))
-        yield judge.row(done(number, way))
+        yield judge.row(run_way(number, way))
 
 
 class Judge:
-    """Compares ways with the first one, by what is equal when the first one runs again."""
+    """Compares the results of ways with those of the first way.
+
+    Only results that are equal when the first way runs again are compared.
+    """
 
     def __init__(self, first: VariantRun, again: VariantRun) -> None:
+        """Stores the results of the first way that are equal in its second run.
+
+        Args:
+            first: The first way.
+            again: The second run of the same way.
+        """
         self._trail = first.trail()
         self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()
         self._lines = {
@@ -386,31 +405,40 @@ class Judge:
         """Returns the row of a way that ran to its end."""
         got = done.trail()
         comparison = compare(self._trail, got, self._unseeded) if any(got) else None
-        return self._row(done, comparison, self._failure_of(done))
+        return self._verdict(done, comparison, self._describe_failure(done))
 
     def row_of_restart(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that was stopped in the middle, and started again."""
         before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
-        wrong = self._failure_of(done)
+        wrong = self._describe_failure(done)
         if not after:
-            return self._row(done, None, wrong or "the second start has trained nothing")
+            return self._verdict(done, None, wrong or "the second start has trained nothing")
         if compare(self._trail, [after], self._unseeded).first is None:
             return WayVerdict(done.way.name, not wrong, wrong or "begins anew, in the same bits")
-        steps, expected = len(_steps_of(before)), _steps_of(self._trail[0])
-        begun = [replace(one, around={}) for one in after if one.call == BEGIN]
-        saved = [replace(one, state=expected[steps - 1].state) for one in begun if steps]
-        runs = [[*saved, *expected[steps:]]], [[*begun[: len(saved)], *_steps_of(after)]]
+        steps, expected = len(_training_steps(before)), _training_steps(self._trail[0])
+        # The state with which the second start begins is that of the last step before the stop.
+        begun = [replace(event, around={}) for event in after if event.call == BEGIN]
+        saved = [replace(event, state=expected[steps - 1].state) for event in begun if steps]
+        runs = [[*saved, *expected[steps:]]], [[*begun[: len(saved)], *_training_steps(after)]]
         comparison = compare(*runs, self._unseeded)
-        return self._row(done, comparison, wrong)
+        return self._verdict(done, comparison, wrong)
 
-    def _failure_of(self, done: VariantRun) -> str:
+    def _describe_failure(self, done: VariantRun) -> str:
         """Returns how a run failed, in words; "" if it ended with exit code 0."""
         if done.code == 124:
             return "did not end within the limit"
         return f"exit code {done.code}: {done.error()}" if done.code else ""
 
-    def _row(self, done: VariantRun, comparison: TrailComparison | None, wrong: str) -> WayVerdict:
-        """Returns the row for a comparison of trails and a failure; None: there is no trail."""
+    def _verdict(
+        self, done: VariantRun, comparison: TrailComparison | None, wrong: str
+    ) -> WayVerdict:
+        """Returns the row of a way.
+
+        Args:
+            done: The results of the way.
+            comparison: How its trail differs from that of the first way; None if it has no trail.
+            wrong: The failure in words; "" if it has not failed.
+        """
         name, first = done.way.name, comparison and comparison.first
         if comparison is None or wrong:
             shown = f"{first}; " if first else ""
@@ -446,13 +474,13 @@ class Judge:
         return ""
 
 
-def _steps_of(events: Sequence[CallRecord]) -> list[CallRecord]:
+def _training_steps(events: Sequence[CallRecord]) -> list[CallRecord]:
     """Returns the events that train; evaluations around a stop may run twice."""
     return [event for event in events if event.trains]
 
 
-def _row_of_device(done: VariantRun) -> WayVerdict:
-    """Returns the row of the comparison with one device, from the reports of that run."""
+def _compare_with_one_device(done: VariantRun) -> WayVerdict:
+    """Returns the row of the way on one device, from the reports of ``fleetpipe parity``."""
     reports = done.reports()
     if not reports:
         why = done.error().removeprefix("fleetpipe: ")
