@@ -71,10 +71,11 @@ class RepeatedBatch:
         return inputs, labels
 
     def cut(self, size: int) -> MicroBatches:
-        """Cuts the batch into micro-batches of ``size`` rows."""
+        """Returns the micro-batches of the batch, of ``size`` rows each."""
         return MicroBatches(*(cut(part, size, self._count) for part in self.parts()))
 
     def _iterator(self) -> Iterator[Nest]:
+        """Yields the items of the step, and counts how many the pipeline takes."""
         self._taken = 0
         for item in self._data:
             self._taken += 1
@@ -93,7 +94,7 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
     """
     if value is None:
         return None
-    pieces = _pieces(value, size)
+    pieces = _cut_nest(value, size)
     return [value] * count if pieces is None else pieces
 
 
@@ -105,7 +106,7 @@ def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
         size: Rows of a micro-batch.
     """
     if isinstance(value, (tuple, dict)):
-        of_parts = (shares_of_rows(part, size) for part in _parts(value))
+        of_parts = (shares_of_rows(part, size) for part in _items_of(value))
         return next((shares for shares in of_parts if shares), None)
     if not isinstance(value, paddle.Tensor):
         return None
@@ -118,26 +119,28 @@ def copy_of(value: Nest) -> Nest:
     return map_tensors(lambda tensor: tensor.detach().clone(), value)
 
 
-def _pieces(value: Nest, size: int) -> list[Nest] | None:
-    """Returns the micro-batches of a value; None if it has no tensor and no list."""
+def _cut_nest(value: Nest, size: int) -> list[Nest] | None:
+    """Returns the micro-batches of nested containers; None if there is no tensor and no list."""
     if isinstance(value, paddle.Tensor):
         return [copy_of(value[n : n + size]) for n in range(0, value.shape[0], size)]
     if isinstance(value, list):
         return [copy_of(item) for item in value]
-    pieces = [_pieces(part, size) for part in _parts(value)]
-    count = next((len(one) for one in pieces if one is not None), None)
+    whole = _items_of(value)
+    pieces = [_cut_nest(item, size) for item in whole]
+    count = next((len(of_item) for of_item in pieces if of_item is not None), None)
     if count is None:
         return None
-    parts = [
-        [part if one is None else one[number] for one, part in zip(pieces, _parts(value))]
+    items = [
+        # An item without tensors goes into each micro-batch.
+        [item if of_item is None else of_item[number] for of_item, item in zip(pieces, whole)]
         for number in range(count)
     ]
     if isinstance(value, dict):
-        return [dict(zip(value, of_one)) for of_one in parts]
-    return [rebuild(value, of_one) for of_one in parts]
+        return [dict(zip(value, of_micro_batch)) for of_micro_batch in items]
+    return [rebuild(value, of_micro_batch) for of_micro_batch in items]
 
 
-def _parts(value: Nest) -> list[Nest]:
+def _items_of(value: Nest) -> list[Nest]:
     """Returns the items of a tuple or list, or the values of a dict; else an empty list."""
     if isinstance(value, dict):
         return list(value.values())
@@ -145,7 +148,7 @@ def _parts(value: Nest) -> list[Nest]:
 
 
 class Beside:
-    """Trains the reference, the model on one device, with the batches of a pipeline."""
+    """Trains a pipeline's reference, the model on one device, with the batches of the pipeline."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
         self._pipeline, self._reference = pipeline, reference
@@ -156,7 +159,7 @@ class Beside:
         weights: Sequence[Fraction] | None = None,
         by_micro_batch: bool = False,
     ) -> Nest:
-        """Trains the micro-batches of all replicas, and leaves the gradients on the parameters.
+        """Runs the micro-batches of all replicas, and leaves the gradients on the parameters.
 
         Args:
             everyone: The micro-batches of all replicas, one replica after another.
@@ -321,7 +324,10 @@ def _stack(losses: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
-    """While it is open, random numbers are those of the pipeline's next batch."""
+    """While it is open, random numbers are those of the batch of ``keys``.
+
+    Before the pipeline's batch, ``keys`` are those of ``next_keys``; None without keyed numbers.
+    """
     keyed = random_keys.under_keys(keys, SoleGroup())  # all ranks have these keys already
     with random_keys.random_states_kept(), keyed, tensor_parallel.alone():
         yield

@@ -73,6 +73,7 @@ def compare_script(
     originals = Calls(*(getattr(PipelineParallel, name) for name in Calls._fields))
 
     def session_of(pipeline: PipelineParallel) -> Session:
+        """Returns the comparison of a pipeline, which begins with its first batch."""
         if id(pipeline) not in sessions:
             calls = Calls(*(functools.partial(call, pipeline) for call in originals))
             sessions[id(pipeline)] = Session(pipeline, of_same_layers(pipeline.layers), calls)
@@ -110,6 +111,7 @@ def compare_script(
         return session_of(pipeline).predict_batch(*more, **named)
 
     def step(optimizer: PipelineOptimizer) -> None:
+        """Steps an optimizer; the reference too, if the script itself steps beside a batch."""
         stepped(optimizer)
         for session in sessions.values():
             if session.steps_with(optimizer):
@@ -128,7 +130,14 @@ def compare_script(
 
 
 def _report_verdicts(reports: list[Report], file: Path | None) -> int:
-    """Prints and writes the report of each pipeline; returns the exit code."""
+    """Prints the report of each pipeline, and writes all to a file on rank 0.
+
+    Returns:
+        The exit code: 0 if all passed, else 1.
+
+    Raises:
+        UsageError: There is no report.
+    """
     for finding in reports:
         print(finding.verdict(), flush=True)
     if not reports:

@@ -1,5 +1,7 @@
 """The report of a comparison: all differences, the first of them, and which of them pass.
 
+A place is a quantity and a layer, as "output of 3.linear".
+
 ``Orders`` finds places where the pipeline adds up gradients in another order, which raise the
 tolerance. ``Repetition`` runs each step of the reference twice on a GPU, and measures how far two
 runs differ: such differences pass.
@@ -30,10 +32,10 @@ from fleetpipe.parity.reference import Reference
 from fleetpipe.representation import shows
 
 #: The largest relative difference that passes on a device that does not repeat its bits.
-_LARGEST = 0.1
+_LARGEST_SPREAD = 0.1
 
-#: The tensors that a step of a reference computes, by place.
-Computed = dict[str, list[Tensor]]
+#: The tensors that a step of a reference computes, by place, as "output of 3.linear".
+TensorsByPlace = dict[str, list[Tensor]]
 
 
 @shows("passed", "bit_exact", "steps", "evaluations", "tolerance")
@@ -82,17 +84,17 @@ class Report:
         return self.beyond(self.differences)
 
     def beyond(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns the differences that do not pass."""
+        """Returns those of some differences that are larger than what passes."""
         return [one for one in differences if not one.relative <= self.limit(one)]
 
     def limit(self, difference: Difference) -> float:
-        """Returns the largest relative difference that passes for this quantity and place."""
+        """Returns the largest relative difference that passes for a difference's place."""
         if not self.spread:
             return self.tolerance
         # The norm, edges and the state after a step are not measured: the largest spread counts.
         place = place_of(difference.quantity, difference.name)
         size = self.spread.get(place, self.largest_spread[0])
-        return max(self.tolerance, min(MARGIN * size, _LARGEST))
+        return max(self.tolerance, min(MARGIN * size, _LARGEST_SPREAD))
 
     @property
     def first_of_a_layer(self) -> Difference | None:
@@ -102,17 +104,17 @@ class Report:
     @property
     def bit_exact(self) -> bool:
         """Whether all losses, gradients, parameters and buffers have the same bits."""
-        return not self._of("loss", "gradient", "parameter", "buffer")
+        return not self._differences_of("loss", "gradient", "parameter", "buffer")
 
     @property
     def max_abs_diff(self) -> float:
         """Largest absolute difference of a loss."""
-        return max((d.absolute for d in self._of("loss")), default=0.0)
+        return max((d.absolute for d in self._differences_of("loss")), default=0.0)
 
     @property
     def max_abs_param_diff(self) -> float:
         """Largest absolute difference of a parameter or a buffer, as running statistics."""
-        return max((d.absolute for d in self._of("parameter", "buffer")), default=0.0)
+        return max((d.absolute for d in self._differences_of("parameter", "buffer")), default=0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, ready for JSON."""
@@ -155,12 +157,12 @@ class Report:
         )
         return "\n".join(lines)
 
-    def _of(self, *quantities: str) -> list[Difference]:
+    def _differences_of(self, *quantities: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.quantity in quantities]
 
 
 def place_of(quantity: str, name: str) -> str:
-    """Returns the quantity and the layer of a difference, without the number of a call."""
+    """Returns a place, as "output of 3.linear"; numbers of calls in ``name`` are left out."""
     layer = name.partition(",")[0]
     return f"{quantity} of {layer}" if layer else quantity
 
@@ -185,7 +187,10 @@ def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[D
 
 
 def usual_tolerance(pipeline: PipelineParallel, reference: Reference) -> float:
-    """Returns the default tolerance; :class:`Orders` may raise it in a step."""
+    """Returns the largest relative difference that passes, unless the user gives one.
+
+    It is 0 if the pipeline adds up in the order of one device. :class:`Orders` may raise it.
+    """
     if pipeline.sums_by_tree and isinstance(reference.model, SingleModel):
         return 0.0
     shards = tensor_parallel.model_parallel_group().nranks
@@ -221,7 +226,7 @@ class Orders:
         return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
 
     def note(self, crossings: Mapping[int, Crossing]) -> None:
-        """Reports the places found in ``crossings``, and raises the tolerance. Collective.
+        """Reports where sums have another order, and raises the tolerance then. Collective.
 
         Args:
             crossings: The record of :meth:`crossings` for the stages of this process.
@@ -242,7 +247,7 @@ class Orders:
 
 
 class Repetition:
-    """Compares two runs of a reference's step."""
+    """Runs each step of a reference, on a GPU twice, and reports how far the two runs differ."""
 
     def __init__(self, reference: Reference, report: Report) -> None:
         self._reference, self._report = reference, report
@@ -275,7 +280,7 @@ class Repetition:
         self._compare(first, outputs, loss)
         return outputs, loss
 
-    def _compare(self, first: Computed, outputs: Outputs, loss: Nest) -> None:
+    def _compare(self, first: TensorsByPlace, outputs: Outputs, loss: Nest) -> None:
         """Reports where the second run of a step differs from the first. Collective."""
         for place, tensors in self._values_of(outputs, loss).items():
             for one, other in zip(tensors, first.get(place, ())):
@@ -291,7 +296,7 @@ class Repetition:
         if self._largest[0]:
             self._report.spread, self._report.largest_spread = self._spread, self._largest
 
-    def _values_of(self, outputs: Outputs, loss: Nest) -> Computed:
+    def _values_of(self, outputs: Outputs, loss: Nest) -> TensorsByPlace:
         """Returns the outputs of layers, the loss and copies of the gradients, by place."""
         computed = {place_of("output", layer): tensors for layer, tensors in outputs.items()}
         computed["loss"] = list(tensors_of(loss))

@@ -1,6 +1,7 @@
 """Records outputs of layers and gradients on edges, on both sides, to find the first that differs.
 
-On an edge both the gradient that the consumer sends back and the whole gradient of the value at its
+The sides are a pipeline and its reference, the model on one device. On an edge, between two stages,
+both the gradient that the consumer sends back and the whole gradient of the value at its
 producer are compared, which shows where a gradient is lost.
 """
 
@@ -60,7 +61,7 @@ def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
         # The outputs of a vocabulary head in shards and in one process cannot be compared.
         if path in owners and getattr(layer, "has_plain_output", True):
             kept = outputs.setdefault(owners[path], [])
-            handles.append(layer.register_forward_post_hook(_keeper(kept)))
+            handles.append(layer.register_forward_post_hook(_recording_hook(kept)))
     try:
         yield outputs
     finally:
@@ -79,7 +80,7 @@ def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     return record_model(layers, {n: n for n in names})
 
 
-def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
+def _recording_hook(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
     """Returns a hook that appends copies of a layer's outputs to a list."""
 
     def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
@@ -125,7 +126,12 @@ def sequence_parts() -> Any:
 
 
 def part_of(whole: Tensor, ours: Tensor) -> Tensor:
-    """Returns the part of a reference's output that corresponds to this rank's tensor ``ours``."""
+    """Returns the shard, or part of sequences, of a reference's output that this rank should have.
+
+    Args:
+        whole: The reference's output.
+        ours: This rank's output, by whose shape the axis is found.
+    """
     group, ranks = tensor_parallel.model_parallel_group(), sequence_parts()
     for axis, (full_size, size) in enumerate(zip(whole.shape, ours.shape)):
         if axis == 1 and ranks is not None and full_size == size * ranks.ranks:
@@ -135,7 +141,7 @@ def part_of(whole: Tensor, ours: Tensor) -> Tensor:
     return whole
 
 
-class At(NamedTuple):
+class EdgeKey(NamedTuple):
     """The key of a value on an edge: its producer stage, micro-batch, and path in containers."""
 
     stage: int
@@ -153,11 +159,11 @@ class EdgeGradients:
             gradient of the producer's own uses of the value.
     """
 
-    arrived: dict[At, Tensor | None] = field(default_factory=dict)
-    used: dict[At, Tensor | None] = field(default_factory=dict)
+    arrived: dict[EdgeKey, Tensor | None] = field(default_factory=dict)
+    used: dict[EdgeKey, Tensor | None] = field(default_factory=dict)
 
 
-def _record_gradient(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
+def _record_gradient(tensor: Tensor, gradients: dict[EdgeKey, Tensor | None], at: EdgeKey) -> None:
     """Stores a copy of the gradient that a tensor will get in ``gradients[at]``."""
 
     def hook(gradient: Tensor) -> None:
@@ -195,36 +201,36 @@ class EdgeWatch(BatchObserver):
         def watch() -> Blocked | None:
             if op.kind == "F":
                 blocked = instruction()
-                self._follow(op, played.values)
+                self._record_from_forward(op, played.values)
                 return blocked
             if op.kind != "W":
-                self._keep_arrived(op, played.values)
+                self._record_arrived(op, played.values)
             with backward_running():
                 return instruction()
 
         return watch
 
-    def _follow(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
+    def _record_from_forward(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Starts to record the gradients of the values that a forward sends."""
-        for value in _of(op, "F", values):
+        for value in _values_on_edges(op, "F", values):
             for path, tensor in tensors_by_place(value).items():
                 if has_gradient(tensor):
-                    at = At(op.stage, self.first_micro_batch + op.micro_batch, path)
+                    at = EdgeKey(op.stage, self.first_micro_batch + op.micro_batch, path)
                     self.gradients.arrived[at] = None
                     _record_gradient(tensor, self.gradients.used, at)
 
-    def _keep_arrived(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
+    def _record_arrived(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Records the gradients that the consumers of a stage's values sent back."""
         arrived = self.gradients.arrived
         here = (op.stage, self.first_micro_batch + op.micro_batch)
         places = [at for at in arrived if at[:2] == here]
-        for grads in _of(op, "B", values):
+        for grads in _values_on_edges(op, "B", values):
             for at, grad in zip(places, grads):
                 arrived[at] = None if grad is None else grad.detach().clone()
 
 
-def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:
-    """Returns the values on the edges out of an action's stage, or their gradients."""
+def _values_on_edges(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:
+    """Returns the values on the edges out of an action's stage (kind "F"), or gradients ("B")."""
     wanted = (kind, op.stage, op.micro_batch)
     return [v for key, v in values.items() if (key.kind, key.source, key.micro_batch) == wanted]
 
@@ -243,11 +249,13 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
     calls = dict.fromkeys(borders, 0)
 
     def copy_value(layer: int, value: Nest) -> Nest:
+        """Copies the value that goes into the first layer of a stage."""
         stage, micro_batch = borders[layer], calls[layer]
         calls[layer] += 1
-        locations = [At(stage, micro_batch, path) for path in tensors_by_place(value)]
+        locations = [EdgeKey(stage, micro_batch, path) for path in tensors_by_place(value)]
 
         def copy(tensor: Tensor) -> Tensor:
+            """Copies a tensor, and records the gradient of the copy and that of the tensor."""
             at = locations.pop(0)
             if not has_gradient(tensor):
                 return tensor
@@ -264,11 +272,11 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
 
 
 def name_of(stage: int) -> str:
-    """Returns the name of the edge from ``stage`` to the next."""
+    """Returns the name of the edge from a stage to the next, as "edge 0 -> 1"."""
     return f"edge {stage} -> {stage + 1}"
 
 
-def differences(
+def compare_edges(
     pipeline: EdgeGradients, reference: EdgeGradients, first: int, step: int, units: Units = WHOLE
 ) -> list[Difference]:
     """Compares the gradients on the edges of this process.
@@ -283,28 +291,33 @@ def differences(
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
     """
-    worst: dict[tuple[int, str], Difference] = {}
-    for which in ("arrived", "used"):
-        ours_at, expected_at = getattr(pipeline, which), getattr(reference, which)
-        stages_seen = {stage for stage, _ in worst}
-        stages = {at.stage for at in ours_at}
-        for at, expected in expected_at.items():
-            place = (at.stage, at.path)
-            if at.stage not in stages or at.stage in stages_seen or place in worst:
+    found: dict[tuple[int, str], Difference] = {}  # by stage and path
+    for ours, expected in (
+        (pipeline.arrived, reference.arrived),
+        (pipeline.used, reference.used),
+    ):
+        stages_with_difference = {stage for stage, _ in found}
+        stages_here = {key.stage for key in ours} - stages_with_difference
+        for key, gradient in expected.items():
+            if key.stage not in stages_here or (key.stage, key.path) in found:
                 continue
-            ours = ours_at.get(at._replace(micro_batch=first * units.count + at.micro_batch))
-            lost = " (lost)" if ours is None else ""
-            name = f"{name_of(at.stage)}, value{at.path}{lost}, {units.name(at.micro_batch)}"
-            difference = _compare(name, step, ours, expected)
+            unit = key._replace(micro_batch=first * units.count + key.micro_batch)
+            lost = " (lost)" if ours.get(unit) is None else ""
+            name = f"{name_of(key.stage)}, value{key.path}{lost}, {units.name(key.micro_batch)}"
+            difference = _compare_gradient(name, step, ours.get(unit), gradient)
             if difference:
-                worst[place] = difference
-    return list(worst.values())
+                found[key.stage, key.path] = difference
+    return list(found.values())
 
 
-def _compare(
+def _compare_gradient(
     name: str, step: int, ours: Tensor | None, expected: Tensor | None
 ) -> Difference | None:
-    """Compares one gradient, with zeros for one that is None; returns None for rounding."""
+    """Compares a gradient with the reference's; None counts as zeros.
+
+    Returns:
+        None if they are equal to rounding.
+    """
     if ours is not None and expected is not None:
         expected = part_of(expected, ours)
     ours, expected = zeros_for_missing(ours, expected)

@@ -1,7 +1,8 @@
 """The single-device model that is trained, in one process, on the pipeline's micro-batches.
 
 Start with ``of_same_layers`` and ``of_model``, which make a ``Reference``. ``AttributeCopies``
-gives it the plain attributes that a script changes on layers between two batches, as a temperature.
+gives it the plain attributes that a script changes on layers between two batches, as a temperature;
+plain are numbers, texts, functions, tensors without gradients, and lists, tuples and dicts of them.
 ``ComparingOptimizer`` compares the gradients and steps both sides, ``Rates`` the learning rates.
 """
 
@@ -45,10 +46,10 @@ from fleetpipe.paddle_api.optimizer import copy_optimizer, learning_rate_of
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.representation import shows
 
-_SIMPLE = (bool, int, float, str, type(None))
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 #: The path of a layer in the whole model, and the name of an attribute.
-Key = tuple[str, str]
+AttributeKey = tuple[str, str]
 
 LossOf = Callable[[Nest, Nest], Tensor]
 LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
@@ -58,7 +59,7 @@ Squares = dict[str, tuple[float, float]]
 
 
 class AttributeCopies:
-    """Copies plain attributes that a script changes on the pipeline's layers to a reference.
+    """Copies to a reference the plain attributes that a script changes on a pipeline's layers.
 
     Attributes that a batch changes, as a counter, are not copied: each side changes its own.
     """
@@ -75,7 +76,7 @@ class AttributeCopies:
         shards = job is not None and any(
             getattr(job.degrees, a) > 1 for a in (*SHARDS, *SEQUENCE, "ep")
         )
-        self._texts: dict[Key, str] = {}
+        self._text_by_attribute: dict[AttributeKey, str] = {}
         self._note(pipe.with_modes if shards else self._model)
 
     def take(self, pipe: PipelineLayer) -> None:
@@ -87,7 +88,7 @@ class AttributeCopies:
         changed = {
             key: value
             for key, value, text in _plain_attributes(pipe.with_modes)
-            if self._texts.get(key) != text and (key[0] or pipe.with_modes is not pipe)
+            if self._text_by_attribute.get(key) != text and (key[0] or pipe.with_modes is not pipe)
         }
         sent = [[*key, value] for key, value in changed.items() if _can_be_sent(value)]
         for part in pipe.holders().all_gather(sent):
@@ -97,30 +98,31 @@ class AttributeCopies:
         for (path, name), value in changed.items():
             if path in layers:
                 # Paddle registers a tensor as a buffer that no state dict has.
-                setattr(layers[path], name, _copy(value))
+                setattr(layers[path], name, copy.deepcopy(value))
 
     def note(self, pipe: PipelineLayer) -> None:
         """Notes the attributes of the pipeline's layers at the end of a batch."""
         self._note(pipe.with_modes)
 
     def _note(self, model: Layer) -> None:
-        self._texts = {key: text for key, _, text in _plain_attributes(model)}
+        """Stores the texts of the plain attributes of a model, to see later which have changed."""
+        self._text_by_attribute = {key: text for key, _, text in _plain_attributes(model)}
 
 
-def _plain_attributes(model: Layer) -> Iterator[tuple[Key, Any, str]]:
+def _plain_attributes(model: Layer) -> Iterator[tuple[AttributeKey, Any, str]]:
     """Yields the plain attributes of all layers, each with a text by which it is compared."""
     for path, layer in model.named_sublayers(include_self=True):
         attributes = {n: v for n, v in vars(layer).items() if n not in PADDLES_ATTRIBUTES}
         saved = paddle.nn.Layer.state_dict(layer, include_sublayers=False)
         attributes.update((n, t) for n, t in buffers_in(layer).items() if n not in saved)
         for name, value in attributes.items():
-            if (text := _text_of(value)) is not None:
+            if (text := _text_of_value(value)) is not None:
                 yield (path, name), value, text
 
 
-def _text_of(value: Any) -> str | None:
-    """Returns a text that is equal for equal values only; None if a value is not plain."""
-    if type(value) in _SIMPLE:
+def _text_of_value(value: Any) -> str | None:
+    """Returns a text that equal values have and others do not; None if a value is not plain."""
+    if type(value) in _PLAIN_TYPES:
         return repr(value)
     if isinstance(value, paddle.Tensor):
         plain = value.stop_gradient and not is_parameter(value)
@@ -135,27 +137,18 @@ def _text_of(value: Any) -> str | None:
 
 
 def _text_of_parts(kind: str, parts: list[Any] | tuple[Any, ...]) -> str | None:
-    """Returns the text of a container; None if one of its items is not plain."""
-    texts = [text for part in parts if (text := _text_of(part)) is not None]
+    """Returns the text of a container or function by its parts; None if one is not plain."""
+    texts = [text for part in parts if (text := _text_of_value(part)) is not None]
     return f"{kind}({', '.join(texts)})" if len(texts) == len(parts) else None
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Whether a message can carry a plain value to another rank."""
+    """Whether a plain value can be sent to another rank: it has no function, and texts as keys."""
     if type(value) is dict:
         return all(type(key) is str and _can_be_sent(part) for key, part in value.items())
     if type(value) in (list, tuple):
         return all(map(_can_be_sent, value))
     return not isinstance(value, FunctionType)
-
-
-def _copy(value: Any) -> Any:
-    """Returns a plain value with tensors, lists and dicts of its own."""
-    if isinstance(value, paddle.Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: _copy(part) for key, part in value.items()}
-    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
 
 
 @shows("model", "optimizer")
@@ -188,7 +181,7 @@ class Reference:
     attributes: AttributeCopies | None = None
     uncompared: frozenset[str] = frozenset()
     _modes: dict[str, bool] = field(default_factory=dict)
-    _copies: dict[int, Optimizer] = field(default_factory=dict)
+    _optimizer_copies: dict[int, Optimizer] = field(default_factory=dict)
     _stepped_here: frozenset[str] | None = None
     _holders: Group = field(default_factory=SoleGroup)
 
@@ -197,13 +190,13 @@ class Reference:
 
         Collective over the pipeline the first time.
         """
-        if self.optimizer is not None and not self._copies:
+        if self.optimizer is not None and not self._optimizer_copies:
             rate = learning_rate_of(optimizer.wrapped)
             self.takes_rate = rate is learning_rate_of(self.optimizer)
             return
-        copied = self._copies.get(id(optimizer.wrapped))
+        copied = self._optimizer_copies.get(id(optimizer.wrapped))
         self.optimizer = copied or self.copy_of(optimizer, pipe)
-        self._copies[id(optimizer.wrapped)] = self.optimizer
+        self._optimizer_copies[id(optimizer.wrapped)] = self.optimizer
         ours = pipe.state.own_parameters()
         # The other ranks send their parameters after each step.
         self._holders = pipe.holders()
@@ -239,7 +232,7 @@ class Reference:
         return {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns, by name, a dict and a key in it for each buffer that is in no state dict.
+        """Returns, by name, for each buffer that is in no state dict, a dict and a key in it.
 
         Of a user's own model these are the buffers of layers that own parameters: the pipeline has
         no names for others.
@@ -369,7 +362,7 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
 
 
 class Rates:
-    """Gives the reference the pipeline's learning rate for one step, and compares the two rates.
+    """Gives a reference the pipeline's learning rate for one step, and compares the two rates.
 
     Since the script may change the rate between two steps, the reference starts each step with a
     copy of the pipeline's scheduler or rate. It steps its copy of the scheduler.
@@ -448,65 +441,76 @@ class ComparingOptimizer(PipelineOptimizer):
                 differences.
         """
         super().__init__(optimizer.wrapped)
-        self._pipelines = optimizer
+        self._pipeline_optimizer = optimizer
         self.differences: list[Difference] = []
         self.squares: Squares = {}
         self._reference = reference
         self._parameters = layers.state.own_parameters()
-        self._number = step
+        self._step_number = step
         self._is_rounding = is_rounding
-        self._before = before
+        self._compare_before_step = before
 
     def bind(self, layers: PipelineLayer) -> None:
         """See :meth:`PipelineOptimizer.bind`."""
-        self._pipelines.bind(layers)
+        self._pipeline_optimizer.bind(layers)
 
     def step(self) -> None:
         """Compares the gradients, and steps both optimizers. Collective as both are."""
         reference = self._reference.tensors()
         for name, parameter in self._parameters.items():
             grad = parameter.grad if self.shards is None else self.shards.gradient(parameter)
-            grad, expected = _whole(grad, parameter), reference[name].grad
-            difference = compare("gradient", name, self._number, grad, expected)
+            grad, expected = _full_tensor(grad, parameter), reference[name].grad
+            difference = compare("gradient", name, self._step_number, grad, expected)
             if difference:
                 self.differences.append(difference)
                 if grad is not None and self._is_rounding(difference):
                     # Adam divides a gradient by its size, so in tiny ones the last bits count: the
                     # reference steps with the pipeline's gradient.
                     reference[name].grad = grad.detach().clone()
-            self.squares[name] = (_square(grad), _square(expected))
-        self.differences += self._before(self.differences)
-        self._pipelines.step()
+            self.squares[name] = (_squared_norm(grad), _squared_norm(expected))
+        self.differences += self._compare_before_step(self.differences)
+        self._pipeline_optimizer.step()
         self._reference.step()
 
 
 def compare_state(
     layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
 ) -> list[Difference]:
-    """Compares the trained parameters, and with ``buffers_too`` untrained ones and buffers.
+    """Compares the parameters and buffers of this rank with the reference's. Collective for shards.
 
-    The latter differ if this replica has not seen all the data.
+    Args:
+        layers: The pipeline's layers.
+        reference: The model on one device.
+        step: The training step.
+        buffers_too: Whether to compare untrained parameters and buffers too. They differ if this
+            replica has not seen all the data.
+
+    Returns:
+        The differences on this rank.
     """
     tensors = reference.tensors()
     # Running statistics may be untrained parameters in Paddle.
     of_stages = layers.state.own_parameters().items()
-    parameters = {n: _whole(p, p) for n, p in of_stages if buffers_too or not p.stop_gradient}
+    parameters = {n: _full_tensor(p, p) for n, p in of_stages if buffers_too or not p.stop_gradient}
     differences = compare_all("parameter", step, parameters, {n: tensors[n] for n in parameters})
     if not buffers_too:
         return differences
     places = reference.hidden_places()
     tensors.update((name, holder[key]) for name, (holder, key) in places.items() if key in holder)
     buffers = {**layers.state.local_tensors(), **layers.state.hidden_buffers()}
-    buffers = {n: _whole(t, t) for n, t in buffers.items() if n not in parameters and n in tensors}
+    buffers = {
+        n: _full_tensor(t, t) for n, t in buffers.items() if n not in parameters and n in tensors
+    }
     return differences + compare_all("buffer", step, buffers, {n: tensors[n] for n in buffers})
 
 
-def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:
+def _full_tensor(value: Tensor | None, parameter: Tensor) -> Tensor | None:
     """Returns the full tensor of a parameter or of its gradient. Collective for a shard."""
     if value is None or tensor_parallel.shard_in(parameter) is None:
         return value
     return tensor_parallel.whole_value(value, parameter)
 
 
-def _square(grad: Tensor | None) -> float:
+def _squared_norm(grad: Tensor | None) -> float:
+    """Returns the sum of the squares of a gradient; 0 for None."""
     return 0.0 if grad is None else float((grad.astype("float64") ** 2).sum())

@@ -1,4 +1,4 @@
-"""Runs a pipeline and its reference side by side, and compares them step by step.
+"""Runs a pipeline and its reference, the model on one device, and compares them step by step.
 
 Start with ``Session.step``. ``Evaluations`` compares ``eval_batch`` and ``predict_batch``.
 """
@@ -62,24 +62,16 @@ class Evaluations:
             The result of the pipeline's call, and the differences on this rank.
         """
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
-        keys = self._pipeline.next_keys(training=False)
-        with record_stages(self._pipeline.layers) as outputs:
-            result = call(batch.again(), compute_loss, *more)
-        inputs, labels, weights, counted = self._share_batches(*batch.parts())
-        with self._evaluating(inputs, keys) as (values, expected):
-            if compute_loss:
-                reference = self._losses(values, labels, weights)
-            else:
-                reference = [self._reference.model(value) for value in values]
-        differences = compare_outputs(outputs, expected, step, call_of=" of eval_batch")
-        kind, name = "output", "eval_batch, micro-batch "
+        run = functools.partial(call, batch.again(), compute_loss, *more)
+        result, expected, differences = self._evaluate_both(
+            "eval_batch", step, run, batch, compute_loss
+        )
         if compute_loss:
-            kind, name = "loss", "eval_batch"
-            reference = self._mean_over_replicas(reference, counted)
-            reference = reference if len(reference) > 1 else reference[0]
-        elif not self._owns_last_stage:
-            reference = []
-        differences += compare_values(kind, name, step, result, reference, part_of)
+            losses = expected if len(expected) > 1 else expected[0]
+            differences += compare_values("loss", "eval_batch", step, result, losses, part_of)
+        else:
+            name, here = "eval_batch, micro-batch ", expected if self._owns_last_stage else []
+            differences += compare_values("output", name, step, result, here, part_of)
         return result, differences
 
     def predict_batch(
@@ -90,24 +82,49 @@ class Evaluations:
         Returns:
             The result of the pipeline's call, and the differences on this rank.
         """
+        batch = RepeatedBatch((inputs, None), self._pipeline.accumulate_steps)
+        run = functools.partial(call, inputs, broadcast)
+        result, outputs, differences = self._evaluate_both("predict_batch", step, run, batch, False)
+        expected = join_outputs(outputs) if broadcast or self._owns_last_stage else None
+        differences += compare_values("output", "predict_batch", step, result, expected, part_of)
+        return result, differences
+
+    def _evaluate_both(
+        self, name: str, step: int, run: Callable[[], Nest], batch: RepeatedBatch, losses: bool
+    ) -> tuple[Nest, list[Nest], list[Difference]]:
+        """Runs an evaluation on both sides, and compares the outputs of layers. Collective.
+
+        Args:
+            name: The name of the pipeline's method.
+            step: The number of training steps before it.
+            run: Calls the method.
+            batch: The batch of the call.
+            losses: Whether the reference computes losses, not outputs.
+
+        Returns:
+            The result of the pipeline; the reference's losses, or its outputs by micro-batch; the
+            differences in layers on this rank.
+        """
         keys = self._pipeline.next_keys(training=False)
         with record_stages(self._pipeline.layers) as outputs:
-            result = call(inputs, broadcast)
-        shared, *_ = self._share_batches(inputs, None)
-        with self._evaluating(shared, keys) as (values, expected):
-            reference_output = join_outputs([self._reference.model(value) for value in values])
-        differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
-        expected_result = reference_output if broadcast or self._owns_last_stage else None
-        differences += compare_values(
-            "output", "predict_batch", step, result, expected_result, part_of
-        )
-        return result, differences
+            result = run()
+        inputs, labels, weights, counted = self._share_batches(*batch.parts())
+        with self._evaluating(inputs, keys) as (values, expected_outputs):
+            if losses:
+                expected = self._compute_losses(values, labels, weights)
+            else:
+                expected = [self._reference.model(value) for value in values]
+        if losses:
+            expected = self._mean_over_replicas(expected, counted)
+        suffix = f" of {name}"
+        return result, expected, compare_outputs(outputs, expected_outputs, step, call_of=suffix)
 
     @property
     def _owns_last_stage(self) -> bool:
         return self._pipeline.is_pipeline_last_stage(ignore_virtual=True)
 
-    def _owner(self, stage: int) -> int:
+    def _owner_of(self, stage: int) -> int:
+        """Returns the rank in the pipeline that owns a stage; -1 is the last stage."""
         placement = self._pipeline.schedule.placement
         return placement.rank_of(stage % placement.stages)
 
@@ -116,6 +133,10 @@ class Evaluations:
     ) -> tuple[list[Nest], list[Nest], list[Fraction], int]:
         """Sends the micro-batches and their weights in the loss to every rank. Collective.
 
+        Args:
+            inputs: The inputs of the batch.
+            labels: Its labels; None for a prediction.
+
         Returns:
             The inputs, the labels, the weights, and this replica's count in the mean of all
             replicas, which is 0 if all replicas have the same count.
@@ -123,7 +144,7 @@ class Evaluations:
         pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
         parts = cut(inputs, size, count), cut(labels, size, count)
-        values = group.broadcast(parts[0], self._owner(0))
+        values = group.broadcast(parts[0], self._owner_of(0))
         if ranks is not None:
             values = ranks.whole_batch(values)
         shares = [Fraction(1, len(values))] * len(values)
@@ -134,7 +155,7 @@ class Evaluations:
         # A message carries integers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
         counted = counted_in(labels) or len(values)
-        labels, pairs, counted = group.broadcast((parts[1], pairs, counted), self._owner(-1))
+        labels, pairs, counted = group.broadcast((parts[1], pairs, counted), self._owner_of(-1))
         if ranks is not None:
             labels = ranks.whole_batch(labels)
         by_tokens = pipeline.token_weights(labels, pipeline.replicas) if labels else None
@@ -142,7 +163,7 @@ class Evaluations:
         weights = by_tokens or [Fraction(*pair) for pair in pairs]
         return values, labels, weights, counted if counts else 0
 
-    def _losses(
+    def _compute_losses(
         self, inputs: Iterable[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
     ) -> list[Tensor]:
         """Returns the reference's loss of the batch for each loss function."""
@@ -177,12 +198,12 @@ class Evaluations:
         state = parted(state, reference.tensors(), mp_shard)
         buffers = [name for name, tensor in reference.tensors().items() if tensor.stop_gradient]
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
-        _put({name: state[name] for name in before}, reference)
+        _set_state({name: state[name] for name in before}, reference)
         reference.model.eval()
         recording = record_model(reference.model, reference.names)
         with paddle.no_grad(), as_the_next_batch(keys), recording as expected:
             yield self._set_streams(inputs, keys), expected
-        _put(before, reference)
+        _set_state(before, reference)
 
     def _set_streams(self, inputs: Sequence[Nest], keys: random_keys.Keys | None) -> Iterator[Nest]:
         """Sets the random stream of each micro-batch, and yields the micro-batch's inputs."""
@@ -193,7 +214,7 @@ class Evaluations:
             yield value
 
 
-def _put(state: dict[str, Tensor], reference: Reference) -> None:
+def _set_state(state: dict[str, Tensor], reference: Reference) -> None:
     """Sets the values of a reference's parameters and buffers, by name."""
     tensors = reference.tensors()
     for name, value in state.items():
@@ -243,11 +264,11 @@ class Session:
         self._tolerance_given = tolerance is not None
         if tolerance is None:
             tolerance = usual_tolerance(pipeline, reference)
-        self._names = _places(pipeline.layers)
+        self._names = _names_in_order(pipeline.layers)
         #: The parameters and buffers that differ since an earlier step.
         self._differing: set[str] = set()
-        self._watch = recorded_values.EdgeWatch()
-        pipeline.observe(self._watch)
+        self._edge_watch = recorded_values.EdgeWatch()
+        pipeline.observe(self._edge_watch)
         numerics.repeat_bits()
         self.report = Report(numerics.settings(), tolerance=tolerance)
         if (job := current_job()) is not None:
@@ -284,20 +305,20 @@ class Session:
         """
         step, layers = self.report.steps, self._pipeline.layers
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
-        batches, differences = self._cut(batch)
+        batches, differences = self._cut_batch(batch)
         batches_here, everyone = self._pipeline.share(batches)
         reference = self._reference
         reference.take_switches(layers)
-        differences += self._changes_between_steps()
+        differences += self._find_changes_between_steps()
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
         drawing = functools.partial(as_the_next_batch, keys)
         train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
         expected, single = self._repetition.train(train, drawing)
-        self._watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
+        self._edge_watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
         with record_stages(layers) as outputs, self._orders.crossings() as crossings:
             diagnose = functools.partial(
-                self._before_the_update, rates, batches_here, weights, keys
+                self._compare_before_update, rates, batches_here, weights, keys
             )
             watched = ComparingOptimizer(
                 self._optimizer, reference, layers, step, self._is_rounding, diagnose
@@ -317,19 +338,22 @@ class Session:
         self._differing = {one.name for one in self.report.beyond(state)}
         differences += state
         differences += compare_values("loss", "", step, loss, single) + rates.step(step, single)
-        self._gather(differences, watched.squares)
+        self._merge_differences(differences, watched.squares)
         if not self._tolerance_given:
             self._orders.note(crossings)
-        self.report.single_loss.append(float(_first(single).sum()))
-        self.report.pipeline_loss.append(float(_first(loss).sum()))
+        self.report.single_loss.append(float(_first_loss(single).sum()))
+        self.report.pipeline_loss.append(float(_first_loss(loss).sum()))
         return single, loss
 
     def steps_with(self, optimizer: dygraph.PipelineOptimizer) -> bool:
-        """Whether a step of this optimizer is the script's own: it is ours, and no batch runs."""
+        """Whether a step of this optimizer updates the pipeline outside of a batch.
+
+        It does if it is the optimizer of :meth:`train_with`, and the script itself steps it.
+        """
         return getattr(self, "_optimizer", None) is optimizer and not self._runs
 
     def step_again(self) -> None:
-        """Steps the reference at the pipeline's learning rate. Collective."""
+        """Steps the reference too, after such a step of the pipeline's optimizer. Collective."""
         Rates(self._optimizer, self._reference.optimizer, None, self._reference.takes_rate)
         self._reference.step()
 
@@ -359,14 +383,14 @@ class Session:
         """
         layers, reference = self._pipeline.layers, self._reference
         reference.take_switches(layers)
-        changed = self._changes_between_steps()
+        changed = self._find_changes_between_steps()
         result, differences = compared(call, self.report.steps, *more)
         reference.note_attributes(layers)
-        self._gather(changed + differences, {})
+        self._merge_differences(changed + differences, {})
         self.report.evaluations += 1
         return result
 
-    def _cut(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
+    def _cut_batch(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
         """Cuts a batch into micro-batches, and compares them with the pipeline's micro-batches."""
         # The pipeline first, since it raises the error if the batch does not fit.
         pipeline_batches = self._pipeline.micro_batches(batch.again())
@@ -383,7 +407,7 @@ class Session:
         """Whether this replica saw all the data, so that its statistics are the reference's."""
         return self._replicas.ranks == self._pipeline.sequence.ranks == 1
 
-    def _changes_between_steps(self) -> list[Difference]:
+    def _find_changes_between_steps(self) -> list[Difference]:
         """Returns differences of the state that have appeared since the last step. Collective.
 
         The script may set values, or step an optimizer that parity does not know.
@@ -403,7 +427,7 @@ class Session:
         """The global number of this replica's micro-batch 0."""
         return self._replicas.rank * self._pipeline.accumulate_steps
 
-    def _before_the_update(
+    def _compare_before_update(
         self,
         rates: Rates,
         batches: MicroBatches,
@@ -411,7 +435,15 @@ class Session:
         keys: dygraph.random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
-        """Compares learning rates and, if gradients differ, the values on the edges."""
+        """Compares learning rates and, if gradients differ, the gradients on the edges.
+
+        Args:
+            rates: The learning rates of both sides.
+            batches: The micro-batches of this replica.
+            weights: Their weights in the loss; None takes the pipeline's.
+            keys: The keys of the batch's random numbers; None if they are not keyed.
+            gradients: The differences of the parameters' gradients on this rank.
+        """
         step, model = self.report.steps, self._reference.model
         differences = rates.compare(step)
         wrong = bool(self.report.beyond(gradients))
@@ -424,14 +456,20 @@ class Session:
         copies = recorded_values.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)
-        arrived = self._watch.gradients
-        return differences + recorded_values.differences(arrived, expected, first, step, units)
+        arrived = self._edge_watch.gradients
+        return differences + recorded_values.compare_edges(arrived, expected, first, step, units)
 
     def _is_rounding(self, gradient: Difference) -> bool:
+        """Whether rounding explains a gradient's difference."""
         return gradient.relative <= max(self.report.limit(gradient), ROUNDING)
 
-    def _gather(self, differences: list[Difference], squares: Squares) -> None:
-        """Merges the differences of all ranks, and compares the norm of all gradients."""
+    def _merge_differences(self, differences: list[Difference], squares: Squares) -> None:
+        """Adds the differences of all ranks to the report, and compares the norm. Collective.
+
+        Args:
+            differences: The differences of a step, or of an evaluation, on this rank.
+            squares: The squared norms of this rank's gradients; empty for an evaluation.
+        """
         parts = all_ranks().all_gather((list(map(astuple, differences)), squares))
         everything = [Difference(*fields) for rows, _ in parts for fields in rows]
         # By name, since replicas, shards and holders of a tied weight have equal full gradients.
@@ -441,20 +479,19 @@ class Session:
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
 
 
-def _first(loss: Nest) -> Tensor:
+def _first_loss(loss: Nest) -> Tensor:
     """Returns the loss of the first loss function."""
     return loss[0] if isinstance(loss, list) else loss
 
 
-def _places(layers: dygraph.PipelineLayer) -> list[str]:
+def _names_in_order(layers: dygraph.PipelineLayer) -> list[str]:
     """Returns the names of layers, parameters and edges, in the order of the model."""
-    places: list[str] = []
-    stages = layers.placement.stages
-    passed = 0
+    names: list[str] = []
+    passed = 0  # the number of the last stage so far
     for slot in layers.state.slots():
         stage = layers.state.stage_of(slot.name)
         if stage is not None:
-            places += map(recorded_values.name_of, range(passed, stage))
+            names += map(recorded_values.name_of, range(passed, stage))
             passed = max(passed, stage)
-        places += [slot.name.rpartition(".")[0], slot.name]
-    return [*places, *map(recorded_values.name_of, range(passed, stages - 1))]
+        names += [slot.name.rpartition(".")[0], slot.name]
+    return [*names, *map(recorded_values.name_of, range(passed, layers.placement.stages - 1))]

@@ -270,13 +270,13 @@ def test_a_gradient_lost_on_an_edge_is_found_by_its_value(named: bool, changed: 
 
 
 def test_a_gradient_that_arrives_and_is_not_used_is_found(monkeypatch: Patch) -> None:
-    roots = dygraph_stage._roots
+    roots = dygraph_stage._join_equal_roots
 
     def forgetful(tensors: Any, grads: Any) -> Any:
         found, theirs = roots(tensors, grads)
         return found[:1], theirs[:1]
 
-    monkeypatch.setattr(dygraph_stage, "_roots", forgetful)
+    monkeypatch.setattr(dygraph_stage, "_join_equal_roots", forgetful)
     assert edge_of(trained(branching_layers())) == "edge 1 -> 2, value[1] (lost), micro-batch 0"
 
 
