@@ -53,18 +53,22 @@ class Guards(BatchObserver):
         """Verifies the first batch, and then one in every ``every`` batches."""
         self._layers, self._job, self._every = layers, job, every
         self._batches = 0
-        self._on = self._due = self._scaled = False
+        #: Whether the batch that runs is verified, and its fingerprints still have to be sent.
+        self._verifies = self._must_publish = False
+        #: Whether a GradScaler scales the batch.
+        self._scaled = False
         self._keys: random_keys.Keys | None = None
         self._gatherings: list[tuple[Holders, Gathering]] = []
+        #: By name, the fingerprints of the random streams before the batch.
         self._streams: dict[str, str] = {}
-        self._passed: int | None = None
+        self._last_verified_step: int | None = None
 
     def begin(self, batch: ObservedBatch) -> None:
         """Decides whether to verify the batch, and stores the states of the random streams."""
         self._keys, self._scaled = batch.keys, batch.scaler is not None
-        self._on = self._due = self._batches % self._every == 0
+        self._verifies = self._must_publish = self._batches % self._every == 0
         self._batches += 1
-        if self._on:
+        if self._verifies:
             self._gatherings, self._streams = [], _streams()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
@@ -74,7 +78,7 @@ class Guards(BatchObserver):
 
         def receive() -> Blocked | None:
             blocked = instruction()
-            if blocked is not None and self._due:
+            if blocked is not None and self._must_publish:
                 self._publish()
             return blocked
 
@@ -88,9 +92,9 @@ class Guards(BatchObserver):
                 that share it; or ranks with different values have drawn the same random numbers.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        if not self._on:
+        if not self._verifies:
             return
-        if self._due:
+        if self._must_publish:
             self._publish()
         if not self._scaled:  # a GradScaler looks for them itself
             self._require_finite()
@@ -100,7 +104,7 @@ class Guards(BatchObserver):
             self._require_equal(holders, [value["parameters"].split(",") for value in values])
             if not holders.tied:
                 self._require_streams(holders.ranks, [v["streams"] for v in values], drawn)
-        self._gatherings, self._passed = [], self._step
+        self._gatherings, self._last_verified_step = [], self._step
 
     def step(self, step: Callable[[], None], optimizer: PipelineOptimizer, scaled: bool) -> None:
         """Steps the optimizer, and verifies the norm by which it clips gradients. Collective.
@@ -109,17 +113,18 @@ class Guards(BatchObserver):
             InvariantError: The norm is not that of all gradients of all ranks, each counted once.
         """
         # An optimizer that is not wrapped, or has all gradients, clips as Paddle does.
-        if not self._on or scaled or not getattr(optimizer, "clips_all", False):
+        if not self._verifies or scaled or not getattr(optimizer, "clips_all", False):
             step()
             return
         of_rank = norm_parameters(optimized_parameters(optimizer.wrapped), self._layers, self._job)
-        squares = _squares([g for p in of_rank if (g := gradient_of(p)) is not None])
+        squares = _sum_of_squares([g for p in of_rank if (g := gradient_of(p)) is not None])
         everyone = self._job.members(range(self._job.degrees.size), PURPOSE)
         gathering = everyone.begin_all_gather(squares)
         step()
         self._require_norm(math.sqrt(sum(gathering.values())), optimizer)
 
     def _require_norm(self, norm: float, optimizer: PipelineOptimizer) -> None:
+        """Raises an error if the optimizer has clipped by another norm than ``norm``."""
         used = optimizer.gradient_norm or 0.0
         halves = any("float16" in str(p.dtype) for p in optimized_parameters(optimizer.wrapped))
         if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else ROUNDING) * max(used, norm):
@@ -135,18 +140,19 @@ class Guards(BatchObserver):
 
     def _publish(self) -> None:
         """Sends this rank's fingerprints to the ranks with the same parameters, without waiting."""
-        self._due = False
+        self._must_publish = False
         for holders in all_holders(self._layers, self._job):
             prints = ",".join(map(fingerprint, holders.parameters.values()))
             value = {"parameters": prints, "streams": {} if holders.tied else self._streams}
             self._gatherings.append((holders, holders.group.begin_all_gather(value)))
 
     def _require_finite(self) -> None:
+        """Raises an error if a gradient of this rank has NaN or Inf."""
         parameters = named_parameters(self._layers).items()
         gradients = {n: g for n, p in parameters if (g := gradient_of(p)) is not None}
-        if math.isfinite(_squares([*gradients.values()])):
+        if math.isfinite(_sum_of_squares([*gradients.values()])):
             return
-        bad = [name for name, gradient in gradients.items() if not _finite(gradient)]
+        bad = [name for name, gradient in gradients.items() if not _is_finite(gradient)]
         if bad:
             raise InvariantError(
                 f"the gradient of {bad[-1]} is not finite",
@@ -158,7 +164,12 @@ class Guards(BatchObserver):
             )
 
     def _require_equal(self, holders: Holders, prints: Sequence[Sequence[str]]) -> None:
-        """Compares the fingerprints of all holders. If one holder raises, all raise."""
+        """Raises an error, on all holders, if they have different values of a parameter.
+
+        Args:
+            holders: Parameters, and the ranks that hold equal copies of them.
+            prints: By rank, the fingerprint of each parameter.
+        """
         by_name = dict(zip(holders.parameters, zip(*prints)))
         unequal = [name for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1]
         if not unequal:
@@ -167,36 +178,45 @@ class Guards(BatchObserver):
         usual, _ = Counter(by_name[name]).most_common(1)[0]
         pairs = zip(holders.ranks, by_name[name])
         differing = [rank for rank, value in pairs if value != usual]
-        axis = _axis_of(self._job, differing, holders.ranks)
+        axis = _separating_axis(self._job, differing, holders.ranks)
+        verified = self._last_verified_step
+        since = "before the first step" if verified is None else f"in step {verified}"
         more = f", nor are {len(unequal) - 1} others" if len(unequal) > 1 else ""
         first, *rest = holders.group.all_gather(holders.parameters[name].detach().clone())
         raise InvariantError(
             f"the {'tied weight' if holders.tied else 'parameter'} {name} is not the same on the "
             f"ranks that hold it{more}",
-            where=f"rank {_text_of(differing)} of {_text_of(holders.ranks)}, along {axis}, at the "
-            f"begin of step {self._step}",
-            expected="the same bits, as "
-            + ("before the first step" if self._passed is None else f"in step {self._passed}"),
+            where=f"rank {_join_ranks(differing)} of {_join_ranks(holders.ranks)}, along {axis}, "
+            f"at the begin of step {self._step}",
+            expected=f"the same bits, as {since}",
             got=f"numbers up to {max(largest_gap(first, other) for other in rest):.3g} apart",
-            cause=_of_unequal(axis, 0 if self._passed is None else self._step),
+            cause=_cause_of_unequal(axis, 0 if verified is None else self._step),
             fix="fleetpipe_configs['guards'] = 1 names the step, fleetpipe locate the layer",
         )
 
     def _require_streams(
         self, ranks: Sequence[int], streams: Sequence[Mapping[str, str]], drawn: Sequence[str]
     ) -> None:
-        """Compares the states of the random streams from which the ranks of a stage draw."""
-        here = ranks.index(self._rank)
+        """Raises an error if ranks of a stage draw from random streams in wrong states.
+
+        Replicas and shards draw different numbers; ranks along mp equal ones for full tensors.
+
+        Args:
+            ranks: The ranks of the stage.
+            streams: By rank, the fingerprint of the state of each stream.
+            drawn: The names of the streams from which this batch has drawn.
+        """
+        own_states = streams[ranks.index(self._rank)]
         for stream in drawn:
             for rank, states in zip(ranks, streams):
                 ends = [rank, self._rank]
-                axis = "" if rank == self._rank else _axis_of(self._job, [rank], ends)
-                equal = states.get(stream) == streams[here].get(stream)
+                axis = "" if rank == self._rank else _separating_axis(self._job, [rank], ends)
+                equal = states.get(stream) == own_states.get(stream)
                 # Along mp ranks draw the same numbers for full tensors, and others for shards.
                 if not axis or equal == (axis == "mp" and stream == DEFAULT):
                     continue
                 raise InvariantError(
-                    f"ranks {_text_of(sorted([rank, self._rank]))} draw "
+                    f"ranks {_join_ranks(sorted([rank, self._rank]))} draw "
                     f"{'the same' if equal else 'other'} random numbers along {axis}",
                     where=f"{self._location}, the {stream}",
                     cause=STREAMS.format(axis)
@@ -228,14 +248,16 @@ class Guards(BatchObserver):
         return f"rank {self._rank}, step {self._step}"
 
 
-class _Leaf(NamedTuple):
+class _ByteCount(NamedTuple):
+    """Says to ``bridge.readable`` how many bytes a tensor has."""
+
     nbytes: int
 
 
 def fingerprint(tensor: Tensor) -> str:
     """Returns the sum and the xor of a tensor's 64-bit words, the same for equal bits."""
     # The first result keeps the bytes alive while they are read.
-    _kept, memories = bridge.readable([tensor], [_Leaf(tensor_bytes(tensor))])
+    _kept, memories = bridge.readable([tensor], [_ByteCount(tensor_bytes(tensor))])
     if not memories:
         return ""
     whole = np.frombuffer(memories[0], "uint8")
@@ -250,7 +272,7 @@ def _streams() -> dict[str, str]:
     return {name: f"{zlib.crc32(str(state).encode()):x}" for name, state in states.items()}
 
 
-def _squares(gradients: Sequence[Tensor]) -> float:
+def _sum_of_squares(gradients: Sequence[Tensor]) -> float:
     """Returns the sum of the squares of all gradients."""
     if not gradients:
         return 0.0
@@ -258,13 +280,15 @@ def _squares(gradients: Sequence[Tensor]) -> float:
     return float(paddle.stack(squares).sum())
 
 
-def _finite(gradient: Tensor) -> bool:
+def _is_finite(gradient: Tensor) -> bool:
+    """Whether all numbers of a gradient are finite."""
     if gradient.is_selected_rows():
         return bool(paddle.isfinite(squared_norm(gradient)).all())
     return bool(paddle.isfinite(gradient.astype("float32")).all())
 
 
-def _of_unequal(axis: str, step: int) -> str:
+def _cause_of_unequal(axis: str, step: int) -> str:
+    """Returns the likely cause of different values on ranks along an axis, at a step."""
     if axis == "mp":
         return (
             "a missing all-reduce over mp of its gradient; or ranks hold parts of it, and it lacks "
@@ -273,7 +297,7 @@ def _of_unequal(axis: str, step: int) -> str:
     return of_unequal(axis, step)
 
 
-def _text_of(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -303,7 +327,7 @@ def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
     stage = tuple(job.mesh.along(job.coordinate, (*COPIES, *SHARDS)))
     shared: dict[tuple[int, ...], dict[str, Tensor]] = {stage: {}}
     for name, parameter in named_parameters(layers).items():
-        ranks = tuple(job.mesh.along(job.coordinate, _axes_of(parameter, job)))
+        ranks = tuple(job.mesh.along(job.coordinate, _axes_of_copies(parameter, job)))
         shared.setdefault(ranks, {})[name] = parameter
     tied: dict[tuple[int, ...], dict[str, Tensor]] = {}
     pipeline, tensors = job.pipeline_ranks(), layers.state.local_tensors()
@@ -331,24 +355,32 @@ def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
 
 def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
     """Returns the parameters that this rank contributes to the norm over all ranks."""
-    tensors, place = layers.state.local_tensors(), job.coordinate
-    elsewhere = {id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != place.pp}
+    tensors, coordinate = layers.state.local_tensors(), job.coordinate
+    elsewhere = {
+        id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != coordinate.pp
+    }
     # Only the rank with a parameter's optimizer shard has its gradient then.
     scattered = {*job.degrees.state_axes, "moe_sharding"} if job.scatters_gradients else set()
     return [
         parameter
         for parameter in parameters
         if getattr(parameter, "need_clip", True) and id(parameter) not in elsewhere
-        if not any(getattr(place, a) for a in _axes_of(parameter, job) if a not in scattered)
+        if not any(
+            getattr(coordinate, a) for a in _axes_of_copies(parameter, job) if a not in scattered
+        )
     ]
 
 
-def _axis_of(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
-    """Returns the axis that separates differing ranks from the rest, or the first with several."""
+def _separating_axis(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
+    """Returns the axis whose coordinate separates the differing ranks from the others.
+
+    If there is none, it is the first axis on which the ranks have several coordinates.
+    """
     places = {rank: job.mesh.coordinate(rank)._asdict() for rank in ranks}
     axes = [a for a in (*COPIES, *SHARDS, "pp") if len({at[a] for at in places.values()}) > 1]
     return axis_between(places, differing, axes) or axes[0]
 
 
-def _axes_of(parameter: Tensor, job: Job) -> tuple[str, ...]:
+def _axes_of_copies(parameter: Tensor, job: Job) -> tuple[str, ...]:
+    """Returns the axes along which ranks have equal copies of a parameter."""
     return job.copy_axes(is_spread(parameter), (shard_axis(parameter),))
