@@ -273,6 +273,7 @@ class _StageTrees:
 
 
 def _sparse_gradient_error(use: Use) -> ConfigError:
+    """Returns the error of a sparse gradient of a parameter."""
     return ConfigError(
         f"the gradient of {use.parameter.name} is sparse, and a tree adds up dense ones",
         cause="an Embedding(sparse=True)",

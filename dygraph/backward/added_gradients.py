@@ -94,12 +94,14 @@ class _AddByAutograd(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, take: Callable[[], list[Tensor]], *_parameters: Tensor) -> Tensor:
+        """Returns a token that needs a gradient, so that backward reaches the parameters."""
         # A function, since Paddle takes each tensor in a list for an input.
         ctx.take = take
         return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
+        """Returns the gradients to add, one for each parameter."""
         grads = ctx.take()
         return tuple(grads) if len(grads) > 1 else grads[0]
 

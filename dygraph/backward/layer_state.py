@@ -309,6 +309,7 @@ def _with_settings(
     use_device: Callable[[], None],
     gradients: bool,
 ) -> Iterator[None]:
+    """While it is open, this thread has automatic casts, a device and a gradient switch."""
     use_device()
     with casts(), paddle.set_grad_enabled(gradients):
         yield

@@ -77,6 +77,7 @@ class _HooksOfOutput:
     """
 
     def __init__(self, hooks: dict[int, dict[int, Hook]], number: int, version: int) -> None:
+        """Stores hooks in ``hooks``, under the number of the output; ``version`` is its version."""
         self._hooks_of_call, self._number, self._version = hooks, number, version
         self._next_hook = 0
 
@@ -201,12 +202,14 @@ class _CallNode(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
+        """Returns the outputs of the call."""
         ctx.call, ctx.tape = call, tape
         ctx.set_materialize_grads(False)
         return call.take_outputs()
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
+        """Runs I of the call: returns the gradients of its inputs."""
         return _input_grads_of(ctx.call, ctx.tape, ctx.call.hooks.apply(grads))
 
 
@@ -215,11 +218,13 @@ class _InputNode(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
+        """Returns a token that connects the inputs to the next node."""
         ctx.call, ctx.tape = call, tape
         return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
+        """Runs I of the call, from the gradients that :class:`_OutputNode` has stored."""
         return _input_grads_of(ctx.call, ctx.tape, ctx.call.output_grads)
 
 
@@ -228,12 +233,14 @@ class _OutputNode(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, call: Call, _token: Tensor) -> Tensor:
+        """Returns the outputs of the call."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         return call.take_outputs()
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
+        """Stores the gradients of the outputs for I."""
         ctx.call.output_grads = ctx.call.hooks.apply(grads)
         return token()
 
@@ -332,6 +339,14 @@ class GraphCall(Call):
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
+        """Describes a call with a graph of its own.
+
+        Args:
+            leaf: The layer.
+            parameters: Its trainable parameters.
+            inputs: The leaves of the graph that stand for the inputs.
+            outputs: The outputs that have a gradient.
+        """
         super().__init__(leaf, parameters, outputs)
         roots = list(outputs)
         self._replaces_output = len(roots) == 1 and tensor_bytes(roots[0]) >= _LARGE
@@ -403,9 +418,11 @@ class _LargeOutputNode(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, call: Call, _output: Tensor) -> Tensor:
+        """Returns a token in the place of the output."""
         ctx.call = weakref.ref(call)
         return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
+        """Returns the gradient of the output."""
         return ctx.call().output_grads[0]

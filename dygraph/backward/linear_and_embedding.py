@@ -339,6 +339,7 @@ class LookupCall(Call):
     """A call of Embedding without a graph: it keeps the ids, and from I the output's gradient."""
 
     def __init__(self, leaf: Leaf, ids: Tensor) -> None:
+        """Describes a call of an Embedding with some ids, of any shape."""
         self._weight = leaf.layer.weight
         super().__init__(leaf, [self._weight], ())
         # A copy: the script may write into the ids before W.

@@ -168,6 +168,7 @@ class _Ticket:
     __slots__ = ("__weakref__", "layout", "tensor")
 
     def __init__(self, saved: Tensor) -> None:
+        """Creates an empty ticket for a tensor that autograd saves."""
         #: The layout of the saved tensor, by which backward reads any tensor that it gets.
         self.layout = layout_of(saved)
         self.tensor: Tensor = None
@@ -177,6 +178,7 @@ class _Rerun:
     """One call of a piece: the inputs and states for its second run, and the tickets to fill."""
 
     def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: SavedInputs) -> None:
+        """Stores inputs and states before the first run; the arguments are as for :func:`call`."""
         self._piece = piece
         self._run = run
         saved = {id(tensor): inputs.of(tensor) for tensor in tensors_of(value)}

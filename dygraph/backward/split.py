@@ -57,6 +57,7 @@ class _ReplacedForwards:
     """Replaces the forwards of some layers, and restores them; implements ``Change``."""
 
     def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
+        """Takes the layers, each with the forward to give it."""
         self._forwards = list(forwards)
         self._originals: list[tuple[Layer, object]] = []
 

@@ -267,6 +267,7 @@ def counted_in(value: Nest) -> int | None:
 
 
 def _no_tensor_error(value: Nest, path: str) -> BoundaryError:
+    """Returns the error of a value in a batch that is no tensor; ``path`` names it."""
     return BoundaryError(
         f"{path} is not a Tensor",
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",

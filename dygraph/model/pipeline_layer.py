@@ -431,6 +431,7 @@ class PipelineLayer(FleetFace):
         return single_model(self._layers_desc, self._tied, losses.functions_in(self._loss_fn))
 
     def _layer_files(self) -> LayerFiles:
+        """See :meth:`ModelOnRanks._layer_files`."""
         files_of_list = pkgutil.resolve_name("fleetpipe.dygraph.state.files:files_of_list")
         files: LayerFiles = files_of_list(
             *(self._layers_desc, self._registered.functions, self._shared_layers),

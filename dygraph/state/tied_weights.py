@@ -191,6 +191,7 @@ def equal_copies(
 
 
 def _is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, trained or not, and no buffer."""
     return hasattr(tensor, "trainable")
 
 

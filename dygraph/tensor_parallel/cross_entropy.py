@@ -115,6 +115,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         members: Members,
         count: int,
     ) -> Tensor:
+        """Returns the loss of each row, [.., 1], from this member's columns. Collective."""
         exact = logits.astype("float32") if logits.dtype in _HALF_DTYPES else logits
         width = logits.shape[-1]
         column = label - members.rank * width
@@ -143,6 +144,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
+        """Returns the gradient of this member's columns of the logits."""
         flat_indices, here, ignored, factors, *powers = ctx.saved_tensor()
         grad = grad.astype(powers[0].dtype)
         zeros = paddle.zeros_like(grad)

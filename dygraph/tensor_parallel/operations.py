@@ -111,6 +111,7 @@ class _Blocks(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, count: int, axis: int) -> Tensor:
+        """Returns ``count`` equal blocks of ``weight`` along ``axis``."""
         ctx.axis = axis
         rows, columns = weight.shape
         if axis == 0:
@@ -122,6 +123,7 @@ class _Blocks(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
+        """Returns the gradient of the weight: those of its blocks, joined."""
         return paddle.concat(grads, axis=ctx.axis)
 
 
@@ -140,10 +142,12 @@ class _CopyForEachBlock(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, count: int) -> Tensor:
+        """Returns ``count`` views of ``tensor``."""
         return tuple(tensor.view(tensor.shape) for _ in range(count))
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
+        """Returns the sum of the gradients of all views, by a tree."""
         return tree(grads, eager_operations.total)
 
 
@@ -152,11 +156,13 @@ class _SumOfBlocks(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, *terms: Tensor) -> Tensor:
+        """Returns the sum of ``terms`` by a tree."""
         ctx.count = len(terms)
         return tree(terms, eager_operations.total)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
+        """Returns the gradient of the sum as that of each term."""
         return (grad,) * ctx.count
 
 
@@ -273,12 +279,14 @@ class _Collective(paddle.autograd.PyLayer):
         run: Callable[[Tensor], Tensor],
         gradient: Callable[[Tensor], Tensor],
     ) -> Tensor:
+        """Returns ``run(tensor)``."""
         ctx.gradient = gradient
         return run(tensor)
 
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
+        """Returns ``gradient(grad)``, the gradient of the tensor."""
         return ctx.gradient(grad)
 
 

@@ -87,6 +87,7 @@ def _members_to_sum(operation: str, group: PaddleGroup) -> PaddleGroup:
 def _c_identity(
     tensor: Tensor, group: PaddleGroup = None, skip_c_identity_dynamic: bool = False
 ) -> Tensor:
+    """Returns ``tensor``; its gradient is summed over the members. Collective in backward."""
     if _is_no_member(group):
         return None
     return operations.identity(tensor, _members_to_sum("_c_identity", group))
@@ -94,6 +95,7 @@ def _c_identity(
 
 @_with_paddles_signature
 def _c_split(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
+    """Returns this member's shard of the last axis. Collective in backward."""
     if _is_no_member(group):
         return None
     return operations.split(tensor, model_parallel_group(group))
@@ -101,6 +103,7 @@ def _c_split(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
 
 @_with_paddles_signature
 def _c_concat(tensor: Tensor, group: PaddleGroup = None) -> Tensor:
+    """Returns the members' tensors joined along the last axis. Collective."""
     if _is_no_member(group):
         return None
     return operations.gather(tensor, model_parallel_group(group))
@@ -115,6 +118,7 @@ def _mp_allreduce(
     use_model_parallel: bool = True,
     skip_c_identity_dynamic: bool = False,
 ) -> Tensor:
+    """Returns the sum of the members' tensors. Collective."""
     if _is_no_member(group):
         return None
     if op != paddle.distributed.ReduceOp.SUM:
@@ -134,6 +138,7 @@ def _c_lookup_table(
     vocab_size: int = -1,
     name: str | None = None,
 ) -> Tensor:
+    """Looks up ids in this member's rows of a table; other ids give zeros. Not collective."""
     return own_rows(table, index, start_index)
 
 
@@ -145,6 +150,7 @@ def _c_softmax_with_cross_entropy(
     return_softmax: bool = False,
     ignore_index: int = -100,
 ) -> Tensor:
+    """Returns the loss of each row from columns of logits. Collective."""
     if _is_no_member(group):
         return None
     if return_softmax:

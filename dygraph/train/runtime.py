@@ -138,12 +138,13 @@ class _EnvelopeBuilder:
     def __init__(
         self, schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
     ) -> None:
+        """Takes what an envelope depends on; it is computed for the first batch."""
         (self._rank,) = job.connect()
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
         if schedule.slices > 1 and self._costs is not None and self._costs.bytes is not None:
-            # The bytes may be those of whole micro-batches. Without a cap in bytes, a rank holds as
-            # much as in the order of its row.
+            # The bytes may be those of whole micro-batches. Without a limit in bytes, a rank saves as
+            # much as in the order of the schedule.
             self._cap = self._costs = None
         self._version: int | None = None
         self._envelope: Envelope | None = None
