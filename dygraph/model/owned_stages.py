@@ -162,12 +162,10 @@ class OwnedStages:
             functions: The layers and functions of the stages that this process owns, by number.
             loss_fn: The model's loss functions; one of them may take extra values of the layers.
         """
-        carried, loss_fns = (
-            losses.find_loss_with_extra_values(loss_fn),
-            losses.functions_in(loss_fn),
-        )
-        self.functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
-        self._loss_with_extra_values = carried
+        loss = losses.find_loss_with_extra_values(loss_fn)
+        loss_fns = losses.functions_in(loss_fn)
+        self.functions = loss.carrying(functions, loss_fns) if loss else dict(functions)
+        self._loss_with_extra_values = loss
         self._runner = StageRunner(self.functions, self._partition, *self._recompute)
 
     @property

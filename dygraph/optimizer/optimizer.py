@@ -167,12 +167,13 @@ def _overflows_anywhere(found_inf: bool, scaler: Scaler) -> bool:
         return found_inf
     everyone = job.everyone()
     verdicts = everyone.all_gather((found_inf, str(scaler_counts(scaler))))
-    different = [rank for rank, (_, counts) in enumerate(verdicts) if counts != verdicts[0][1]]
+    states = [state for _, state in verdicts]
+    different = [rank for rank, state in enumerate(states) if state != states[0]]
     if different:
         raise ConfigError(
             f"the GradScalers of ranks 0 and {different[0]} are not in the same state",
-            expected=f"as on rank 0: {verdicts[0][1]}",
-            got=f"on rank {different[0]}: {verdicts[different[0]][1]}",
+            expected=f"as on rank 0: {states[0]}",
+            got=f"on rank {different[0]}: {states[different[0]]}",
             fix="give all ranks the same GradScaler arguments, and load the same state on each",
         )
     return any(verdict for verdict, _ in verdicts)

@@ -143,8 +143,8 @@ class _EnvelopeBuilder:
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
         if schedule.slices > 1 and self._costs is not None and self._costs.bytes is not None:
-            # The bytes may be those of whole micro-batches. Without a limit in bytes, a rank saves as
-            # much as in the order of the schedule.
+            # The bytes may be those of whole micro-batches. Without a limit in bytes, a rank saves
+            # as much as in the order of the schedule.
             self._cap = self._costs = None
         self._version: int | None = None
         self._envelope: Envelope | None = None
