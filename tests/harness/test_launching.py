@@ -96,7 +96,7 @@ def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(either: Launch) ->
     """
     start = time.monotonic()
     with pytest.raises(JobHung) as caught:
-        either(source, 2, timeout=30)
+        either(source, 2, timeout=15)
     assert time.monotonic() - start < 300  # half of what its processes sleep
     text = str(caught.value)
     first, second = text.split("--- rank 1")
