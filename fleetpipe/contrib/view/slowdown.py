@@ -29,6 +29,8 @@ LEAST = 1.1
 Key = TypeVar("Key")
 Place = TypeVar("Place")
 
+#: An operation, and its seconds without waits, or these over others.
+TimedOperation = tuple[TracedOperation, float]
 #: Whether an operation belongs to a set that is made ideal.
 Member = Callable[[TracedOperation], bool]
 
@@ -60,13 +62,9 @@ def suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, Member]]:
 
     Beside each is a test of which operations belong to it.
     """
-    seconds = [
-        (one, float(time))
-        for step in steps
-        for one, time in zip(step.operations, step.transfer_times)
-    ]
-    computed = _ratios((one, time) for one, time in seconds if one.kind not in COMMUNICATIONS)
-    moved = _ratios((one, time) for one, time in seconds if one.kind in TRANSFERS)
+    timed = _time_operations(steps)
+    computed = _ratios([pair for pair in timed if pair[0].kind not in COMMUNICATIONS])
+    moved = _ratios([pair for pair in timed if pair[0].kind in TRANSFERS])
     several = len({one.replica for one, _ in computed}) > 1
     cells = _medians(computed, lambda one: (one.replica, one.stage, one.micro_batch))
     of_micro_batch = _common(cells, lambda cell: cell[2])
@@ -89,19 +87,24 @@ def suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, Member]]:
     return sorted(named, key=lambda pair: -pair[0].factor)
 
 
-def _ratios(
-    seconds: Iterable[tuple[TracedOperation, float]],
-) -> list[tuple[TracedOperation, float]]:
-    """Returns each operation's time over the median of its kind."""
-    listed = list(seconds)
-    medians = _medians(listed, lambda one: one.kind)
+def _time_operations(steps: Sequence[ReplayedStep]) -> list[TimedOperation]:
     return [
-        (one, time / medians[one.kind] if medians[one.kind] > 0 else 1.0) for one, time in listed
+        (one, float(seconds))
+        for step in steps
+        for one, seconds in zip(step.operations, step.transfer_times)
+    ]
+
+
+def _ratios(timed: Sequence[TimedOperation]) -> list[TimedOperation]:
+    """Returns each operation with its time over the median of its kind."""
+    medians = _medians(timed, lambda one: one.kind)
+    return [
+        (one, time / medians[one.kind] if medians[one.kind] > 0 else 1.0) for one, time in timed
     ]
 
 
 def _medians(
-    values: Iterable[tuple[TracedOperation, float]], key: Callable[[TracedOperation], Key]
+    values: Iterable[TimedOperation], key: Callable[[TracedOperation], Key]
 ) -> dict[Key, float]:
     grouped = _group_by_name((key(one), value) for one, value in values)
     return {name: float(np.median(group)) for name, group in grouped.items()}
@@ -190,49 +193,46 @@ class Slowdown(NamedTuple):
 
 def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     """Replays a trace, and again with each replica, stage and suspect made ideal."""
-    everything = [one for step in steps for one in step.operations]
-    ideal = ideal_times(steps)
-    stages = sorted({one.stage for one in everything})
-    replicas = sorted({one.replica for one in everything})
-    last = stages[-1]
-    sets: dict[tuple[str, object], Member] = {
-        ("none", 0): lambda one: False,
-        ("all", 0): lambda one: True,
-        ("last", 0): lambda one: one.stage == last,
-        ("links", 0): lambda one: one.kind in COMMUNICATIONS,
-    }
-    sets.update({("stage", stage): _has("stage", stage) for stage in stages})
-    sets.update({("replica", replica): _has("replica", replica) for replica in replicas})
-    accused = suspects(steps)
-    sets.update({("cause", number): member for number, (_, member) in enumerate(accused)})
-    times = _times(steps, ideal, list(sets.values()))
-    taken = dict(zip(sets, times.mean(axis=0)))
-    whole, best = taken["none", 0], taken["all", 0]
-    if not any(one.duration for one in everything):
+    operations = [one for step in steps for one in step.operations]
+    if not any(one.duration for one in operations):
         fix = "trace with a finer clock, in seconds"
         raise ConfigError("no operation of the trace took any time", fix=fix)
+    ideal = ideal_times(steps)
+    stages = sorted({one.stage for one in operations})
+    replicas = sorted({one.replica for one in operations})
+    accused = suspects(steps)
+    members: dict[object, Member] = {
+        "none": lambda one: False,
+        "all": lambda one: True,
+        "links": lambda one: one.kind in COMMUNICATIONS,
+        **{("stage", stage): _has("stage", stage) for stage in stages},
+        **{("replica", replica): _has("replica", replica) for replica in replicas},
+        **dict(accused),
+    }
+    times = _times(steps, ideal, list(members.values()))
+    mean_time = dict(zip(members, times.mean(axis=0)))
+    replayed, best = mean_time["none"], mean_time["all"]
 
     def share(time: float) -> float:
-        lost = whole - best
-        return float((whole - time) / lost) if lost > 1e-9 * whole else 0.0
+        lost = replayed - best
+        return float((replayed - time) / lost) if lost > 1e-9 * replayed else 0.0
 
+    shares = {name: share(time) for name, time in mean_time.items()}
     scores = {
-        (replica, stage): min(share(taken["replica", replica]), share(taken["stage", stage]))
+        (replica, stage): min(shares["replica", replica], shares["stage", stage])
         for replica in replicas
         for stage in stages
     }
     slowest = sorted(scores, key=lambda rank: -scores[rank])[: max(1, int(SLOWEST * len(scores)))]
+    without_slowest = _times(steps, ideal, [lambda one: one.rank in slowest]).mean()
     return Slowdown(
-        float(whole / best) if best else 1.0,
-        share(taken["last", 0]),
-        share(_times(steps, ideal, [lambda one: one.rank in slowest]).mean()),
+        float(replayed / best) if best else 1.0,
+        shares["stage", stages[-1]],
+        share(without_slowest),
         tuple((step.span, row[0], row[1]) for step, row in zip(steps, times.tolist())),
         scores,
-        share(taken["links", 0]),
-        tuple(
-            cause._replace(share=share(taken["cause", number]))
-            for number, (cause, _) in enumerate(accused)
-        ),
+        shares["links"],
+        tuple(cause._replace(share=shares[cause]) for cause, _ in accused),
     )
 
 
@@ -242,11 +242,7 @@ def _has(field: str, value: int) -> Member:
 
 def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
     """Returns the mean time of each kind of computation and the median of each communication."""
-    by_kind = _group_by_name(
-        (one.kind, float(seconds))
-        for step in steps
-        for one, seconds in zip(step.operations, step.transfer_times)
-    )
+    by_kind = _group_by_name((one.kind, seconds) for one, seconds in _time_operations(steps))
     return {
         kind: float(np.median(values) if kind in COMMUNICATIONS else np.mean(values))
         for kind, values in by_kind.items()
@@ -286,27 +282,24 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
         The schedules, the fastest first; none for a trace with several model parts on a rank, fused
         actions, slices, or a rank that computed nothing.
     """
-    times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    moved: list[float] = []
-    for step in steps:
-        for one, seconds in zip(step.operations, step.transfer_times):
-            if one.kind in TRANSFERS:
-                moved.append(float(seconds))
-            elif one.kind not in COMMUNICATIONS:
-                sliced = isinstance(one.micro_batch, SliceNumber)
-                if sliced or one.part != one.stage or "|" in one.kind:
-                    return []
-                times[one.kind, one.stage].append(float(seconds))
+    timed = _time_operations(steps)
+    computed = [pair for pair in timed if pair[0].kind not in COMMUNICATIONS]
+    for one, _ in computed:
+        sliced = isinstance(one.micro_batch, SliceNumber)
+        if sliced or one.part != one.stage or "|" in one.kind:
+            return []
+    times = _group_by_name(((one.kind, one.stage), seconds) for one, seconds in computed)
     ranks = len({stage for _, stage in times})
     if any(stage >= ranks for _, stage in times):
         return []
-    micro_batches = len({one.micro_batch for step in steps for one in step.operations})
+    micro_batches = len({one.micro_batch for one, _ in timed})
     mean = {place: float(np.mean(values)) for place, values in times.items()}
     forward = [mean.get(("F", stage), 0.0) for stage in range(ranks)]
     whole = [mean.get(("B", stage), 0.0) for stage in range(ranks)]
     input_grad = [mean.get(("I", stage), whole[stage] / 2) for stage in range(ranks)]
     weight_grad = [mean.get(("W", stage), whole[stage] / 2) for stage in range(ranks)]
-    comm = float(np.median(moved)) if moved else 0.0
+    transfers = [seconds for one, seconds in timed if one.kind in TRANSFERS]
+    comm = float(np.median(transfers)) if transfers else 0.0
 
     def step_time(name: str, costs: Sequence[Sequence[float]]) -> float:
         schedule = build(name, ranks=ranks, micro_batches=micro_batches)

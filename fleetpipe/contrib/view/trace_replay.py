@@ -40,6 +40,17 @@ Durations = np.ndarray
 #: The rows of time in which a rank had no processor.
 QUEUEING, LIMITED, STOLEN = "queueing for a core", "stopped by a limit", "stolen by the host"
 WAITING, OUTSIDE = "waiting for messages", "outside of operations"
+#: For each kind whose values an operation of that kind needs: of those that are in the trace the
+#: first one, by its kind and how many model parts further it is. The last part has no next one.
+_OF_BACKWARD = (("backward-recv", 0), ("I", 1), ("B", 1), ("F", 0))
+_INPUTS: Mapping[str, Sequence[tuple[str, int]]] = {
+    "forward-send": (("F", 0),),
+    "backward-send": (("I", 0), ("B", 0)),
+    "F": (("forward-recv", 0), ("F", -1)),
+    "B": _OF_BACKWARD,
+    "I": _OF_BACKWARD,
+    "W": (("I", 0),),
+}
 _SOURCE = Source("this is no trace of fleetpipe's", ConfigError, "trace the run again")
 
 
@@ -156,94 +167,45 @@ def _stream(one: TracedOperation, one_thread: bool) -> tuple[object, ...]:
 
 def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
     """Returns for each operation the indices of those that it itself waits for."""
+    # The last operation of each stream, and the last optimizer step of each rank.
     last: dict[tuple[object, ...], int] = {}
-    needs: list[list[int]] = []
-    places = _places(operations)
-    for index, one in enumerate(operations):
-        stream = _stream(one, one_thread)
-        needs.append([last[stream]] if stream in last else [])
-        last[stream] = index
-    parts = 1 + max((one.part for one in operations), default=0)
-    for index, one in enumerate(operations):
-        needs[index] += _inputs(one, places, parts)
-        if one.kind in COLLECTIVES:
-            needs[index] += _before_collective(one, operations, places)
-    _wait_for_collectives(operations, needs)
-    return needs
-
-
-def _places(operations: Sequence[TracedOperation]) -> Mapping[tuple[object, ...], int]:
-    """Returns the index of each operation by kind, replica, part and micro-batch.
-
-    A fused operation has an entry for each of its kinds.
-    """
-    return {
-        (kind, one.replica, one.part, one.micro_batch): index
-        for index, one in enumerate(operations)
-        for kind in one.kind.split("|")
-    }
-
-
-def _inputs(
-    one: TracedOperation, places: Mapping[tuple[object, ...], int], parts: int
-) -> list[int]:
-    """Returns the operations whose values a computation or a send needs."""
-
-    def place(kind: str, part: int) -> int | None:
-        return places.get((kind, one.replica, part, one.micro_batch))
-
-    def first(*candidates: int | None) -> list[int]:
-        return next(([index] for index in candidates if index is not None), [])
-
-    if one.kind == "forward-send":
-        return first(place("F", one.part))
-    if one.kind == "backward-send":
-        return first(place("I", one.part), place("B", one.part))
-    if one.kind.split("|")[0] == "F":
-        return first(place("forward-recv", one.part), place("F", one.part - 1))
-    if one.kind == "W":
-        return first(place("I", one.part))
-    if one.kind not in ("B", "I"):
-        return []
-    after = one.part + 1
-    if after == parts:
-        return first(place("F", one.part))
-    received = place("backward-recv", one.part)
-    return first(received, place("I", after), place("B", after))
-
-
-def _before_collective(
-    one: TracedOperation,
-    operations: Sequence[TracedOperation],
-    places: Mapping[tuple[object, ...], int],
-) -> list[int]:
-    """Returns the backwards whose gradients a collective reduces; none for parameters."""
-    if not one.kind.startswith("grads"):
-        return []
-    return [
-        index
-        for (kind, replica, part, _), index in places.items()
-        if kind in ("B", "W") and (replica, part) == (one.replica, one.part)
-    ]
-
-
-def _wait_for_collectives(operations: Sequence[TracedOperation], needs: list[list[int]]) -> None:
-    """Makes forwards wait for their parameters, and the optimizer for the gradients."""
+    stepped: dict[tuple[int, int], int] = {}
+    # By replica and model part, or by rank.
+    backwards: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     gathered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     reduced: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    stepped: dict[tuple[int, int], int] = {}
+    index_of: dict[tuple[object, ...], int] = {}
     for index, one in enumerate(operations):
+        for kind in one.kind.split("|"):  # a fused operation is there under each of its kinds
+            index_of[kind, one.replica, one.part, one.micro_batch] = index
+            if kind in ("B", "W"):
+                backwards[one.replica, one.part].append(index)
+    needs: list[list[int]] = []
+    for index, one in enumerate(operations):
+        stream = _stream(one, one_thread)
+        main_kind = "F" if one.kind.startswith("F|") else one.kind
+        waits = [last[stream]] if stream in last else []
+        last[stream] = index
+        for kind, further in _INPUTS.get(main_kind, ()):
+            need = index_of.get((kind, one.replica, one.part + further, one.micro_batch))
+            if need is not None:
+                waits.append(need)
+                break
+        if one.kind.startswith("grads"):
+            waits += backwards[one.replica, one.part]
         if one.kind == "params-all-gather":
             gathered[one.replica, one.part].append(index)
-            needs[index] += [stepped[one.rank]] if one.rank in stepped else []
-        elif one.kind in COMMUNICATIONS - TRANSFERS:
+            waits += [stepped[one.rank]] if one.rank in stepped else []
+        elif one.kind in COLLECTIVES:
             reduced[one.rank].append(index)
         elif one.kind == "optimizer":
-            needs[index] += reduced[one.rank]
+            waits += reduced[one.rank]
             stepped[one.rank] = index
-        elif one.kind.split("|")[0] == "F":
+        elif main_kind == "F":
             # A gather after the optimizer is for the forwards of the next step.
-            needs[index] += gathered[one.replica, one.part]
+            waits += gathered[one.replica, one.part]
+        needs.append(waits)
+    return needs
 
 
 class Machine(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,15 +20,8 @@ from fleetpipe.errors import ConfigError, PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.schedules import Action, Fused, Placement, Recv, Schedule, Send, SliceNumber
 from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.forms.trace import (
-    Event,
-    caveat,
-    device_of,
-    events_of,
-    median_step,
-    steps_of,
-    tracks_of,
-)
+from fleetpipe.schedules.forms import trace as trace_form
+from fleetpipe.schedules.forms.trace import Event, caveat, device_of, events_of
 
 #: The columns of a table; a missing ``replica``, ``chunk`` or ``micro_batch`` counts as 0.
 COLUMNS = ("step", "replica", "stage", "chunk", "kind", "micro_batch", "start", "duration")
@@ -51,6 +44,8 @@ KINDS: Mapping[str, str] = {
     "w": "W",
     **{kind: kind for kind in (*sorted(COMMUNICATIONS), "optimizer")},
 }
+
+_Row = Mapping[str, Any]
 
 #: The largest number of a table.
 _MOST = 1e18
@@ -111,7 +106,16 @@ def read_columns(path: str | Path) -> list[TracedOperation]:
         PackageNotFound: Parquet needs pyarrow.
         OSError: The file cannot be read.
     """
-    rows = _parquet(path) if Path(path).suffix == ".parquet" else _csv(path)
+    names, rows = (_parquet if Path(path).suffix == ".parquet" else _csv)(path)
+    missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in names]
+    if missing:
+        raise ConfigError(
+            f"the table has no column {missing[0]!r}",
+            where=str(path),
+            expected=", ".join(COLUMNS),
+            got=", ".join(names),
+            fix="name its columns so, in the first line",
+        )
     operations = [_operation(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
     if not operations:
         raise ConfigError("the table has no rows", where=str(path), fix="give one of a whole step")
@@ -130,7 +134,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         operations = [
             operation
-            for track, events in tracks_of(document).items()
+            for track, events in trace_form.tracks_of(document).items()
             if track != "predicted"
             for event in events
             for operation in _operations_of(event)
@@ -146,7 +150,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
     if not operations:
         raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
     stepped = _number_steps(_number_slices(operations))
-    numbers = steps_of(document, 1 + max(one.step for one in stepped), first=0)
+    numbers = trace_form.steps_of(document, 1 + max(one.step for one in stepped), first=0)
     return [one._replace(step=numbers[one.step]) for one in stepped]
 
 
@@ -204,17 +208,18 @@ def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
     return numbered
 
 
-def _csv(path: str | Path) -> Iterable[Mapping[str, Any]]:
+def _csv(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
+    """Returns the names of the columns of a table, and its rows."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            _require_columns(path, reader.fieldnames or ())
-            yield from reader
+            return reader.fieldnames or (), list(reader)
     except csv.Error as error:
         raise _unreadable(path, error) from error
 
 
-def _parquet(path: str | Path) -> Iterable[Mapping[str, Any]]:
+def _parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
+    """Returns the names of the columns of a table, and its rows."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -225,11 +230,8 @@ def _parquet(path: str | Path) -> Iterable[Mapping[str, Any]]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise _unreadable(path, error) from error
-    _require_columns(path, table.column_names)
-    rows: list[Mapping[str, Any]] = table.select(
-        [name for name in COLUMNS if name in table.column_names]
-    ).to_pylist()
-    return rows
+    names = [name for name in COLUMNS if name in table.column_names]
+    return names, table.select(names).to_pylist()
 
 
 def _unreadable(path: str | Path, error: Exception) -> ConfigError:
@@ -237,50 +239,36 @@ def _unreadable(path: str | Path, error: Exception) -> ConfigError:
     return ConfigError("this is no table", where=str(path), cause=cause, fix="write it again")
 
 
-def _require_columns(path: str | Path, names: Iterable[str]) -> None:
-    missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in set(names)]
-    if missing:
-        raise ConfigError(
-            f"the table has no column {missing[0]!r}",
-            where=str(path),
-            expected=", ".join(COLUMNS),
-            got=", ".join(names),
-            fix="name its columns so, in the first line",
-        )
-
-
-def _operation(row: Mapping[str, Any], where: str) -> TracedOperation:
-    def number(name: str) -> float:
-        value = row.get(name)
-        if value in (None, "") and name in _OPTIONAL:
-            return 0
-        try:
-            value_of_column = float(str(value))
-        except ValueError:
-            value_of_column = math.nan
-        whole = name not in ("start", "duration")
-        possible = abs(value_of_column) <= _MOST and (not whole or value_of_column >= 0)
-        if not possible or (whole and value_of_column % 1):
-            raise ConfigError(
-                f"column {name!r} has no {'whole ' * whole}number",
-                where=where,
-                expected=f"from {0 if whole else -_MOST:g} to {_MOST:g}",
-                got=repr(value),
-            )
-        return value_of_column
-
+def _operation(row: _Row, where: str) -> TracedOperation:
+    """Reads a row of a table; the number of its chunk is not that of its model part yet."""
     kind = str(row.get("kind") or "").strip()
     if not kind:
         raise ConfigError("an operation has no kind", where=where, expected=", ".join(KINDS))
     step, replica, stage, chunk, micro_batch = (
-        int(number(name)) for name in ("step", "replica", "stage", "chunk", "micro_batch")
+        int(_number_in(row, name, where, least=0, whole=True))
+        for name in ("step", "replica", "stage", "chunk", "micro_batch")
     )
-    duration = number("duration")
+    start, duration = (_number_in(row, name, where, -_MOST) for name in ("start", "duration"))
     if duration < 0:
         raise ConfigError("an operation takes less than no time", where=where, got=f"{duration:g}")
     name = KINDS.get(kind.lower().replace("_", "-"), kind)
-    return TracedOperation(
-        step, replica, stage, chunk, name, micro_batch, number("start"), duration
+    return TracedOperation(step, replica, stage, chunk, name, micro_batch, start, duration)
+
+
+def _number_in(row: _Row, name: str, where: str, least: float, whole: bool = False) -> float:
+    """Returns the number in a column of a row; 0 in an optional one that is empty."""
+    value = row.get(name)
+    if value in (None, "") and name in _OPTIONAL:
+        return 0
+    with suppress(ValueError):
+        number = float(str(value))
+        if least <= number <= _MOST and not (whole and number % 1):
+            return number
+    raise ConfigError(
+        f"column {name!r} has no {'whole ' * whole}number",
+        where=where,
+        expected=f"from {least:g} to {_MOST:g}",
+        got=repr(value),
     )
 
 
@@ -310,7 +298,7 @@ class Pipeline:
     @property
     def measured(self) -> list[Event]:
         """The events of the traced step with the median bubble; empty without a trace."""
-        return self.traced[median_step(self.traced)] if self.traced else []
+        return self.traced[trace_form.median_step(self.traced)] if self.traced else []
 
 
 def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
@@ -327,27 +315,21 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
     text = schedule.get("text") if isinstance(schedule, dict) else None
     simulated = Schedule.parse(text).simulate() if isinstance(text, str) else None
     peaks = simulated.peak_activations if simulated else ()
-    if trace is None:
-        if simulated is None:
-            return None
-        return Pipeline(simulated.schedule.placement, events_of(simulated), [], peaks=peaks)
-    document = json.loads(trace.read_text(encoding="utf-8"))
-    tracks, stages = _read(document, trace.name)
-    steps = _steps(tracks["measured"])
-    return Pipeline(
-        placement_of(stages),
-        _from_zero(tracks["predicted"]),
-        [_from_zero(step) for step in steps],
-        steps_of(document, len(steps)),
-        unit="s",
-        peaks=peaks,
-        caveat=caveat(device_of(document)),
-    )
+    if trace is not None:
+        document = json.loads(trace.read_text(encoding="utf-8"))
+        tracks, stages = _read(document, trace.name)
+        steps = [_from_zero(step) for step in _steps(tracks["measured"])]
+        numbers = trace_form.steps_of(document, len(steps))
+        predicted, warning = _from_zero(tracks["predicted"]), caveat(device_of(document))
+        return Pipeline(placement_of(stages), predicted, steps, numbers, "s", peaks, warning)
+    if simulated is None:
+        return None
+    return Pipeline(simulated.schedule.placement, events_of(simulated), [], peaks=peaks)
 
 
 def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
     """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
-    events = tracks_of(document)
+    events = trace_form.tracks_of(document)
     if not events.keys() <= {*_TRACKS}:
         raise ValueError(f"{name} has the tracks {', '.join(events)}")
     tracks = {track: [one for one in events.get(track, ()) if one.actions] for track in _TRACKS}
