@@ -108,14 +108,11 @@ def _argument(text: str) -> Address:
 
 
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
+    _NAMES_OF = {
+        "slowdown": ("Slowdown", "slowdown_of"),
+        "trace_replay": ("ReplayedStep", "steps_of"),
+        "traced_ops": ("TracedOperation", "read_columns", "read_trace"),
+    }
     __getattr__ = late(
-        {
-            "ReplayedStep": f"{__name__}.trace_replay",
-            "Slowdown": f"{__name__}.slowdown",
-            "TracedOperation": f"{__name__}.traced_ops",
-            "read_columns": f"{__name__}.traced_ops",
-            "read_trace": f"{__name__}.traced_ops",
-            "slowdown_of": f"{__name__}.slowdown",
-            "steps_of": f"{__name__}.trace_replay",
-        }
+        {name: f"{__name__}.{module}" for module, names in _NAMES_OF.items() for name in names}
     )

@@ -15,13 +15,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fleetpipe.contrib.view.history import (
-    EVALUATED,
-    AttemptRecord,
-    History,
-    attempts_of,
-    read_history,
-)
+from fleetpipe.contrib.view import history
+from fleetpipe.contrib.view.history import AttemptRecord, History
 from fleetpipe.contrib.view.slow_ranks import SlowRank, SlowRanks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import run_files
@@ -43,12 +38,13 @@ PERIOD = 0.2
 
 _SOURCE = Source("this is no board of a job", ConfigError, "watch a job of the same fleetpipe")
 
-#: The keys of ``status``, and those of a slow rank in it; no version changes them.
+#: The keys of ``status``, and those of a slow rank and of a rank in it; no version changes them.
 _STATUS = (
     *("state", "step", "steps", "step_time", "samples_per_second", "eta_seconds", "shares"),
     *("ranks", "slow", "restarts", "last_checkpoint"),
 )
 _OF_SLOW = ("rank", "what", "factor", "since")
+_OF_RANK = ("rank", "stage", "state", "busy", "memory")
 _NO_HISTORY = History()
 
 #: The latest time that is believed, in seconds since 1970.
@@ -145,18 +141,14 @@ class JobBoard:
 
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
-        more = {"state": self.state, "eta_seconds": self.eta_seconds, "shares": self.shares}
-        content = {**self.content(), **more}
-        content["slow"] = [{n: one[n] for n in _OF_SLOW} for one in content["slow"]]
-        content["ranks"] = [
-            {
-                **{name: getattr(rank, name) for name in ("rank", "stage", "state", "busy")},
-                "memory": rank.memory,
-                "last_step_age": rank.step_age,
-            }
+        status = {name: getattr(self, name) for name in _STATUS}
+        status["slow"] = [{name: getattr(one, name) for name in _OF_SLOW} for one in self.slow]
+        status["ranks"] = [
+            {"last_step_age": rank.step_age, **{name: getattr(rank, name) for name in _OF_RANK}}
             for rank in self.ranks
         ]
-        return {name: content[name] for name in _STATUS}
+        saved = self.last_checkpoint
+        return {**status, "last_checkpoint": None if saved is None else asdict(saved)}
 
     @classmethod
     def of(cls, value: JsonValue) -> JobBoard:
@@ -221,10 +213,10 @@ def read_board(path: Path) -> JobBoard:
     Raises:
         ConfigError: The file is missing, or is no board.
     """
-    board = replace(read(path, _SOURCE, JobBoard.of), history=read_history(path.parent))
+    board = replace(read(path, _SOURCE, JobBoard.of), history=history.read_history(path.parent))
     with suppress(OSError):
         lines = run_files.read_lines(path.parent / run_files.ATTEMPTS).values
-        board = replace(board, attempts=tuple(attempts_of(lines)))
+        board = replace(board, attempts=tuple(history.attempts_of(lines)))
     return board
 
 
@@ -252,12 +244,10 @@ class BoardFile:
         if self._at is None:
             self._at = board.at
             deadline = time.monotonic() + SILENT_SECONDS
-            while board.at == self._at and board.state != "ended":
-                if time.monotonic() >= deadline:
-                    self._changed = time.monotonic() - max(SILENT_SECONDS, time.time() - board.at)
-                    break
+            while board.at == self._at and board.state != "ended" and time.monotonic() < deadline:
                 time.sleep(PERIOD / 10)
                 board = read_board(self._path)
+            self._changed = time.monotonic() - max(SILENT_SECONDS, time.time() - board.at)
         if board.at != self._at:
             self._at, self._changed = board.at, time.monotonic()
         if board.state == "ended":
@@ -322,18 +312,17 @@ class Boards:
 
 def _state(heard: Heard) -> RankRecord:
     """Returns the record of a rank with its state, and the age of its last step as of now."""
-    record = heard.record
-    state = "running"
-    if heard.left:
-        state = "ended"
-    elif heard.silence > SILENT_SECONDS:
-        state = "stopped"
-    elif record.step_age is None:
-        state = "starting"
-    elif record.awaited is not None:
-        state = "waiting"
-    age = None if record.step_age is None else record.step_age + heard.silence
-    return replace(record, rows=(), state=state, step_age=age)
+    record, age = heard.record, heard.record.step_age
+    states = {
+        "ended": heard.left,
+        "stopped": heard.silence > SILENT_SECONDS,
+        "starting": age is None,
+        "waiting": record.awaited is not None,
+        "running": True,
+    }
+    state = next(state for state, holds in states.items() if holds)
+    step_age = None if age is None else age + heard.silence
+    return replace(record, rows=(), state=state, step_age=step_age)
 
 
 class Series(NamedTuple):
@@ -399,14 +388,11 @@ class RunRecord:
             name: Series(steps, values, self._elapsed_at(steps))
             for name, (steps, values) in self.board.history.series().items()
         }
-        for prefix, rows in (("", self.train), (EVALUATED, self.evaluations)):
+        for prefix, rows in (("", self.train), (history.EVALUATED, self.evaluations)):
             for name in dict.fromkeys(name for row in rows for name in row.figures):
                 chosen = [row for row in rows if name in row.figures]
-                series[prefix + name] = Series(
-                    [row.step for row in chosen],
-                    [row.figures[name] for row in chosen],
-                    self.elapsed(chosen),
-                )
+                steps, values = zip(*((row.step, row.figures[name]) for row in chosen))
+                series[prefix + name] = Series(steps, values, self.elapsed(chosen))
         return series
 
     @property

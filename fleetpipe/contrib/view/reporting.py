@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -61,7 +61,6 @@ class BoardWriter:
         self._noted = job.progress.events = deque(maxlen=_MOST_NOTED)
         if attempt_files.number() <= 1:  # the launcher adds the event of a later attempt
             self._add_event("start", "the training begins", job.progress.step, now)
-        self._slow: Mapping[tuple[int, str], SlowRank] = {}
         self._allowed: set[str] = set()
         self._strange: set[str] = set()
         self._mixed = False
@@ -78,15 +77,10 @@ class BoardWriter:
             now: Seconds since 1970.
         """
         board = self._boards.next(heard, now)
-        self._note(board)
-        named = self._notices.choose(board.slow, now)
-        self._note_events(board)
         restarts = max(0, attempt_files.number() - 1)
-        self.board = replace(board, restarts=restarts, history=self._history)
-        self._write(self.board)
-        for one in named:
-            _log.warning("step %d: %s", board.step, one)
-            line = {"step": board.step, "time": now, **asdict(one)}
+        for slow in self._publish(replace(board, restarts=restarts), board.slow):
+            _log.warning("step %d: %s", board.step, slow)
+            line = {"step": board.step, "time": now, **asdict(slow)}
             for folder in self._job.progress.folders:
                 with contextlib.suppress(OSError):
                     run_files.append_line(folder / run_files.SLOW, line)
@@ -112,12 +106,25 @@ class BoardWriter:
             last_checkpoint=max(saved, default=None),
             news="the job has ended",
         )
-        self._note(board)
-        self._notices.choose((), now)
-        self._note_events(board)
         self._history_written = -math.inf
+        self._publish(board, slow=())
+
+    def _publish(self, board: JobBoard, slow: Sequence[SlowRank]) -> list[SlowRank]:
+        """Writes a board, with what happened since the last one in its history.
+
+        Args:
+            board: The board.
+            slow: The ranks that are slow now.
+
+        Returns:
+            The slow ranks that a log has to name.
+        """
+        self._note(board)
+        named = self._notices.choose(slow, board.at)
+        self._note_events(board)
         self.board = replace(board, history=self._history)
         self._write(self.board)
+        return named
 
     def _note(self, board: JobBoard) -> None:
         """Adds the figures since the last board to the history."""
@@ -161,36 +168,32 @@ class BoardWriter:
         saved, before = board.last_checkpoint, self.board.last_checkpoint
         if saved is not None and (before is None or saved.step != before.step):
             self._add_event("save", "saved", saved.step, board.at - saved.age)
-        for key in self._slow.keys() - self._notices.lasting.keys():
-            one = self._slow[key]
-            text = f"rank {one.rank} was slow in {one.what}"
-            self._add_event("slow", text, board.step, board.at, one.since)
-        self._slow = self._notices.lasting
+        for slow in self._notices.past:
+            text = f"rank {slow.rank} was slow in {slow.what}"
+            self._add_event("slow", text, board.step, board.at, slow.since)
 
     def _add_event(self, kind: str, text: str, step: int, at: float, since: int = 0) -> None:
         event = history.RunEvent(at, step, kind, text, min(step, since or step))
         self._history.add_event(event)
 
     def _write(self, board: JobBoard) -> None:
-        self._replace(FILE, board.content())
+        """Writes the board, and from time to time its history, into all folders."""
+        texts = {FILE: json.dumps(board.content())}
+        begin = time.thread_time()
         # Before the first figures it would replace the history that is to be continued.
         due = abs(board.at - self._history_written) >= self._history_period
         if self._history.last and due:
-            begin = time.thread_time()
-            self._replace(history.FILE, self._history.content())
-            took = time.thread_time() - begin
+            texts[history.FILE] = json.dumps(self._history.content())
             self._history_written = board.at
-            self._history_period = max(_HISTORY_PERIOD, _HISTORY_TIMES * took)
-
-    def _replace(self, name: str, content: object) -> None:
-        text = json.dumps(content)
         for folder in self._folders():
             with contextlib.suppress(OSError):
-                if name == FILE:
-                    self._note_other_writer(folder)
-                atomic_file.replace_text(folder / name, text)
-                if name == FILE:
-                    self._written[folder] = _identity(folder / FILE)
+                self._note_other_writer(folder)
+                for name, text in texts.items():
+                    atomic_file.replace_text(folder / name, text)
+                self._written[folder] = _identity(folder / FILE)
+        if history.FILE in texts:
+            took = time.thread_time() - begin
+            self._history_period = max(_HISTORY_PERIOD, _HISTORY_TIMES * took)
 
     def _note_other_writer(self, folder: Path) -> None:
         """Adds an event if the board in a folder is not the one that was written last."""

@@ -30,6 +30,8 @@ _MOST = 1e200
 _KEYS = ("step", "epoch", "phase", "time")
 #: The settings of a training whose product is the number of its steps.
 _SIZES = ("batches_per_epoch", "epochs")
+#: The errors of a trace or a schedule that is none.
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 #: The files of a run that a page must not replace.
 _FILES = (METRICS, ABOUT, ATTEMPTS, TRACE)
 
@@ -85,10 +87,7 @@ def _pipeline(
     """Returns the timelines of a run; None, with a note of the reason, if they cannot be drawn."""
     try:
         return pipeline_of(about.get("schedule"), traces[0] / TRACE if traces else None)
-    except (
-        *(OSError, ValueError, LookupError, TypeError, AttributeError, FleetPipeError),
-        RecursionError,
-    ) as error:
+    except (*_DAMAGED, FleetPipeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         notes.append(f"The pipeline cannot be drawn: {first}.")
         return None
@@ -106,9 +105,8 @@ def _board(
     except ConfigError:
         last = max(rows, key=lambda row: (row.step, row.time), default=Row(0, 0, 0.0, {}, {}))
         training = about.get("training")
-        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else []
-        counts = [size for size in sizes if isinstance(size, int)]
-        steps = math.prod(counts) if len(counts) == len(_SIZES) else None
+        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else [None]
+        steps = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
         norm = last.figures.get("gradient_norm")
         return JobBoard(last.time, last.step, steps, gradient_norm=norm, attempts=tuple(attempts))
 

@@ -319,11 +319,12 @@ class Notices:
     On a desktop computer other work is often short, and comes again and again.
 
     Attributes:
-        lasting: The ranks that have been slow for 5 s, by rank and what.
+        past: The ranks that had been slow for 5 s, and are not any more.
     """
 
     def __init__(self) -> None:
-        self.lasting: dict[tuple[int, str], SlowRank] = {}
+        self.past: list[SlowRank] = []
+        self._lasting: dict[tuple[int, str], SlowRank] = {}
         self._since: dict[tuple[int, str], float] = {}
         self._named: set[tuple[int, str]] = set()
         self._due: dict[tuple[int, str], float] = {}
@@ -334,10 +335,11 @@ class Notices:
         by_key = {(one.rank, one.what): one for one in slow}
         self._since = {key: self._since.get(key, now) for key in by_key}
         lasts = {key for key, since in self._since.items() if now >= since + _LASTS}
-        self.lasting = {key: one for key, one in by_key.items() if key in lasts}
+        self.past = [one for key, one in self._lasting.items() if key not in lasts]
+        self._lasting = {key: one for key, one in by_key.items() if key in lasts}
         self._named &= set(by_key)
         chosen = []
-        for key, one in self.lasting.items():
+        for key, one in self._lasting.items():
             if key not in self._named and now >= self._due.get(key, now):
                 self._due[key] = now + self._pauses[key]
                 self._pauses[key] *= 2
