@@ -81,9 +81,7 @@ def run(options: argparse.Namespace) -> int:
     source = source_of(options.job)
     if options.json:
         sys.stdout.write(json.dumps(status_of(source())) + "\n")
-    elif options.once:
-        show_once(source)
-    elif options.serve is not None:
+    elif options.serve is not None and not options.once:
         source()
         server = Server(options.serve, source)
         sys.stdout.write(f"{options.job} can be watched at {server.url}\n")
@@ -93,20 +91,24 @@ def run(options: argparse.Namespace) -> int:
         finally:
             server.close()
     else:
-        show(source)
+        show(source, options.once)
     return 0
 
 
-def show(source: Source) -> None:
-    """Shows a job until Ctrl-C, or until it has ended.
+def show(source: Source, once: bool = False) -> None:
+    """Shows a job in the terminal: once, or until Ctrl-C or the end of the job.
 
     Raises:
         ConfigError: The job cannot be read at the beginning.
         PackageNotFound: rich is not installed.
     """
     with needed_for("watching a job in the terminal"):
+        from rich.console import Console
         from rich.live import Live
     board = source()
+    if once:
+        Console().print(render(board))
+        return
     with Live(render(board), refresh_per_second=4, screen=False) as live:
         while board.state != "ended":
             time.sleep(_PERIOD)
@@ -115,13 +117,6 @@ def show(source: Source) -> None:
                 live.update(render(board))
             except ConfigError as error:
                 live.update(_plain(str(error)))
-
-
-def show_once(source: Source) -> None:
-    """Prints the state of a job once; raises the errors of :func:`show`."""
-    with needed_for("watching a job in the terminal"):
-        from rich.console import Console
-    Console().print(render(source()))
 
 
 def render(board: JobBoard) -> RenderableType:
@@ -140,7 +135,8 @@ def render(board: JobBoard) -> RenderableType:
     for name, (_, values) in board.history.series().items():
         text = _plain(title_of(name))
         curves.add_row(text, _plain(short(values[-1])), _plain(_spark(values), "cyan"))
-    columns = present(board.ranks)[:-1]  # the action stands in a line of its own
+    # The action stands in a line of its own.
+    columns = [column for column in present(board.ranks) if column.name != "action"]
     for column in columns:
         # A narrow terminal shortens the other columns.
         whole = column.name in ("state", "busy", "step")

@@ -10,47 +10,24 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe.arguments import new_file, using
 from fleetpipe.contrib.pictures import Panel
+from fleetpipe.contrib.view import trace_replay as replay
+from fleetpipe.contrib.view import traced_ops as traced
 from fleetpipe.contrib.view.answers import Answer, time_of
-from fleetpipe.contrib.view.showing.drawing import Drawing, laid_out, moment, seconds
-from fleetpipe.contrib.view.showing.page import template
-from fleetpipe.contrib.view.slowdown import (
-    Alternative,
-    Slowdown,
-    alternatives,
-    ideal_times,
-    slowdown_of,
-)
-from fleetpipe.contrib.view.trace_replay import (
-    LIMITED,
-    OUTSIDE,
-    QUEUEING,
-    STOLEN,
-    ReplayedStep,
-    account_of,
-    machine_of,
-    shares_of,
-    steps_of,
-)
-from fleetpipe.contrib.view.traced_ops import (
-    COLUMNS,
-    COMMUNICATIONS,
-    TracedOperation,
-    placement_of,
-    read_columns,
-    read_trace,
-)
+from fleetpipe.contrib.view.showing.drawing import Drawing, lay_out
+from fleetpipe.contrib.view.showing.page import render
+from fleetpipe.contrib.view.slowdown import alternatives, ideal_times, slowdown_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import BETWEEN
 from fleetpipe.schedules.forms.trace import Event, caveat, device_of
-from fleetpipe.version import __version__
+
+Steps = Sequence[replay.ReplayedStep]
 
 #: If more than this share of the steps' time went elsewhere, that comes before the stragglers.
 _MOST_UNEXPLAINED = 0.15
@@ -80,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         action="store_true",
-        help=f"TRACE is a table, CSV or Parquet, with the columns {', '.join(COLUMNS)}",
+        help=f"TRACE is a table, CSV or Parquet, with the columns {', '.join(traced.COLUMNS)}",
     )
     parser.add_argument(
         "-o",
@@ -100,205 +77,197 @@ def run(options: argparse.Namespace) -> int:
     """
     path = options.trace / "trace.json" if options.trace.is_dir() else options.trace
     with using("TRACE", path, "a trace"):
-        operations = (read_columns if options.columns else read_trace)(path)
+        operations = (traced.read_columns if options.columns else traced.read_trace)(path)
         document = {} if options.columns else json.loads(path.read_text("utf-8"))
-        device, machine = device_of(document), machine_of(document)
-    steps = steps_of(operations, one_thread=not options.columns)
-    slowdown, schedules = slowdown_of(steps), alternatives(steps)
-    account, shares = account_of(steps, machine), shares_of(steps, machine)
-    parts = (_sentence(slowdown, account, shares), machine.sentence, caveat(device))
-    sentence = " ".join(filter(None, parts))
+        device, machine = device_of(document), replay.machine_of(document)
+    steps = replay.steps_of(operations, one_thread=not options.columns)
+    analysis = TraceAnalysis(steps, machine, device)
     if options.output is not None:
         with using("--output", options.output, "a file that can be written"):
-            text = page(steps, slowdown, sentence, account, shares)
-            options.output.write_text(text, encoding="utf-8")
-    # By rank the number of actions that it ran before others that the schedule has first.
-    early = dict(sorted(Counter(one.stage for one in operations if one.early).items()))
+            options.output.write_text(page(analysis), encoding="utf-8")
     if options.json:
-        listed = {
-            "device": device,
-            "schedules": [one._asdict() for one in schedules],
-            "account": account,
-            "shares": shares,
-            "load": machine.load,
-        }
-        sys.stdout.write(json.dumps({**slowdown.as_json(), **listed, "early": early}) + "\n")
+        sys.stdout.write(json.dumps(analysis.as_json()) + "\n")
     else:
-        lines = _lines(sentence, slowdown, schedules, account, shares)
-        sys.stdout.writelines(f"{line}\n" for line in lines)
-        if machine.load:
-            cores = sum(machine.processors)
-            sys.stdout.write(f"load of the machine       {machine.load:.1f}, {cores} cores\n")
-        for rank, count in early.items():
-            sys.stdout.write(f"taken early by rank {rank}     {count} actions\n")
+        rows = (f"{name:<25} {text}\n" for name, text in analysis.rows())
+        sys.stdout.writelines([f"{analysis.sentence}\n\n", *rows])
     return 0
 
 
-def _lines(
-    sentence: str,
-    slowdown: Slowdown,
-    schedules: list[Alternative],
-    account: Mapping[str, float],
-    shares: Mapping[str, float],
-) -> Iterator[str]:
-    measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
-    steps = len(slowdown.step_times)
-    yield sentence
-    yield ""
-    yield f"steps                     {steps}, {len(slowdown.ranks)} ranks"
-    if shares:
-        yield f"wall time                 {time_of(shares)}"
-    yield f"mean step, measured       {measured / steps:.6g} s"
-    for name, taken in account.items():
-        yield f"  {name:<24}{taken:.6g} s, {taken * steps / measured:.1%}"
-    yield f"mean step, replayed       {replayed / steps:.6g} s ({replayed / measured:.4f} of it)"
-    yield f"mean step, ideal          {ideal / steps:.6g} s"
-    yield f"slowdown S                {slowdown.slowdown:.4f}"
-    yield f"  of the last stage, M_S  {slowdown.last_stage:.2%}"
-    yield f"  of the slowest 3 %, M_W {slowdown.slowest_ranks:.2%}"
-    yield f"  of all communication    {slowdown.links:.2%}"
-    for cause in slowdown.causes:
-        yield f"  of {cause.name}: {cause.share:.2%}, {cause.factor:.2f} times its peers"
-    for one in schedules:
-        even = f"{one.even:.6g} s with even stages"
-        yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
+class TraceAnalysis:
+    """What a trace says of a run, for the terminal, the page and JSON.
 
+    Attributes:
+        steps: The steps of the trace.
+        machine: The machine that ran them.
+        device: The device that ran them, ``"cpu"`` or ``"gpu"``.
+        slowdown: What stragglers cost, and which there are.
+        schedules: The times of a step under other schedules.
+        account: The seconds of a mean step by what a mean rank spends them on.
+        shares: The shares of wall time; empty if the trace does not record them.
+        early: By rank the number of actions that it ran before others that the schedule has first.
+    """
 
-def _sentence(slowdown: Slowdown, account: Mapping[str, float], shares: Mapping[str, float]) -> str:
-    """Says in words where the time went, and which straggler costs most."""
-    measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
-    slowest = _slowest(slowdown, replayed, ideal)
-    step = sum(account.values())
-    taken = sum(account[row] for row in (QUEUEING, LIMITED, STOLEN)) / step
-    between = {part: shares[part] for part in BETWEEN if shares}
-    if taken > _MOST_UNEXPLAINED:
-        where = (
-            f"{taken:.0%} of the steps' time the ranks had no processor: other work ran on these "
-            "cores, or a limit stopped them"
+    def __init__(self, steps: Steps, machine: replay.Machine, device: str) -> None:
+        self.steps, self.machine, self.device = steps, machine, device
+        self.slowdown, self.schedules = slowdown_of(steps), alternatives(steps)
+        self.account = replay.account_of(steps, machine)
+        self.shares = replay.shares_of(steps, machine)
+        early = Counter(one.stage for step in steps for one in step.operations if one.early)
+        self.early = dict(sorted(early.items()))
+        #: Seconds of all steps: as measured, as replayed, and ideal.
+        self._seconds = [sum(column) for column in zip(*self.slowdown.step_times)]
+
+    def as_json(self) -> dict[str, object]:
+        """Returns all figures as plain values."""
+        return {
+            **self.slowdown.as_json(),
+            "device": self.device,
+            "schedules": [one._asdict() for one in self.schedules],
+            "account": self.account,
+            "shares": self.shares,
+            "load": self.machine.load,
+            "early": self.early,
+        }
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yields each figure's name, indented below what it is a part of, and its text."""
+        slowdown, steps = self.slowdown, len(self.steps)
+        measured, replayed, ideal = self._seconds
+        yield "steps", f"{steps}, {len(slowdown.ranks)} ranks"
+        if self.shares:
+            yield "wall time", time_of(self.shares)
+        yield "mean step, measured", f"{measured / steps:.6g} s"
+        for name, taken in self.account.items():
+            yield f"  {name}", f"{taken:.6g} s, {taken * steps / measured:.1%}"
+        yield "mean step, replayed", f"{replayed / steps:.6g} s ({replayed / measured:.4f} of it)"
+        yield "mean step, ideal", f"{ideal / steps:.6g} s"
+        yield "slowdown S", f"{slowdown.slowdown:.4f}"
+        yield "  of the last stage, M_S", f"{slowdown.last_stage:.2%}"
+        yield "  of the slowest 3 %, M_W", f"{slowdown.slowest_ranks:.2%}"
+        yield "  of all communication", f"{slowdown.links:.2%}"
+        for cause in slowdown.causes:
+            yield f"  of {cause.name}", f"{cause.share:.2%}, {cause.factor:.2f} times its peers"
+        for one in self.schedules:
+            yield f"under {one.name}", f"{one.seconds:.6g} s, {one.even:.6g} s with even stages"
+        if self.machine.load:
+            cores = sum(self.machine.processors)
+            yield "load of the machine", f"{self.machine.load:.1f}, {cores} cores"
+        for rank, count in self.early.items():
+            yield f"taken early by rank {rank}", f"{count} actions"
+
+    @property
+    def sentence(self) -> str:
+        """Where the time went, which straggler costs most, and what limits what can be said."""
+        slowest, where = self._name_slowest(), self._name_largest_loss()
+        parts = (f"{where}. Of the rest: {slowest}" if where else slowest, self.machine.sentence)
+        return " ".join(filter(None, (*parts, caveat(self.device))))
+
+    def _name_largest_loss(self) -> str:
+        """Says where much time went that stragglers do not explain; empty if it is little."""
+        measured, replayed, _ = self._seconds
+        step = sum(self.account.values())
+        no_processor = (
+            sum(self.account[row] for row in (replay.QUEUEING, replay.LIMITED, replay.STOLEN))
+            / step
         )
-    elif sum(between.values()) > _MOST_UNEXPLAINED:
-        worst = max(between, key=lambda part: between[part])
-        where = (
-            f"{sum(between.values()):.0%} of the time passed between one step and the next, most "
-            f"of it {_BETWEEN[worst]}"
+        between = {part: self.shares[part] for part in BETWEEN if self.shares}
+        if no_processor > _MOST_UNEXPLAINED:
+            return (
+                f"{no_processor:.0%} of the steps' time the ranks had no processor: other work ran "
+                "on these cores, or a limit stopped them"
+            )
+        if sum(between.values()) > _MOST_UNEXPLAINED:
+            worst = max(between, key=lambda part: between[part])
+            return (
+                f"{sum(between.values()):.0%} of the time passed between one step and the next, "
+                f"most of it {_BETWEEN[worst]}"
+            )
+        if replayed < (1 - _MOST_UNEXPLAINED) * measured:
+            outside = min(1 - replayed / measured, self.account[replay.OUTSIDE] / step)
+            return (
+                f"{outside:.0%} of the steps' time went outside of the operations of the trace: in "
+                "data, the optimizer, checkpoints, callbacks, or other work on these cores"
+            )
+        return ""
+
+    def _name_slowest(self) -> str:
+        """Names the worst straggler, and how much shorter steps would be without it."""
+        _, replayed, ideal = self._seconds
+        worst = next((cause for cause in self.slowdown.causes if cause.share > 0), None)
+        if worst is None:
+            slowdown = f"S = {self.slowdown.slowdown:.3f}"
+            return f"No rank, stage, link or micro-batch stands out; {slowdown}."
+        name = f"{worst.kind} ({worst.name})" if worst.kind in ("rank", "link") else worst.name
+        gain = worst.share * (replayed - ideal) / replayed
+        return (
+            f"Slow: {name}, {worst.factor:.2f} times its peers; "
+            f"steps would be {gain:.1%} shorter if it took the mean time."
         )
-    elif replayed < (1 - _MOST_UNEXPLAINED) * measured:
-        outside = min(1 - replayed / measured, account[OUTSIDE] / step)
-        where = (
-            f"{outside:.0%} of the steps' time went outside of the operations of "
-            "the trace: in data, the optimizer, checkpoints, callbacks, or other work on these "
-            "cores"
-        )
-    else:
-        return slowest
-    return f"{where}. Of the rest: {slowest}"
 
 
-def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
-    """Names the worst straggler, and how much shorter steps would be without it."""
-    causes = [cause for cause in slowdown.causes if cause.share > 0]
-    if not causes:
-        return f"No rank, stage, link or micro-batch stands out; S = {slowdown.slowdown:.3f}."
-    worst = causes[0]
-    what = f"{worst.kind} ({worst.name})" if worst.kind in ("rank", "link") else worst.name
-    gain = worst.share * (replayed - ideal) / replayed
-    return (
-        f"Slow: {what}, {worst.factor:.2f} times its peers; "
-        f"steps would be {gain:.1%} shorter if it took the mean time."
-    )
-
-
-class HeatRow(NamedTuple):
-    """The row of a rank in the heat map: in each column its computing time over the ideal one."""
-
-    name: str
-    factors: list[float]
-
-
-def page(
-    steps: Sequence[ReplayedStep],
-    slowdown: Slowdown,
-    sentence: str,
-    account: Mapping[str, float],
-    shares: Mapping[str, float],
-) -> str:
+def page(analysis: TraceAnalysis) -> str:
     """Returns the page as an HTML text that loads no other file."""
-    step = sum(account.values()) or 1.0
-    lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
-    slowest = int(np.argmax(lost))
+    steps = analysis.steps
     width = -(-len(steps) // _MOST_COLUMNS)
     columns = [steps[first : first + width] for first in range(0, len(steps), width)]
-    return template("why.html").render(
-        sentence=sentence,
-        answers=[
-            Answer("slowdown S", f"{slowdown.slowdown:.3f}"),
-            Answer("of the last stage, M_S", f"{slowdown.last_stage:.1%}"),
-            Answer("of the slowest 3 %, M_W", f"{slowdown.slowest_ranks:.1%}"),
-            Answer("of all communication", f"{slowdown.links:.1%}"),
-            *([Answer("wall time", time_of(shares))] if shares else []),
-            *(Answer(name, f"{seconds(x)}, {x / step:.1%}") for name, x in account.items()),
-        ],
-        drawing=_timelines(steps, slowdown, slowest),
-        heat=_heat(columns, slowdown, ideal_times(steps)),
+    return render(
+        "why.html",
+        time.time(),
+        sentence=analysis.sentence,
+        answers=[Answer(name.strip(), text) for name, text in analysis.rows()],
+        drawing=_timelines(analysis),
+        heat=_heat(analysis, columns),
         columns=[str(column[0].operations[0].step) for column in columns],
         hottest=_HOTTEST,
-        version=__version__,
-        written=moment(time.time()),
     )
 
 
-def _timelines(steps: Sequence[ReplayedStep], slowdown: Slowdown, number: int) -> Drawing:
-    """Draws a step as it ran and with ideal durations, for the replica that loses most."""
-    step, ideal = steps[number], ideal_times(steps)
-    replica = max(slowdown.ranks, key=lambda rank: slowdown.ranks[rank])[0]
-    durations = np.array([ideal[one.kind] for one in step.operations])
-    ends = step.ends(durations[:, None])[:, 0]
+def _timelines(analysis: TraceAnalysis) -> Drawing:
+    """Draws the step that lost most as it ran and with ideal durations, for the worst replica."""
+    ranks, ideal = analysis.slowdown.ranks, ideal_times(analysis.steps)
+    lost = [replayed - ideal for _, replayed, ideal in analysis.slowdown.step_times]
+    step = analysis.steps[int(np.argmax(lost))]
+    replica = max(ranks, key=lambda rank: ranks[rank])[0]
+    durations = np.array([[ideal[one.kind]] for one in step.operations])
+    ends = step.ends(durations)
     begin = min(one.start for one in step.operations)
-    chosen = [
-        (one, end, duration)
-        for one, end, duration in zip(step.operations, ends.tolist(), durations.tolist())
-        if one.replica == replica and one.kind not in COMMUNICATIONS
-    ]
-    measured = [_event(one, one.start - begin, one.end - begin) for one, _, _ in chosen]
-    replayed = [_event(one, end - duration, end) for one, end, duration in chosen]
+    measured, replayed, stages = [], [], {}
+    for one, end, duration in zip(step.operations, ends.flat, durations.flat):
+        if one.replica == replica and one.kind not in traced.COMMUNICATIONS:
+            name = one.kind
+            if len(name) == 1:
+                name = f"{one.kind}{one.part}.{one.micro_batch}"
+            measured.append(Event(one.stage, name, one.start - begin, one.end - begin))
+            replayed.append(Event(one.stage, name, float(end - duration), float(end)))
+            stages[one.part] = one.stage
     try:
-        placement = placement_of({one.part: one.stage for one, _, _ in chosen})
+        placement = traced.placement_of(stages)
     except ValueError as error:
         fix = "give a trace of all ranks, or leave out --output"
         raise ConfigError(
             "the pipeline cannot be drawn", cause=str(error)[:200], fix=fix
         ) from error
-    of = f" of replica {replica}" if len({rank[0] for rank in slowdown.ranks}) > 1 else ""
-    name = f"Step {step.operations[0].step}{of}"
-    return laid_out(
+    of_replica = f" of replica {replica}" if len({rank[0] for rank in ranks}) > 1 else ""
+    title = f"Step {step.operations[0].step}{of_replica} as it ran"
+    return lay_out(
         [
-            Panel(f"{name} as it ran", measured, placement, "s"),
+            Panel(title, measured, placement, "s"),
             Panel("The same with every operation at its ideal time", replayed, placement, "s"),
         ]
     )
 
 
-def _event(one: TracedOperation, start: float, end: float) -> Event:
-    name = f"{one.kind}{one.part}.{one.micro_batch}" if len(one.kind) == 1 else one.kind
-    return Event(one.stage, name, start, end)
-
-
-def _heat(
-    columns: Sequence[Sequence[ReplayedStep]], slowdown: Slowdown, ideal: Mapping[str, float]
-) -> list[HeatRow]:
-    """Returns the rows of the heat map, by replica and stage."""
-    rows = {rank: ([0.0] * len(columns), [0.0] * len(columns)) for rank in sorted(slowdown.ranks)}
+def _heat(analysis: TraceAnalysis, columns: Sequence[Steps]) -> dict[str, list[float]]:
+    """Returns by rank, for each column of steps, its computing time over the ideal one."""
+    ranks, ideal = sorted(analysis.slowdown.ranks), ideal_times(analysis.steps)
+    taken, expected = np.zeros((2, len(ranks), len(columns)))
     for column, steps in enumerate(columns):
         for one in (each for step in steps for each in step.operations):
-            if one.kind not in COMMUNICATIONS and one.rank in rows:
-                taken, expected = rows[one.rank]
-                taken[column] += one.duration
-                expected[column] += ideal[one.kind]
-    several = len({replica for replica, _ in rows}) > 1
-    return [
-        HeatRow(
-            f"replica {replica}, stage {stage}" if several else f"stage {stage}",
-            [seconds / (mean or 1.0) for seconds, mean in zip(taken, expected)],
-        )
-        for (replica, stage), (taken, expected) in rows.items()
-    ]
+            if one.kind not in traced.COMMUNICATIONS:
+                cell = ranks.index(one.rank), column
+                taken[cell] += one.duration
+                expected[cell] += ideal[one.kind]
+    several = len({replica for replica, _ in ranks}) > 1
+    names = [f"replica {r}, stage {stage}" if several else f"stage {stage}" for r, stage in ranks]
+    factors = taken / np.where(expected > 0, expected, 1.0)
+    return dict(zip(names, factors.tolist()))

@@ -7,11 +7,9 @@ script draws the charts (``learning``, ``machine``), ``templates/timelines.html`
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +20,6 @@ from fleetpipe.contrib.view.history import EVALUATED
 from fleetpipe.contrib.view.traced_ops import Pipeline
 from fleetpipe.schedules.forms.trace import Event, figures_of
 
-_STEPS = (1, 2, 2.5, 5, 10)
 _BYTE_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 LOSS, RATE, NORM, BUBBLE = "loss", "learning_rate", "gradient_norm", "bubble_rate"
@@ -48,6 +45,7 @@ MOST_COLOURS = 8
 #: A curve of so many points has a running mean, over its points divided by ``_WINDOWS``.
 _SMOOTH_FROM, _WINDOWS = 60, 40
 
+#: The width of a timeline in the unit of its SVG.
 _WIDTH = 1000
 #: The least and the most width of a drawing, in pixels of CSS; a wide one is scrolled.
 _PIXELS = (560, 1600)
@@ -55,7 +53,6 @@ _PIXELS_OF_A_BOX = 14.0
 _PIXELS_OF_A_DIGIT = 7.0
 #: In a timeline of more boxes those of one colour are one shape, without texts.
 _MOST_BOXES = 2500
-_TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
 
 
@@ -85,11 +82,8 @@ def percent(value: float) -> str:
 
 def size(count: float) -> str:
     """Formats bytes in a fitting unit."""
-    for unit in _BYTE_UNITS:
-        if count < 1000 or unit == _BYTE_UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise ValueError(count)
+    power = min(int(math.log10(max(count, 1)) / 3), len(_BYTE_UNITS) - 1)
+    return f"{count / 1000**power:.{1 if power else 0}f} {_BYTE_UNITS[power]}"
 
 
 def seconds(value: float) -> str:
@@ -116,70 +110,39 @@ def moment(value: float) -> str:
         return "at no known time"
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns round numbers between ``low`` and ``high``; at least one."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * one for one in _STEPS if power * one >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)] or [low]
-
-
-def labels(values: Sequence[float]) -> list[str]:
-    """Formats the numbers of an axis with as many digits as distinguish them."""
-    most = max(map(abs, values), default=0.0)
-    if most and not 1e-3 <= most < 1e6:
-        return [f"{value:.3g}" for value in values]
-    step = min((b - a for a, b in itertools.pairwise(values)), default=most)
-    digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 3
-    # 0.25 has a digit more than its size says.
-    digits += any(abs(round(value, digits) - value) > abs(step) / 100 for value in values)
-    return [f"{value:,.{min(digits, 6)}f}" for value in values]
-
-
 class Curve(NamedTuple):
     """Figures by step.
 
     Attributes:
         name: The text in the legend.
-        xs: Steps, ascending.
-        ys: Figures; NaN and infinities are gaps.
+        series: The figures, of which NaN and infinities are gaps.
         kind: ``line``, or ``points`` for a line with a dot at each figure.
-        colour: 0 for training, 1 for evaluation; the position among several curves of one kind.
-        times: Seconds since the run began, for each figure; empty if unknown.
+        colour: 0 for training, 1 for evaluation; the index among several curves of one kind.
         window: The number of figures of the running mean that is drawn too; 1 for none.
     """
 
     name: str
-    xs: Sequence[int]
-    ys: Sequence[float]
+    series: Series
     kind: str = "line"
     colour: int = 0
-    times: Sequence[float] = ()
     window: int = 1
 
-    def thin(self) -> Curve:
-        """Returns this curve with at most about ``MOST_POINTS`` of its points."""
-        if len(self.xs) <= MOST_POINTS:
-            return self
-        length = math.ceil(2 * len(self.xs) / MOST_POINTS)
-        indices = {0, len(self.xs) - 1}
-        for start in range(0, len(self.xs), length):
-            stretch = range(start, min(start + length, len(self.xs)))
-            finite = [index for index in stretch if math.isfinite(self.ys[index])]
-            indices.update([index for index in stretch if not math.isfinite(self.ys[index])][:1])
-            if finite:
-                indices.add(min(finite, key=self.ys.__getitem__))
-                indices.add(max(finite, key=self.ys.__getitem__))
-        shown = sorted(indices)
-        return self._replace(
-            xs=[self.xs[index] for index in shown],
-            ys=[self.ys[index] for index in shown],
-            times=[self.times[index] for index in shown] if self.times else [],
-        )
+
+def thin(series: Series) -> Series:
+    """Returns a series with at most about ``MOST_POINTS`` of its points, its peaks among them."""
+    count = len(series.steps)
+    if count <= MOST_POINTS:
+        return series
+    length = math.ceil(2 * count / MOST_POINTS)
+    indices = {0, count - 1}
+    for start in range(0, count, length):
+        stretch = range(start, min(start + length, count))
+        gaps = [index for index in stretch if not math.isfinite(series.values[index])]
+        finite = [index for index in stretch if math.isfinite(series.values[index])]
+        by_value = sorted(finite, key=series.values.__getitem__)
+        indices.update(gaps[:1] + by_value[:1] + by_value[-1:])
+    chosen = sorted(indices)
+    return Series(*([figures[index] for index in chosen if figures] for figures in series))
 
 
 class Chart(NamedTuple):
@@ -200,16 +163,14 @@ class Chart(NamedTuple):
     @property
     def values(self) -> dict[str, Any]:
         """The data of the page's script, with None for NaN and infinities."""
-        curves = [
-            {
-                **curve._asdict(),
-                "xs": list(curve.xs),
-                "ys": [y if math.isfinite(y) else None for y in curve.ys],
-                "times": [round(seconds, 3) for seconds in curve.times],
-            }
-            for curve in (curve.thin() for curve in self.curves)
-        ]
-        return {"marks": list(self.marks), "curves": curves}
+        curves = []
+        for name, series, kind, colour, window in self.curves:
+            steps, values, times = thin(series)
+            curve: dict[str, Any] = {"name": name, "kind": kind, "colour": colour}
+            curve.update(window=window, xs=[*steps], times=[round(time, 3) for time in times])
+            curve["ys"] = [value if math.isfinite(value) else None for value in values]
+            curves.append(curve)
+        return {"marks": [*self.marks], "curves": curves}
 
 
 def title_of(name: str) -> str:
@@ -246,31 +207,29 @@ def _charts(runs: Mapping[str, RunRecord], names: Sequence[str]) -> Iterator[Cha
             first, second = [number % MOST_COLOURS] * 2 if several else (0, 1)
             titles = (title, f"{title}, evaluation") if several else ("training", "evaluation")
             if name in run.series:
-                curve = _curve(titles[0], run.series[name], "line", first, name == BUBBLE)
-                curves.append(curve if several or name != LOSS else with_mean(curve))
+                series = run.series[name]
+                if name == BUBBLE:
+                    series = series._replace(values=[100 * value for value in series.values])
+                window = 1 if several or name != LOSS else mean_window(len(series.steps))
+                curves.append(Curve(titles[0], series, "line", first, window))
             if EVALUATED + name in run.series:
-                curves.append(_curve(titles[1], run.series[EVALUATED + name], "points", second))
+                curves.append(Curve(titles[1], run.series[EVALUATED + name], "points", second))
         if curves:
             marks = [] if several else _stops(*runs.values())
             yield Chart(title_of(name), _MACHINE.get(name, ""), curves, marks)
 
 
-def _curve(name: str, series: Series, kind: str, colour: int, percent: bool = False) -> Curve:
-    values = [100 * value for value in series.values] if percent else series.values
-    return Curve(name, series.steps, values, kind, colour, series.times)
-
-
-def with_mean(curve: Curve) -> Curve:
-    """Returns a curve of many points with the length of its running mean set; others as given."""
-    points = min(len(curve.xs), MOST_POINTS)
-    return curve._replace(window=max(5, points // _WINDOWS) if points >= _SMOOTH_FROM else 1)
+def mean_window(count: int) -> int:
+    """Returns the length of the running mean of a curve of so many points; 1 for a few points."""
+    points = min(count, MOST_POINTS)
+    return max(5, points // _WINDOWS) if points >= _SMOOTH_FROM else 1
 
 
 def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
     for name, (title, what, unit, factor) in _BY_RANK.items():
         rows = [row for row in run.train if name in row.lists]
-        count = min((len(row.lists[name]) for row in rows), default=0)
         lists = [[factor * number for number in row.lists[name]] for row in rows]
+        count = min(map(len, lists), default=0)
         columns = {f"{what} {rank}": [each[rank] for each in lists] for rank in range(count)}
         if count > MOST_COLOURS:
             columns = {
@@ -278,10 +237,10 @@ def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
                 f"median of {count}": [median(each) for each in lists],
                 f"most of {count}": [max(each) for each in lists],
             }
-        xs, times = [row.step for row in rows], run.elapsed(rows)
+        steps, times = [row.step for row in rows], run.elapsed(rows)
         curves = [
-            Curve(each, xs, ys, "line", colour, times)
-            for colour, (each, ys) in enumerate(columns.items())
+            Curve(curve, Series(steps, values, times), "line", colour)
+            for colour, (curve, values) in enumerate(columns.items())
         ]
         if curves:
             yield Chart(f"{title} by {what}", unit, curves, _stops(run))
@@ -291,56 +250,40 @@ def _stops(run: RunRecord) -> list[int]:
     return [attempt.step for attempt in run.board.attempts[1:]]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A box, or all boxes of one colour: class, outline, opacity, and the pointer's text."""
+class Track(NamedTuple):
+    """A timeline: a row of boxes for each rank.
 
-    kind: str
-    outline: str
-    opacity: str
-    text: str = ""
+    Attributes:
+        panel: The events, and where their boxes are.
+        shapes: The outlines of boxes that look alike, as paths of an SVG, by kind, opacity and the
+            text under the pointer.
+        numbered: The boxes that have room for the number of their micro-batch.
+    """
 
-
-@dataclass(frozen=True)
-class Number:
-    """The number of a micro-batch on a box, at a position in percent of width and height."""
-
-    kind: str
-    text: str
-    left: str
-    top: str
+    panel: Panel
+    shapes: Mapping[tuple[str, str, str], Sequence[str]]
+    numbered: Sequence[Bar]
 
 
-@dataclass(frozen=True)
-class Track:
-    """The predicted or the measured timeline: a row of boxes for each rank."""
-
-    title: str
-    ranks: int
-    shapes: list[Shape]
-    numbers: list[Number]
-
-
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """Timelines below each other, on one scale.
 
     Attributes:
-        tracks: The predicted and the measured track, if they exist.
+        tracks: The timelines that have boxes: the predicted and the measured one, if they exist.
+        end: When the last box ends.
         pixels: The least width in pixels.
         kinds: The kinds of actions drawn, each with its text in the legend.
         shaded: Whether some boxes are paler, as of a later stage.
-        numbered: Whether some boxes have numbers.
         marks: Labels of the axis of time, each with its share of the width in percent.
-        unit: The unit of the times; empty if they are costs of 1.
+        unit: The unit of the labels; empty if the times are costs of 1.
     """
 
-    tracks: list[Track]
+    tracks: Sequence[Track]
+    end: float
     pixels: float
-    kinds: dict[str, str]
+    kinds: Mapping[str, str]
     shaded: bool
-    numbered: bool
-    marks: list[tuple[str, str]]
+    marks: Sequence[tuple[str, float]]
     unit: str
 
 
@@ -353,7 +296,7 @@ def drawings(pipeline: Pipeline) -> list[Drawing]:
     # A browser is slow on a page of many steps of many boxes each.
     most = min(_MOST_BOXES, 4 * _MOST_BOXES // max(1, count))
     return [
-        laid_out([predicted, _panel(title, pipeline, events)], most)
+        lay_out([predicted, _panel(title, pipeline, events)], most)
         for title, events in zip(titles, pipeline.traced or [[]])
     ]
 
@@ -363,7 +306,7 @@ def _panel(title: str, pipeline: Pipeline, events: Sequence[Event]) -> Panel:
     return Panel(f"{title}: bubble {bubble}", events, pipeline.placement, pipeline.unit)
 
 
-def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
+def lay_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     """Lays out timelines below each other, in one unit of time.
 
     Args:
@@ -377,76 +320,53 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     pixels = min(max(_PIXELS[0], _PIXELS_OF_A_BOX * boxes), _PIXELS[1])
     tracks = [
         Track(
-            panel.title,
-            panel.placement.ranks,
-            _shapes(panel, end, merged=len(panel.bars) > most_boxes),
-            _numbers(panel, end, pixels)[:_MOST_BOXES],
+            panel,
+            _shapes_of(panel, _WIDTH / end, joined=len(panel.bars) > most_boxes),
+            [bar for bar in panel.bars if _has_room(bar, pixels / end)][:_MOST_BOXES],
         )
         for panel in panels
         if panel.bars
     ]
-    marks, unit = _axis(panels[0].unit, end)
+    in_milliseconds = panels[0].unit == "s" and end < 2
+    scale = 1e3 if in_milliseconds else 1.0
     return Drawing(
         tracks,
+        end,
         pixels,
         {kind: text for kind, text in _KINDS.items() if any(bar.kind == kind for bar in bars)},
         any(bar.shade for bar in bars),
-        any(track.numbers for track in tracks),
-        marks,
-        unit,
+        [(short(mark), 100 * mark / (scale * end)) for mark in axis_marks(scale * end)],
+        "ms" if in_milliseconds else panels[0].unit,
     )
 
 
-def _shapes(panel: Panel, end: float, merged: bool) -> list[Shape]:
-    """Returns a shape for each box, with its action and duration, or for each colour if merged."""
-    if merged:
-        outlines: dict[tuple[str, str], list[str]] = {}
-        for bar in panel.bars:
-            outlines.setdefault((bar.kind, _opacity(bar)), []).append(_outline(bar, end))
-        return [Shape(kind, "".join(each), opacity) for (kind, opacity), each in outlines.items()]
+def axis_marks(end: float) -> list[float]:
+    """Returns 5 to 11 round numbers, from 0 to at most ``end``, which is above 0."""
+    power = 10.0 ** math.floor(math.log10(end))
+    step = max(power / parts for parts in (1, 2, 5) if end >= 4 * power / parts)
+    return [number * step for number in range(math.floor(end / step + 1e-9) + 1)]
+
+
+def _shapes_of(panel: Panel, width: float, joined: bool) -> dict[tuple[str, str, str], list[str]]:
+    """Returns the outlines of boxes by kind, opacity and text: action and duration, none if joined.
+
+    Boxes of one key make one shape, so that without texts each colour has a single one.
+    """
     texts = (
         f"{name} on rank {event.rank}: {seconds(event.end - event.start)}"
         for event in panel.events
         for name in event.actions or [event.name]
     )
-    return [
-        Shape(bar.kind, _outline(bar, end), _opacity(bar), text)
-        for bar, text in zip(panel.bars, texts)
-    ]
+    shapes: dict[tuple[str, str, str], list[str]] = {}
+    for bar, text in zip(panel.bars, texts):
+        key = bar.kind, f"{1 - 0.8 * bar.shade:g}", "" if joined else text
+        left, right = f"{bar.left * width:.6g}", f"{bar.right * width:.6g}"
+        outline = f"M{left} {bar.top:.3f}H{right}V{bar.bottom:.3f}H{left}z"
+        shapes.setdefault(key, []).append(outline)
+    return shapes
 
 
-def _opacity(bar: Bar) -> str:
-    return f"{1 - 0.8 * bar.shade:g}"
-
-
-def _outline(bar: Bar, end: float) -> str:
-    left, right = (round(_WIDTH * x / end, 3) for x in (bar.left, bar.right))
-    width, height = max(round(right - left, 3), 0), round(bar.bottom - bar.top, 3)
-    return f"M{left:g} {round(bar.top, 3):g}h{width:g}v{height:g}h{-width:g}z"
-
-
-def _numbers(panel: Panel, end: float, pixels: float) -> list[Number]:
-    """Returns the numbers of micro-batches that fit into their boxes."""
-    numbers = []
-    for bar in panel.bars:
-        needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
-        if bar.number and (bar.right - bar.left) / end * pixels >= needed:
-            top = 100 * ((bar.top + bar.bottom) / 2 + 0.5) / panel.placement.ranks
-            left = _share((bar.left + bar.right) / 2, end)
-            numbers.append(Number(bar.kind, bar.number, left, f"{top:.4g}"))
-    return numbers
-
-
-def _share(value: float, end: float) -> str:
-    return f"{100 * value / end:.5g}"
-
-
-def _axis(unit: str, end: float) -> tuple[list[tuple[str, str]], str]:
-    """Returns the labels of the axis, and the unit that they are in."""
-    factor = 1.0
-    if unit:
-        unit, factor = next(
-            one for one in _TIME_UNITS if end * one[1] >= 2 or one is _TIME_UNITS[-1]
-        )
-    marks = ticks(0, end * factor, 8)
-    return [(text, _share(m / factor, end)) for text, m in zip(labels(marks), marks)], unit
+def _has_room(bar: Bar, pixels: float) -> bool:
+    """Returns whether a box has a number that fits; a unit of time is so many pixels wide."""
+    needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
+    return bool(bar.number) and (bar.right - bar.left) * pixels >= needed

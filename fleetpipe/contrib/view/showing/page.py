@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fleetpipe.contrib.view.answers import Answer, answers_of, events_of
 from fleetpipe.contrib.view.board import Row, RunRecord
@@ -29,6 +29,12 @@ _MOST_LEVELS = 8
 #: The sections of ``run.json`` whose settings are shown and compared.
 _SECTIONS = ("config", "training", "layout", "environment", "versions")
 
+#: The headings of columns of texts; others hold numbers.
+_TEXTS = (
+    *("run", "state", "done", "elapsed", "hash", "stages", "layers", "action"),
+    *("began (UTC)", "end", "time (UTC)", "event"),
+)
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -44,26 +50,28 @@ class Column(NamedTuple):
     number: bool = True
 
 
-def table(columns: Sequence[Column]) -> list[Column]:
-    """Returns the columns that have a non-empty cell."""
-    return [column for column in columns if any(column.cells)]
+def table(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """Returns the columns of a table, without those whose cells are all empty.
+
+    Args:
+        rows: The cells of each row by heading. Floats are written with equally many decimals in all
+            of a column; other cells are texts, or values for which the template has markup.
+    """
+    columns = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        cells = [row.get(name, "") for row in rows]
+        aligned = iter(drawing.align([cell for cell in cells if isinstance(cell, float)]))
+        texts = [next(aligned) if isinstance(cell, float) else cell for cell in cells]
+        if any(texts):
+            columns.append(Column(name, texts, name not in _TEXTS))
+    return columns
 
 
 def evaluations(rows: Sequence[Row]) -> list[Column]:
     """Returns the figures of each evaluation, the newest last."""
-    names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    texts = {
-        name: iter(drawing.align([row.figures[name] for row in rows if name in row.figures]))
-        for name in names
-    }
-    columns = [
-        Column("epoch", [str(row.epoch + 1) for row in rows]),
-        Column("step", [f"{row.step:,}" for row in rows]),
-    ]
-    for name in names:
-        cells = [next(texts[name]) if name in row.figures else "" for row in rows]
-        columns.append(Column(name, cells))
-    return table(columns)
+    return table(
+        [{"epoch": str(row.epoch + 1), "step": f"{row.step:,}", **row.figures} for row in rows]
+    )
 
 
 def stages(run: RunRecord) -> list[Column]:
@@ -72,77 +80,70 @@ def stages(run: RunRecord) -> list[Column]:
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
     count = max(len(held), len(peaks), *(_count(stage.get("rank")) + 1 for stage in stages), 0)
-    by_rank = [[stage for stage in stages if stage.get("rank") == rank] for rank in range(count)]
-    sums = [sum(_count(stage.get("parameters")) for stage in each) for each in by_rank]
-    total = sum(sums)
-    return table(
-        [
-            Column("rank", [str(rank) for rank in range(count)]),
-            Column(
-                "stages", [", ".join(str(s.get("stage")) for s in each) for each in by_rank], False
-            ),
-            Column(
-                "layers",
-                ["; ".join(_names(s.get("layers")) for s in each) for each in by_rank],
-                False,
-            ),
-            Column("parameters", [f"{n:,}" if each else "" for n, each in zip(sums, by_rank)]),
-            Column("share", [f"{n / total:.1%}" for n in sums] if total else []),
-            Column("forwards held, planned", _fill(peaks, count)),
-            Column("measured", _fill(held, count)),
-        ]
-    )
+    total = sum(_count(stage.get("parameters")) for stage in stages)
+    rows = []
+    for rank in range(count):
+        of_rank = [stage for stage in stages if stage.get("rank") == rank]
+        parameters = sum(_count(stage.get("parameters")) for stage in of_rank)
+        rows.append(
+            {
+                "rank": str(rank),
+                "stages": ", ".join(str(stage.get("stage")) for stage in of_rank),
+                "layers": "; ".join(_names(stage.get("layers")) for stage in of_rank),
+                "parameters": f"{parameters:,}" if of_rank else "",
+                "share": f"{parameters / total:.1%}" if total else "",
+                "forwards held, planned": drawing.short(peaks[rank]) if rank < len(peaks) else "",
+                "measured": drawing.short(held[rank]) if rank < len(held) else "",
+            }
+        )
+    return table(rows)
 
 
 def present(records: Sequence[RankRecord]) -> list[Column]:
     """Returns state, step, memory, messages and action of each rank of a job."""
-    limits = [
-        f" of {drawing.size(one.memory_limit)}" if one.memory_limit else "" for one in records
-    ]
-    caps = ["" if one.held_cap is None else f" of {one.held_cap}" for one in records]
-    ages = [one.step_age for one in records]
-    unsent = [f", {drawing.size(one.outgoing)} to send" if one.outgoing else "" for one in records]
-    columns = [
-        Column("rank", [str(one.rank) for one in records]),
-        Column("stage", ["–" if one.stage is None else str(one.stage) for one in records]),
-        Column("state", [one.state for one in records], False),
-        Column("busy", [f"{one.busy:.0%}" for one in records]),
-        Column("step", [str(one.step) for one in records]),
-        Column(
-            "last step", ["–" if age is None else f"{drawing.seconds(age)} ago" for age in ages]
-        ),
-        Column("memory", [drawing.size(one.memory) + of for one, of in zip(records, limits)]),
-        Column("held", [f"{one.held}{of}" for one, of in zip(records, caps)]),
-        Column("messages", [f"{one.incoming}{of}" for one, of in zip(records, unsent)]),
-        Column("action", [one.doing for one in records], False),
-    ]
-    return columns if records else []
+    rows = []
+    for one in records:
+        age, cap = one.step_age, one.held_cap
+        limit = f" of {drawing.size(one.memory_limit)}" if one.memory_limit else ""
+        unsent = f", {drawing.size(one.outgoing)} to send" if one.outgoing else ""
+        rows.append(
+            {
+                "rank": str(one.rank),
+                "stage": "–" if one.stage is None else str(one.stage),
+                "state": one.state,
+                "busy": f"{one.busy:.0%}",
+                "step": str(one.step),
+                "last step": "–" if age is None else f"{drawing.seconds(age)} ago",
+                "memory": drawing.size(one.memory) + limit,
+                "held": f"{one.held}" if cap is None else f"{one.held} of {cap}",
+                "messages": f"{one.incoming}{unsent}",
+                "action": one.doing,
+            }
+        )
+    return table(rows)
 
 
 def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
     """Returns when and after which step each attempt of the run began, and how it ended."""
-    lasted = [None if each.ended is None else each.ended - each.began for each in records]
-    steps = [each.last_step for each in records]
-    return table(
-        [
-            Column("attempt", [str(number) for number, _ in enumerate(records, 1)]),
-            Column("began (UTC)", [drawing.moment(each.began) for each in records], False),
-            Column("after step", [f"{each.step:,}" for each in records]),
-            Column("lasted", ["" if n is None else drawing.seconds(max(0.0, n)) for n in lasted]),
-            Column("last step", ["" if step is None else f"{step:,}" for step in steps]),
-            Column("end", records, False),
-        ]
-    )
+    rows = []
+    for number, one in enumerate(records, 1):
+        lasted = None if one.ended is None else max(0.0, one.ended - one.began)
+        rows.append(
+            {
+                "attempt": str(number),
+                "began (UTC)": drawing.moment(one.began),
+                "after step": f"{one.step:,}",
+                "lasted": "" if lasted is None else drawing.seconds(lasted),
+                "last step": "" if one.last_step is None else f"{one.last_step:,}",
+                "end": one,
+            }
+        )
+    return table(rows)
 
 
-def events_table(happened: Sequence[RunEvent]) -> list[Column]:
+def events_table(events: Sequence[RunEvent]) -> list[Column]:
     """Returns the events of a run and their times, the newest last."""
-    return table(
-        [
-            Column("time (UTC)", [drawing.moment(event.time) for event in happened], False),
-            Column("event", [str(event) for event in happened], False),
-        ]
-    )
+    return table([{"time (UTC)": drawing.moment(one.time), "event": str(one)} for one in events])
 
 
 def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -155,10 +156,6 @@ def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple
             text = ", ".join(map(_text, value)) if isinstance(value, list) else _text(value)
             if text:
                 yield path, text
-
-
-def _fill(figures: Sequence[float], count: int) -> list[str]:
-    return [drawing.short(figures[rank]) if rank < len(figures) else "" for rank in range(count)]
 
 
 def _text(value: object) -> str:
@@ -191,8 +188,8 @@ def _count(value: object) -> int:
 
 
 @cache
-def template(name: str) -> Template:
-    """Returns a template of this package; values in it are escaped."""
+def _environment() -> Environment:
+    """Returns the templates of this package; values in them are escaped."""
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -201,9 +198,21 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters["short"] = drawing.short
-    environment.globals["live"] = False
+    environment.globals.update(live=False, version=__version__)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.get_template(name)
+    return environment
+
+
+def render(name: str, now: float, **values: object) -> str:
+    """Returns a page as an HTML text that loads no other file.
+
+    Args:
+        name: Its template.
+        now: The date of the page, in seconds since 1970.
+        values: What the template shows.
+    """
+    written = drawing.moment(now)
+    return _environment().get_template(name).render(**values, written=written)
 
 
 def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
@@ -217,7 +226,9 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
     at = time.time() if now is None else now
     command = run.about.get("command")
     board = run.board
-    return template("page.html").render(
+    return render(
+        "page.html",
+        at,
         run=run,
         live=live,
         answers=[*answers_of(run, at), *_more_answers(run)],
@@ -232,8 +243,6 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
         events=events_table(events_of(board)),
         evaluations=evaluations(run.evaluations),
         settings={part: list(named_settings(run.section(part))) for part in _SECTIONS},
-        version=__version__,
-        written=drawing.moment(at),
     )
 
 
@@ -292,33 +301,34 @@ def comparison(runs: Mapping[str, RunRecord], now: float | None = None) -> str:
         now: The date of the page, in seconds since 1970; None: the present time.
     """
     at = time.time() if now is None else now
-    return template("compare.html").render(
+    return render(
+        "compare.html",
+        at,
         names=list(runs),
         colours=drawing.MOST_COLOURS,
         learning=drawing.learning(runs),
         machine=drawing.machine(runs),
         figures=_last_figures(runs, at),
         settings=_differing(runs),
-        version=__version__,
-        written=drawing.moment(at),
     )
 
 
 def _last_figures(runs: Mapping[str, RunRecord], now: float) -> list[Column]:
     """Returns table columns with a row for each run: its state, and each metric's last value."""
-    answers = [[*answers_of(run, now), *_more_answers(run)] for run in runs.values()]
-    columns = [Column("run", list(runs), False)]
-    for question in ("state", "done", "elapsed", "hash"):
-        texts = [{one.question: one.text for one in each} for each in answers]
-        columns.append(Column(question, [text.get(question, "") for text in texts], False))
-    names = dict.fromkeys(name for run in runs.values() for name in drawing.metrics(run))
-    for name in (drawing.LOSS, *names, *drawing.THROUGHPUT):
-        for prefix, phase in (("", "training"), (EVALUATED, "evaluation")):
-            series = [run.series.get(prefix + name) for run in runs.values()]
-            aligned = iter(drawing.align([one.values[-1] for one in series if one]))
-            cells = [next(aligned) if one else "" for one in series]
-            columns.append(Column(f"{drawing.title_of(name)}, {phase}", cells))
-    return table(columns)
+    metrics = dict.fromkeys(name for run in runs.values() for name in drawing.metrics(run))
+    rows = []
+    for title, run in runs.items():
+        texts = {one.question: one.text for one in [*answers_of(run, now), *_more_answers(run)]}
+        row: dict[str, Any] = {"run": title}
+        for question in ("state", "done", "elapsed", "hash"):
+            row[question] = texts.get(question, "")
+        for name in (drawing.LOSS, *metrics, *drawing.THROUGHPUT):
+            heading = drawing.THROUGHPUT.get(name) or drawing.title_of(name)
+            for prefix, phase in (("", "training"), (EVALUATED, "evaluation")):
+                last = run.series[prefix + name].values[-1:] if prefix + name in run.series else ()
+                row[f"{heading}, {phase}"] = float(last[0]) if last else ""
+        rows.append(row)
+    return table(rows)
 
 
 def _differing(runs: Mapping[str, RunRecord]) -> list[Column]:
@@ -332,6 +342,5 @@ def _differing(runs: Mapping[str, RunRecord]) -> list[Column]:
     differing = [name for name in names if len({each.get(name) for each in by_run.values()}) > 1]
     columns = [Column("setting", differing, False)]
     for title, each in by_run.items():
-        cells = [each.get(name, "none") for name in differing]
-        columns.append(Column(title, cells, False))
-    return table(columns)
+        columns.append(Column(title, [each.get(name, "none") for name in differing], False))
+    return columns if differing else []

@@ -126,7 +126,7 @@ def test_what_the_machine_did_is_said(
     assert f"  {QUEUEING:<24}1.75 s, 17.5%" in lines
     assert any(line.startswith("load of the machine       3.5, ") for line in lines)
     assert (
-        "<dt>waiting for messages</dt><dd>3.2 s, 32.5%</dd>" in (tmp_path / "why.html").read_text()
+        "<dt>waiting for messages</dt><dd>3.25 s, 32.5%</dd>" in (tmp_path / "why.html").read_text()
     )
     assert main(["why", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["account"]["outside of operations"] == 2.5

@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
-from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
+from fleetpipe.checkpoint.files.manifest import Entry, FileSummary, Manifest, WrittenPart
 from fleetpipe.cli import main
 from fleetpipe.contrib.pictures import Panel
+from fleetpipe.contrib.view.board import Series
 from fleetpipe.contrib.view.run_folder import read
 from fleetpipe.contrib.view.showing.drawing import (
     Chart,
     Curve,
     align,
-    labels,
-    laid_out,
+    axis_marks,
+    lay_out,
+    mean_window,
     seconds,
     short,
     size,
-    ticks,
-    with_mean,
+    thin,
 )
 from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.mesh.parts import Described
@@ -159,7 +160,12 @@ def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:
         home = folder / "checkpoints" / f"step-{step:08d}"
         home.mkdir(parents=True)
         contents = Manifest(
-            *(step, {"model": Whole(0, 0)}, {TensorName(MODEL, "0.weight"): weight}, ("0.weight",)),
+            *(
+                step,
+                {"model": FileSummary(0, 0)},
+                {TensorName(MODEL, "0.weight"): weight},
+                ("0.weight",),
+            ),
             *(None, {}, {}, {}),
         )
         (home / "manifest.json").write_text(contents.to_text())
@@ -254,33 +260,31 @@ def test_what_is_no_number_is_a_gap_and_is_said(tmp_path: Path) -> None:
 def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     ys = [1.0] * 100_000
     ys[77_777], ys[12_345] = 50.0, math.nan
-    curve = Curve("training", range(100_000), ys)
-    thin = curve.thin()
-    assert len(thin.xs) < 1200
-    assert (77_777, 50.0) in zip(thin.xs, thin.ys)
-    assert (thin.xs[0], thin.xs[-1]) == (0, 99_999)
-    assert [x for x, y in zip(thin.xs, thin.ys) if math.isnan(y)] == [12_345]
-    assert all(ys[x] == y for x, y in zip(thin.xs, thin.ys) if x != 12_345)
-    assert with_mean(curve).window == 15
-    assert with_mean(Curve("loss", range(100), [float(x) for x in range(100)])).window == 5
-    assert with_mean(Curve("loss", range(10), [1.0] * 10)).window == 1
-    (data,) = Chart("loss", "", [with_mean(curve)]).values["curves"]
-    assert len(data["xs"]) == len(data["ys"]) == len(thin.xs)
+    whole = Series(range(100_000), ys, range(100_000))
+    xs, values, times = thin(whole)
+    assert len(xs) < 1200
+    assert (77_777, 50.0) in zip(xs, values)
+    assert (xs[0], xs[-1]) == (0, 99_999)
+    assert xs == times
+    assert [x for x, y in zip(xs, values) if math.isnan(y)] == [12_345]
+    assert all(ys[x] == y for x, y in zip(xs, values) if x != 12_345)
+    assert [mean_window(count) for count in (100_000, 100, 10)] == [15, 5, 1]
+    (data,) = Chart("loss", "", [Curve("training", whole)]).values["curves"]
+    assert len(data["xs"]) == len(data["ys"]) == len(xs)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
+    ("end", "expected"),
     [
-        (0, 100, ["0", "20", "40", "60", "80", "100"]),
-        (0, 0.0101, ["0.0000", "0.0025", "0.0050", "0.0075", "0.0100"]),
-        (1e-9, 3e-9, ["1e-09", "1.5e-09", "2e-09", "2.5e-09", "3e-09"]),
-        (-1, 1, ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
-        (5, 5, ["5"]),
-        (0, 2_400_000, ["0", "5e+05", "1e+06", "1.5e+06", "2e+06"]),
+        (1.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (0.0101, ["0", "0.002", "0.004", "0.006", "0.008", "0.01"]),
+        (2e-9, ["0", "5.000e-10", "1.000e-09", "1.500e-09", "2.000e-09"]),
+        (45.0, ["0", "10", "20", "30", "40"]),
+        (2_400_000, ["0", "500,000", "1,000,000", "1,500,000", "2,000,000"]),
     ],
 )
-def test_the_lines_of_an_axis(low: float, high: float, expected: list[str]) -> None:
-    assert labels(ticks(low, high)) == expected
+def test_the_axis_of_time_has_round_numbers(end: float, expected: list[str]) -> None:
+    assert [short(mark) for mark in axis_marks(end)] == expected
 
 
 def test_numbers_are_short_and_stand_below_each_other() -> None:
@@ -297,19 +301,20 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
 def test_boxes_keep_their_texts_beside_an_operation_that_is_no_action() -> None:
     names = ("F0.0", "optimizer", "F0.1")
     events = [Event(0, name, start, start + 1.0) for start, name in enumerate(names)]
-    (track,) = laid_out([Panel("step", events, Placement("loop", 1, 1), "s")]).tracks
-    assert [shape.text for shape in track.shapes] == [f"{name} on rank 0: 1.0 s" for name in names]
+    (track,) = lay_out([Panel("step", events, Placement("loop", 1, 1), "s")]).tracks
+    assert [text for _, _, text in track.shapes] == [f"{name} on rank 0: 1.0 s" for name in names]
 
 
 def test_many_boxes_of_one_colour_are_one_shape() -> None:
     events = [Event(0, f"F0.{n}", float(n), n + 1.0) for n in range(4)]
     events += [Event(0, f"B0.{n}", n + 4.0, n + 5.0) for n in range(4)]
     panel = Panel("step", events, Placement("loop", 1, 1), "s")
-    (apart,), (joined,) = (laid_out([panel], most).tracks for most in (8, 7))
+    (apart,), (joined,) = (lay_out([panel], most).tracks for most in (8, 7))
     assert len(apart.shapes) == 8
-    assert [shape.outline for shape in joined.shapes] == [
-        "".join(shape.outline for shape in apart.shapes if shape.kind == kind) for kind in "FB"
-    ]
+    assert joined.shapes == {
+        (kind, "1", ""): [outlines[0] for key, outlines in apart.shapes.items() if key[0] == kind]
+        for kind in "FB"
+    }
 
 
 def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
@@ -317,7 +322,7 @@ def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
     done = without_paddle(
         f"""
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
-from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
+from fleetpipe.checkpoint.files.manifest import Entry, FileSummary, Manifest, WrittenPart
 from fleetpipe.cli import main
 assert main(["report", {str(folder)!r}, "-o", {str(target)!r}]) == 0
 assert not any(name.startswith("paddle") for name in sys.modules)
