@@ -110,7 +110,9 @@ def test_a_rank_passes_its_cap_where_no_memory_is_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        Envelope, "_fits", lambda self, place: self.in_flight + self._adds[place] <= self.cap
+        Envelope,
+        "_fits",
+        lambda self, place: self.in_flight + self._added_during[place] <= self.cap,
     )
     for name in ("ZBV", "Interleaved1F1B"):
         with pytest.raises(AssertionError, match="holds more than its cap"):

@@ -155,7 +155,7 @@ def test_the_bubble_is_that_of_the_body(name: str, ranks: int, part: float) -> N
             for row in timeline.schedule.actions
         )
     ]
-    assert max(held) <= body + table.AHEAD
+    assert max(held) <= body + table.EXTRA_FORWARDS
 
 
 def test_the_loss_takes_no_time_unless_costs_say_so() -> None:
