@@ -235,7 +235,7 @@ class StagedCapture(NamedTuple):
     starts: tuple[int, ...]
     functions: Sequence[Callable[[Nest], Nest]]
     runner: StageRunner
-    values_on_edges: dict[Edge, tuple[str, ...]]
+    crossing: dict[Edge, tuple[str, ...]]
     written: tuple[tuple[StateRef, ...], ...]
 
     def renew(self, stage: int) -> None:
