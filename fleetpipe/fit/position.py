@@ -88,7 +88,7 @@ class BatchSource:
         dropped = 0 if positioned else taken
         left = None if self.samples is None else self.samples - taken * self.together
         by_thread = getattr(self.loader, "num_workers", None) == 0
-        with self.random_of_pass.again(dropped, by_thread):
+        with self.random_of_pass.states_at_begin(dropped, by_thread):
             items: Iterator[Nest] = iter(
                 batches_of(self.loader, self.job.timeout)
                 if type(self.loader) is paddle.io.DataLoader

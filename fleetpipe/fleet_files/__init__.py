@@ -1,4 +1,4 @@
-"""Files as Paddle and Fleet write them: state dicts, and folders with a file for each layer.
+"""Reads and writes files as Paddle and Fleet do: state dicts, and folders of a file for each layer.
 
 Start with ``states.py``; ``pickled.py`` reads its pickles without running the functions that they
 name. ``manifest.py`` has the names of the files in a folder of layers, and records which save each

@@ -4,7 +4,8 @@ A pickle is a program for a small stack machine, which may call any function of 
 Python's own machine runs only the operations that Paddle's files have, and calls only the functions
 of :data:`_CALLS`, which build arrays and plain containers. It allocates no more memory than the
 file has bytes. Python's machine written in C is not used: it allocates memory for as many values as
-a file announces, and overflows the stack when it hashes a deeply nested key.
+a file announces, and overflows the stack when it hashes a deeply nested key. An array comes in two
+operations, the second of which has its shape and bytes: until then it is unbuilt.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from fleetpipe.errors import is_shape
 #: A value in a pickle: plain containers, numbers, texts, arrays, and arrays not yet built.
 Pickled = Any
 
+#: The bytes of an element of each kind of NumPy's dtypes that Paddle's files have.
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
 _DTYPES = {f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes}
+#: The names of the operations that Paddle's files have; see ``pickletools``.
 _OPERATIONS = (
     *("PROTO", "FRAME", "STOP", "MARK", "REDUCE", "BUILD", "GLOBAL", "STACK_GLOBAL", "NEWOBJ"),
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
@@ -35,24 +38,32 @@ _OPERATIONS = (
     *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
     *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
 )
-_DEEPEST = 100
-_MISUSES = (TypeError, LookupError, ArithmeticError, AttributeError, pickle.UnpicklingError)
+#: The most containers around a value.
+_MOST_NESTED = 100
+#: The errors of operations on values that they are not for.
+_OPERATION_ERRORS = (
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    pickle.UnpicklingError,
+)
 _PLAIN = (bool, int, float, str, bytes, np.generic)
 
 _Python: Any = pickle._Unpickler
 
 
 class Refused(ValueError):
-    """A pickle holds something that ``paddle.save`` does not write; the message names it."""
+    """The error for a pickle with something that ``paddle.save`` does not write, as it says."""
 
 
-class Placed(NamedTuple):
+class ArrayLocation(NamedTuple):
     """The location of an array that was left in its file.
 
     Attributes:
-        dtype: The dtype of its elements in the file.
-        shape: Its shape.
-        order: ``"C"`` or ``"F"``, the order of the elements.
+        dtype: The dtype of the elements in the file.
+        shape: The shape of the array.
+        order: ``"C"`` or ``"F"``, the order of the elements in the file.
         begin: The offset of the first element in the file.
     """
 
@@ -62,33 +73,34 @@ class Placed(NamedTuple):
     begin: int
 
 
-def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False) -> Pickled:
+def read(file: BinaryIO, records: Collection[str] = (), *, leave_arrays: bool = False) -> Pickled:
     """Returns the contents of a file of ``paddle.save``.
 
     Args:
         file: The file, open for reading, at its begin.
-        records: Full names of classes of which the file may hold objects; each is read as a
+        records: Full names of classes of which the file may have objects; each is read as a
             :class:`PickledObject`.
-        placed: Whether large arrays are left in the file, as :class:`Placed`.
+        leave_arrays: Whether large arrays are left in the file, as :class:`ArrayLocation`.
 
     Returns:
         Dicts, lists, tuples, numbers, strings, and arrays in place of tensors. An array may share
         the file's bytes and be read-only; bfloat16 is read as uint16 with its bits.
 
     Raises:
-        Refused: It holds something else.
-        ValueError: It is no pickle, or ends early.
+        Refused: The file has something else.
+        ValueError: The file is no pickle, or ends early.
     """
-    machine = _Machine(_Bytes(file), records, placed)
+    machine = _Machine(_Bytes(file), records, leave_arrays)
     try:
         value = machine.load()
-    except _MISUSES as error:
+    except _OPERATION_ERRORS as error:
         raise Refused(f"an operation on what it is not for: {error}") from error
     if file.read(1):
         raise Refused("more bytes after its end")
     if machine.stack or machine.metastack:
         raise Refused("no single value at its end")
-    return _finish(value, {}, 0)[0]
+    built, _ = _build_values(value, {}, 0)
+    return built
 
 
 class _Bytes:
@@ -105,17 +117,22 @@ class _Bytes:
             raise ValueError(f"{count} bytes are announced, and {len(data)} left")
         return data
 
-    def skip(self, count: int) -> _Place:
-        """Skips bytes, after a check that they exist, and returns their location."""
+    def skip(self, count: int) -> _BytesLocation:
+        """Skips bytes, and returns their location; raises a ValueError if they do not exist."""
         begin = self._file.tell()
         if begin + count > self._size:
             raise ValueError(f"{count} bytes are announced, and {self._size - begin} left")
         self._file.seek(count, os.SEEK_CUR)
-        return _Place(begin, nbytes=count)
+        return _BytesLocation(begin, nbytes=count)
 
 
-class _Place(NamedTuple):
-    """The location of bytes in a file that were not read."""
+class _BytesLocation(NamedTuple):
+    """The location of bytes in a file that were not read.
+
+    Attributes:
+        begin: The offset of the first byte.
+        nbytes: The number of bytes.
+    """
 
     begin: int
     nbytes: int
@@ -125,7 +142,7 @@ class _Unbuilt:
     """An array or a dtype whose state comes later in the pickle.
 
     Attributes:
-        value: The array or dtype, once the state has come.
+        value: The array or dtype; None until :meth:`build` was called.
     """
 
     def __init__(self, build: Callable[[Pickled], Pickled]) -> None:
@@ -133,20 +150,20 @@ class _Unbuilt:
         self.value: Pickled = None
 
     def build(self, state: Pickled) -> None:
-        """Builds the value from its state."""
+        """Builds the value from its state in the pickle."""
         self.value = self._build(state)
 
 
-class _Kind(str):
-    """The name of a class of records."""
+class _ClassName(str):
+    """The name of a class in a pickle, which stands for the class."""
 
 
 class PickledObject(_Unbuilt):
-    """The attributes of an object in a pickle, whose class is not called.
+    """An object in a pickle, whose class is not imported.
 
     Attributes:
-        kind: The name of its class, without the module.
-        fields: The attributes by name.
+        kind: The name of the object's class, without the module.
+        fields: The object's attributes by name.
     """
 
     def __init__(self, kind: str) -> None:
@@ -155,12 +172,15 @@ class PickledObject(_Unbuilt):
         self.fields: dict[str, Pickled] = {}
 
     def _take(self, state: Pickled) -> Pickled:
+        """Stores the object's state as its attributes."""
         if type(state) is not dict:
             raise Refused("an object with a state that is no dict")
         self.fields = state
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
+    """The methods of the allowed operations by their codes; any other code raises ``Refused``."""
+
     def __missing__(self, code: int) -> Callable[[Any], None]:
         names = {ord(operation.code): operation.name for operation in pickletools.opcodes}
         raise Refused(f"the pickle operation {names.get(code, code)}")
@@ -169,57 +189,66 @@ class _Operations(dict[int, Callable[[Any], None]]):
 class _Machine(_Python):  # type: ignore[misc]
     """Python's unpickler, restricted to the operations of Paddle's files."""
 
-    def __init__(self, file: _Bytes, records: Collection[str], placed: bool) -> None:
+    def __init__(self, file: _Bytes, records: Collection[str], leave_arrays: bool) -> None:
         super().__init__(file)
         self._records = records
-        self._large = file.skip if placed else file.read
+        self._read_or_skip = file.skip if leave_arrays else file.read
 
-    def find_class(self, module: str, name: str) -> Callable[..., Pickled] | _Kind:
-        full = f"{module}.{name}"
-        if full in self._records:
-            return _Kind(name)
-        if full not in _CALLS:
-            raise Refused(f"the name {full[:80]!r}")
-        return _CALLS[full]
+    def find_class(self, module: str, name: str) -> Callable[..., Pickled] | _ClassName:
+        """Returns what stands for a name of a module in this machine."""
+        full_name = f"{module}.{name}"
+        if full_name in self._records:
+            return _ClassName(name)
+        if full_name not in _CALLS:
+            raise Refused(f"the name {full_name[:80]!r}")
+        return _CALLS[full_name]
 
     def load_frame(self) -> None:
         """Skips the length of a frame, which is a hint for buffered readers."""
         self.read(8)
 
     def load_reduce(self) -> None:
+        """Calls an allowed function."""
         arguments, call = self.stack.pop(), self.stack.pop()
         if not isinstance(call, FunctionType) or type(arguments) is not tuple:
             raise Refused("a call of something that is no function")
         self.append(call(*arguments))
 
     def load_newobj(self) -> None:
+        """Begins an object of an allowed class."""
         arguments, kind = self.stack.pop(), self.stack.pop()
-        if not isinstance(kind, _Kind) or arguments != ():
+        if not isinstance(kind, _ClassName) or arguments != ():
             raise Refused("an object of something else than a class of records")
         self.append(PickledObject(kind))
 
     def load_binbytes(self) -> None:
+        """Reads bytes after a length of four bytes, or leaves them in the file."""
         (count,) = struct.unpack("<I", self.read(4))
-        self.append(self._large(count))
+        self.append(self._read_or_skip(count))
 
     def load_binbytes8(self) -> None:
+        """Reads bytes after a length of eight bytes, or leaves them in the file."""
         (count,) = struct.unpack("<Q", self.read(8))
-        self.append(self._large(count))
+        self.append(self._read_or_skip(count))
 
     def load_build(self) -> None:
+        """Gives an unbuilt array, dtype or object its state."""
         state = self.stack.pop()
         if not isinstance(self.stack[-1], _Unbuilt):
             raise Refused("a state of something else than an array")
         self.stack[-1].build(state)
 
     def load_setitem(self) -> None:
+        """Adds an item to a dict."""
         value, key = self.stack.pop(), self.stack.pop()
-        self._put([key, value])
+        self._add_items([key, value])
 
     def load_setitems(self) -> None:
-        self._put(self.pop_mark())
+        """Adds several items to a dict."""
+        self._add_items(self.pop_mark())
 
-    def _put(self, items: list[Pickled]) -> None:
+    def _add_items(self, items: list[Pickled]) -> None:
+        """Adds ``[key, value, key, value, ..]`` to the dict on top of the stack."""
         keys = items[::2]
         allowed = (type(key) in (str, int) or isinstance(key, PickledObject) for key in keys)
         if len(items) % 2 or not all(allowed):
@@ -238,47 +267,54 @@ _Machine.dispatch = _Operations(
 )
 
 
-def _dtype(code: Pickled, *_: object) -> _Unbuilt:
+def _unbuilt_dtype(code: Pickled, *_: object) -> _Unbuilt:
+    """Replaces ``numpy.dtype``: returns a dtype whose byte order is in its state."""
     if type(code) is not str or code not in _DTYPES:
         raise Refused(f"an array of dtype {str(code)[:40]!r}")
     return _Unbuilt(lambda state: np.dtype(code).newbyteorder(state[1]))
 
 
-def _array(*_: object) -> _Unbuilt:
-    return _Unbuilt(_array_of)
+def _unbuilt_array(*_: object) -> _Unbuilt:
+    """Replaces NumPy's ``_reconstruct``: returns an array whose contents are in its state."""
+    return _Unbuilt(_build_array)
 
 
-def _array_of(state: Pickled) -> np.ndarray | Placed:
-    """Builds an array from ``(version, shape, dtype, whether in Fortran's order, bytes)``."""
+def _build_array(state: Pickled) -> np.ndarray | ArrayLocation:
+    """Builds an array from its state ``(version, shape, dtype, is in Fortran's order, bytes)``.
+
+    If the bytes were left in the file, it returns their location as an array.
+    """
     _, shape, unbuilt, in_fortrans_order, data = state
     dtype = unbuilt.value
-    if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, _Place)):
+    if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, _BytesLocation)):
         raise Refused("an array that is not of numbers")
     if not is_shape(shape):
         raise Refused("an array without a shape")
-    nbytes = data.nbytes if isinstance(data, _Place) else len(data)
+    nbytes = data.nbytes if isinstance(data, _BytesLocation) else len(data)
     if math.prod(shape) * dtype.itemsize != nbytes:
         raise Refused(f"{nbytes} bytes for an array of {dtype} of shape {[*shape]}"[:200])
     order: Literal["C", "F"] = "F" if in_fortrans_order else "C"
-    if isinstance(data, _Place):
-        return Placed(dtype, tuple(shape), order, data.begin)
+    if isinstance(data, _BytesLocation):
+        return ArrayLocation(dtype, tuple(shape), order, data.begin)
     array: np.ndarray = np.ndarray(shape, dtype, data, order=order)
     return array.astype(dtype.newbyteorder("="), copy=False)
 
 
-def _scalar(dtype: Pickled, data: Pickled) -> Pickled:
-    array: Any = _array_of((1, (), dtype, False, data))
+def _build_scalar(dtype: Pickled, data: Pickled) -> Pickled:
+    """Replaces NumPy's ``scalar``: returns a number from its dtype and bytes."""
+    array: Any = _build_array((1, (), dtype, False, data))
     return array[()]
 
 
-def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+def _encoded_bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """Replaces ``_codecs.encode``, by which protocol 2 has bytes: encodes a text as Latin-1."""
     if encoding != "latin1":
         raise Refused("a text in another encoding than latin1")
     return text.encode("latin1")
 
 
 def _named_tensor(pair: Pickled) -> _Unbuilt:
-    """Returns the array of a tensor that was saved with its name."""
+    """Replaces ``tuple`` of a pair, by which Paddle saves a tensor with its name: the array."""
     name, array = pair
     if not isinstance(name, str) or not isinstance(array, _Unbuilt):
         raise Refused("a tuple that is no tensor")
@@ -293,22 +329,22 @@ def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
     return array
 
 
-def _array_type(*_: object) -> Pickled:
-    """Replaces the class of arrays, which a pickle has as an argument and may not call."""
+def _refuse_array_type(*_: object) -> Pickled:
+    """Replaces ``numpy.ndarray``, which a pickle has as an argument and may not call."""
     raise Refused("a call of the type of arrays")
 
 
 #: The functions that Paddle's files call, by name. numpy 2 has other modules, and protocol 2 has
 #: Python 2's name of builtins.
 _CALLS: Mapping[str, Callable[..., Pickled]] = {
-    "numpy.ndarray": _array_type,
-    "numpy.dtype": _dtype,
-    "numpy.core.multiarray._reconstruct": _array,
-    "numpy._core.multiarray._reconstruct": _array,
-    "numpy.core.multiarray.scalar": _scalar,
-    "numpy._core.multiarray.scalar": _scalar,
-    "_codecs.encode": _bytes,
-    "__builtin__.bytes": _bytes,
+    "numpy.ndarray": _refuse_array_type,
+    "numpy.dtype": _unbuilt_dtype,
+    "numpy.core.multiarray._reconstruct": _unbuilt_array,
+    "numpy._core.multiarray._reconstruct": _unbuilt_array,
+    "numpy.core.multiarray.scalar": _build_scalar,
+    "numpy._core.multiarray.scalar": _build_scalar,
+    "_codecs.encode": _encoded_bytes,
+    "__builtin__.bytes": _encoded_bytes,
     "__builtin__.tuple": _named_tensor,
     "builtins.tuple": _named_tensor,
     "__builtin__.eval": _static_tensor,
@@ -317,33 +353,40 @@ _CALLS: Mapping[str, Callable[..., Pickled]] = {
 }
 
 
-def _finish(
-    value: Pickled, made: dict[int, tuple[Pickled, int]], depth: int
+def _build_values(
+    value: Pickled, results: dict[int, tuple[Pickled, int]], depth: int
 ) -> tuple[Pickled, int]:
-    """Replaces unbuilt arrays in a value by arrays; also returns the depth of its containers.
+    """Replaces the unbuilt arrays in a value by their arrays.
 
     Args:
-        value: A value of the machine; an item that it holds twice is converted once.
-        made: The result for each container, by its identity.
-        depth: The number of containers around it.
+        value: A value of the machine; an item that it has twice is converted once.
+        results: The result for each container so far, by the identity of the container.
+        depth: The number of containers around the value.
+
+    Returns:
+        The new value, and the number of containers nested in it.
+
+    Raises:
+        Refused: The value has something unfinished, or is nested too deeply.
     """
-    if isinstance(value, _Unbuilt) and isinstance(value.value, (np.ndarray, Placed)):
+    if isinstance(value, _Unbuilt) and isinstance(value.value, (np.ndarray, ArrayLocation)):
         return value.value, 0
     if value is None or isinstance(value, _PLAIN):
         return value, 0
     if type(value) not in (dict, list, tuple, PickledObject):
         raise Refused("a name or an array that was not finished")
-    if id(value) not in made and depth < _DEEPEST:
-        made[id(value)] = (None, _DEEPEST)  # for one that holds itself
+    if id(value) not in results and depth < _MOST_NESTED:
+        results[id(value)] = (None, _MOST_NESTED)  # for one that holds itself
         if type(value) is PickledObject:
-            value.fields, height = _finish(value.fields, made, depth + 1)
-            made[id(value)] = (value, 1 + height)
-            return made[id(value)]
+            value.fields, height = _build_values(value.fields, results, depth + 1)
+            results[id(value)] = (value, 1 + height)
+            return results[id(value)]
         items = value.values() if type(value) is dict else value
-        pairs = [_finish(item, made, depth + 1) for item in items]
-        parts = [part for part, _ in pairs]
-        built = dict(zip(value, parts)) if type(value) is dict else type(value)(parts)
-        made[id(value)] = (built, 1 + max((height for _, height in pairs), default=0))
-    if depth + made.get(id(value), (None, 1))[1] > _DEEPEST:
+        pairs = [_build_values(item, results, depth + 1) for item in items]
+        new_items = [item for item, _ in pairs]
+        built = dict(zip(value, new_items)) if type(value) is dict else type(value)(new_items)
+        results[id(value)] = (built, 1 + max((height for _, height in pairs), default=0))
+    _, height = results.get(id(value), (None, 1))
+    if depth + height > _MOST_NESTED:
         raise Refused("a container that holds itself, or very many in each other")
-    return made[id(value)]
+    return results[id(value)]

@@ -1,7 +1,8 @@
-"""Files of parameters and optimizer states in Paddle's form: replaced at once, read safely.
+"""Saves and loads files of parameters and optimizer states as ``paddle.save`` writes them.
 
-Paddle's ``.pdparams`` and ``.pdopt`` are pickles, from which ``pickled.py`` reads only values. A
-file that cannot be read raises a ``CheckpointError`` that says what it seems to be.
+A file is replaced only by a complete one. Paddle's ``.pdparams`` and ``.pdopt`` are pickles, from
+which ``pickled.py`` reads only values, so that a file cannot run code. A file that cannot be read
+raises a ``CheckpointError`` that says what it seems to be.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ Contents = TypeVar("Contents")
 #: Typed as Any, since the stub accepts tensors only.
 _write: Any = paddle.save
 #: Keys that Paddle adds to a dict of tensors: their names, and how it divided the largest ones.
-_NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
-_BEGINNINGS = (
+_COUNTED_NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
+#: The first bytes of files of other kinds, and what these are.
+_FILE_BEGINNINGS = (
     (b"\x89PNG", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"\x1f\x8b", "a gzip archive"),
@@ -37,7 +39,7 @@ _BEGINNINGS = (
 
 
 def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> None:
-    """Writes a file as ``paddle.save`` does; an older one is replaced when the new one is complete.
+    """Writes a file as ``paddle.save`` does; an older file stays until the new one is complete.
 
     Args:
         path: The file.
@@ -53,6 +55,11 @@ def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> Non
 
 def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol: int = 4) -> None:
     """Saves several files into a folder as :func:`save` does; makes a folder that is missing.
+
+    Args:
+        folder: The folder.
+        files: The contents of each file, a dict of tensors or arrays, by the file's name.
+        protocol: The pickle protocol, 2 to 4.
 
     Raises:
         OSError: A file cannot be written; all older ones stay.
@@ -79,8 +86,12 @@ def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
 
 
 def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Reads a file as :func:`load` does, with arrays in place of tensors; bfloat16 as uint16."""
-    return _read(path)[0]
+    """Reads a file as :func:`load` does, with arrays in place of tensors; bfloat16 as uint16.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+    return _read_dict(path)[0]
 
 
 def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
@@ -91,27 +102,36 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     Raises:
         CheckpointError: As for :func:`load`.
     """
-    return [*_read(path)[1].items()]
+    return [*_read_dict(path)[1].items()]
 
 
 def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Reads a file as :func:`arrays` does, but reads the values of an array when they are used."""
-    contents = _read_guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
+    """Reads a file as :func:`arrays` does, but large arrays are memory-mapped.
+
+    Their values are read when they are used.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+    contents = _read_guarded(path, lambda file: _pickled_dict(file, leave_arrays=True))[0]
     memory = np.memmap(path, np.uint8, "r")
     return {
         name: np.ndarray(value.shape, value.dtype, memory, value.begin, order=value.order)
-        if isinstance(value, pickled.Placed)
+        if isinstance(value, pickled.ArrayLocation)
         else value
         for name, value in contents.items()
     }
 
 
 def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
-    """Reads an object that ``paddle.save`` wrote, without calling its class.
+    """Reads a single object that ``paddle.save`` wrote, without importing its class.
 
     Args:
         path: The file.
-        kinds: Full names of the classes of which the file may hold objects.
+        kinds: Full names of the classes of which the file may contain objects.
+
+    Returns:
+        The name of the class and the attributes of the object.
 
     Raises:
         CheckpointError: As for :func:`load`.
@@ -126,12 +146,17 @@ def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Pick
     return _read_guarded(path, read_record)
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
+def _read_dict(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
+    """Returns the result of :func:`_pickled_dict` on a file."""
     return _read_guarded(path, _pickled_dict)
 
 
 def _read_guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:
-    """Returns the result of ``read`` on a file; turns its errors into a ``CheckpointError``."""
+    """Opens a file, and returns the result of ``read`` on it.
+
+    Raises:
+        CheckpointError: The file is missing or unreadable, or ``read`` failed.
+    """
     name = os.fspath(path)
     if not os.path.exists(name):
         raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
@@ -150,46 +175,62 @@ def _read_guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Conte
             f"{name} is not what paddle.save writes; nothing of it was run or loaded",
             expected="a dict of tensors that paddle.save wrote",
             got=f"it holds {error}" if isinstance(error, pickled.Refused) else str(error)[:200],
-            cause=_cause(name),
+            cause=_describe_begin(name),
             fix="save it again with paddle.save, if it is yours",
         ) from error
 
 
-def _cause(name: str) -> str:
+def _describe_begin(name: str) -> str:
+    """Returns the size of a file, and what its first bytes say it is, for an error."""
     with open(name, "rb") as file:
         begin = file.read(64)
     size = os.path.getsize(name)
     if not begin:
         return "it is empty: the disk was full, or the one who wrote it was stopped"
-    for magic, what in _BEGINNINGS:
+    for magic, what in _FILE_BEGINNINGS:
         if begin.startswith(magic):
             return f"it has {size} bytes and begins as {what}"
     return f"it has {size} bytes and begins with {begin[:24]!r}"
 
 
 def _pickled_dict(
-    file: BinaryIO, *, placed: bool = False
+    file: BinaryIO, *, leave_arrays: bool = False
 ) -> tuple[dict[str, Nest], dict[str, str]]:
-    """Returns the contents of a file, and the names that Paddle counted."""
-    contents = pickled.read(file, placed=placed)
+    """Reads the dict in a file of ``paddle.save``.
+
+    Args:
+        file: The file, open for reading.
+        leave_arrays: Whether large arrays are left in the file; see :func:`pickled.read`.
+
+    Returns:
+        The values by name, and for tensors of parameters the name that Paddle counted.
+
+    Raises:
+        ValueError: The file has something else than a dict.
+    """
+    contents = pickled.read(file, leave_arrays=leave_arrays)
     if not isinstance(contents, dict):
         raise pickled.Refused(f"a {type(contents).__name__}, not a dict")
-    names = contents.pop(_NAMES, {})
+    names = contents.pop(_COUNTED_NAMES, {})
     for name, description in contents.pop(_DIVIDED, {}).items():
         parts = [contents.pop(part) for part in description["slices"]]
         contents[name] = np.concatenate(parts).reshape(description["OriginShape"])
     return contents, names
 
 
-def _with_tensors(value: Nest, made: dict[int, Nest]) -> Nest:
-    """Returns ``value`` with tensors for its arrays; a repeated item is converted once."""
-    if id(value) not in made:
+def _with_tensors(value: Nest, converted: dict[int, Nest]) -> Nest:
+    """Returns a nested value with tensors for its arrays; a repeated item is converted once.
+
+    ``converted`` has the results so far, by the identity of the items.
+    """
+    if id(value) not in converted:
         if isinstance(value, np.ndarray):
-            made[id(value)] = paddle.to_tensor(value)
+            converted[id(value)] = paddle.to_tensor(value)
         elif isinstance(value, dict):
-            made[id(value)] = {key: _with_tensors(item, made) for key, item in value.items()}
+            items = {key: _with_tensors(item, converted) for key, item in value.items()}
+            converted[id(value)] = items
         elif isinstance(value, (list, tuple)):
-            made[id(value)] = type(value)(_with_tensors(item, made) for item in value)
+            converted[id(value)] = type(value)(_with_tensors(item, converted) for item in value)
         else:
             return value
-    return made[id(value)]
+    return converted[id(value)]

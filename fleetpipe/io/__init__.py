@@ -2,8 +2,8 @@
 
 Begin with ``sampler.py``: an epoch has one order for the whole job, which replicas share, and the
 position in it is a number of samples of all replicas. ``loader.py`` counts only batches that the
-training has taken; ``position.py`` has the positions that it saves. ``sample_streams.py`` has the
-random numbers of a sample. ``PackedText`` is from an extra.
+training has taken; ``position.py`` saves and restores positions. ``sample_streams.py`` seeds the
+random numbers of each sample. ``PackedText`` is from an extra.
 """
 
 from __future__ import annotations

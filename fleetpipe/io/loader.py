@@ -6,9 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from fleetpipe.errors import UsageError, require_whole
-from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, Pass, ResumableSampler
+from fleetpipe.io.position import (
+    IterableWrapper,
+    Pass,
+    ResumableSampler,
+    SampledBatches,
+    SequentialBatches,
+)
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
-from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
+from fleetpipe.io.sampler import DistributedBatchSampler, replicas_and_replica
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import batches_of
@@ -17,7 +23,7 @@ from fleetpipe.representation import shows
 
 @shows("dataset", "batch_sampler")
 class DataLoader(paddle.io.DataLoader):
-    """Paddle's loader with a state that says which samples the training has taken.
+    """Paddle's loader, with a state that says which samples the training has taken.
 
     Batches that workers and threads have loaded ahead do not count. A run that restores the state
     takes the samples that the uninterrupted run would have, in the same order, with any number of
@@ -73,38 +79,39 @@ class DataLoader(paddle.io.DataLoader):
             UsageError: The dataset has another type, or is an iterator to be read by workers.
         """
         require_whole("seed", seed, 0)
-        numbered = (
+        has_indices = (
             not isinstance(dataset, paddle.io.IterableDataset)
             and hasattr(dataset, "__getitem__")
             and isinstance(dataset, Sized)
         )
-        alone = numbered and batch_sampler is None and batch_size is None
+        items_are_batches = has_indices and batch_sampler is None and batch_size is None
         options.update(feed_list=feed_list, places=places, return_list=return_list)
         options.update(num_workers=num_workers)
-        if numbered and batch_sampler is None:
+        if has_indices and batch_sampler is None:
             rows = 1 if batch_size is None else batch_size
             batch_sampler = DistributedBatchSampler(
                 dataset, rows, shuffle=shuffle, drop_last=drop_last, seed=seed
             )
-            cut: dict[str, Any] = {}
+            batching: dict[str, Any] = {}
         else:
-            cut = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
-        seen = dataset if numbered else _in_turn(dataset, num_workers)
-        how: dict[str, Any] = {"batch_sampler": batch_sampler, "collate_fn": collate_fn, **options}
-        super().__init__(seen, **how, **cut)
+            batching = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+        paddle_dataset = dataset if has_indices else _as_iterable_dataset(dataset, num_workers)
+        options.update(batch_sampler=batch_sampler, collate_fn=collate_fn)
+        super().__init__(paddle_dataset, **options, **batching)
         self._loader: paddle.io.DataLoader = self
-        self._position: DrawnBatches | BatchesInTurn | None = None
-        if not numbered:
-            replicas, _ = place_of_replica()
+        self._position: SampledBatches | SequentialBatches | None = None
+        if not has_indices:
+            replicas, _ = replicas_and_replica()
             facts = {"batch_size": batch_size or 1, "workers": num_workers, "replicas": replicas}
-            self._position = BatchesInTurn(dataset, facts)
+            self._position = SequentialBatches(dataset, facts)
         elif isinstance(batch_sampler, ResumableSampler):
-            # An inner loader has keys in the place of indices; the user's attributes have none.
-            drawn = DrawnBatches(batch_sampler, seed)
-            how.update(batch_sampler=drawn, collate_fn=KeyedCollate(collate_fn, alone))
+            # An inner loader gets keys in the place of indices; the user's attributes show none.
+            sampled = SampledBatches(batch_sampler, seed)
+            collate = KeyedCollate(collate_fn, items_are_batches)
+            options.update(batch_sampler=sampled, collate_fn=collate)
             keyed: Any = KeyedDataset(dataset)
-            self._loader = paddle.io.DataLoader(keyed, **how)
-            self._position = drawn
+            self._loader = paddle.io.DataLoader(keyed, **options)
+            self._position = sampled
 
     def __iter__(self) -> Any:
         """Yields the batches of the next epoch, or the rest of a restored one.
@@ -117,6 +124,7 @@ class DataLoader(paddle.io.DataLoader):
         return self._position.read(self._batches)
 
     def _batches(self) -> Iterator[Any]:
+        """Yields the batches of a pass over the data, under the job's time limit."""
         job = current_job()
         return batches_of(self._loader, None if job is None else job.timeout)
 
@@ -132,7 +140,7 @@ class DataLoader(paddle.io.DataLoader):
             epoch: The number of the epoch, from 0.
 
         Raises:
-            ConfigError: It is not such a number.
+            ConfigError: ``epoch`` is not such a number.
         """
         self._resumable().set_epoch(epoch)
 
@@ -161,10 +169,11 @@ class DataLoader(paddle.io.DataLoader):
 
     @property
     def random_of_pass(self) -> Pass | None:
-        """The random states at the begin of a pass over data without indices; else None."""
+        """The random states at the begin of a pass over data without indices; None with indices."""
         return getattr(self._position, "random_of_pass", None)
 
-    def _resumable(self) -> DrawnBatches | BatchesInTurn:
+    def _resumable(self) -> SampledBatches | SequentialBatches:
+        """Returns the position of the loader; raises a UsageError if it cannot be saved."""
         if self._position is None:
             raise UsageError(
                 f"a {type(self.batch_sampler).__name__} has no position that could be saved",
@@ -174,8 +183,12 @@ class DataLoader(paddle.io.DataLoader):
         return self._position
 
 
-def _in_turn(dataset: Any, workers: int) -> paddle.io.IterableDataset[Any]:
-    """Wraps an iterable as one of Paddle's datasets."""
+def _as_iterable_dataset(dataset: Any, workers: int) -> paddle.io.IterableDataset[Any]:
+    """Returns an iterable as one of Paddle's datasets.
+
+    Raises:
+        UsageError: The dataset is no iterable, or each of several workers would read all of it.
+    """
     if isinstance(dataset, paddle.io.IterableDataset):
         return dataset
     if not isinstance(dataset, Iterable):
@@ -191,4 +204,4 @@ def _in_turn(dataset: Any, workers: int) -> paddle.io.IterableDataset[Any]:
             fix="leave num_workers 0, or make it a paddle.io.IterableDataset that asks "
             "paddle.io.get_worker_info() for its part",
         )
-    return Iterated(dataset)
+    return IterableWrapper(dataset)

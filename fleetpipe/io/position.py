@@ -1,10 +1,11 @@
-"""The position of a loader, over a batch sampler and over data that can only be iterated.
+"""Tracks, saves and restores the position of a loader in its data.
 
-Workers and threads load ahead of the training. So the sampler's position after each batch waits in
-a queue until the training has taken the batch, and then becomes the loader's position. Data without
-indices can only be read from the start: to continue, the earlier batches are read again and
-dropped, with the random states at the begin of the pass. A position that was saved for other data
-is refused; the error names the difference.
+``SampledBatches`` does so over a batch sampler. Workers and threads load ahead of the training. So
+the sampler's position after each batch waits in a queue until the training has taken the batch, and
+then becomes the loader's position. ``SequentialBatches`` is for data without indices, which can
+only be read from the start: to continue, the earlier batches are read again and dropped, with the
+random states at the begin of the pass. A position that was saved for other data is refused; the
+error names the difference.
 """
 
 from __future__ import annotations
@@ -20,29 +21,46 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import closing_iterator
 from fleetpipe.paddle_api.random import python_states, set_python_states
 
-_OF = "DataLoader over data without numbers"
+_SEQUENTIAL_LOADER = "DataLoader over data without numbers"
 
 _FIELDS = {"seed": int, "sampler": dict}
 
 
-def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
-    """Returns the fields of a saved position after checking their types; numbers are at least 0.
+def checked_fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
+    """Checks the types of the fields of a saved position, and returns the fields by name.
+
+    Args:
+        state: The saved position.
+        kinds: The type of each field; an int is at least 0.
+        of: What has such positions, for errors: the name of a class.
 
     Raises:
-        CheckpointError: A field is missing, foreign or of another type.
+        CheckpointError: A field is missing, unknown or of another type.
     """
     values = dict(state) if isinstance(state, Mapping) else {}
     wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
     numbers = [name for name, kind in kinds.items() if kind is int and name not in wrong]
     for name in [*wrong, *[name for name in numbers if values[name] < 0]]:
-        raise foreign(of, f"{name}: {kinds[name].__name__}", f"{name}={values.get(name)!r}")
+        raise foreign_position_error(
+            of, f"{name}: {kinds[name].__name__}", f"{name}={values.get(name)!r}"
+        )
     if unknown := sorted(map(str, values.keys() - kinds.keys())):
-        raise foreign(of, f"nothing but {', '.join(kinds)}", f"{', '.join(unknown)} as well")
+        raise foreign_position_error(
+            of, f"nothing but {', '.join(kinds)}", f"{', '.join(unknown)} as well"
+        )
     return values
 
 
-def require_same(name: str, here: object, saved: object, of: str, fix: str) -> None:
-    """Checks that a position was saved for the same data."""
+def require_same_data(name: str, here: object, saved: object, of: str, fix: str) -> None:
+    """Raises a CheckpointError if a position was saved for other data or another order of them.
+
+    Args:
+        name: The name of a number that depends on the data or their order.
+        here: The number in this run.
+        saved: The number in the run that saved.
+        of: What has such positions, for the error.
+        fix: What to do, for the error.
+    """
     if here != saved:
         raise CheckpointError(
             f"the saved position of the {of} belongs to other data or another order of them",
@@ -52,8 +70,14 @@ def require_same(name: str, here: object, saved: object, of: str, fix: str) -> N
         )
 
 
-def foreign(of: str, expected: str, got: str) -> CheckpointError:
-    """Returns the error for a position that another kind of sampler or loader saved."""
+def foreign_position_error(of: str, expected: str, got: str) -> CheckpointError:
+    """Returns the error for a position that another kind of sampler or loader saved.
+
+    Args:
+        of: What the position was restored into: the name of a class.
+        expected: What its positions have.
+        got: What the position has.
+    """
     return CheckpointError(
         f"this is no saved position of a {of}",
         expected=expected,
@@ -63,7 +87,7 @@ def foreign(of: str, expected: str, got: str) -> CheckpointError:
 
 
 class Pass:
-    """One pass over data without indices, which a resumed run begins again.
+    """The random states of one pass over data without indices, which a resumed run begins again.
 
     NumPy's and Python's generators shuffle the data and seed workers.
 
@@ -75,36 +99,43 @@ class Pass:
         self.begun: Any = None
 
     @contextmanager
-    def again(self, taken: int, by_thread: bool) -> Iterator[None]:
-        """Sets random states for a context in which a pass begins and taken batches are dropped.
+    def states_at_begin(self, taken: int, by_thread: bool) -> Iterator[None]:
+        """Sets the random states of a pass's begin for a context that begins it.
+
+        In the context the batches that the training has taken before are loaded and dropped.
 
         Args:
-            taken: The number of these batches; 0 for a new pass.
+            taken: The number of these batches; 0 for a new pass, which begins with the states now.
             by_thread: Whether a thread of this process loads the samples: then random numbers
-                continue after those of the dropped batches, else from the restored states.
+                continue after those of the dropped batches, else from the states before.
         """
-        restored = python_states()
+        states_before = python_states()
         if taken and self.begun is not None:
             set_python_states(self.begun)
         self.begun = python_states()
         yield
         if taken and not by_thread:
-            set_python_states(restored)
+            set_python_states(states_before)
 
 
-class Iterated(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2.6.2 takes no argument
-    """Turns any iterable into one of Paddle's datasets."""
+class IterableWrapper(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2.6.2 takes no argument
+    """Makes one of Paddle's datasets of any iterable."""
 
     def __init__(self, data: Iterable[Any]) -> None:
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
-        """Starts the iterable, from its begin if it can be restarted."""
+        """Iterates over the data, from their begin if these can be restarted."""
         return iter(self._data)
 
 
-class BatchesInTurn:
-    """Batches that can only be read in order, and how many the training has taken."""
+class SequentialBatches:
+    """The position in batches that can only be read in order: how many the training has taken.
+
+    Attributes:
+        epoch: The epoch that is being read, or comes next.
+        random_of_pass: The random states at the begin of the current pass.
+    """
 
     def __init__(self, data: object, facts: Mapping[str, int]) -> None:
         """Starts at the first batch of epoch 0.
@@ -112,18 +143,20 @@ class BatchesInTurn:
         Args:
             data: The source of the batches; an iterator, such as a generator, can be read only
                 once.
-            facts: The numbers, by name, that decide with the data which batch is the n-th.
+            facts: The numbers, by name, on which it depends besides which batch is the n-th one.
         """
         self._data = data
         self._facts = dict(facts)
         self.random_of_pass = Pass()
-        self._read = False
+        #: Whether any pass has begun.
+        self._was_read = False
+        #: Whether the pass of the current epoch has begun.
         self._begun = False
         self._taken = 0
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass, from its begin or from a restored position."""
+        """Sets the epoch of the next pass; it starts at its begin, or at a restored position."""
         if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
             self.epoch, self._taken, self._begun = require_whole("epoch", epoch, 0), 0, False
 
@@ -132,34 +165,42 @@ class BatchesInTurn:
         return {"epoch": self.epoch, "batches": self._taken, **self._facts}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next pass continue at a saved position."""
+        """Makes the next pass continue at a saved position.
+
+        Raises:
+            CheckpointError: The position is invalid, or was saved for other data.
+        """
         kinds = dict.fromkeys(("epoch", "batches", *self._facts), int)
-        saved = fields(state, kinds, _OF)
+        saved = checked_fields(state, kinds, _SEQUENTIAL_LOADER)
         fix = "go on with as many as the run had that saved, or give the data a length and numbers"
         for name, value in self._facts.items():
-            require_same(name, value, saved[name], _OF, fix)
+            require_same_data(name, value, saved[name], _SEQUENTIAL_LOADER, fix)
         self.epoch, self._taken, self._begun = saved["epoch"], saved["batches"], False
 
     def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Yields the batches of a pass, and counts each when the training takes it.
 
+        Args:
+            begin: Starts a pass over the data, and returns its batches.
+
         Raises:
             CheckpointError: The data end before the restored position.
-            StateError: They are an iterator that was begun before.
+            StateError: The data are an iterator that was begun before.
         """
-        if self._read and isinstance(self._data, Iterator):
+        if self._was_read and isinstance(self._data, Iterator):
             raise StateError(
                 f"a {type(self._data).__name__} is read once, and was begun before",
                 fix="give the loader a list, or an object whose __iter__ begins anew each time",
             )
-        self._read = True
+        self._was_read = True
         if self._begun:
             self.set_epoch(self.epoch + 1)
         self._begun = True
-        with self.random_of_pass.again(self._taken, by_thread=not self._facts.get("workers")):
-            batches = iter(begin())
+        by_thread = not self._facts.get("workers")
+        with self.random_of_pass.states_at_begin(self._taken, by_thread):
+            batches, missing = iter(begin()), object()
             for number in range(self._taken):
-                if next(batches, self) is self:
+                if next(batches, missing) is missing:
                     raise CheckpointError(
                         f"the data end after {number} batches",
                         expected=f"{self._taken}, which the run that saved had taken",
@@ -191,17 +232,22 @@ class ResumableSampler(Protocol):
         """Returns the position after the last batch that was handed out, as JSON values."""
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue at a saved position, or raises and changes nothing."""
+        """Makes the next iteration continue at a saved position; an error changes nothing."""
 
 
-class DrawnBatches:
-    """A resumable batch sampler that counts the batches which the training has taken."""
+class SampledBatches:
+    """The position in the batches of a sampler: after the last one that the training has taken.
+
+    It is also the batch sampler of the inner loader, to which it gives keys in place of indices.
+    """
 
     def __init__(self, sampler: ResumableSampler, seed: int) -> None:
         self._sampler = sampler
         vars(sampler)["read_ahead"] = True  # of a sampler of the script's own, too
         self._seed = seed
+        #: The sampler's position after each batch that was drawn and not yet taken.
         self._ahead: deque[dict[str, Any]] = deque()
+        #: The sampler's position after the last taken batch; None if it is its present one.
         self._state: dict[str, Any] | None = None
 
     @property
@@ -220,14 +266,18 @@ class DrawnBatches:
         return {"seed": self._seed, "sampler": state}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next pass continue at a saved position."""
-        saved = fields(state, _FIELDS, "DataLoader over a batch sampler")
+        """Makes the next pass continue at a saved position.
+
+        Raises:
+            CheckpointError: The position is invalid, or was saved for other data.
+        """
+        saved = checked_fields(state, _FIELDS, "DataLoader over a batch sampler")
         self._sampler.set_state_dict(saved["sampler"])
         self._seed = saved["seed"]
         self._state = None
 
     def __iter__(self) -> Iterator[list[Key]]:
-        """Starts a pass and drops the batches drawn for an earlier one."""
+        """Starts a pass, and forgets the batches drawn for an earlier one; the loader calls it."""
         self._state = self._sampler.state_dict()
         self._ahead = deque()
         return self._draw(iter(self._sampler), self._ahead)
@@ -235,12 +285,17 @@ class DrawnBatches:
     def _draw(
         self, batches: Iterator[Sequence[int]], ahead: deque[dict[str, Any]]
     ) -> Iterator[list[Key]]:
+        """Yields the keys of each batch's samples; ``ahead`` gets the position after the batch."""
         for batch in batches:
             ahead.append(self._sampler.state_dict())
             yield [Key(self._seed, self._sampler.epoch, index) for index in batch]
 
     def read(self, begin: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        """Yields the batches of a pass, and counts each when the training takes it."""
+        """Yields the batches of a pass, and moves the position when the training takes a batch.
+
+        Args:
+            begin: Starts a pass of the inner loader, and returns its batches.
+        """
         batches = iter(begin())
         ahead = self._ahead
         with closing_iterator(batches):

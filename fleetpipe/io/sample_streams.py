@@ -1,4 +1,4 @@
-"""Random numbers for loading a sample, which depend only on the seed, the epoch and the sample.
+"""Seeds the random numbers for loading a sample by the seed, the epoch and the sample's index.
 
 So an augmentation draws the same numbers in any run, whichever worker loads the sample. In a worker
 the streams of ``random``, NumPy and Paddle are seeded before each sample, which takes about 30 us.
@@ -21,13 +21,20 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import default_collate_fn, default_convert_fn
 
 #: Appended to the key of a batch's first sample, for the random numbers of joining the batch.
-_JOINING = 1
+_BATCH_MARK = 1
 
-_loading = threading.local()
+#: Its ``key`` is that of the sample or batch that this thread is loading; None between them.
+_current = threading.local()
 
 
 class Key(NamedTuple):
-    """The index of a sample with the seed and epoch that its random numbers depend on."""
+    """The key of a sample, on which its random numbers depend.
+
+    Attributes:
+        seed: The seed of the loader.
+        epoch: The number of the epoch.
+        number: The index of the sample in the dataset.
+    """
 
     seed: int
     epoch: int
@@ -42,13 +49,14 @@ class Loaded(NamedTuple):
 
 
 class KeyedDataset:
-    """Loads the samples of a dataset, each with random numbers of its own."""
+    """Loads the samples of a dataset by their keys, each with random numbers of its own."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset: Any = dataset
 
     def __getitem__(self, key: Key) -> Loaded:
-        with _streams(*key):
+        """Returns the sample with a key, after its random streams were seeded."""
+        with _sample_streams(*key):
             return Loaded(key, self._dataset[key.number])
 
     def __getattr__(self, name: str) -> Any:
@@ -59,24 +67,25 @@ class KeyedDataset:
 class KeyedCollate:
     """Joins samples to a batch, with random numbers keyed by the batch's first sample."""
 
-    def __init__(self, collate: Callable[[Any], Any] | None, alone: bool) -> None:
+    def __init__(self, collate: Callable[[Any], Any] | None, items_are_batches: bool) -> None:
         """Wraps the user's function.
 
         Args:
             collate: Called with a list of samples; None for Paddle's own.
-            alone: Whether a sample is a batch already and is passed to ``collate`` by itself.
+            items_are_batches: Whether a sample is a batch already, which is passed to ``collate``
+                by itself.
         """
-        self._collate: Callable[[Any], Any] = collate or (
-            default_convert_fn if alone else default_collate_fn
-        )
-        self._alone = alone
+        paddles = default_convert_fn if items_are_batches else default_collate_fn
+        self._collate: Callable[[Any], Any] = collate or paddles
+        self._items_are_batches = items_are_batches
 
     def __call__(self, loaded: Sequence[Loaded]) -> Any:
         """Joins loaded samples to a batch."""
-        with _streams(*loaded[0].key, _JOINING):
-            if self._alone:
-                return self._collate(loaded[0].sample)
-            return self._collate([one.sample for one in loaded])
+        first = loaded[0]
+        with _sample_streams(*first.key, _BATCH_MARK):
+            if self._items_are_batches:
+                return self._collate(first.sample)
+            return self._collate([item.sample for item in loaded])
 
 
 def sample_generator() -> np.random.Generator:
@@ -89,7 +98,7 @@ def sample_generator() -> np.random.Generator:
     Raises:
         StateError: No sample is being loaded in this thread.
     """
-    key = getattr(_loading, "key", None)
+    key = getattr(_current, "key", None)
     if key is None:
         raise StateError(
             "no sample is being loaded here",
@@ -100,8 +109,12 @@ def sample_generator() -> np.random.Generator:
 
 
 @contextmanager
-def _streams(*key: int) -> Iterator[None]:
-    _loading.key = key
+def _sample_streams(*key: int) -> Iterator[None]:
+    """Makes ``key`` that of this thread while this context is open.
+
+    In a worker it also seeds the streams of ``random``, NumPy and Paddle by it.
+    """
+    _current.key = key
     try:
         if paddle.io.get_worker_info() is not None:
             first, second, third = np.random.SeedSequence(key).generate_state(3).tolist()
@@ -110,4 +123,4 @@ def _streams(*key: int) -> Iterator[None]:
             paddle.seed(third)
         yield
     finally:
-        _loading.key = None
+        _current.key = None

@@ -1,4 +1,4 @@
-"""Distributes samples: one part for each replica, the same on all its ranks.
+"""Distributes samples to replicas; all ranks of a replica get the same: see the batch sampler.
 
 An epoch has one order, which depends on seed and epoch only. It is read in global batches, one for
 each step of the job, and a global batch is cut into one part for each replica. So the position of a
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.errors import ConfigError, StateError, require_whole
-from fleetpipe.io.position import fields, foreign, require_same
+from fleetpipe.io.position import checked_fields, foreign_position_error, require_same_data
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
@@ -32,7 +32,12 @@ _Order = range | np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass
 class _Position:
-    """A position in an epoch: the number of samples that have been handed out or dropped."""
+    """A position in the data of the job.
+
+    Attributes:
+        epoch: The number of the epoch.
+        consumed: The number of its samples that all replicas together have received or dropped.
+    """
 
     epoch: int
     consumed: int = 0
@@ -85,7 +90,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             StateError: ``fleet.init`` was not called before, in a process that is one of several.
         """
         if num_replicas is None or rank is None:
-            replicas, replica = place_of_replica()
+            replicas, replica = replicas_and_replica()
             num_replicas = replicas if num_replicas is None else num_replicas
             rank = replica if rank is None else rank
         replicas = require_whole("num_replicas", num_replicas)
@@ -123,7 +128,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             epoch: The number of the epoch, from 0.
 
         Raises:
-            ConfigError: It is not such a number.
+            ConfigError: ``epoch`` is not such a number.
         """
         if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
             self._position = _Position(require_whole("epoch", epoch, 0))
@@ -138,8 +143,8 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch, the same for all replicas."""
-        together = self.batch_size * self.nranks
-        return (len(self.dataset) + (0 if self.drop_last else together - 1)) // together
+        global_batch = self.batch_size * self.nranks
+        return (len(self.dataset) + (0 if self.drop_last else global_batch - 1)) // global_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the job in its data, the same on all ranks, as JSON values.
@@ -162,46 +167,50 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue at a saved position, to the end of its epoch.
 
-        It may have been saved with other replicas and another batch size: the remaining samples
-        come in the same order. The saved seed is used.
+        The position may have been saved with other replicas and another batch size: the remaining
+        samples come in the same order. The saved seed is used.
 
         Args:
             state: A result of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: It is not such a state, or was saved for other data; nothing has
+            CheckpointError: ``state`` is not such a state, or was saved for other data; nothing has
                 changed.
         """
         of = "DistributedBatchSampler"
-        saved = fields(state, _FIELDS, of)
+        saved = checked_fields(state, _FIELDS, of)
         fix = "make it with the dataset and the arguments of the run that saved, or begin anew"
-        require_same("samples", len(self.dataset), saved["samples"], of, fix)
-        require_same("shuffle", self.shuffle, saved["shuffle"], of, fix)
+        require_same_data("samples", len(self.dataset), saved["samples"], of, fix)
+        require_same_data("shuffle", self.shuffle, saved["shuffle"], of, fix)
         if saved["consumed"] > saved["samples"]:
-            raise foreign(of, f"at most {saved['samples']} consumed", f"{saved['consumed']}")
+            raise foreign_position_error(
+                of, f"at most {saved['samples']} consumed", f"{saved['consumed']}"
+            )
         self.seed = saved["seed"]
         self._position = _Position(saved["epoch"], saved["consumed"])
         self._begun = False
 
     def _batches(self, position: _Position) -> Iterator[list[int]]:
+        """Yields the indices of this replica's batches, and moves ``position`` with each."""
         order = self._order(position.epoch)
-        together = self.batch_size * self.nranks
+        global_batch = self.batch_size * self.nranks
         # The caller's module is the only sign that Paddle's own loader reads this sampler.
         reader = sys._getframe(1).f_globals.get("__name__", "")
         self.read_ahead |= reader.startswith("paddle.io.")
         while position.consumed < len(order):
-            begin, end = position.consumed, position.consumed + together
-            last = len(order) - end < (together if self.drop_last else 1)
+            begin, end = position.consumed, position.consumed + global_batch
+            is_last = len(order) - end < (global_batch if self.drop_last else 1)
             # Counted before it is yielded: the code that saves then has the batch.
-            position.consumed = len(order) if last else end
+            position.consumed = len(order) if is_last else end
             if end <= len(order):
-                yield self._share(order[begin:end])
+                yield self._own_indices(order[begin:end])
             elif not self.drop_last:
                 # Filled up with the first samples to equal parts.
                 missing = -(len(order) - begin) % self.nranks
-                yield self._share([*order[begin:], *np.resize(order, missing)])
+                yield self._own_indices([*order[begin:], *np.resize(order, missing)])
 
     def _order(self, epoch: int) -> _Order:
+        """Returns the indices of all samples in the order of an epoch, the same on all ranks."""
         samples = len(self.dataset)
         if not self.shuffle:
             return range(samples)
@@ -209,13 +218,14 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         random = np.random.RandomState([self.seed, epoch] if self.seed else epoch)
         return random.permutation(samples)
 
-    def _share(self, together: Sequence[int] | _Order) -> list[int]:
-        size = len(together) // self.nranks
-        return [int(index) for index in together[self.local_rank * size :][:size]]
+    def _own_indices(self, global_batch: Sequence[int] | _Order) -> list[int]:
+        """Returns this replica's part of the indices of a global batch."""
+        size = len(global_batch) // self.nranks
+        return [int(index) for index in global_batch[self.local_rank * size :][:size]]
 
 
-def place_of_replica() -> tuple[int, int]:
-    """Returns how many replicas the job has, and the number of this process's replica.
+def replicas_and_replica() -> tuple[int, int]:
+    """Returns the number of replicas of the job, and the number of this process's replica.
 
     Raises:
         StateError: ``fleet.init`` was not called before, in a process that is one of several.

@@ -229,10 +229,10 @@ def test_a_manifest_of_layers_names_files_of_its_folder(name: str, tmp_path: Pat
     content = {"save": "1", "writers": 1, "files": {name: "digest"}}
     (tmp_path / "manifest-000.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="expected: names of files of the folder"):
-        manifest.save_in(tmp_path)
+        manifest.newest_save_in(tmp_path)
     (tmp_path / "manifest-000.json").write_text(json.dumps({**content, "save": "\ud800"}))
     with pytest.raises(CheckpointError, match=r"expected: (a text|names of files)"):
-        manifest.save_in(tmp_path)
+        manifest.newest_save_in(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
-from fleetpipe.fleet_files.manifest import save_in
+from fleetpipe.fleet_files.manifest import newest_save_in
 from fleetpipe.json_value import Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import Costs, Schedule, build
@@ -84,7 +84,7 @@ FORMATS = [
     Format(
         "manifest-000.json",
         {"save": "a", "files": {"layer": "digest"}},
-        lambda path: save_in(path.parent),
+        lambda path: newest_save_in(path.parent),
     ),
     Format("options", {"groups": [3, 1]}, read_schedule),
 ]

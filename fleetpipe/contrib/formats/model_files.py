@@ -26,12 +26,12 @@ from fleetpipe.contrib.formats.contents import (
     LazyTensor,
     join_names,
     lazy_array,
+    lazy_stored_tensor,
     memory_of,
     other_files,
     paddle_tensor,
     scheduler_in,
-    stored_tensor,
-    write_rest,
+    write_scheduler_and_files,
 )
 from fleetpipe.errors import CheckpointError, is_file_name, listed
 from fleetpipe.fleet_files import manifest
@@ -41,8 +41,11 @@ from fleetpipe.json_value import JsonValue, Source, read
 STATE_FILE = "model_state.pdparams"
 _LAYER_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
+#: The groups of tensors of a unified checkpoint.
 _GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+#: What follows the group in the name of an index, which says in which file each tensor is.
 _INDEX = ".safetensors.index.json"
+#: The file in which the Trainers of libraries write their step.
 _TRAINER = "trainer_state.json"
 _SOURCE = Source(
     "this is no index of safetensors files",
@@ -52,18 +55,18 @@ _SOURCE = Source(
 
 
 def has_layer_files(folder: Path) -> bool:
-    """Whether a folder has Fleet's layer files."""
+    """Returns whether a folder has Fleet's layer files."""
     return any(folder.glob("layer_*-model_states.pdparams"))
 
 
 def read_layer_files(folder: Path) -> Checkpoint:
-    """Reads the indices of Fleet's layer files.
+    """Reads the names and shapes of the tensors in Fleet's layer files.
 
     Raises:
         CheckpointError: A file cannot be read, or has a shard of its layer.
     """
     contents: dict[TensorName, LazyTensor] = {}
-    saved = manifest.save_in(folder)
+    saved = manifest.newest_save_in(folder)
     files = [
         (file.number, saved.path(name), file.shard)
         for name in saved.paths
@@ -110,17 +113,17 @@ def write_layer_files(state: Checkpoint, folder: Path) -> None:
             )
         layers.setdefault(int(match["layer"]), {})[match["name"]] = tensor
     for layer in range(max(layers, default=-1) + 1):
-        read = {name: paddle_tensor(tensor) for name, tensor in layers.get(layer, {}).items()}
-        fleet_files.save(folder / LayerFile(layer).name, read)
+        state_dict = {name: paddle_tensor(one) for name, one in layers.get(layer, {}).items()}
+        fleet_files.save(folder / LayerFile(layer).name, state_dict)
 
 
 def is_state_file(folder: Path) -> bool:
-    """Whether a folder has PaddleNLP's state file."""
+    """Returns whether a folder has PaddleNLP's state file."""
     return (folder / STATE_FILE).is_file()
 
 
 def read_state_file(folder: Path) -> Checkpoint:
-    """Reads the index of PaddleNLP's state file.
+    """Reads the names and shapes of the tensors in PaddleNLP's state file.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -129,7 +132,7 @@ def read_state_file(folder: Path) -> Checkpoint:
 
 
 def read_state_dict(path: Path) -> Checkpoint:
-    """Reads the index of any file in which ``paddle.save`` wrote a state dict.
+    """Reads the names and shapes in any file into which ``paddle.save`` wrote a state dict.
 
     Raises:
         CheckpointError: It cannot be read, or has values that are no tensors.
@@ -156,12 +159,12 @@ def write_state_file(state: Checkpoint, folder: Path) -> None:
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder has a model in safetensors."""
+    """Returns whether a folder has a model in safetensors."""
     return any([*folder.glob(f"{MODEL}{_INDEX}"), *folder.glob(f"{MODEL}*.safetensors")])
 
 
 def is_unified(folder: Path) -> bool:
-    """Whether a folder has a model and an optimizer in safetensors."""
+    """Returns whether a folder has a model and an optimizer in safetensors."""
     return is_huggingface(folder) and any(folder.glob(f"{OPTIMIZER}*.safetensors*"))
 
 
@@ -174,7 +177,7 @@ def read_unified(folder: Path) -> Checkpoint:
     contents = {
         TensorName(group, name): tensor
         for group in _GROUPS
-        for name, tensor in _group(folder, group).items()
+        for name, tensor in _read_group(folder, group).items()
     }
     for name, tensor in contents.items():
         parameter = contents.get(TensorName(MODEL, name.name.rpartition("/")[0]), tensor)
@@ -192,37 +195,46 @@ def read_unified(folder: Path) -> Checkpoint:
         source = _SOURCE._replace(summary=f"{_TRAINER} is not what a Trainer writes")
         step = read(folder / _TRAINER, source, lambda value: value["global_step"].count())
     rest = other_files(folder, "*.safetensors", f"*{_INDEX}", SCHEDULER)
-    return Checkpoint(contents, step, scheduler_in(folder), rest, _sorted_names(contents))
+    return Checkpoint(contents, step, scheduler_in(folder), rest, _names_if_sorted(contents))
 
 
-def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
-    """Returns the model's names if they are sorted, by name or by dtype and name; else none.
+def _names_if_sorted(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
+    """Returns the names of the model's tensors if they are sorted; else an empty tuple.
 
-    The order of sorted names is not that of the layers.
+    Libraries sort them by name, or by the size of an element and name. Sorted names say nothing of
+    the order of the layers.
     """
-    model = {n.name: -one.described.itemsize for n, one in contents.items() if n.group == MODEL}
-    in_order = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))
-    return tuple(model) if in_order else ()
+    model = {
+        name.name: -tensor.described.itemsize
+        for name, tensor in contents.items()
+        if name.group == MODEL
+    }
+    is_sorted = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))
+    return tuple(model) if is_sorted else ()
 
 
 def read_huggingface(folder: Path) -> Checkpoint:
-    """Reads the indices and headers of the model alone.
+    """Reads the indices and headers of the model's files; leaves out an optimizer.
 
     Raises:
         CheckpointError: An error of :func:`read_unified`.
     """
-    contents = {TensorName(MODEL, name): one for name, one in _group(folder, MODEL).items()}
+    contents = {TensorName(MODEL, name): one for name, one in _read_group(folder, MODEL).items()}
     rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
-    return Checkpoint(contents, None, None, rest, _sorted_names(contents))
+    return Checkpoint(contents, None, None, rest, _names_if_sorted(contents))
 
 
-def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
-    """Returns the tensors of a group by name, from one file or from those of an index."""
+def _read_group(folder: Path, group: str) -> dict[str, LazyTensor]:
+    """Returns the tensors of a group by name, from one file or from those of an index.
+
+    Raises:
+        CheckpointError: The index is missing or damaged, or does not fit its files.
+    """
     index, single = folder / f"{group}{_INDEX}", folder / f"{group}.safetensors"
     if index.is_file():
-        places = read(index, _SOURCE, _weight_map)
+        file_of = read(index, _SOURCE, _parse_weight_map)
     elif single.is_file():
-        places = dict.fromkeys(_layout(single, folder).tensors, single.name)
+        file_of = dict.fromkeys(_read_layout(single, folder).tensors, single.name)
     elif parts := sorted(folder.glob(f"{group}-*.safetensors")):
         raise CheckpointError(
             f"there is no {index.name}, which says what files of the {group} belong together",
@@ -232,32 +244,34 @@ def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
         )
     else:
         return {}
-    layouts = {file: _layout(folder / file, index) for file in dict.fromkeys(places.values())}
-    for name, file in places.items():
+    layouts = {file: _read_layout(folder / file, index) for file in dict.fromkeys(file_of.values())}
+    for name, file in file_of.items():
         if name not in layouts[file].tensors:
             raise tensors.damage(folder / file, f"no tensor {name!r}, which {index.name} has there")
-    unlisted = [n for f, layout in layouts.items() for n in layout.tensors if places.get(n) != f]
+    unlisted = [n for f, layout in layouts.items() for n in layout.tensors if file_of.get(n) != f]
     if unlisted:
         raise tensors.damage(index, f"no place for {join_names(unlisted)}, which its files hold")
     return {
-        name: stored_tensor(folder / file, layouts[file].tensors[name])
-        for name, file in places.items()
+        name: lazy_stored_tensor(folder / file, layouts[file].tensors[name])
+        for name, file in file_of.items()
     }
 
 
-def _weight_map(index: JsonValue) -> dict[str, str]:
+def _parse_weight_map(index: JsonValue) -> dict[str, str]:
+    """Returns the name of the file that has each tensor, from the content of an index."""
     quantized = index.get("ckpt_quant_stage")
     if quantized is not None and quantized.content != "O0":
         raise quantized.refused("an optimizer that is not quantized")
-    places = {name: file.text() for name, file in index["weight_map"].fields().items()}
-    if not places:
+    file_of = {name: file.text() for name, file in index["weight_map"].fields().items()}
+    if not file_of:
         raise index["weight_map"].refused("names of tensors")
-    if not all(map(is_file_name, places.values())):
+    if not all(map(is_file_name, file_of.values())):
         raise index["weight_map"].refused("names of files of the folder")
-    return places
+    return file_of
 
 
-def _layout(path: Path, index: Path) -> tensors.Layout:
+def _read_layout(path: Path, index: Path) -> tensors.Layout:
+    """Reads the header of a safetensors file that ``index``, a file or the folder, names."""
     try:
         return tensors.read_layout(path)
     except OSError as error:
@@ -272,7 +286,7 @@ def _layout(path: Path, index: Path) -> tensors.Layout:
 def write_unified(state: Checkpoint, folder: Path) -> None:
     """Writes a unified checkpoint for PaddleNLP and PaddleFormers."""
     _write_safetensors(state, folder, "np")
-    write_rest(state, folder)
+    write_scheduler_and_files(state, folder)
 
 
 def write_huggingface(state: Checkpoint, folder: Path) -> None:
@@ -284,7 +298,13 @@ def write_huggingface(state: Checkpoint, folder: Path) -> None:
 
 
 def _write_safetensors(state: Checkpoint, folder: Path, made_by: str) -> None:
-    """Writes safetensors files and their indices; ``made_by`` is "np" or "pt"."""
+    """Writes safetensors files and their indices.
+
+    Args:
+        state: The checkpoint.
+        folder: The folder to write into.
+        made_by: The library that the files name as their origin: "np" or "pt", for PyTorch.
+    """
     plan = state.plan_of_files()
     for group, files in plan.groups.items():
         for name in files:
