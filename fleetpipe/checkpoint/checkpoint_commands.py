@@ -28,9 +28,10 @@ _USUAL_AXES = ("dp", "mp", "pp", "sharding")
 FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface", "pretrained")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
-_ALONE = ("list", "ls", "show", "verify")
+#: The actions that take one path; others take two.
+_WITHOUT_OTHER = ("list", "ls", "show", "verify")
 
-#: The most names that are shown of tensors that only one step has.
+#: The most names of tensors that ``diff`` shows of those that only one step has.
 _MOST_SHOWN = 5
 
 
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: An argument is missing, or there is one too many.
     """
     action = _ACTIONS[arguments.action]
-    if (arguments.other is None) != (arguments.action in _ALONE):
+    if (arguments.other is None) != (arguments.action in _WITHOUT_OTHER):
         missing = "needs a second path" if arguments.other is None else "takes one path"
         raise ConfigError(
             f"fleetpipe checkpoint {arguments.action} {missing}",
@@ -104,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    """Prints a line for each step of a run, and for each step that was set aside."""
     steps = run_folder.complete_steps(arguments.path)
     if not steps:
         raise CheckpointError(
@@ -117,16 +119,17 @@ def _list(arguments: argparse.Namespace) -> int:
         except CheckpointError as error:
             say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
             continue
-        size = sum(whole.size for whole in contents.files.values())
+        size = sum(summary.size for summary in contents.files.values())
         metrics = "  ".join(f"{name}={value:g}" for name, value in contents.metrics.items())
         of_model = f"{len(contents.tensors):>6} tensors  {contents.model_hash[:SHORT]:{SHORT}}"
-        say(f"{step:>10}  {_size(size):>9}  {of_model}  {metrics}".rstrip())
+        say(f"{step:>10}  {_size_text(size):>9}  {of_model}  {metrics}".rstrip())
     for step, folder in run_folder.aside_steps(arguments.path):
         say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    """Prints what the manifest of a step says."""
     reader = manifest.read_manifest(run_folder.step_in(arguments.path, arguments.step))
     say(f"step       {reader.step}")
     say(f"written by {_pairs_text(reader.versions)}")
@@ -140,13 +143,17 @@ def _show(arguments: argparse.Namespace) -> int:
         entries = {n.name: e for n, e in reader.tensors.items() if n.group == group}
         if entries:
             size = sum(entry.tensor.nbytes for entry in entries.values())
-            say(f"{group}: {len(entries)} tensors, {_size(size)}")
+            say(f"{group}: {len(entries)} tensors, {_size_text(size)}")
         for name, entry in entries.items():
             say(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    """Compares the files of a step, or of all steps of a run, with their checksums.
+
+    Returns 1 if any step is damaged, else 0. Steps that a job removes meanwhile are passed over.
+    """
     if arguments.step is None and not (arguments.path / manifest.MANIFEST).is_file():
         folders = [*run_folder.complete_steps(arguments.path).values()]
         folders = folders or [run_folder.step_in(arguments.path, None)]
@@ -154,30 +161,31 @@ def _verify(arguments: argparse.Namespace) -> int:
         folders = [run_folder.step_in(arguments.path, arguments.step)]
     worst = 0
     for folder in folders:
-        before, of_model = _file_number(folder), ""
+        inode_before, model_hash = _inode_of(folder), ""
         try:
             reader = StepReader(folder)
             reader.check_texts()
             errors = reader.find_damage()
-            of_model = f", {reader.manifest.model_hash[:SHORT]}".removesuffix(", ")
+            model_hash = f", {reader.manifest.model_hash[:SHORT]}".removesuffix(", ")
         except CheckpointError as error:
             errors = [error]
-        if errors and _file_number(folder) != before:
+        if errors and _inode_of(folder) != inode_before:
             say(f"{folder.name}: removed or replaced meanwhile, as a job does that saves here")
             continue
-        for one in errors:
-            say(one)
-        say(f"{folder.name}: {'damaged' if errors else f'whole{of_model}'}")
+        for damage in errors:
+            say(damage)
+        say(f"{folder.name}: {'damaged' if errors else f'whole{model_hash}'}")
         worst = max(worst, int(bool(errors)))
     return worst
 
 
-def _file_number(folder: Path) -> int:
-    """Returns the inode of a folder, by which a replaced one shows; 0 if there is none."""
+def _inode_of(folder: Path) -> int:
+    """Returns the inode of a folder, which changes if it is replaced; 0 if it does not exist."""
     return folder.stat().st_ino if folder.is_dir() else 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:
+    """Prints the differences of two steps; returns 1 if there are any, else 0."""
     paths = (arguments.path, arguments.other)
     readers = [StepReader(run_folder.step_in(path, arguments.step)) for path in paths]
     lines = differences(*readers)
@@ -186,6 +194,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
+    """Writes the model of a step into one file, of the format that the file's ending says."""
     target = new_file(str(arguments.other))
     if target.suffix not in (".safetensors", ".pdparams"):
         raise ConfigError(
@@ -197,13 +206,14 @@ def _merge(arguments: argparse.Namespace) -> int:
     if target.suffix == ".safetensors":
         merge(reader, target)
     else:
-        _converting().write_parameters(reader.folder, target)
-    say(f"{reader.folder.name}: {_size(target.stat().st_size)} in {target}")
+        _convert_module().write_parameters(reader.folder, target)
+    say(f"{reader.folder.name}: {_size_text(target.stat().st_size)} in {target}")
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    converting = _converting()
+    """Converts a checkpoint of any format to another format."""
+    converting = _convert_module()
     names = None
     if arguments.names is not None:
         names = converting.read_map(arguments.names, reverse=arguments.reverse_names)
@@ -238,16 +248,17 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def _converting() -> Any:
-    """Returns the module of conversions, which loads Paddle."""
+def _convert_module() -> Any:
+    """Imports and returns the module that converts checkpoints, which loads Paddle."""
     return importlib.import_module("fleetpipe.contrib.formats.convert")
 
 
 def _pairs_text(values: Mapping[str, object]) -> str:
+    """Returns a text such as "dp 1, mp 2"."""
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _size(count: float) -> str:
+def _size_text(count: float) -> str:
     """Returns a number of bytes with a unit, as "1.2 MB"."""
     for unit in _UNITS[:-1]:
         if count < 1000:
@@ -262,11 +273,11 @@ def say(text: object) -> None:
 
 
 def merge(reader: StepReader, target: Path) -> None:
-    """Writes the model's parameters and buffers into one file, one tensor at a time.
+    """Writes the model's parameters and buffers into one safetensors file, tensor by tensor.
 
     Args:
         reader: The checkpoint.
-        target: The file; it appears only when it is complete.
+        target: The file to write; it appears only when it is complete.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -288,55 +299,57 @@ def merge(reader: StepReader, target: Path) -> None:
             tensors.write(file, stored, None, memory)
 
 
-def differences(one: StepReader, other: StepReader) -> list[str]:
+def differences(first: StepReader, second: StepReader) -> list[str]:
     """Returns lines about the differences of two steps; none if all tensors have equal bits."""
-    left, right = one.manifest.tensors, other.manifest.tensors
+    tensors_1, tensors_2 = first.manifest.tensors, second.manifest.tensors
     lines = []
-    for tensors_here, tensors_there, which in ((left, right, "first"), (right, left, "second")):
-        only = [str(name) for name in tensors_here if name not in tensors_there]
+    for has, lacks, which in ((tensors_1, tensors_2, "first"), (tensors_2, tensors_1, "second")):
+        only = [str(name) for name in has if name not in lacks]
         if only:
             more = f" and {len(only) - _MOST_SHOWN} more" * (len(only) > _MOST_SHOWN)
             lines.append(f"only the {which} has {', '.join(only[:_MOST_SHOWN])}{more}")
-    common = [name for name in left if name in right]
+    common = [name for name in tensors_1 if name in tensors_2]
     differing = [
         name
         for name in common
-        if left[name].tensor != right[name].tensor or _bytes(one, name) != _bytes(other, name)
+        if tensors_1[name].tensor != tensors_2[name].tensor
+        or _read_bytes(first, name) != _read_bytes(second, name)
     ]
     if differing:
-        lines.append(f"{differing[0]} differs first: {_first_difference(one, other, differing[0])}")
+        how = _describe_first_difference(first, second, differing[0])
+        lines.append(f"{differing[0]} differs first: {how}")
         lines.append(f"{len(differing)} of {len(common)} tensors differ")
     return lines
 
 
-def _bytes(reader: StepReader, name: TensorName) -> bytearray:
-    """Reads the bytes of a tensor."""
+def _read_bytes(reader: StepReader, name: TensorName) -> bytearray:
+    """Returns the bytes of a tensor of a step."""
     memory = bytearray(reader.manifest.tensors[name].tensor.nbytes)
     with reader.opened() as read:
         read(name, None, memoryview(memory))
     return memory
 
 
-def _first_difference(one: StepReader, other: StepReader, name: TensorName) -> str:
-    """Returns in words how a tensor differs in two steps."""
-    left, right = (reader.manifest.tensors[name].tensor for reader in (one, other))
-    if left != right:
-        return f"{left} and {right}"
-    bits = [
-        np.frombuffer(_bytes(reader, name), f"u{left.itemsize}").reshape(left.shape)
-        for reader in (one, other)
-    ]
-    indices = np.argwhere(bits[0] != bits[1])
-    first = tuple(int(index) for index in indices[0])
-    numbers = [_number(of[first], left) for of in bits]
+def _describe_first_difference(first: StepReader, second: StepReader, name: TensorName) -> str:
+    """Returns in words how a tensor differs in two steps, and its first element that does."""
+    tensor, tensor_of_second = (r.manifest.tensors[name].tensor for r in (first, second))
+    if tensor != tensor_of_second:
+        return f"{tensor} and {tensor_of_second}"
+    bits, bits_of_second = (
+        np.frombuffer(_read_bytes(reader, name), f"u{tensor.itemsize}").reshape(tensor.shape)
+        for reader in (first, second)
+    )
+    indices = np.argwhere(bits != bits_of_second)
+    index = tuple(map(int, indices[0]))
+    value, value_of_second = (_element_value(b[index], tensor) for b in (bits, bits_of_second))
     return (
-        f"{len(indices)} of {bits[0].size} elements, the first at {list(first)}: "
-        f"{numbers[0]!r} and {numbers[1]!r}"
+        f"{len(indices)} of {bits.size} elements, the first at {list(index)}: "
+        f"{value!r} and {value_of_second!r}"
     )
 
 
-def _number(bits: np.generic, tensor: Described) -> float | str:
-    """Returns the value of an element; its bits as text if NumPy lacks the dtype."""
+def _element_value(bits: np.generic, tensor: Described) -> float | str:
+    """Returns the value of an element from its bits; the bits as text if NumPy lacks the dtype."""
     if tensor.dtype == "bfloat16":
         return float(np.array(int(bits) << 16, "uint32").view("float32"))
     code = CODES[tensor.dtype]

@@ -1,4 +1,4 @@
-"""The command ``fleetpipe hash``: prints one hash for each model, and which models are the same.
+"""The command ``fleetpipe hash``: prints a hash for each model, and which models are the same.
 
 It loads Paddle only for files that Paddle or another program has written.
 """
@@ -15,11 +15,12 @@ from fleetpipe.arguments import using
 from fleetpipe.checkpoint.checkpoint_commands import FORMATS, say
 from fleetpipe.checkpoint.contents.parts import MODEL
 from fleetpipe.checkpoint.files import run_folder, tensors
-from fleetpipe.checkpoint.files.manifest import StepReader, hash_of, lines, tensor_digest
+from fleetpipe.checkpoint.files.manifest import StepReader, hash_lines, hash_of, tensor_digest
 from fleetpipe.errors import CheckpointError
 from fleetpipe.extras import extra
 
-_PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors")
+#: The end of the name of one of several files of a model.
+_SHARDED_FILE = re.compile(r"-\d{5}-of-(\d{5})\.safetensors")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,31 +56,36 @@ def run(arguments: argparse.Namespace) -> int:
     for path in arguments.paths:
         digests = digests_in(Path(path), arguments.source_format)
         if arguments.by_name:
-            say("\n".join(lines(digests)))
+            say("\n".join(hash_lines(digests)))
         say(f"{hash_of(digests)}  {path}")
         models.append((path, digests))
-    for number, (path, of_path) in enumerate(models[1:], 1):
-        say(f"{path}: {_comparison(of_path, models[:number])}")
+    for number, (path, digests) in enumerate(models[1:], 1):
+        say(f"{path}: {_compare_with_earlier(digests, models[:number])}")
     return 0
 
 
-def _comparison(
+def _compare_with_earlier(
     digests: Mapping[str, str], earlier: Sequence[tuple[str, Mapping[str, str]]]
 ) -> str:
-    """Returns in words which earlier model this one equals, or how it differs from the first."""
-    for path, other in earlier:
-        if digests == other:
+    """Returns in words which earlier model a model equals, or how it differs from the first.
+
+    Args:
+        digests: The digest of each tensor of the model.
+        earlier: The path of each earlier model, and the digest of each of its tensors.
+    """
+    for path, earlier_digests in earlier:
+        if digests == earlier_digests:
             return f"the same model as {path}"
-    for path, other in earlier:
-        if {*digests.values()} == {*other.values()}:
+    for path, earlier_digests in earlier:
+        if {*digests.values()} == {*earlier_digests.values()}:
             return f"the same values as {path}, under other names"
-    path, other = earlier[0]
-    everything = {**other, **digests}
-    names = [name for name in everything if digests.get(name) != other.get(name)]
-    shared = names[0] in digests and names[0] in other
-    how = "differs first" if shared else "is in one of them alone"
-    count = f"{len(names)} of {len(everything)} tensors"
-    return f"not the model of {path}: {names[0]!r} {how}, {count}"
+    path, first_digests = earlier[0]
+    all_names = {**first_digests, **digests}
+    differing = [name for name in all_names if digests.get(name) != first_digests.get(name)]
+    both_have = differing[0] in digests and differing[0] in first_digests
+    how = "differs first" if both_have else "is in one of them alone"
+    count = f"{len(differing)} of {len(all_names)} tensors"
+    return f"not the model of {path}: {differing[0]!r} {how}, {count}"
 
 
 def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
@@ -98,18 +104,18 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
             "there is no such file or folder", where=str(path), fix="check the path"
         )
     if path.is_dir():
-        digests = _in_folder(path, source_format)
+        digests = _digests_in_folder(path, source_format)
     elif path.suffix == ".safetensors":
-        part = _PART.search(path.name)
+        part = _SHARDED_FILE.search(path.name)
         if part is not None and int(part[1]) > 1:
             raise CheckpointError(
                 f"{path.name} is one of {int(part[1])} parts of a model",
                 where=str(path),
                 fix="pass the folder of all parts and their index",
             )
-        digests = _in_file(path)
+        digests = _digests_in_file(path)
     else:
-        digests = _of(extra("formats.model_files").read_state_dict(path))
+        digests = _digests_of_checkpoint(extra("formats.model_files").read_state_dict(path))
     strange = [name for name in digests if not name.isprintable()]
     if strange or not digests:
         raise CheckpointError(
@@ -121,26 +127,36 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
     return digests
 
 
-def _in_folder(path: Path, source_format: str | None) -> dict[str, str]:
-    """Returns the digests of the model in the folder of a checkpoint, by name."""
+def _digests_in_folder(path: Path, source_format: str | None) -> dict[str, str]:
+    """Returns the digest of each tensor of the model in the folder of a checkpoint, by name.
+
+    ``source_format`` is the format of the folder; None recognizes it by its files.
+    """
     if source_format in (None, "fleetpipe") and run_folder.is_checkpoint(path):
         reader = StepReader(run_folder.step_in(path))
         reader.check((MODEL,))
         entries = reader.manifest.tensors.items()
         files = {entry.file for name, entry in entries if name.group == MODEL}
-        digests = {n: d for file in files for n, d in _in_file(reader.folder / file).items()}
+        digests = {
+            n: d for file in files for n, d in _digests_in_file(reader.folder / file).items()
+        }
         return {name: digests[name] for name in reader.manifest.order}
     formats = extra("formats.convert")
-    return _of(formats.read_checkpoint(path, source_format or formats.format_of(path)))
+    return _digests_of_checkpoint(
+        formats.read_checkpoint(path, source_format or formats.format_of(path))
+    )
 
 
-def _of(checkpoint: Any) -> dict[str, str]:
-    """Returns the digests of a checkpoint that ``contrib.formats`` opened, by name."""
+def _digests_of_checkpoint(checkpoint: Any) -> dict[str, str]:
+    """Returns the digest of each tensor of the model in a checkpoint, by name.
+
+    ``contrib.formats`` has opened the checkpoint.
+    """
     return {name: tensor.digest() for name, tensor in checkpoint.of(MODEL).items()}
 
 
-def _in_file(path: Path) -> dict[str, str]:
-    """Returns the digests of a safetensors file by name; it reads one block at a time."""
+def _digests_in_file(path: Path) -> dict[str, str]:
+    """Returns the digest of each tensor in a safetensors file by name; reads block by block."""
     with using("CHECKPOINT|FILE", path, "a file that can be read"):
         layout = tensors.read_layout(path)
         with path.open("rb", buffering=0) as file:

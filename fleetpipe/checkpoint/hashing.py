@@ -1,4 +1,4 @@
-"""The hash of a model in memory, whose tensors are spread over the ranks of a job."""
+"""Computes the hash of a model whose tensors are spread over the ranks of a job: `model_hash`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fleetpipe.mesh.parts import Described, LocalTensor, Region
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_types import Layer, Program
 
-_WHAT = "hashing the model"
+#: A phrase for messages that says what the ranks do.
+_PHRASE = "hashing the model"
 
 
 @dynamic_mode()
@@ -42,41 +43,46 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
     ranks, local = Ranks.of_job(), dict[TensorName, LocalTensor]()
 
     def digests_here() -> tuple[str, list[str]]:
-        part = Objects(model, names=names).required_model().local_tensors()
-        local.update({name: one for name, one in part.items() if name.group == MODEL})
+        tensors_here = Objects(model, names=names).required_model().local_tensors()
+        local.update({name: one for name, one in tensors_here.items() if name.group == MODEL})
         # The digest of a part is computed as if the part were a tensor.
         return Inventory.of(local).to_json(), [
             tensor_digest(LocalTensor(one.tensor).described, [writer.bytes_of_tensor(one)])
             for one in local.values()
         ]
 
-    everyone = ranks.together(_WHAT, digests_here)
+    everyone = ranks.together(_PHRASE, digests_here)
     inventories = [Inventory.from_json(text) for text, _ in everyone]
-    by_rank = [dict(zip(one.tensors, ones)) for one, (_, ones) in zip(inventories, everyone)]
-    _require_same(inventories, by_rank)
+    digests_by_rank = [
+        dict(zip(inventory.tensors, digests))
+        for inventory, (_, digests) in zip(inventories, everyone)
+    ]
+    _require_equal_replicas(inventories, digests_by_rank)
     plan = plan_files(inventories)
-    shares = {
-        name: (plan.files[file].tensors[name].tensor, ones)
-        for file, of_file in plan.shares.items()
-        for name, ones in of_file.items()
-    }
-    cut = {name: share for name, share in shares.items() if len(share[1]) > 1}
-    digests = {
-        name: by_rank[ones[0].writer][TensorName(MODEL, name)]
-        for name, (_, ones) in shares.items()
-        if name not in cut
-    }
-    if cut:
-        digests |= ranks.together(_WHAT, lambda: _digests_of_cut(ranks, cut, local))[0]
+    digests: dict[str, str] = {}
+    split: dict[str, tuple[Described, Sequence[Share]]] = {}
+    for file, shares_in_file in plan.shares.items():
+        for name, shares in shares_in_file.items():
+            if len(shares) > 1:
+                split[name] = plan.files[file].tensors[name].tensor, shares
+            else:
+                digests[name] = digests_by_rank[shares[0].writer][TensorName(MODEL, name)]
+    if split:
+        digests |= ranks.together(_PHRASE, lambda: _digests_of_split(ranks, split, local))[0]
     return hash_of(digests)
 
 
-def _require_same(
-    inventories: Sequence[Inventory], by_rank: Sequence[Mapping[TensorName, str]]
+def _require_equal_replicas(
+    inventories: Sequence[Inventory], digests_by_rank: Sequence[Mapping[TensorName, str]]
 ) -> None:
-    """Raises a ``StateError`` if ranks have different values of the same part of a tensor."""
+    """Raises a ``StateError`` if ranks have different values of the same part of a tensor.
+
+    Args:
+        inventories: What each rank has.
+        digests_by_rank: For each rank the digest of its part of each tensor.
+    """
     first: dict[tuple[TensorName, Region | None], tuple[int, str]] = {}
-    for rank, (inventory, digests) in enumerate(zip(inventories, by_rank)):
+    for rank, (inventory, digests) in enumerate(zip(inventories, digests_by_rank)):
         for name, part in inventory.tensors.items():
             holder, digest = first.setdefault((name, part.cut), (rank, digests[name]))
             if digests[name] != digest and not part.differs:
@@ -89,30 +95,39 @@ def _require_same(
                 )
 
 
-def _digests_of_cut(
+def _digests_of_split(
     ranks: Ranks,
-    cut: Mapping[str, tuple[Described, Sequence[Share]]],
+    split: Mapping[str, tuple[Described, Sequence[Share]]],
     local: Mapping[TensorName, LocalTensor],
 ) -> dict[str, str]:
-    """Sends parts of tensors to rank 0, one after another, which returns the tensors' digests."""
+    """Sends this rank's parts of tensors to rank 0, which joins them and computes the digests.
+
+    Args:
+        ranks: The ranks of the job.
+        split: By name, the tensors of which several ranks have parts, with the part of each rank.
+        local: The tensors of this rank.
+
+    Returns:
+        The digest of each tensor by name on rank 0; an empty dict on other ranks.
+    """
 
     def bytes_here(name: str) -> memoryview:
         return writer.bytes_of_tensor(local[TensorName(MODEL, name)])
 
     if ranks.rank:
-        mine = [n for n, (_, ones) in cut.items() for one in ones if one.writer == ranks.rank]
-        ranks.give(map(bytes_here, mine))
+        sent = [n for n, (_, shares) in split.items() for s in shares if s.writer == ranks.rank]
+        ranks.give(map(bytes_here, sent))
         return {}
     digests = {}
-    for name, (tensor, ones) in cut.items():
+    for name, (tensor, shares) in split.items():
         memory = memoryview(bytearray(tensor.nbytes))
-        for region, rank in ones:
-            values = (
-                writer.bytes_of_tensor(LocalTensor(ranks.take(rank))) if rank else bytes_here(name)
-            )
-            for run in tensors.runs(tensor.shape, tensor.itemsize, region):
-                memory[run.whole : run.whole + run.nbytes] = values[
-                    run.part : run.part + run.nbytes
-                ]
+        for region, rank in shares:
+            if rank:
+                values = writer.bytes_of_tensor(LocalTensor(ranks.take(rank)))
+            else:
+                values = bytes_here(name)
+            for run in tensors.byte_runs(tensor.shape, tensor.itemsize, region):
+                block = values[run.part_offset : run.part_offset + run.nbytes]
+                memory[run.tensor_offset : run.tensor_offset + run.nbytes] = block
         digests[name] = tensor_digest(tensor, [memory])
     return digests

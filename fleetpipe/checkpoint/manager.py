@@ -176,6 +176,7 @@ class CheckpointManager:
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
 
     def _objects(self, *objects: Any) -> Objects:
+        """Returns the objects that a call of :meth:`save` or :meth:`restore` got, in its order."""
         named: Any = {"names": self._names, "attributes": self.attributes}
         return Objects(*objects, **named)
 
@@ -195,28 +196,28 @@ class CheckpointManager:
         self.release()
 
     def claim(self) -> None:
-        """Makes this job the one that saves into the folder, until it ends. Collective.
+        """Makes this job the only one that saves into the folder, until the job ends. Collective.
 
-        The first save does it as well.
+        The first save does so as well.
 
         Raises:
-            CheckpointError: Another job saves into it; every rank raises.
+            CheckpointError: Another job saves into the folder; every rank raises.
         """
         self._saver.claim(Ranks.of_job())
 
     def begin_anew(self) -> int:
-        """Drops a save under way and all agreements, since a rank is a new process. Not collective.
+        """Forgets a save under way, since a rank was replaced by a new process. Not collective.
 
         Returns:
-            The step of the dropped save, of which this rank's part is written; 0 for none.
+            The step of that save, of which this rank's part is written; 0 for none.
         """
         return self._saver.begin_anew()
 
     def require_folder(self) -> None:
-        """Makes the folder before the first save. Not collective.
+        """Makes the folder of the run before the first save. Not collective.
 
         Raises:
-            ConfigError: The folder cannot be made, or not be written to.
+            ConfigError: The folder cannot be made, or cannot be written to.
         """
         require_folder("the folder of checkpoints", self._home)
 

@@ -1,4 +1,4 @@
-"""The ranks of a job for saving and restoring: if one fails, all raise."""
+"""Lets the ranks of a job save and restore together: if one fails, all raise; see ``Ranks``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,27 @@ _PART = MessageKey("H", 0, 0, "part of a checkpoint", 0)
 
 
 class Part(NamedTuple):
-    """The number of a part, and the number of all parts."""
+    """A coordinate of a rank.
+
+    Attributes:
+        number: The number of the rank's shard, replica or group of stages, from 0.
+        total: How many of them there are.
+    """
 
     number: int = 0
     total: int = 1
 
 
 class Place(NamedTuple):
-    """The part of the model and of the data that a rank has, as ``state.json`` stores it.
+    """The coordinates of a rank: which part of the model and of the data it has.
 
-    For a place that was not saved, the nearest saved one counts; earlier fields weigh more.
+    ``state.json`` stores that of each rank that saved. Under another layout a rank restores the
+    state of the saved rank with the most equal coordinates; earlier fields weigh more.
+
+    Attributes:
+        shard: The number of the rank's tensor-parallel shard.
+        replica: The number of its replica.
+        stages: The number of its rank in the pipeline, which decides its stages.
     """
 
     shard: Part = Part()
@@ -40,11 +51,11 @@ class Place(NamedTuple):
 
     @classmethod
     def from_json(cls, parts: Iterable[Sequence[int]]) -> Place:
-        """Returns a place from the lists of :meth:`to_json`."""
+        """Returns the coordinates from the lists of :meth:`to_json`."""
         return cls(*(Part(*part) for part in parts))
 
     def to_json(self) -> list[list[int]]:
-        """Returns the place as a list of lists."""
+        """Returns the coordinates as lists ``[number, total]``."""
         return [[*part] for part in self]
 
 
@@ -54,6 +65,11 @@ class Ranks:
     Args:
         group: The group of all ranks.
         job: The job; None for a single process, and in tests.
+
+    Attributes:
+        job: The job; None for a single process, and in tests.
+        rank: The number of this rank in the job.
+        count: The number of ranks.
     """
 
     def __init__(self, group: Group, job: Job | None = None) -> None:
@@ -86,12 +102,12 @@ class Ranks:
 
     @property
     def axes_that_narrow(self) -> tuple[str, ...]:
-        """The axes along which the script accepts fewer ranks, the first to shrink first."""
+        """The axes along which the job may restart with fewer ranks, the first to shrink first."""
         return ("dp", "pp") if self.job is not None and self.job.degrees.dp_open else ("pp",)
 
     @property
     def place(self) -> Place:
-        """The part of the model and of the data that this rank has."""
+        """The coordinates of this rank."""
         job = self.job
         if job is None or job.local:
             return Place()
@@ -103,10 +119,10 @@ class Ranks:
         )
 
     def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
-        """Calls ``act`` on every rank, and returns all results, by rank. Collective.
+        """Calls ``act`` on every rank, and returns the results of all, by rank. Collective.
 
         Args:
-            what: A phrase for messages, as ``saving step 3``.
+            what: A phrase for messages that says what the ranks do, as ``saving step 3``.
             act: Returns texts, numbers, None, or lists and dicts of these.
 
         Raises:
@@ -139,11 +155,11 @@ class Ranks:
         return [value for _, value in answers]
 
     def give(self, parts: Iterable[memoryview]) -> None:
-        """Sends bytes to rank 0, one part after the other.
+        """Sends parts of a checkpoint to rank 0, one after the other; rank 0 calls :meth:`take`.
 
         Raises:
             PeerFailed: Rank 0 died.
-            PipelineTimeout: It did not take a part within the limit.
+            PipelineTimeout: Rank 0 did not receive a part within the time limit.
         """
         transport, limit = self._direct
         for part in parts:
@@ -152,17 +168,28 @@ class Ranks:
             transport.flush(limit)
 
     def take(self, rank: int) -> Tensor:
-        """Returns the bytes of the next part from ``rank``, as a Tensor; raises as :meth:`give`."""
+        """Receives the bytes of the next part that ``rank`` sends by :meth:`give`, as a Tensor.
+
+        Raises:
+            PeerFailed: The rank died.
+            PipelineTimeout: The rank did not send a part within the time limit.
+        """
         transport, limit = self._direct
         return transport.receive(rank, _PART, limit)
 
     @property
     def _direct(self) -> tuple[Transport, float]:
-        """The transport to the other ranks, and the time limit of waits."""
+        """The transport to the other ranks, and the time limit of waits in seconds."""
         return cast(DirectGroup, self._group).transport, cast(Job, self.job).timeout
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
-        """Raises the error of the first rank that failed; ``cause`` is this rank's own error."""
+        """Raises the error of the first rank that failed, if one did.
+
+        Args:
+            failures: The text of each rank's error; None for a rank that succeeded.
+            what: A phrase that says what failed.
+            cause: This rank's own error; None if it succeeded.
+        """
         texts = {rank: text for rank, text in enumerate(failures) if text is not None}
         if not texts:
             return

@@ -44,6 +44,12 @@ class Restored(NamedTuple):
 def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Objects) -> Restored:
     """Restores a step into objects. Collective over ``ranks``.
 
+    Args:
+        ranks: All ranks of the job.
+        retention: The folder of the run.
+        step: The number of the step, ``"latest"`` or ``"best"``.
+        objects: The objects to restore.
+
     Raises:
         CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
             raises; no value has changed.
@@ -61,12 +67,12 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
 def restore_from(
     ranks: Ranks, what: str, begin: Callable[[], tuple[SavedStep, Objects]]
 ) -> Restored:
-    """Restores from the files that each rank opens. Collective over ``ranks``.
+    """Restores objects from a checkpoint that each rank opens. Collective over ``ranks``.
 
     Args:
         ranks: All ranks of the job.
         what: A phrase for messages, as ``restoring step 3``.
-        begin: Opens the files; returns them, and the objects to restore.
+        begin: Opens the checkpoint; returns it, and the objects to restore.
 
     Raises:
         CheckpointError: As for :func:`restore`.
@@ -111,7 +117,15 @@ def load_single(
 
 
 class _Attempt:
-    """One rank's part of a restore; :meth:`prepare` changes no value."""
+    """Restores on one rank, step by step, so that all ranks can agree in between.
+
+    The steps are :meth:`prepare`, which changes no value, then :meth:`abandon` after an error, or
+    :meth:`fill` and :meth:`finish`.
+
+    Attributes:
+        reader: The checkpoint, once it is open.
+        state: The contents of ``state.json``, once they are read.
+    """
 
     reader: SavedStep
     state: dict[str, Any]
@@ -124,7 +138,11 @@ class _Attempt:
         self._wanted: Mapping[TensorName, LocalTensor] = {}
 
     def prepare(self, ranks: Ranks) -> None:
-        """Reads and compares this rank's share of all tensors, and checks that all fit."""
+        """Checks this rank's share of the files, and that the checkpoint fits all objects.
+
+        Raises:
+            CheckpointError: A file is damaged, or the checkpoint does not fit.
+        """
         self.reader, self._objects = self._begin()
         self.state = self.reader.text(training_state.FILE)
         self.reader.check_texts()
@@ -147,27 +165,27 @@ class _Attempt:
         replica, replicas = ranks.place.replica
         if replicas == saved.replicas:
             # This replica's running statistics come from its own in the checkpoint.
-            names = {n: n.of_replica(replica) for n, local in wanted.items() if local.differs}
-            names = {n: name for n, name in names.items() if name in saved.tensors}
-            wanted = {names.get(name, name): local for name, local in wanted.items()}
+            own_names = {n: n.of_replica(replica) for n, local in wanted.items() if local.differs}
+            own_names = {n: own for n, own in own_names.items() if own in saved.tensors}
+            wanted = {own_names.get(name, name): local for name, local in wanted.items()}
         self._wanted = wanted
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 
     def _bytes_of(self, name: str) -> bytes:
-        """Reads the bytes of a tensor of the model."""
-        full = TensorName(MODEL, name)
-        memory = bytearray(self.reader.manifest.saved.tensors[full].nbytes)
+        """Returns the saved bytes of a tensor of the model, by its name."""
+        full_name = TensorName(MODEL, name)
+        memory = bytearray(self.reader.manifest.saved.tensors[full_name].nbytes)
         with self.reader.opened() as read:
-            read(full, None, memoryview(memory))
+            read(full_name, None, memoryview(memory))
         return bytes(memory)
 
     def abandon(self) -> None:
-        """Undoes :meth:`prepare` after an error."""
+        """Undoes what :meth:`prepare` has allocated, after an error on any rank."""
         for part in self._parts:
             part.abandon()
 
     def fill(self) -> None:
-        """Reads the values of all tensors."""
+        """Reads the values of all tensors of this rank into them."""
         with self.reader.opened() as read:
             for name, local in self._wanted.items():
                 value, memory = writer.empty_like(local)
@@ -175,7 +193,10 @@ class _Attempt:
                 writer.assign(local, value)
 
     def finish(self, place: Place) -> None:
-        """Restores all state except tensors."""
+        """Hands the tensors to the objects, and restores all other state.
+
+        ``place`` are the coordinates of this rank.
+        """
         for part in self._parts:
             part.settle()
         self._training.put_back(self.state, place)

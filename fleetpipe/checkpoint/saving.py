@@ -1,4 +1,8 @@
-"""Saves steps: all ranks agree on a plan, then write, at once or in a thread; see ``Saver``."""
+"""Saves steps: all ranks agree on a plan, then each writes, at once or in a thread; see ``Saver``.
+
+A save is unsettled while a rank may still be writing: only :meth:`Saver.settle`, which is
+collective, says whether it succeeded.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ _log = log.logger(__name__)
 #: A value of JSON.
 Json = Any
 
-#: By folder, since several managers of this process may save there, one after the other.
+#: The unsettled save into each folder of a run; several managers of this process may use a folder.
 _unsettled: dict[Path, _Unsettled] = {}
 
 
@@ -80,7 +84,7 @@ def current_script() -> dict[str, str]:
 
 @functools.cache
 def _script_of(_main: ModuleType) -> dict[str, str]:
-    """Returns the name of the user's script and a digest of its arguments; empty without one."""
+    """Returns the result of :func:`current_script` for the main module of this process."""
     file, *arguments = sys.argv or [""]
     path = Path(file).absolute()
     if path.suffix != ".py" or not path.is_file() or Path(sys.prefix) in path.parents:
@@ -90,10 +94,10 @@ def _script_of(_main: ModuleType) -> dict[str, str]:
 
 
 class _Prepared(NamedTuple):
-    """The parts of a save that are the same for all steps, as long as ranks hold the same tensors.
+    """What is the same for the saves of all steps, as long as ranks have the same tensors.
 
     Attributes:
-        plan: Which rank writes what into which file.
+        plan: Which rank writes which part into which file.
         indexes: The texts of index files, by name.
         manifest: The manifest without the fields of one step.
     """
@@ -104,16 +108,25 @@ class _Prepared(NamedTuple):
 
 
 class _Unsettled(NamedTuple):
-    """A save that is written in the background, until all ranks know whether it succeeded."""
+    """A save of which not all ranks know yet whether it succeeded.
+
+    Attributes:
+        ranks: The ranks that save.
+        writing: The writing of this rank's part.
+        owner: The right to write, stored so that no other job gets it meanwhile; None if none is
+            needed.
+    """
 
     ranks: Ranks
     writing: Writing
-    #: Stored here so that no other job may write into the folder meanwhile.
     owner: FolderOwner | None
 
 
-def _end_with_process() -> None:
-    """Waits for all saves when the process ends, and ends it with an error if a step is lost."""
+def _finish_at_exit() -> None:
+    """Waits for all unsettled saves, and ends the process with an error if a step is lost.
+
+    It runs when the process ends.
+    """
     lost = []
     for run_directory, (_, writing, _) in _unsettled.items():
         try:
@@ -129,8 +142,8 @@ def _end_with_process() -> None:
                 )
             )
     first = lost.pop(0) if lost and watch.error_at_exit() is None else None
-    for one in lost:
-        _log.error("%s", one)
+    for error_of_step in lost:
+        _log.error("%s", error_of_step)
     if first is not None:
         attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), first))
         try:
@@ -140,14 +153,18 @@ def _end_with_process() -> None:
 
 
 class Saver:
-    """Saves steps of a run, of which at most one is being written."""
+    """Saves steps of a run into its folder; at most one step is being written at a time.
+
+    Attributes:
+        owner: The right to write into the folder; None for a folder that no other job can have.
+    """
 
     def __init__(self, retention: Retention, in_background: bool) -> None:
         """Creates a saver for a run's folder.
 
         Args:
             retention: The folder of the run, and which steps are kept there.
-            in_background: Whether a thread writes copies.
+            in_background: Whether a thread writes, from copies of the tensors.
         """
         self._retention = retention
         self._run_directory, self._key = retention.run_directory, retention.run_directory.resolve()
@@ -155,12 +172,11 @@ class Saver:
         self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
         self._snapshot = Snapshot()
         current_script()
-        #: Whether left drafts were removed.
+        #: Whether the drafts of earlier attempts were removed.
         self._cleaned = False
-        #: None for a folder that no other job can have.
         self.owner: FolderOwner | None = FolderOwner.of(retention.run_directory)
-        #: A job, and its ranks that do not see rank 0's folder; None before the first save.
-        self._seen: tuple[Job | None, list[int]] | None = None
+        #: The job, and its ranks that do not see the folder of rank 0; None before the first save.
+        self._ranks_without_folder: tuple[Job | None, list[int]] | None = None
 
     @dynamic_mode()
     def save(
@@ -171,7 +187,17 @@ class Saver:
         metrics: Mapping[str, float],
         extra: Mapping[str, Any],
     ) -> Saving:
-        """Saves a step; no other save may be running. Collective over ``ranks``.
+        """Saves a step; no other save may be unsettled. Collective over ``ranks``.
+
+        Args:
+            ranks: The ranks of the job.
+            step: The number of the step.
+            objects: The objects to save.
+            metrics: Numbers by name.
+            extra: Values of JSON by name.
+
+        Returns:
+            The handle of the save.
 
         Raises:
             CheckpointError: A rank cannot save; every rank raises.
@@ -184,8 +210,8 @@ class Saver:
         kind = None if optimizer is None else optimizer.kind
         what = f"saving step {step}"
         script = objects.script_part(ranks.place)
-        of_run = {**model.local_tensors(), **of_optimizer, **script.local_tensors()}
-        local = _with_statistics(ranks, what, of_run)
+        of_rank = {**model.local_tensors(), **of_optimizer, **script.local_tensors()}
+        local = _with_replica_statistics(ranks, what, of_rank)
 
         def facts() -> dict[str, Json]:
             model.require_no_added_parameters()
@@ -193,14 +219,16 @@ class Saver:
             if objects.state is not None:
                 state[STATE] = script.trees()
             state["extra"] = training_state.plain(extra, "extra")
-            return self._facts(ranks, step, f"{kind} {Inventory.of(local).to_json()}", state)
+            return self._facts_for_ranks(
+                ranks, step, f"{kind} {Inventory.of(local).to_json()}", state
+            )
 
         everyone = ranks.together(what, facts)
         draft = self._run_directory / everyone[0]["draft"]
         try:
             prepared = self._prepare(ranks, what, everyone, local, model, kind)
             plan = prepared.plan
-            texts = {**prepared.indexes, training_state.FILE: _merged_state(step, everyone)}
+            texts = {**prepared.indexes, training_state.FILE: _merge_states_text(step, everyone)}
             manifest = replace(
                 prepared.manifest,
                 step=step,
@@ -219,10 +247,11 @@ class Saver:
 
     @dynamic_mode()
     def settle(self, wait: bool) -> None:
-        """Ends the save that is being written, if there is one. Collective over its ranks.
+        """Settles the unsettled save of the folder, if there is one. Collective over its ranks.
 
         Args:
-            wait: Whether to wait for it; else it returns at once while a rank is writing.
+            wait: Whether to wait until all ranks have written; without it, a save that a rank is
+                still writing stays unsettled.
 
         Raises:
             CheckpointError: A rank could not write; every rank raises.
@@ -243,7 +272,7 @@ class Saver:
         del _unsettled[self._key]
 
     def claim(self, ranks: Ranks) -> None:
-        """Makes rank 0 the writer of the folder. Collective over ``ranks``.
+        """Makes rank 0 of this job the writer of the folder. Collective over ``ranks``.
 
         Raises:
             CheckpointError: Another job is the writer; every rank raises.
@@ -252,16 +281,19 @@ class Saver:
         ranks.together(what, lambda: self._acquire() if ranks.rank == 0 else None)
 
     def _acquire(self) -> None:
+        """Makes this process the writer of the folder; see :meth:`FolderOwner.acquire`."""
         if self.owner is not None:
             self.owner.acquire()
 
     def release(self) -> None:
-        """Lets another job write into the folder, unless this one is writing."""
+        """Lets another job write into the folder, unless a save is unsettled."""
         if self._key not in _unsettled and self.owner is not None:
             self.owner.release()
 
     def begin_anew(self) -> int:
-        """Waits for this rank's part of a save under way, then drops it and all agreements.
+        """Waits for this rank's part of an unsettled save, then forgets it and all plans.
+
+        It is for a job of which a rank was replaced by a new process. Not collective.
 
         Returns:
             The step of that save; 0 for none.
@@ -269,13 +301,13 @@ class Saver:
         self.finish()
         lost = _unsettled.pop(self._key, None)
         step = 0 if lost is None else lost.writing.task.manifest.step
-        self._seen = None
+        self._ranks_without_folder = None
         self._plans.clear()
         self._cleaned = False  # the next save removes the draft
         return step
 
     def finish(self) -> None:
-        """Waits until this rank has written its part; logs an error."""
+        """Waits until this rank has written its part of an unsettled save; logs its error."""
         if self._key in _unsettled:
             writing = _unsettled[self._key].writing
             try:
@@ -284,10 +316,17 @@ class Saver:
                 step = writing.task.manifest.step
                 _log.warning("step %d was not saved by this rank: %s", step, error)
 
-    def _facts(
+    def _facts_for_ranks(
         self, ranks: Ranks, step: int, described: str, state: Mapping[str, Json]
     ) -> dict[str, Json]:
-        """Returns what the ranks exchange about a save; rank 0 also makes the draft's folder."""
+        """Returns what this rank tells the others about a save; rank 0 also makes the draft.
+
+        Args:
+            ranks: The ranks of the job.
+            step: The number of the step.
+            described: A text for the tensors of this rank; if it changes, the plan is made anew.
+            state: The state of this rank beside its tensors.
+        """
         return {
             "step": step,
             "digest": hashlib.sha256(described.encode()).hexdigest(),
@@ -298,7 +337,7 @@ class Saver:
         }
 
     def _make_draft(self, step: int) -> str:
-        """Makes a new folder into which all ranks write, and returns its name."""
+        """Makes the draft of a step, a new folder into which all ranks write; returns its name."""
         self._run_directory.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not self._cleaned:
@@ -317,7 +356,18 @@ class Saver:
         model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
-        """Returns the plan of a save; it is computed again when a rank holds other tensors."""
+        """Returns the plan of a save, which is made again when a rank has other tensors.
+
+        Collective over ``ranks`` if the plan is made again.
+
+        Args:
+            ranks: The ranks of the job.
+            what: A phrase for messages, as ``saving step 3``.
+            everyone: The result of :meth:`_facts_for_ranks` on each rank.
+            local: The tensors of this rank.
+            model: The model.
+            optimizer: The type of the optimizer; None without one.
+        """
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(local).to_json())
@@ -334,17 +384,24 @@ class Saver:
     def _begin(
         self, ranks: Ranks, task: Assignment, local: Mapping[TensorName, LocalTensor]
     ) -> None:
-        """Writes this rank's part: in a thread, from a copy, or at once. Collective."""
-        if self._seen is None or self._seen[0] is not ranks.job:
+        """Writes this rank's part, in a thread from copies or at once. Collective.
+
+        Args:
+            ranks: The ranks of the job.
+            task: What this rank has to write.
+            local: The tensors of this rank.
+        """
+        if self._ranks_without_folder is None or self._ranks_without_folder[0] is not ranks.job:
             what = f"saving step {task.manifest.step}"
             sees = ranks.together(what, task.draft.is_dir)
-            self._seen = (ranks.job, [rank for rank, here in enumerate(sees) if not here])
-        elsewhere = self._seen[1]
+            without_folder = [rank for rank, sees_folder in enumerate(sees) if not sees_folder]
+            self._ranks_without_folder = (ranks.job, without_folder)
+        _, elsewhere = self._ranks_without_folder
         if self._in_background and not elsewhere:
             parts = {name: local[name] for name, _, _ in task.plan.parts_of(task.rank)}
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
-            atexit.unregister(_end_with_process)
-            atexit.register(_end_with_process)  # before the end of a job that has begun since
+            atexit.unregister(_finish_at_exit)
+            atexit.register(_finish_at_exit)  # before the end of a job that has begun since
             watch.note_exits()
             _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
             writing.start()
@@ -355,13 +412,21 @@ class Saver:
         self.settle(wait=True)
 
 
-def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
-    """Returns the text of ``state.json``, merged from the states of all ranks."""
+def _merge_states_text(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
+    """Returns the text of ``state.json``, merged from the states of all ranks.
+
+    Args:
+        step: The step that this rank saves.
+        everyone: The result of :meth:`Saver._facts_for_ranks` on each rank.
+
+    Raises:
+        CheckpointError: The ranks save different steps, or have different states.
+    """
     states = [json.loads(facts["state"]) for facts in everyone]
     places = [Place.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]
     if len(set(steps)) > 1:
-        other = next(rank for rank, one in enumerate(steps) if one != step)
+        other = next(rank for rank, saved_step in enumerate(steps) if saved_step != step)
         raise CheckpointError(
             "the ranks save different steps",
             expected=f"step {steps[0]}, as on rank 0",
@@ -371,45 +436,52 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
     return training_state.to_text({"step": step, **training_state.merge_states(states, places)})
 
 
-def _with_statistics(
+def _with_replica_statistics(
     ranks: Ranks, what: str, local: Mapping[TensorName, LocalTensor]
 ) -> Mapping[TensorName, LocalTensor]:
-    """Returns this rank's tensors, and its replica's running statistics if they differ.
+    """Returns this rank's tensors, and those of its replica's running statistics that differ.
 
     Each replica has the running statistics of its own part of the data. Those of the first replica
-    belong to the model; those of another have a group of their own, as ``1/model/3._mean``.
-    Collective if there are replicas.
+    belong to the model; those of another that differ have names of a group of their own, as
+    ``1/model/3._mean``. Collective if there are replicas.
+
+    Args:
+        ranks: The ranks of the job.
+        what: A phrase for messages, as ``saving step 3``.
+        local: The tensors of this rank.
 
     Raises:
         CheckpointError: A rank cannot read its memory; every rank raises.
     """
-    member, (replica, replicas) = ranks.place.shard.number, ranks.place.replica
+    shard, (replica, replicas) = ranks.place.shard.number, ranks.place.replica
     if replicas == 1:
         return local
-    mine = {name: one for name, one in local.items() if one.differs}
+    statistics = {name: tensor for name, tensor in local.items() if tensor.differs}
 
-    def sums() -> list[Any]:
-        contents = {name: [writer.bytes_of_tensor(one)] for name, one in mine.items()}
-        sums = [[*name, tensors.checksum(content)] for name, content in contents.items()]
-        return [member, replica, sums]
+    def checksums_here() -> list[Any]:
+        contents = {name: [writer.bytes_of_tensor(one)] for name, one in statistics.items()}
+        rows = [[*name, tensors.checksum(content)] for name, content in contents.items()]
+        return [shard, replica, rows]
 
-    everyone = ranks.together(what, sums)
-    gathered = {
-        (names, of, TensorName(group, name)): checksum
-        for of, names, rows in everyone
+    everyone = ranks.together(what, checksums_here)
+    checksums = {
+        (of_replica, of_shard, TensorName(group, name)): checksum
+        for of_shard, of_replica, rows in everyone
         for group, name, checksum in rows
     }
-    elsewhere = {
-        (names, name)
-        for (names, of, name), checksum in gathered.items()
-        if checksum != gathered.get((0, of, name), checksum)
+    differing = {
+        (of_replica, name)
+        for (of_replica, of_shard, name), checksum in checksums.items()
+        if checksum != checksums.get((0, of_shard, name), checksum)
     }
-    several: dict[TensorName, set[int]] = {}
-    for (*_, name), checksum in gathered.items():
-        several.setdefault(name, set()).add(checksum)
+    distinct: dict[TensorName, set[int]] = {}
+    for (*_, name), checksum in checksums.items():
+        distinct.setdefault(name, set()).add(checksum)
     # Ranks share the writing of tensors that are equal on all, as frozen parameters are.
-    shared = {name: one._replace(differs=len(several[name]) > 1) for name, one in mine.items()}
-    of_replica = {
-        name.of_replica(replica): mine[name] for name in mine if (replica, name) in elsewhere
+    shared = {n: tensor._replace(differs=len(distinct[n]) > 1) for n, tensor in statistics.items()}
+    of_this_replica = {
+        name.of_replica(replica): tensor
+        for name, tensor in statistics.items()
+        if (replica, name) in differing
     }
-    return {**local, **shared, **of_replica}
+    return {**local, **shared, **of_this_replica}

@@ -1,8 +1,9 @@
-"""Compares the attributes of layers and of the optimizer, which no state dict has, after a restart.
+"""Compares attributes of layers and of the optimizer after a restart, which no state dict has.
 
 A script may change them in a run: it unfreezes a parameter, puts a norm into evaluation, sets
 another ``p`` of a dropout or another ``clip_norm``, or a layer counts its calls. A process that
-restarts the script has their first values, and would train other weights from there.
+restarts the script has their first values, and would train other weights from there. A checkpoint
+stores a text for each value; start with ``Attributes``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _log = log.logger(__name__)
 
 _SCALARS = (bool, int, float, str, np.number)
 #: By the class of a random generator, a function that returns its state.
-_STATES: dict[type, Callable[[Any], bytes]] = {
+_GENERATOR_STATES: dict[type, Callable[[Any], bytes]] = {
     random.Random: lambda generator: repr(generator.getstate()).encode(),
     np.random.RandomState: lambda generator: repr(generator.get_state(legacy=False)).encode(),
     np.random.Generator: lambda generator: repr(generator.bit_generator.state).encode(),
@@ -40,44 +41,52 @@ _STATES: dict[type, Callable[[Any], bytes]] = {
 _LONGEST = 40
 #: Attributes that are not compared: those of every layer, whose modes are compared by themselves,
 #: and the one that Paddle's norms set in their first forward.
-_LEFT_OUT = {*vars(paddle.nn.Layer()), "_data_format"}
+_NOT_COMPARED = {*vars(paddle.nn.Layer()), "_data_format"}
 
-#: The texts of attributes' values, by the fully qualified names of the attributes.
-Looks = dict[str, str]
+#: A text for the value of each attribute, by the attribute's fully qualified name.
+AttributeTexts = dict[str, str]
 
 
 class Attributes:
-    """Compares attributes with their values when the last step of the run was saved."""
+    """Compares attributes at the first batch of a process with those in the restored step.
+
+    Used by a run that resumes: :meth:`state` is saved, :meth:`put_back` gets it after a restore.
+    """
 
     def __init__(self, model: Any, optimizer: Optimizer = None) -> None:
         """Stores the model and the optimizer."""
         self._model, self._optimizer = model, optimizer
-        #: The values at the begin of this process's first batch.
-        self._begun: Looks | None = None
-        self._saved: Mapping[str, Looks] = {}
+        #: The texts at the begin of this process's first batch; None before it.
+        self._first_texts: AttributeTexts | None = None
+        self._saved: Mapping[str, AttributeTexts] = {}
 
-    def state(self) -> dict[str, Looks] | None:
-        """Returns the values at the first batch and now; None before the first batch."""
-        if self._begun is None:
+    def state(self) -> dict[str, AttributeTexts] | None:
+        """Returns the texts to save: those at the first batch and those now; None before it."""
+        if self._first_texts is None:
             return None
         now = self.now()
-        changed = [name for name, value in self._begun.items() if now.get(name, value) != value]
+        changed = [
+            name for name, value in self._first_texts.items() if now.get(name, value) != value
+        ]
         if changed:
             text = f"{changed[0]} has changed in the run, and is in no checkpoint: a script that "
             text += "goes on from one must set it before its first batch, or is refused"
             log.once(_log.info, text)
-        return {"begun": self._begun, "now": now}
+        return {"begun": self._first_texts, "now": now}
 
-    def put_back(self, saved: Mapping[str, Looks]) -> None:
-        """Stores the values of the restored step, for the comparison at the first batch."""
+    def put_back(self, saved: Mapping[str, AttributeTexts]) -> None:
+        """Stores the texts of the restored step, for the comparison at the first batch."""
         self._saved = saved
 
-    def now(self) -> Looks:
-        """Returns the current values."""
-        return dict(_looks(self._model, self._optimizer))
+    def now(self) -> AttributeTexts:
+        """Returns the texts of the attributes as they are now."""
+        return dict(_attribute_texts(self._model, self._optimizer))
 
     def begin_batch(self, optimizer: Optimizer) -> None:
-        """Compares at the first batch, by which the script has repeated its own changes.
+        """Compares at the first batch, before which the script has repeated its own changes.
+
+        Args:
+            optimizer: The optimizer that steps in this batch.
 
         Raises:
             CheckpointError: This process replaces a rank that had other values.
@@ -91,12 +100,16 @@ class Attributes:
                 "another optimizer steps than the one that checkpoints have",
                 fix="pass that one to fleetpipe.resume, the other by state={'other': ..}",
             )
-        if self._begun is None:
-            self._begun = self.now()
-            self._compare(self._begun)
+        if self._first_texts is None:
+            self._first_texts = self.now()
+            self._compare(self._first_texts)
 
-    def _compare(self, now: Looks) -> None:
-        """Raises an error for attributes whose saved values this process does not have."""
+    def _compare(self, now: AttributeTexts) -> None:
+        """Raises an error for attributes that the run had changed and the script has not.
+
+        Args:
+            now: The texts at the first batch of this process.
+        """
         saved, begun = self._saved.get("now", {}), self._saved.get("begun", {})
         changed = {n: value for n, value in now.items() if saved.get(n, value) != value}
         job = required_job("a batch")
@@ -124,23 +137,18 @@ class Attributes:
             )
 
 
-def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of attributes of layers, losses, the optimizer and its clips."""
+def _attribute_texts(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each attribute of layers, losses, optimizer and clips."""
     model = without_wrappers(model)
     named = model.named_functions() if hasattr(model, "named_functions") else {"": model}
     # Layers, parameters and buffers are compared or restored by other ways.
-    seen = {
-        id(part)
-        for layer in named.values()
-        if isinstance(layer, paddle.nn.Layer)
-        for part in (
-            *layer.sublayers(include_self=True),
-            *layer.parameters(),
-            *layer.buffers(),
-        )
-    }
+    seen: set[int] = set()
+    for layer in named.values():
+        if isinstance(layer, paddle.nn.Layer):
+            seen.update(map(id, layer.sublayers(include_self=True)))
+            seen.update(map(id, [*layer.parameters(), *layer.buffers()]))
     for name, function in named.items():
-        yield from _of_function(name, function, seen)
+        yield from _function_texts(name, function, seen)
     if hasattr(model, "modes_in_training"):
         yield from ((f"{name}.training", str(mode)) for name, mode in model.modes_in_training())
     if optimizer is None:
@@ -149,47 +157,54 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     scalars = {n: v for n, v in vars(base).items() if isinstance(v, _SCALARS)}
     for name in ("_learning_rate", "_sign"):  # one is restored; Rprop sets the other in a step
         scalars.pop(name, None)
-    yield from _texts("optimizer", scalars)
+    yield from _value_texts("optimizer", scalars)
     yield "optimizer.groups", str(len(groups_of(base)))  # each rank has other parameters in them
     for number, group in enumerate(dict_groups(base)):
-        yield from _texts(f"optimizer.{number}", group)
+        yield from _value_texts(f"optimizer.{number}", group)
     for number, clip in enumerate(clips_of_a_step(base)):
         stock = getattr(clip, "stock", clip)
         yield f"clip.{number}", type(stock).__name__
-        yield from _texts(f"clip.{number}", {} if stock is None else vars(stock))
+        yield from _value_texts(f"clip.{number}", {} if stock is None else vars(stock))
 
 
-def _of_function(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of the attributes of one layer or function of the model."""
+def _function_texts(name: str, function: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each attribute of a layer or function of the model.
+
+    Args:
+        name: The name of the layer or function in the model.
+        function: The layer, with its sublayers, or the function.
+        seen: The ids of objects that are left out; visited ones are added.
+    """
     if not isinstance(function, paddle.nn.Layer):
         values = {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
-        yield from _texts(name, values, seen)
+        yield from _value_texts(name, values, seen)
         return
     for path, layer in function.named_sublayers(prefix=name, include_self=True):
-        values = {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT}
-        yield from _texts(path, {**_of_class(layer), **values}, seen)
-        yield f"{path}.forward", str(_names_of([values.get("forward", layer.forward)]))
+        values = {n: v for n, v in vars(layer).items() if n not in _NOT_COMPARED}
+        yield from _value_texts(path, {**_class_attributes(layer), **values}, seen)
+        yield f"{path}.forward", str(_script_names([values.get("forward", layer.forward)]))
         hooks = (hook for hooks in forward_hooks(layer) for hook in hooks.values())
-        yield f"{path}.hooks", str(_names_of(hooks))
-        for of, parameter in layer.named_parameters(prefix=path, include_sublayers=False):
-            yield f"{of}.stop_gradient", str(parameter.stop_gradient)
-            yield from _texts(of, getattr(parameter, "optimize_attr", {}))
+        yield f"{path}.hooks", str(_script_names(hooks))
+        parameters = layer.named_parameters(prefix=path, include_sublayers=False)
+        for parameter_name, parameter in parameters:
+            yield f"{parameter_name}.stop_gradient", str(parameter.stop_gradient)
+            yield from _value_texts(parameter_name, getattr(parameter, "optimize_attr", {}))
 
 
-def _of_class(thing: Any) -> dict[str, Any]:
-    """Returns the class attributes of an object of the script's, which methods may change."""
-    bases = [base for base in type(thing).__mro__ if not is_of_library(base)]
+def _class_attributes(instance: Any) -> dict[str, Any]:
+    """Returns the attributes of the script's own classes of an object, methods left out."""
+    bases = [base for base in type(instance).__mro__ if not is_of_library(base)]
     members = {n: v for base in reversed(bases) for n, v in vars(base).items() if n[:2] != "__"}
     return {n: v for n, v in members.items() if not callable(v) and not hasattr(v, "__get__")}
 
 
-def _texts(
+def _value_texts(
     name: str, values: Mapping[str, Any], seen: set[int] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of plain values, and of the parts of other values.
+    """Yields the name and the text of each plain value, and of the parts of other values.
 
     Args:
-        name: The name of the object that has them.
+        name: The name of the object that has the values as attributes.
         values: The values by attribute.
         seen: The ids of objects that are left out, to which visited ones are added; None leaves out
             all values that are not plain.
@@ -203,14 +218,20 @@ def _texts(
             yield path, text
         elif seen is not None and id(value) not in seen:
             seen.add(id(value))
-            yield from _of_value(path, value, seen)
+            yield from _object_texts(path, value, seen)
 
 
-def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yields names and texts of a value that is not plain; none for a library's object."""
+def _object_texts(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of a value that is not plain, or of each of its parts.
+
+    Args:
+        path: The name of the value.
+        value: The value; an object of a library's class yields nothing.
+        seen: The ids of objects that are left out, to which visited ones are added.
+    """
     if isinstance(value, paddle.Tensor):
         if has_memory(value) and value.is_dense():
-            yield from _of_value(path, value.numpy(), seen)
+            yield from _object_texts(path, value.numpy(), seen)
     elif isinstance(value, np.ndarray):
         # The shape is in the name: a table that a longer input has made longer is a new name.
         data = np.ascontiguousarray(value).tobytes() if value.dtype != object else b""
@@ -220,24 +241,30 @@ def _of_value(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]
     elif isinstance(value, (dict, list, tuple)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in items:
-            yield from _texts("", {f"{path}[{key!r}]": part}, seen)
-    elif type(value) in _STATES:
-        yield path, f"{type(value).__name__} ({zlib.crc32(_STATES[type(value)](value)):08x})"
+            yield from _value_texts("", {f"{path}[{key!r}]": part}, seen)
+    elif type(value) in _GENERATOR_STATES:
+        yield (
+            path,
+            f"{type(value).__name__} ({zlib.crc32(_GENERATOR_STATES[type(value)](value)):08x})",
+        )
     elif isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        yield from ((path, name) for name in _names_of([value]))
+        yield from ((path, name) for name in _script_names([value]))
     elif isinstance(value, paddle.nn.Layer):
-        yield from _of_value(path, value.state_dict(), seen)
+        yield from _object_texts(path, value.state_dict(), seen)
     elif not is_of_library(type(value)):
-        yield from _texts(path, {**_of_class(value), **getattr(value, "__dict__", {})}, seen)
+        yield from _value_texts(
+            path, {**_class_attributes(value), **getattr(value, "__dict__", {})}, seen
+        )
 
 
-def _names_of(functions: Iterable[Any]) -> list[str]:
-    """Returns the names of functions, except those of libraries."""
-    scripts = (one for one in functions if not is_of_library(one))
-    return [str(getattr(one, "__qualname__", type(one).__qualname__)) for one in scripts]
+def _script_names(functions: Iterable[Any]) -> list[str]:
+    """Returns the qualified names of those functions that are not of a library."""
+    own = (function for function in functions if not is_of_library(function))
+    return [str(getattr(f, "__qualname__", type(f).__qualname__)) for f in own]
 
 
 def _is_plain(value: Any) -> bool:
+    """Returns whether a value consists of numbers and texts, in lists, tuples and dicts."""
     if isinstance(value, dict):
         return all(_is_plain(part) for pair in value.items() for part in pair)
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,8 @@
-"""A model and an optimizer in a checkpoint, of Paddle's layers or of a static program.
+"""Defines which tensors of a model and of an optimizer a checkpoint has, and their names.
 
-Their tensors have fully qualified names. Paddle numbers an accumulator's name when it creates it; a
-checkpoint names it after its parameter, ``3.weight/moment1_0``, as PaddleNLP does.
+The model consists of Paddle's layers, or is a static program. The state of an optimizer is the
+accumulators and master weights of parameters. Paddle numbers an accumulator's name when it creates
+it; a checkpoint names it after its parameter, ``3.weight/moment1_0``, as PaddleNLP does.
 """
 
 from __future__ import annotations
@@ -44,35 +45,42 @@ from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 
 _log = log.logger(__name__)
 
-_FIRST = "_0"
+_ACCUMULATOR_SUFFIX = "_0"
 #: The packages of optimizers whose state is known.
 _PADDLES = {"paddle", "paddlenlp", "paddleformers"}
 
 
 class NamedTensors(SavedPart):
-    """The tensors that one process has of a model, under fully qualified names.
+    """The tensors of a model that this process has, under fully qualified names.
 
     Args:
         parts: The tensors.
+
+    Attributes:
+        plain_names: See :class:`ModelParts`.
     """
 
     def __init__(self, parts: ModelParts) -> None:
         self.plain_names = parts.plain_names
         self._parts = parts
-        #: Tensors that replace buffers after they are filled: the model or the loss, and a path.
-        self._made: list[tuple[Layer, str, Tensor]] = []
-        local = {id(one.tensor) for one in parts.tensors.values()}
+        #: Tensors that become buffers once they are filled: the model or the loss, the path of the
+        #: buffer in it, and the tensor.
+        self._new_buffers: list[tuple[Layer, str, Tensor]] = []
+        of_model = {id(local.tensor) for local in parts.tensors.values()}
+        tensors_of_loss: list[tuple[str, Tensor]] = []
+        if parts.loss:
+            tensors_of_loss += parts.loss.named_parameters()
+            tensors_of_loss += parts.loss.named_buffers()
         #: The tensors of the loss functions that are not the model's; every rank has them.
         self._loss = {
             name: local_tensor_of(tensor, mp_shard)
-            for named in ("parameters", "buffers")
-            for name, tensor in (getattr(parts.loss, f"named_{named}")() if parts.loss else ())
-            if id(tensor) not in local and has_memory(tensor)
+            for name, tensor in tensors_of_loss
+            if id(tensor) not in of_model and has_memory(tensor)
         }
 
     @classmethod
     def of_layer(cls, layer: Layer) -> NamedTensors:
-        """Describes a model that is in this process as a whole, by the model's own names.
+        """Describes a model of which this process has all tensors, by the model's own names.
 
         A tensor with several names is described under the first.
         """
@@ -96,7 +104,7 @@ class NamedTensors(SavedPart):
         return self._parts
 
     def order(self) -> tuple[str, ...]:
-        """Returns the names of the whole model's parameters and buffers, in its order."""
+        """Returns the names of the whole model's parameters and buffers, in the model's order."""
         return tuple(self._parts.shapes)
 
     def require_no_added_parameters(self) -> None:
@@ -120,10 +128,11 @@ class NamedTensors(SavedPart):
 
     def parameters(self) -> Mapping[str, LocalTensor]:
         """Returns this process's parameters by fully qualified name."""
-        every = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
-        return {n: local for n, local in every.items() if _is_parameter(local.tensor)}
+        tensors = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
+        return {name: local for name, local in tensors.items() if _is_parameter(local.tensor)}
 
     def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the tensors of the model, and of its loss if this process saves that."""
         for name, local in self._parts.tensors.items():
             yield TensorName(MODEL, self.whole_name(name)), local
         for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
@@ -133,11 +142,12 @@ class NamedTensors(SavedPart):
             yield TensorName(LOSS, name), local
 
     def whole_name(self, name: str) -> str:
-        """Returns the name of the whole tensor of which ``name`` is a part; mostly ``name``."""
+        """Returns the name of the full tensor of which ``name`` is a part; mostly ``name``."""
         local = self._parts.tensors.get(name)
         return name if local is None else whole_name(name, local.tensor)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the tensors to fill: of the model, its buffers, and its loss."""
         names, late = self.saved_names(saved), self._late_targets(saved)
         for path, local in self._parts.tensors.items():
             name = TensorName(MODEL, names[self.whole_name(path)])
@@ -149,10 +159,12 @@ class NamedTensors(SavedPart):
         yield from self._targets_of_loss(saved)
 
     def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the saved tensors of the loss functions, among them buffers of a first batch."""
+        """Yields the tensors of the loss functions to fill, those of buffers not yet made too."""
         names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
         for name, described in names.items():
-            local = self._loss.get(name.name) or self._make(self._parts.loss, name.name, described)
+            local = self._loss.get(name.name) or self._make_buffer(
+                self._parts.loss, name.name, described
+            )
             if local is not None:
                 yield name, local
         missing = [name for name in self._loss if TensorName(LOSS, name) not in names]
@@ -161,7 +173,7 @@ class NamedTensors(SavedPart):
             log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
 
     def _late_targets(self, saved: Saved) -> dict[TensorName, LocalTensor]:
-        """Returns tensors for saved buffers that a first forward would create or resize."""
+        """Returns tensors to fill for buffers that the first forward would create or resize."""
         targets: dict[TensorName, LocalTensor] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
@@ -175,37 +187,51 @@ class NamedTensors(SavedPart):
             if late and local is not None and local.described == described:
                 targets[name] = local
             elif late or (name.group == MODEL and is_resized_buffer):
-                made = self._make(self._parts.root, name.name, described)
+                made = self._make_buffer(self._parts.root, name.name, described)
                 targets.update({} if made is None else {name: made})
         return targets
 
-    def _make(self, root: Layer, path: str, described: Described) -> LocalTensor | None:
-        """Returns a new tensor that becomes a buffer at a path; None without such a layer here."""
+    def _make_buffer(self, root: Layer, path: str, described: Described) -> LocalTensor | None:
+        """Returns a new tensor, which :meth:`settle` makes the buffer at a path of a layer.
+
+        Args:
+            root: The model or the loss.
+            path: The path of the buffer.
+            described: The dtype and shape of the buffer.
+
+        Returns:
+            The tensor; None if this process does not have the layer of the buffer.
+        """
         if layer_at(root, path.rpartition(".")[0]) is None:
             return None
         dtype: Any = described.dtype
-        made = paddle.zeros(list(described.shape), dtype)
-        self._made.append((root, path, made))
-        return LocalTensor(made, differs=True)
+        buffer = paddle.zeros(list(described.shape), dtype)
+        self._new_buffers.append((root, path, buffer))
+        return LocalTensor(buffer, differs=True)
 
     def settle(self) -> None:
-        """Copies filled tensors into their parts, and replaces resized buffers."""
+        """Hands out the filled tensors, and puts the new buffers into their layers."""
         super().settle()
-        for root, path, tensor in self._made:
+        for root, path, tensor in self._new_buffers:
             put_buffer(root, path, tensor)
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the name in the checkpoint of each tensor of the whole model, and of the loss."""
+        """Returns the name in a checkpoint of each tensor of the whole model and of the loss.
+
+        Raises:
+            CheckpointError: The tensors cannot be matched; see :func:`parts.saved_names`.
+        """
         names = saved_names(self._parts, saved)
         return {**names, **dict(zip(self._loss, self._loss))}
 
 
 def _is_parameter(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a parameter, of a layer or of a static program."""
     return hasattr(tensor, "trainable")
 
 
 def without_wrappers(model: Any) -> Any:
-    """Returns the model inside the wrappers of all kinds of parallelism, or a program itself."""
+    """Returns the model inside wrappers such as ``PipelineParallel``; a program itself."""
     while isinstance(model, paddle.nn.Layer) and (wrapped := wrapped_layer(model)) is not None:
         model = wrapped
     return model
@@ -217,10 +243,12 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 
 
 class OptimizerState(SavedPart):
-    """The accumulators and master weights of the parameters whose state this process has.
+    """The optimizer's state of the parameters for which this process has it.
+
+    It consists of accumulators and master weights.
 
     Attributes:
-        kind: The type of the optimizer.
+        kind: The name of the optimizer's class.
     """
 
     def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
@@ -233,35 +261,41 @@ class OptimizerState(SavedPart):
         _require_no_other_state(self._optimizer)
 
     def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the state of each parameter."""
         for path, parameter in self._parameters():
-            yield from self._state(parameter, self._model.whole_name(path))
+            yield from self._state_tensors(parameter, self._model.whole_name(path))
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        _require_kind(self.kind, saved)
-        names, there = self._model.saved_names(saved), _by_parameter(saved)
+        """Yields the state to fill of each parameter that has state in the checkpoint."""
+        _require_optimizer_type(self.kind, saved)
+        names, saved_state = self._model.saved_names(saved), _saved_state_names(saved)
         for path, parameter in self._parameters():
             name = names[self._model.whole_name(path)]
-            if name not in there:
-                self._leave_out(parameter, name)
+            if name not in saved_state:
+                self._mark_without_state(parameter, name)
             else:
-                self._create(parameter)
-                state = dict(self._state(parameter, name))
-                _require_kinds(name, set(state), there[name])
+                self._create_state(parameter)
+                state = dict(self._state_tensors(parameter, name))
+                _require_state_kinds(name, set(state), saved_state[name])
                 yield from state.items()
 
     def settle(self) -> None:
-        """Removes the state of parameters that had none when the checkpoint was saved."""
+        """Hands out the filled state, and removes that of parameters without state in the save."""
         super().settle()
         for parameter in self._unsaved:
             forget_state(self._optimizer, parameter)
 
     def abandon(self) -> None:
-        """Removes the state that was created to be filled."""
+        """Removes the state that was created to be filled, after an error."""
         for parameter in self._created:
             forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the fully qualified name, group and value of each parameter with state here."""
+        """Yields the name of each parameter whose state this process has, and the parameter.
+
+        The latter is the number of its group in the optimizer and its tensor; only the other
+        private methods use it.
+        """
         named = {
             id(local.tensor): (name, local) for name, local in self._model.parameters().items()
         }
@@ -272,20 +306,23 @@ class OptimizerState(SavedPart):
                     path, local = named[id(parameter)]
                     yield path, (group, local)
 
-    def _leave_out(self, parameter: Any, name: str) -> None:
-        """Marks a parameter that has no state in the checkpoint."""
+    def _mark_without_state(self, parameter: Any, name: str) -> None:
+        """Notes that a parameter, ``name`` in the checkpoint, has no state there."""
         _, local = parameter
         self._unsaved.append(local.tensor)
 
-    def _create(self, parameter: Any) -> None:
-        """Creates the state of a parameter that has none yet."""
+    def _create_state(self, parameter: Any) -> None:
+        """Creates the state of a parameter if it has none yet, before its first step."""
         group, local = parameter
         if not state_of(self._optimizer, local.tensor.name):
             self._created.append(local.tensor)
             create_state(self._optimizer, group, [local.tensor])
 
-    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
-        """Yields the state of a parameter, by its names in the checkpoint."""
+    def _state_tensors(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the tensors of a parameter's state, with their names in the checkpoint.
+
+        ``path`` is the name of the parameter there.
+        """
         _, local = parameter
         for kind, tensor in state_of(self._optimizer, local.tensor.name).items():
             # Powers of beta are one number, also for a shard of the parameter.
@@ -329,13 +366,13 @@ def _require_no_other_state(optimizer: Optimizer) -> None:
 
 
 def _has_tensors(value: object) -> bool:
-    """Whether there are tensors, other than parameters, in a value."""
+    """Returns whether a value is or contains a tensor that is not a parameter."""
     if isinstance(value, (dict, list, tuple)):
         return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
     return isinstance(value, paddle.Tensor) and not is_parameter(value)
 
 
-def _require_kind(kind: str, saved: Saved) -> None:
+def _require_optimizer_type(kind: str, saved: Saved) -> None:
     """Raises ``CheckpointError`` if the saved state is of another type of optimizer."""
     # AdamW is Adam with another decay, and has the same state.
     if saved.optimizer is None or saved.optimizer.rstrip("W") != kind.rstrip("W"):
@@ -348,23 +385,35 @@ def _require_kind(kind: str, saved: Saved) -> None:
 
 
 def state_name(path: str, kind: str) -> TensorName:
-    """Returns the name of one kind of state, as ``moment1``, of the parameter ``path``."""
-    return TensorName(OPTIMIZER, f"{path}/{kind}{_FIRST}")
+    """Returns the name in a checkpoint of an accumulator.
+
+    Args:
+        path: The fully qualified name of the parameter.
+        kind: Paddle's name of the kind of accumulator, as ``moment1``.
+    """
+    return TensorName(OPTIMIZER, f"{path}/{kind}{_ACCUMULATOR_SUFFIX}")
 
 
-def _by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
-    """Returns the names of the saved state of each parameter."""
-    kinds: dict[str, set[TensorName]] = {}
+def _saved_state_names(saved: Saved) -> dict[str, set[TensorName]]:
+    """Returns the names of the saved state of each parameter, by the parameter's name."""
+    names: dict[str, set[TensorName]] = {}
     for name in saved.tensors:
         if name.group == OPTIMIZER:
-            kinds.setdefault(name.name.rpartition("/")[0], set()).add(name)
+            parameter, _, _ = name.name.rpartition("/")
+            names.setdefault(parameter, set()).add(name)
         elif name.group == MASTER_WEIGHTS:
-            kinds.setdefault(name.name, set()).add(name)
-    return kinds
+            names.setdefault(name.name, set()).add(name)
+    return names
 
 
-def _require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
-    """Raises ``CheckpointError`` if the saved state of a parameter has other kinds."""
+def _require_state_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
+    """Raises ``CheckpointError`` if the saved state of a parameter is other tensors than here.
+
+    Args:
+        path: The name of the parameter.
+        kinds: The names of its state here.
+        saved: The names of its state in the checkpoint.
+    """
     if kinds != saved:
         raise CheckpointError(
             f"the saved state of {path!r} is of an optimizer with other options",
@@ -378,7 +427,7 @@ class ProgramState(NamedTensors):
     """The parameters and running statistics of the stages of a static program in this process.
 
     Attributes:
-        program: The program's description of itself.
+        program: The description of the program.
     """
 
     def __init__(self, program: ProgramSource) -> None:
@@ -386,15 +435,20 @@ class ProgramState(NamedTensors):
         self.program = program
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the saved name of each tensor of the whole program."""
+        """Returns the name in a checkpoint of each tensor of the whole program.
+
+        Raises:
+            CheckpointError: The tensors cannot be matched.
+            ConfigError: The names differ, and the script has not said how to match them.
+        """
         order = self.order()
         if set(order) != set(saved.order) and not self.program.by_order:
             missing_there = [name for name in order if name not in saved.order]
             missing_here = [name for name in saved.order if name not in order]
             raise ConfigError(
                 "the program and the checkpoint call parameters by other names",
-                expected=_names_text(missing_there, "of the program"),
-                got=_names_text(missing_here, "of the checkpoint"),
+                expected=_shown_names(missing_there, "of the program"),
+                got=_shown_names(missing_here, "of the checkpoint"),
                 cause="Paddle counts the names of static parameters, and versions count otherwise",
                 fix='CheckpointManager(.., names={"name in the program": "name in the '
                 'checkpoint", ..}); names="order", where both declare the same layers in the '
@@ -421,17 +475,19 @@ class ProgramState(NamedTensors):
 
 
 class ProgramOptimizer(OptimizerState):
-    """The optimizer's variables for the parameters of this process."""
+    """The optimizer's variables of a static program for the parameters of this process."""
 
     def __init__(self, program: ProgramSource, model: ProgramState) -> None:
         super().__init__(program.minimized_by, model)
         self._by_parameter = program.optimizer_state()
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yields the name of each parameter, and a pair: accumulators by kind, master weight."""
         yield from self._by_parameter.items()
 
-    def _leave_out(self, parameter: Any, name: str) -> None:
-        if dict(self._state(parameter, name)):
+    def _mark_without_state(self, parameter: Any, name: str) -> None:
+        """Raises a ``CheckpointError`` for a parameter with state here and none in the save."""
+        if dict(self._state_tensors(parameter, name)):
             raise CheckpointError(
                 f"the checkpoint has no state of the optimizer for {name!r}",
                 cause="it was saved before the first step, or did not train this parameter",
@@ -439,18 +495,19 @@ class ProgramOptimizer(OptimizerState):
                 'only=("model",)',
             )
 
-    def _create(self, parameter: Any) -> None:
+    def _create_state(self, parameter: Any) -> None:
         """Does nothing: the startup program has allocated the variables."""
 
-    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
-        kinds, master = parameter
-        for kind, local in kinds.items():
+    def _state_tensors(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the variables of a parameter, with their names in the checkpoint."""
+        accumulators, master = parameter
+        for kind, local in accumulators.items():
             yield state_name(path, kind), local
         if master is not None:
             yield TensorName(MASTER_WEIGHTS, path), master
 
 
-def _names_text(names: Sequence[str], whose: str) -> str:
-    """Returns up to six names, and ``whose`` names they are."""
+def _shown_names(names: Sequence[str], whose: str) -> str:
+    """Returns a text of up to six names and of ``whose`` names they are, for an error."""
     shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
     return f"{shown} {whose}" if names else f"nothing {whose}"

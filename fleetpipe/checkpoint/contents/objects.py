@@ -1,7 +1,7 @@
-"""The objects of a script that one save or restore handles, and the state of ``state=``.
+"""Describes the objects that a script passes to save or restore: ``Objects``, and its ``state=``.
 
 Each rank saves its own ``state=``, since an average of weights, say, differs from rank to rank. A
-rank restores the state of the rank that had its place, or else a state that all ranks had.
+rank restores the state of the rank that had its coordinates, or else a state that all ranks had.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from fleetpipe.transport.wire.bridge import ALLOWED, Unfit, take_apart
 
 _log = log.logger(__name__)
 
+#: The only key of a dict that stands for a NumPy array in a saved value.
 _ARRAY = "numpy array"
 
-#: For each name in ``state=``, the prefix of its tensors' names, and a tree with tensors as leaves.
+#: For each name in ``state=`` a list: the prefix of the names of its tensors, and its value as a
+#: tree for JSON, in which numbers stand for tensors.
 Trees = Mapping[str, Any]
 
-_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data", "state")
+#: The arguments of save and restore that are objects.
+_OBJECT_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data", "state")
 RANDOM = "random"
 
 
@@ -49,25 +52,34 @@ class ScriptState(SavedPart):
     """One rank's objects and values of ``state=``."""
 
     def __init__(self, state: dict[str, Any], place: Place, saved: Trees | None = None) -> None:
-        """Stores the objects and values by name, and the saved trees of those to restore."""
+        """Stores the objects and values.
+
+        Args:
+            state: The objects and values by name.
+            place: The coordinates of this rank.
+            saved: The saved trees of those to restore; None for a save.
+        """
         self._state, self._saved = state, saved or {}
         self._prefix = f"{place.shard.number}.{place.stages.number}"
-        self._made: dict[str, tuple[message.Structure, list[Any]]] = {}
+        #: By name, the structure of each saved value, and its tensors to fill.
+        self._decoded: dict[str, tuple[message.Structure, list[Any]]] = {}
 
     def trees(self) -> Trees:
-        """Returns the trees to save as JSON, with the prefixes of their tensors' names."""
+        """Returns the trees to save as JSON."""
         # Without a prefix, trees without tensors may be equal on all ranks.
         contents = self._contents.items()
         return {name: [self._prefix if tensors else "", tree] for name, (tree, tensors) in contents}
 
     @functools.cached_property
     def _contents(self) -> dict[str, tuple[Any, list[Any]]]:
-        """The tree and the tensors of each object, as they were when first asked for."""
+        """The tree and the tensors of each object, as they are at the first use."""
         contents = {}
         for name, value in self._state.items():
             try:
                 has_state = hasattr(value, "state_dict")
-                contents[name] = take_apart(_normal(value.state_dict() if has_state else value))
+                contents[name] = take_apart(
+                    _arrays_to_tensors(value.state_dict() if has_state else value)
+                )
             except Unfit as error:
                 raise ConfigError(
                     f"state[{name!r}] cannot be saved",
@@ -78,139 +90,155 @@ class ScriptState(SavedPart):
         return contents
 
     def _tensors(self) -> Iterator[tuple[TensorName, LocalTensor]]:
+        """Yields the tensors in all objects and values."""
         for name, (_, tensors) in self._contents.items():
             yield from _number_tensors(f"{self._prefix}/{name}", tensors)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, LocalTensor]]:
-        for name, there in self._state.items():
+        """Yields new tensors to fill for each object and value that was saved."""
+        for name, current in self._state.items():
             if name not in self._saved:
                 text = f"the checkpoint has no state {name!r}: it begins as the script makes it"
                 log.once(_log.info, text)
                 continue
             prefix, tree = self._saved[name]
-            _, made = message.decode(json.dumps([name, tree]).encode())
-            if isinstance(there, (paddle.Tensor, np.ndarray)):
-                _require_alike(name, message.Structure(take_apart(_normal(there))[0]), made)
-            kinds: list[tuple[list[int], Any]] = [([*one.shape], one.dtype) for one in made.leaves]
-            tensors = [paddle.zeros(*kind) for kind in kinds]
-            self._made[name] = made, tensors
+            _, structure = message.decode(json.dumps([name, tree]).encode())
+            if isinstance(current, (paddle.Tensor, np.ndarray)):
+                current_tree, _ = take_apart(_arrays_to_tensors(current))
+                _require_same_specs(name, message.Structure(current_tree), structure)
+            tensors = []
+            for leaf in structure.leaves:
+                dtype: Any = leaf.dtype
+                tensors.append(paddle.zeros([*leaf.shape], dtype))
+            self._decoded[name] = structure, tensors
             yield from _number_tensors(f"{prefix}/{name}", tensors)
 
     def settle(self) -> None:
-        """Sets the states of objects, and replaces plain values in the dict."""
+        """Sets the states of objects from the filled tensors, and replaces values in the dict."""
         super().settle()
-        for name, (made, tensors) in self._made.items():
-            value, there = _original(made.rebuild(tensors)), self._state[name]
-            set_state = _setter(there)
+        for name, (structure, tensors) in self._decoded.items():
+            value, current = _tensors_to_arrays(structure.rebuild(tensors)), self._state[name]
+            set_state = _state_setter(current)
             if set_state is not None:
                 set_state(value)
-            elif isinstance(there, dict):
-                there.clear()
-                there.update(value)
-            elif isinstance(there, list):
-                there[:] = value
-            elif isinstance(there, paddle.Tensor):
-                there.set_value(value)
-            elif isinstance(there, np.ndarray):
-                there[...] = value
+            elif isinstance(current, dict):
+                current.clear()
+                current.update(value)
+            elif isinstance(current, list):
+                current[:] = value
+            elif isinstance(current, paddle.Tensor):
+                current.set_value(value)
+            elif isinstance(current, np.ndarray):
+                current[...] = value
             else:
                 self._state[name] = value
 
 
 def _number_tensors(name: str, tensors: Sequence[Any]) -> Iterator[tuple[TensorName, LocalTensor]]:
-    """Yields the tensors of one entry of ``state=`` with their names in the checkpoint."""
+    """Yields the tensors of one value of ``state=`` with their names, ``name`` and a number."""
     for number, tensor in enumerate(tensors):
         yield TensorName(STATE, f"{name}/{number}"), LocalTensor(tensor, differs=True)
 
 
 def require_state(state: Any) -> None:
-    """Raises an error unless ``state`` is a dict of values and objects that can be restored."""
+    """Raises a ConfigError unless ``state`` is a dict of values and objects to be restored."""
     if state is None:
         return
-    for name, one in state.items() if isinstance(state, dict) else [(None, state)]:
-        if not isinstance(name, str) or hasattr(one, "state_dict") != callable(_setter(one)):
+    for name, value in state.items() if isinstance(state, dict) else [(None, state)]:
+        can_be_restored = hasattr(value, "state_dict") == callable(_state_setter(value))
+        if not isinstance(name, str) or not can_be_restored:
             raise ConfigError(
                 "state= is a dict by name of what the script adds to a run",
                 expected="objects with state_dict and set_state_dict, or plain values and tensors",
-                got=f"a {type(one).__name__}",
+                got=f"a {type(value).__name__}",
                 fix='pass state={"ema": ema, "best": 0.0}; a value is in that dict after a restore',
             )
 
 
-def _setter(one: Any) -> Any:
-    """Returns the method of an object that sets its state; None if it has none."""
-    return getattr(one, "set_state_dict", getattr(one, "load_state_dict", None))
+def _state_setter(value: Any) -> Any:
+    """Returns the method of an object that sets its state; None if the object has none."""
+    return getattr(value, "set_state_dict", getattr(value, "load_state_dict", None))
 
 
 def state_of_place(saved: Mapping[str, Any], place: Place) -> Trees:
-    """Returns the saved trees of ``state=`` that the rank at ``place`` restores.
+    """Returns the saved trees of ``state=`` that a rank restores.
+
+    Args:
+        saved: The state of ``state=`` in ``state.json``, of all ranks that saved.
+        place: The coordinates of the rank.
 
     Raises:
         CheckpointError: No saved rank had this part of the model, and ranks saved different states.
     """
     chosen = {}
     places = [Place.from_json(parts) for parts in saved["places"]]
-    ranks = [saved["states"][index] for index in saved["of_rank"]]
-    for name in dict.fromkeys(name for trees in ranks for name in trees):
-        had = [(at, trees[name]) for at, trees in zip(places, ranks) if name in trees]
-        here = [tree for at, tree in had if at == place]
-        here += [tree for at, tree in had if at._replace(replica=place.replica) == place]
-        trees = [tree for _, tree in had]
-        if not here and any(tree != trees[0] for tree in trees):
+    trees_by_rank = [saved["states"][index] for index in saved["of_rank"]]
+    for name in dict.fromkeys(name for trees in trees_by_rank for name in trees):
+        candidates = [(p, trees[name]) for p, trees in zip(places, trees_by_rank) if name in trees]
+        matching = [tree for p, tree in candidates if p == place]
+        # Any replica of the same part of the model.
+        matching += [tree for p, tree in candidates if p._replace(replica=place.replica) == place]
+        trees = [tree for _, tree in candidates]
+        if not matching and any(tree != trees[0] for tree in trees):
             raise CheckpointError(
                 f"state[{name!r}] is another on each of the ranks that saved it",
                 expected=f"ranks like those {len(places)}: each goes on with its own",
                 got=f"another layout of ranks, in which this one is {place.to_json()}",
                 fix="restore under the layout that saved, or leave it out of state=",
             )
-        chosen[name] = (here or trees)[0]
+        chosen[name], *_ = matching or trees
     return chosen
 
 
-def _require_alike(name: str, *here_and_saved: message.Structure) -> None:
-    """Raises an error if the tensors of two structures have other dtypes or shapes."""
-    here, saved = (
-        ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in one.leaves) or "no tensor"
-        for one in here_and_saved
+def _require_same_specs(name: str, current: message.Structure, saved: message.Structure) -> None:
+    """Raises a CheckpointError if the tensors of two structures have other dtypes or shapes."""
+    current_text, saved_text = (
+        ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in structure.leaves) or "no tensor"
+        for structure in (current, saved)
     )
-    if here != saved:
+    if current_text != saved_text:
         raise CheckpointError(
             f"state[{name!r}] does not fit",
-            expected=f"{here}, as here",
-            got=f"{saved} in the checkpoint",
+            expected=f"{current_text}, as here",
+            got=f"{saved_text} in the checkpoint",
             fix="make it as it was when it was saved, or leave it out of state=",
         )
 
 
-def _normal(value: Any) -> Any:
-    """Returns a value with NumPy's arrays and numbers in types that can be saved."""
+def _arrays_to_tensors(value: Any) -> Any:
+    """Returns a nested value with tensors for NumPy's arrays and Python's numbers for NumPy's.
+
+    A tensor for an array is in a dict, by which :func:`_tensors_to_arrays` recognizes it.
+    """
     if isinstance(value, Mapping):
-        return {key: _normal(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_normal, value)) if type(value) in (list, tuple) else value
+        return {key: _arrays_to_tensors(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_arrays_to_tensors, value))
     if isinstance(value, np.ndarray):
         return {_ARRAY: paddle.to_tensor(value)}
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _original(value: Any) -> Any:
-    """Returns a value with the arrays that :func:`_normal` has replaced."""
+def _tensors_to_arrays(value: Any) -> Any:
+    """Returns a nested value with arrays for the tensors of :func:`_arrays_to_tensors`."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             return value[_ARRAY].numpy()
-        return {key: _original(part) for key, part in value.items()}
-    return type(value)(map(_original, value)) if isinstance(value, (list, tuple)) else value
+        return {key: _tensors_to_arrays(part) for key, part in value.items()}
+    return (
+        type(value)(map(_tensors_to_arrays, value)) if isinstance(value, (list, tuple)) else value
+    )
 
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects to save or to restore; None for those that are not passed.
+    """The objects to save or to restore; an attribute is None if its object was not passed.
 
     Attributes:
         model: A model.
-        optimizer: Its optimizer.
-        lr_scheduler: The scheduler of its learning rate.
-        scaler: Its ``GradScaler``.
+        optimizer: The optimizer of the model.
+        lr_scheduler: The scheduler of the learning rate.
+        scaler: A ``GradScaler``.
         data: The object that has the position of the run in its data.
         state: The script's own objects and values, by name.
         random: Whether the random states are restored too.
@@ -249,7 +277,7 @@ class Objects:
             )
 
     def only(self, names: Sequence[str] | None) -> Objects:
-        """Returns only the objects with these names; all of them for None.
+        """Returns a copy with only the objects of these names; with all of them for None.
 
         Raises:
             ConfigError: A name is unknown, or its object was not passed.
@@ -257,19 +285,25 @@ class Objects:
         if names is None:
             return self
         for name in names:
-            if name != RANDOM and (name not in _NAMES or getattr(self, name) is None):
+            if name != RANDOM and (name not in _OBJECT_NAMES or getattr(self, name) is None):
                 raise ConfigError(
                     f"only={tuple(names)!r} names what was not passed",
                     got=repr(name)
-                    + (f": {nearest(name, (*_NAMES, RANDOM))}" * (name not in _NAMES)),
+                    + (
+                        f": {nearest(name, (*_OBJECT_NAMES, RANDOM))}" * (name not in _OBJECT_NAMES)
+                    ),
                     fix="pass the object, or leave its name out",
                 )
-        left_out = {name: None for name in _NAMES if name not in names}
+        left_out = {name: None for name in _OBJECT_NAMES if name not in names}
         random, rate = RANDOM in names, "lr_scheduler" in names
         return replace(self, **left_out, random=random, names_from=self.model, rate=rate)
 
     def model_part(self) -> NamedTensors | None:
-        """Returns the tensors of the model under fully qualified names; None without a model."""
+        """Returns the tensors of the model under fully qualified names; None without a model.
+
+        Raises:
+            ConfigError: ``model`` is no model, or does not take ``names``.
+        """
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
@@ -307,7 +341,17 @@ class Objects:
         return part
 
     def optimizer_part(self, model: NamedTensors | None) -> OptimizerState | None:
-        """Returns the optimizer's state, named after the model's parameters."""
+        """Returns the optimizer's state, named after the model's parameters.
+
+        Args:
+            model: The result of :meth:`model_part`.
+
+        Returns:
+            The state; None without an optimizer.
+
+        Raises:
+            ConfigError: There is no model.
+        """
         if self.optimizer is None:
             return None
         if model is None:
@@ -320,7 +364,7 @@ class Objects:
         return OptimizerState(self.optimizer, model)
 
     def groups(self) -> tuple[str, ...]:
-        """Returns the groups of files to read, which are the same on every rank."""
+        """Returns the groups of tensors to read, which are the same on every rank."""
         groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.LOSS)
         of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
@@ -328,14 +372,21 @@ class Objects:
         return (*of_model, *of_optimizer, parts.REPLICAS, parts.STATE)
 
     def script_part(self, place: Place, saved: Trees | None = None) -> ScriptState:
-        """Returns the part of ``state=``; ``saved`` are the trees that a rank restores."""
+        """Returns the objects and values of ``state=``; the arguments are as for its class."""
         return ScriptState(self.state or {}, place, saved)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
-        """Returns the state beside tensors; ``model`` comes from :meth:`model_part`."""
+        """Returns the state of the objects beside tensors.
+
+        ``model`` is the result of :meth:`model_part`.
+        """
         optimizer = None if self.optimizer is None else unwrap(self.optimizer)
-        rate_of = optimizer if self.rate else None
-        program = model.program if isinstance(model, ProgramState) else None
-        first = getattr(self.optimizer, "first_rate", None)
-        beside = self.lr_scheduler, self.scaler, self.data, rate_of, program, first
-        return TrainingState(*beside, self.attributes)
+        return TrainingState(
+            self.lr_scheduler,
+            self.scaler,
+            self.data,
+            optimizer=optimizer if self.rate else None,
+            program=model.program if isinstance(model, ProgramState) else None,
+            first_rate=getattr(self.optimizer, "first_rate", None),
+            attributes=self.attributes,
+        )

@@ -1,8 +1,9 @@
-"""The tensors of a model or of an optimizer that one rank saves and restores, and their names.
+"""Names the tensors of a checkpoint, and defines what a rank saves and restores: ``SavedPart``.
 
 The other modules know nothing of pipelines: through the protocols here a model and an optimizer
-describe which part of which full tensor they have. ``saved_names`` matches the tensors of a
-checkpoint with those of a model by name, or by order.
+describe which part of which full tensor this rank has. A plain name is the name of a tensor in the
+model as a single-device script builds it. ``saved_names`` matches the tensors of a checkpoint with
+those of a model by name, by plain name, or by order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.mesh.parts import Described, JoinedParts, LocalTensor, ModelParts
 
-#: The fully qualified names of a program's variables, or ``"order"``; None: the variables' names.
+#: The fully qualified name of each variable of a static program, or ``"order"`` to match variables
+#: by their order; None if the variables' own names are used.
 Names = Mapping[str, str] | str | None
 #: The groups of tensors; the names of a group's files begin with it:
 #: ``model-00001-of-00002.safetensors``.
@@ -32,13 +34,18 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TensorName(NamedTuple):
-    """The fully qualified name of a tensor: its group of files, and its name there."""
+    """The name of a tensor in a checkpoint.
+
+    Attributes:
+        group: The group of tensors to which it belongs, one of ``GROUPS``.
+        name: Its fully qualified name in the group.
+    """
 
     group: str
     name: str
 
     def of_replica(self, replica: int) -> TensorName:
-        """Returns the name of a replica's own value, if it differs from the first replica's."""
+        """Returns the name of a replica's value, which is saved if it differs from the first's."""
         return TensorName(REPLICAS, f"{replica}/{self.group}/{self.name}")
 
     def __str__(self) -> str:
@@ -46,14 +53,14 @@ class TensorName(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The description of a checkpoint's tensors, for a :class:`SavedPart`.
+    """A description of the tensors in a checkpoint, from which a :class:`SavedPart` restores.
 
     Attributes:
-        tensors: The dtype and shape of all tensors by name.
+        tensors: The dtype and shape of each tensor by name.
         order: The names of the model's parameters and buffers in the order of the model.
         optimizer: The type of the optimizer that was saved; None if there was none.
-        replicas: How many replicas saved it.
-        plain_order: The plain model's name for each name in ``order``; empty if it is unknown, and
+        replicas: The number of replicas of the job that saved.
+        plain_order: The plain name for each name in ``order``; empty if it is unknown, and
             ``order`` itself if ``order`` is not a model's, but sorted by name or by a map.
         adapters: As in :class:`ModelParts`; also empty in older checkpoints.
     """
@@ -67,7 +74,11 @@ class Saved(NamedTuple):
 
 
 class SavedPart:
-    """The part of a model or of an optimizer that one rank has. No method is collective."""
+    """The tensors of a model, of an optimizer or of a script that one rank saves and restores.
+
+    No method is collective. A restore calls :meth:`wanted`, fills the tensors that it returns, and
+    then calls :meth:`settle`, or :meth:`abandon` after an error.
+    """
 
     _joined: JoinedParts[TensorName]
 
@@ -76,12 +87,12 @@ class SavedPart:
         return JoinedParts(self._tensors()).tensors
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, LocalTensor]:
-        """Returns the tensors to fill, by their names in the checkpoint.
+        """Returns the tensors to fill from a checkpoint, by their names there.
 
-        It may allocate memory, but changes no value. :meth:`settle` or :meth:`abandon` follows.
+        Memory may be allocated, but no value is changed.
 
         Raises:
-            CheckpointError: The checkpoint does not fit.
+            CheckpointError: A tensor has another dtype or shape in the checkpoint, or none.
         """
         self._joined = JoinedParts(self._targets(saved))
         for name, local in self._joined.tensors.items():
@@ -89,11 +100,11 @@ class SavedPart:
         return self._joined.tensors
 
     def settle(self) -> None:
-        """Takes over the tensors of :meth:`wanted`, after they were filled."""
+        """Hands the filled tensors of :meth:`wanted` to the objects that use them."""
         self._joined.hand_out()
 
     def abandon(self) -> None:
-        """Undoes :meth:`wanted`, if its tensors were not filled."""
+        """Frees what :meth:`wanted` has allocated, if its tensors were not filled."""
 
     def _tensors(self) -> Iterable[tuple[TensorName, LocalTensor]]:
         """Returns the tensors that this rank has; a tensor in parts has an item for each part."""
@@ -124,7 +135,7 @@ class ProgramSource(Protocol):
     Attributes:
         parts: The parameters and running statistics that this process has.
         by_order: Whether names of a checkpoint are matched by their position in the order.
-        minimized_by: The optimizer of its ``minimize``.
+        minimized_by: The optimizer whose ``minimize`` made the program.
     """
 
     parts: ModelParts
@@ -132,7 +143,9 @@ class ProgramSource(Protocol):
     minimized_by: Optimizer
 
     def optimizer_state(self) -> Mapping[str, tuple[Mapping[str, LocalTensor], LocalTensor | None]]:
-        """Returns the optimizer's variables by kind, and the master weight, of each parameter.
+        """Returns the optimizer's variables of each parameter, by the parameter's name.
+
+        They are the accumulators by kind, and the master weight or None.
 
         Raises:
             ConfigError: The optimizer has state that belongs to no parameter.
@@ -142,9 +155,9 @@ class ProgramSource(Protocol):
         """Returns the random streams of this process's stages."""
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Sets the streams of the later stages; a stage without one starts anew.
+        """Sets the random streams of the later stages, after the default generator was restored.
 
-        The default generator is restored before.
+        A stage without a stream in ``streams`` starts a new one.
         """
 
 
@@ -161,7 +174,7 @@ class SavedProgram(Protocol):
     """A static program that runs as a pipeline."""
 
     def checkpoint_part_of_program(self, names: Names) -> ProgramSource:
-        """Returns the description of the part that this process has.
+        """Returns the description of the program and of the tensors that this process has.
 
         Args:
             names: The fully qualified names of its variables; see
@@ -178,15 +191,17 @@ class SavedOptimizer(Protocol):
     """An optimizer that wraps one of Paddle's."""
 
     def owns_state(self, parameter: Tensor) -> bool:
-        """Whether this process has the state of a parameter."""
+        """Returns whether this process has the optimizer's state of a parameter."""
 
     @property
     def wrapped(self) -> Optimizer:
-        """Paddle's optimizer inside it."""
+        """Paddle's optimizer that this one wraps."""
 
 
 def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
-    """Returns the saved name of each tensor of a model: by name, by plain name, or by order.
+    """Returns the name in a checkpoint of each tensor of a model, by the tensor's name here.
+
+    Tensors are matched by name, else by plain name, else by order.
 
     Args:
         parts: The tensors that this process has of the model.
@@ -198,8 +213,9 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
     """
     wanted, plain_names = parts.shapes, parts.plain_names
     # Only the scale is compared here: the names of tensors show which layers are adapted.
-    scale, other = (text.partition(", targets")[0] for text in (parts.adapters, saved.adapters))
-    if scale and other not in ("", scale):
+    scale, _, _ = parts.adapters.partition(", targets")
+    saved_scale, _, _ = saved.adapters.partition(", targets")
+    if scale and saved_scale not in ("", scale):
         raise CheckpointError(
             "the checkpoint has other adapters than the model",
             expected=parts.adapters,
@@ -227,9 +243,14 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
 
 
 def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the first plain name of each fully qualified name; empty if both are the same."""
-    first = {full: plain for plain, full in reversed([*plain_names.items()])}
-    plain = tuple(first.get(name, name) for name in order)
+    """Returns the first plain name of each fully qualified name; empty if all are the same.
+
+    Args:
+        order: Fully qualified names.
+        plain_names: The fully qualified name for each plain name.
+    """
+    first_plain_name = {full: plain for plain, full in reversed([*plain_names.items()])}
+    plain = tuple(first_plain_name.get(name, name) for name in order)
     return () if plain == order else plain
 
 
@@ -239,31 +260,47 @@ def without_copies(
     plain_names: Mapping[str, str],
     read: Callable[[str], bytes],
 ) -> Saved:
-    """Removes copies of tied weights, which other programs save under each of their names.
+    """Returns a description without copies of tied weights, if the model has these once.
+
+    Other programs save a tied weight under each of its names.
 
     Args:
         saved: The description of the checkpoint.
         order: The names of the model's tensors in its order, each once.
         plain_names: See :class:`ModelParts`.
-        read: Returns the bytes of a saved tensor of the model.
+        read: Returns the bytes of a saved tensor of the model, by its saved name.
     """
     names = {*(plain_order(order, plain_names) or order)}
-    there = dict(zip(saved.plain_order or saved.order, saved.order))
-    if not names < there.keys():
+    saved_name = dict(zip(saved.plain_order or saved.order, saved.order))
+    if not names < saved_name.keys():
         return saved
 
-    def has_copy(name: str) -> bool:
+    def is_copy(name: str) -> bool:
         described = saved.tensors[TensorName(MODEL, name)]
-        alike = (n for n in names if saved.tensors[TensorName(MODEL, there[n])] == described)
-        return any(read(there[other]) == read(name) for other in alike)
+        return any(
+            saved.tensors[TensorName(MODEL, saved_name[of_model])] == described
+            and read(saved_name[of_model]) == read(name)
+            for of_model in names
+        )
 
-    kept = {plain: name for plain, name in there.items() if plain in names or not has_copy(name)}
-    plain = tuple(kept) if saved.plain_order else ()
-    return saved._replace(order=tuple(kept.values()), plain_order=plain)
+    needed = {
+        plain: name for plain, name in saved_name.items() if plain in names or not is_copy(name)
+    }
+    plain = tuple(needed) if saved.plain_order else ()
+    return saved._replace(order=tuple(needed.values()), plain_order=plain)
 
 
 def _require_same_shapes(wanted: _Shapes, saved: _Shapes, ordered: bool) -> None:
-    """Raises an error unless tensors with other names can be matched by the model's order."""
+    """Raises an error unless tensors with other names can be matched by the model's order.
+
+    Args:
+        wanted: The shape of each tensor of the model, in the order of the model.
+        saved: The shape of each tensor of the checkpoint.
+        ordered: Whether ``saved`` is in the order of the saved model.
+
+    Raises:
+        CheckpointError: The numbers, the shapes, or the orders differ or are unknown.
+    """
     missing = [name for name in wanted if name not in saved]
     other = [name for name in saved if name not in wanted]
     if len(wanted) != len(saved):

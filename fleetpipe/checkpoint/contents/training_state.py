@@ -1,11 +1,12 @@
-"""The state of a run beside its tensors, as JSON: schedules, scaler, random states, position.
+"""Saves and restores the state of a run beside its tensors, as JSON: ``TrainingState``.
 
-Start with ``TrainingState``. The state is ``state.json`` in the folder of a step; it is checked as
-a whole before a value is set.
+It has the states of the learning rate's scheduler and of the scaler, random states, and the
+position in the data. It is ``state.json`` in the folder of a step, and is checked as a whole before
+any value is set.
 
-A rank restores the random states of the rank that had its place: its shard, its replica and its
-stages, or else the most of these. Random numbers of layers in a pipeline depend on batch, layer and
-micro-batch; the saved generators draw the next batch's seed and the script's own numbers.
+A rank restores the random states of the saved rank that had its coordinates: its shard, its replica
+and its stages, or else the most of these. Random numbers of layers in a pipeline depend on batch,
+layer and micro-batch; the saved generators draw the next batch's seed and the script's own numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -56,17 +58,17 @@ Json = Any
 
 @runtime_checkable
 class SavedData(Protocol):
-    """An object that has the position in the data, such as a sampler or a loader."""
+    """An object that has the position of a run in its data, such as a sampler or a loader."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the position as values of JSON, the same on every rank."""
 
     def set_state_dict(self, state: Mapping[str, Any]) -> object:
-        """Moves to a position that :meth:`state_dict` returned."""
+        """Continues at a position that :meth:`state_dict` returned."""
 
 
 def plain(value: Any, where: str) -> Json:
-    """Converts a state to values of JSON: NumPy's and Paddle's numbers become Python's.
+    """Returns a state as values of JSON: NumPy's and Paddle's numbers become Python's.
 
     Args:
         value: Nested dicts, lists and tuples of numbers, texts, None, and tensors.
@@ -94,7 +96,11 @@ def plain(value: Any, where: str) -> Json:
 
 
 class TrainingState:
-    """The states of all objects except tensors on which the next step depends."""
+    """The states, except tensors, of all objects on which the next step depends.
+
+    :meth:`collect` returns them for a save. A restore calls :meth:`require`, which changes nothing,
+    and then :meth:`put_back` and :meth:`put_back_random_of`.
+    """
 
     def __init__(
         self,
@@ -109,7 +115,7 @@ class TrainingState:
         """Stores the objects.
 
         Args:
-            lr_scheduler: The scheduler; None takes the optimizer's, if it has one.
+            lr_scheduler: The scheduler; None takes the optimizer's, if there is one.
             scaler: A ``GradScaler``.
             data: The object that has the position in the data.
             optimizer: The optimizer whose learning rate a script may have set by hand.
@@ -125,19 +131,22 @@ class TrainingState:
         self._optimizer = optimizer if isinstance(rate, float) else None
         self._scaler = scaler
         self._data = data
-        #: The random states at the begin of the data, if a resumed run reads them from there.
+        #: The random states at the begin of a pass over the data; None for data with indices.
         self._pass: Any = getattr(data, "random_of_pass", None)
         self._program = program
 
     def collect(self) -> dict[str, Json]:
-        """Returns the states of all objects that were passed, as JSON."""
+        """Returns the states of all objects that were passed, as values of JSON by name."""
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
         if self._pass is not None and self._pass.begun is not None:
             state["random"]["pass"] = self._pass.begun
         if self._scheduler is not None:
             state["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
-            state["restarts"] = [_restarts(scheduler) for scheduler in _chain(self._scheduler)]
+            state["restarts"] = [
+                _restart_counters(scheduler)
+                for scheduler in _with_inner_schedulers(self._scheduler)
+            ]
         if self._optimizer is not None:
             state["learning_rate"] = self._optimizer.get_lr()
             state["learning_rate_of_steps"] = rate_of_steps(self._optimizer)
@@ -146,26 +155,29 @@ class TrainingState:
             state["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
         if self._data is not None:
             state["data"] = plain(self._data.state_dict(), "the position in the data")
-        if _sums() == _TREE:
+        if _gradient_sums() == _TREE:
             state["sums"] = _TREE
-        looks = None if self._attributes is None else self._attributes.state()
-        if looks is not None:
-            state[ATTRIBUTES] = looks
+        attributes = None if self._attributes is None else self._attributes.state()
+        if attributes is not None:
+            state[ATTRIBUTES] = attributes
         return state
 
     def require(self, state: Mapping[str, Json]) -> None:
-        """Checks that a saved state has an entry for each object that was passed.
+        """Checks that a saved state has a valid value for each object that was passed.
 
-        A scheduler that replaces a saved constant learning rate needs no entry: it begins anew.
+        A scheduler that replaces a saved constant learning rate needs no value: it begins anew.
+
+        Args:
+            state: The merged state of all ranks.
+
+        Raises:
+            CheckpointError: A value is missing, or does not fit the object.
         """
-        begins = "learning_rate" in state and "lr_scheduler" not in state
-        scheduler = None if begins else self._scheduler
-        for name, thing in (
-            ("lr_scheduler", scheduler),
-            ("scaler", self._scaler),
-            ("data", self._data),
-        ):
-            if thing is not None and name not in state:
+        begins_anew = "learning_rate" in state and "lr_scheduler" not in state
+        scheduler = None if begins_anew else self._scheduler
+        objects = {"lr_scheduler": scheduler, "scaler": self._scaler, "data": self._data}
+        for name, passed in objects.items():
+            if passed is not None and name not in state:
                 raise CheckpointError(
                     f"the checkpoint has no {name}",
                     got=", ".join(sorted(state)),
@@ -175,27 +187,38 @@ class TrainingState:
             _require_keys("LR scheduler", scheduler.state_dict(), state["lr_scheduler"])
         if self._scaler is not None:
             _require_keys("scaler", self._scaler.state_dict(), state["scaler"])
-        self._require_forms(state, scheduler)
+        self._require_types(state, scheduler)
 
-    def _require_forms(self, state: Mapping[str, Json], scheduler: Scheduler) -> None:
-        """Checks the types of all entries, since the model is restored before they are set."""
-        here = random_states()
-        of_rank = {**here, "paddle": type(here["paddle"])(), "streams": {}}
+    def _require_types(self, state: Mapping[str, Json], scheduler: Scheduler) -> None:
+        """Checks the types of all values, since tensors are restored before these are set.
+
+        Args:
+            state: The merged state of all ranks.
+            scheduler: The scheduler to restore; None without one.
+
+        Raises:
+            CheckpointError: A value has another type than is saved there.
+        """
+        random_here = random_states()
+        random_of_rank = {**random_here, "paddle": type(random_here["paddle"])(), "streams": {}}
         of_ranks = {"places": [Place().to_json()], "of_rank": [0]}
-        forms: dict[str, Json] = {
-            "random": {**of_ranks, "states": [of_rank]},
+        examples: dict[str, Json] = {
+            "random": {**of_ranks, "states": [random_of_rank]},
             ATTRIBUTES: {**of_ranks, "states": [{"begun": {}, "now": {}}]},
             STATE: {**of_ranks, "states": [{}]},
             "learning_rate": 0.0,
             "learning_rate_of_steps": 0.0,
         }
         if scheduler is not None:
-            forms["lr_scheduler"] = _outline(scheduler.state_dict(), "the LR scheduler's state")
-            forms["restarts"] = [_restarts(one) for one in _chain(scheduler)]
+            where = "the LR scheduler's state"
+            examples["lr_scheduler"] = _without_contents(scheduler.state_dict(), where)
+            schedulers = _with_inner_schedulers(scheduler)
+            examples["restarts"] = list(map(_restart_counters, schedulers))
         if self._scaler is not None:
-            forms["scaler"] = _outline(self._scaler.state_dict(), "the scaler's state")
-        for name, form in forms.items():
-            if not _fits(state.get(name), form):
+            where = "the scaler's state"
+            examples["scaler"] = _without_contents(self._scaler.state_dict(), where)
+        for name, example in examples.items():
+            if not _has_types_of(state.get(name), example):
                 raise CheckpointError(
                     f"{name!r} of {FILE} is no such value as is saved there",
                     got=f"{state[name]!r}"[:200],
@@ -207,48 +230,62 @@ class TrainingState:
 
         Args:
             state: The state of one rank, or the merged state of all ranks.
-            place: The place of this rank, for a merged state.
+            place: The coordinates of this rank, for a merged state.
         """
         if self._attributes is not None and ATTRIBUTES in state:
-            looks = state[ATTRIBUTES]
+            attributes = state[ATTRIBUTES]
             if place is not None:
                 # Under another layout the attributes of a layer are those of another saved rank.
-                ranks = [*looks["states"], _of_place(looks, place)]
-                looks = {w: {n: v for one in ranks for n, v in one[w].items()} for w in ranks[0]}
-            self._attributes.put_back(looks)
+                ranks = [*attributes["states"], _state_for_place(attributes, place)]
+                attributes = {moment: {} for moment in ranks[0]}
+                for of_rank in ranks:
+                    for moment, texts in attributes.items():
+                        texts.update(of_rank[moment])
+            self._attributes.put_back(attributes)
         saved = state.get("sums", _RUNNING)
-        if _sums() not in (saved, None):
-            _log.info("sums were %r and are %r: the bits are others from here on", saved, _sums())
+        if _gradient_sums() not in (saved, None):
+            _log.info(
+                "sums were %r and are %r: the bits are others from here on", saved, _gradient_sums()
+            )
         if self._data is not None:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None and "lr_scheduler" in state:
             with warnings.catch_warnings():  # about the entry of a scheduler after a warm-up
                 warnings.filterwarnings("ignore", "There are some unused values")
                 self._scheduler.set_state_dict(state["lr_scheduler"])
-            for scheduler, counts in zip(_chain(self._scheduler), state.get("restarts", ())):
-                vars(scheduler).update({name: counts[name] for name in _restarts(scheduler)})
-        self._put_rate(state)
+            for scheduler, counts in zip(
+                _with_inner_schedulers(self._scheduler), state.get("restarts", ())
+            ):
+                vars(scheduler).update(
+                    {name: counts[name] for name in _restart_counters(scheduler)}
+                )
+        self._restore_rate(state)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 
-    def _put_rate(self, state: Mapping[str, Json]) -> None:
-        """Restores a constant learning rate, unless the script now begins with another one."""
-        saved, first = state.get("learning_rate"), state.get("first_learning_rate")
-        here: Any = None if self._optimizer is None else self._optimizer.get_lr()
-        both = None not in (first, self._first_rate)
-        if here is not None and saved is not None and (not both or first == self._first_rate):
+    def _restore_rate(self, state: Mapping[str, Json]) -> None:
+        """Restores a constant learning rate, unless the script now begins with another one.
+
+        ``state`` is the state of one rank, or the merged state.
+        """
+        saved, saved_first = state.get("learning_rate"), state.get("first_learning_rate")
+        current: Any = None if self._optimizer is None else self._optimizer.get_lr()
+        first_rates_known = None not in (saved_first, self._first_rate)
+        is_same_script_rate = not first_rates_known or saved_first == self._first_rate
+        if current is not None and saved is not None and is_same_script_rate:
             set_rates(self._optimizer, saved, state.get("learning_rate_of_steps", saved))
-            if not both and here != saved:
+            if not first_rates_known and current != saved:
                 _log.info(
-                    "the learning rate is %s, as it was saved, not the script's %s", saved, here
+                    "the learning rate is %s, as it was saved, not the script's %s", saved, current
                 )
-        elif here is not None or (saved is not None and self._scheduler is not None):
+        elif current is not None or (saved is not None and self._scheduler is not None):
             was = "a scheduler's" if saved is None else saved
-            here = f"the script's {type(self._scheduler).__name__}" if here is None else here
-            _log.info("the learning rate was %s when it was saved, and is now %s", was, here)
+            if current is None:
+                current = f"the script's {type(self._scheduler).__name__}"
+            _log.info("the learning rate was %s when it was saved, and is now %s", was, current)
 
     def put_back_random(self, states: Json) -> None:
-        """Restores the random states of one rank."""
+        """Restores the random states of one rank, the part ``random`` of its state."""
         set_random_states(states)
         if self._pass is not None:
             self._pass.begun = states.get("pass")
@@ -257,64 +294,80 @@ class TrainingState:
             saved, streams = states.get("program"), dict[int, Any]()
             if saved is not None and saved["stages"] == stages:
                 now = generators()[0].get_state()
-                fitting = ((int(s), state_like(now, [one])) for s, one in saved["others"].items())
-                # state_like returns ``now`` for a state that does not fit.
-                streams = {stage: state for stage, state in fitting if state is not now}
+                for stage, stream in saved["others"].items():
+                    state = state_like(now, [stream])
+                    # state_like returns ``now`` for a state that does not fit.
+                    if state is not now:
+                        streams[int(stage)] = state
             self._program.set_streams(streams)
 
     def put_back_random_of(self, place: Place, saved: Json) -> None:
-        """Restores the random states of the saved rank whose place is most like ``place``."""
-        leads = self._program is None or self._program.streams()[1]
-        self.put_back_random(_of_place(saved, place, leads))
+        """Restores the random states of the saved rank whose coordinates are most like ``place``.
+
+        ``saved`` are the random states of all ranks that saved.
+        """
+        leads = True
+        if self._program is not None:
+            _, leads, _ = self._program.streams()
+        self.put_back_random(_state_for_place(saved, place, leads))
 
 
-def _sums() -> str | None:
-    """Returns how the job adds gradients up; None without a job."""
+def _gradient_sums() -> str | None:
+    """Returns how the job adds gradients up, ``_TREE`` or ``_RUNNING``; None without a job."""
     job = current_job()
-    return None if job is None else _TREE if job.sums_by_tree else _RUNNING
+    if job is None:
+        return None
+    return _TREE if job.sums_by_tree else _RUNNING
 
 
-def _chain(scheduler: Scheduler) -> list[Scheduler]:
+def _with_inner_schedulers(scheduler: Scheduler) -> list[Scheduler]:
     """Returns a scheduler and the schedulers inside it, as the one that follows a warm-up."""
     schedulers = [scheduler]
-    while hasattr(after := vars(schedulers[-1]).get("learning_rate"), "set_state_dict"):
-        schedulers.append(after)
+    inner = vars(scheduler).get("learning_rate")
+    while hasattr(inner, "set_state_dict"):
+        schedulers.append(inner)
+        inner = vars(inner).get("learning_rate")
     return schedulers
 
 
-def _restarts(scheduler: Scheduler) -> dict[str, Json]:
+def _restart_counters(scheduler: Scheduler) -> dict[str, Json]:
     """Returns the counters that ``CosineAnnealingWarmRestarts.state_dict()`` lacks."""
     return {name: vars(scheduler)[name] for name in ("T_cur", "T_i") if name in vars(scheduler)}
 
 
-def _outline(state: Mapping[str, Any], where: str) -> Json:
-    """Returns the form of an object's state, with empty lists and dicts for any contents."""
+def _without_contents(state: Mapping[str, Any], where: str) -> Json:
+    """Returns an object's state as JSON with empty lists and dicts, for :func:`_has_types_of`.
+
+    ``where`` is the name of the state for errors.
+    """
     values = plain(state, where).items()
     return {name: type(v)() if isinstance(v, (list, dict)) else v for name, v in values}
 
 
-def _fits(saved: Json, form: Json) -> bool:
-    """Whether a saved value has the types of ``form``; None has any type."""
-    if isinstance(saved, list) and len(saved) == 1 and not isinstance(form, list):
+def _has_types_of(saved: Json, example: Json) -> bool:
+    """Returns whether a saved value has the types of an example; None has any type.
+
+    A list has at least as many items as the example, of which the last stands for all further
+    ones; an empty list has any items. A dict has at least the keys of the example.
+    """
+    if isinstance(saved, list) and len(saved) == 1 and not isinstance(example, list):
         (saved,) = saved  # a number that was a tensor
-    if saved is None or form is None:
+    if saved is None or example is None:
         return True
-    if isinstance(form, list):
-        last = len(form) - 1
-        return (
-            isinstance(saved, list)
-            and len(saved) >= len(form)
-            and (not form or all(_fits(one, form[min(n, last)]) for n, one in enumerate(saved)))
-        )
-    if isinstance(form, dict):
-        whole = saved.keys() >= form.keys() if isinstance(saved, dict) else False
-        return whole and all(_fits(saved[name], one) for name, one in form.items())
-    kinds = (int, float) if isinstance(form, (int, float)) else str
-    return isinstance(saved, kinds)
+    if isinstance(example, list):
+        if not isinstance(saved, list) or len(saved) < len(example):
+            return False
+        examples = zip_longest(saved, example, fillvalue=example[-1]) if example else ()
+        return all(_has_types_of(item, example_item) for item, example_item in examples)
+    if isinstance(example, dict):
+        if not isinstance(saved, dict) or not saved.keys() >= example.keys():
+            return False
+        return all(_has_types_of(saved[name], item) for name, item in example.items())
+    return isinstance(saved, (int, float) if isinstance(example, (int, float)) else str)
 
 
 def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
-    """Raises an error if a saved state has other keys than the present one."""
+    """Raises a CheckpointError if a saved state has other keys than the present one of ``what``."""
     if not isinstance(saved, dict) or set(state) != set(saved):
         raise CheckpointError(
             f"the saved state of the {what} is of another type of it",
@@ -330,35 +383,46 @@ def to_text(state: Mapping[str, Json]) -> str:
 
 
 def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
-    """Merges the states of all ranks of a job into one.
+    """Merges the states of all ranks of a job into one, for ``state.json``.
 
-    An entry may come from only some ranks. Random states, attributes and the state of ``state=``
-    are kept for each rank.
+    A value may come from only some ranks. Random states, attributes and the state of ``state=``
+    are stored for each rank.
+
+    Args:
+        states: The state of each rank.
+        places: The coordinates of each rank.
+
+    Raises:
+        CheckpointError: Ranks have different values of what must be equal on all.
     """
-    whole: dict[str, Json] = {"extra": states[0]["extra"]}
+    merged: dict[str, Json] = {"extra": states[0]["extra"]}
     owners: dict[str, int] = {}
     for rank, state in enumerate(states):
         for name, value in state.items():
             if name in ("extra", "random", ATTRIBUTES, STATE):
                 continue
             owner = owners.setdefault(name, rank)
-            if to_text({name: whole.setdefault(name, value)}) != to_text({name: value}):
+            if to_text({name: merged.setdefault(name, value)}) != to_text({name: value}):
                 raise CheckpointError(
                     f"the ranks do not have the same {name}",
-                    expected=f"{whole[name]} as on rank {owner}"[:200],
+                    expected=f"{merged[name]} as on rank {owner}"[:200],
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    whole["random"] = _merge([state["random"] for state in states], places)
+    merged["random"] = _merge_by_rank([state["random"] for state in states], places)
     if any(STATE in state for state in states):
-        whole[STATE] = _merge([state.get(STATE, {}) for state in states], places)
+        merged[STATE] = _merge_by_rank([state.get(STATE, {}) for state in states], places)
     if all(ATTRIBUTES in state for state in states):
-        whole[ATTRIBUTES] = _merge([state[ATTRIBUTES] for state in states], places)
-    return whole
+        merged[ATTRIBUTES] = _merge_by_rank([state[ATTRIBUTES] for state in states], places)
+    return merged
 
 
 def random_states(streams: StageStreams | None = None) -> Json:
-    """Returns the current random states; ``streams`` are those of a static program's stages."""
+    """Returns the current random states of this process, as values of JSON by generator.
+
+    Args:
+        streams: The random streams of a static program's stages; None in dynamic graph.
+    """
     states = {
         "paddle": generator_states(),
         "streams": {name: [state] for name, state in stream_states().items()},
@@ -372,7 +436,7 @@ def random_states(streams: StageStreams | None = None) -> Json:
 
 
 def set_random_states(states: Json) -> None:
-    """Restores the result of :func:`random_states`, for the streams that exist here."""
+    """Restores a result of :func:`random_states`, except streams that do not exist here."""
     set_generator_states(states["paddle"])
     tracker, card = paddle_fleet.meta_parallel.get_rng_state_tracker(), device_id()
     streams = tracker.get_states_tracker()
@@ -382,8 +446,11 @@ def set_random_states(states: Json) -> None:
     set_python_states(states)
 
 
-def _merge(states: Sequence[Json], places: Sequence[Place]) -> Json:
-    """Returns the states of all ranks as one value of JSON, which has equal states once."""
+def _merge_by_rank(states: Sequence[Json], places: Sequence[Place]) -> Json:
+    """Returns the states of all ranks as one value of JSON, in which equal states occur once.
+
+    ``places`` are the ranks' coordinates. :func:`_state_for_place` reads the value.
+    """
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
     return {
@@ -393,30 +460,35 @@ def _merge(states: Sequence[Json], places: Sequence[Place]) -> Json:
     }
 
 
-def _of_place(saved: Json, place: Place, leads: bool = True) -> Json:
-    """Returns the state of the saved rank whose place is most like ``place``.
+def _state_for_place(saved: Json, place: Place, leads: bool = True) -> Json:
+    """Returns the state of the saved rank whose coordinates are most like ``place``.
+
+    The random streams of a static program's stages are those of all ranks of its replica.
 
     Args:
-        saved: A value of :func:`_merge`.
-        place: The place of this rank.
+        saved: A value of :func:`_merge_by_rank`.
+        place: The coordinates of this rank.
         leads: For random states, whether this rank's default generator continues the stream of the
             first stage that draws, if a static program was saved; true in dynamic graph.
     """
     places = [Place.from_json(parts) for parts in saved["places"]]
+    states_by_rank = [saved["states"][index] for index in saved["of_rank"]]
     # The first rank, if several are equally like it.
-    likeness = [[axis == other for axis, other in zip(place, one)] for one in places]
-    rank = likeness.index(max(likeness))
-    replica = places[rank].replica
-    matching = [
-        saved["states"][index]
-        for index, other in zip(saved["of_rank"], places)
-        if other.replica == replica and "program" in saved["states"][index]
+    likeness = [
+        [mine == other for mine, other in zip(place, saved_place)] for saved_place in places
     ]
-    states = dict(saved["states"][saved["of_rank"][rank]])
-    for other in matching:
+    rank = likeness.index(max(likeness))
+    state = dict(states_by_rank[rank])
+    of_program = [
+        other
+        for other, other_place in zip(states_by_rank, places)
+        if other_place.replica == places[rank].replica and "program" in other
+    ]
+    streams: dict[str, Json] = {}
+    for other in of_program:
+        streams.update(other["program"]["others"])
         if leads and other["program"]["leads"]:
-            states["paddle"] = other["paddle"]
-    if matching:
-        by_stage = {s: state for one in matching for s, state in one["program"]["others"].items()}
-        states["program"] = {**matching[0]["program"], "others": by_stage}
-    return states
+            state["paddle"] = other["paddle"]
+    if of_program:
+        state["program"] = {**of_program[0]["program"], "others": streams}
+    return state

@@ -1,9 +1,9 @@
-"""``manifest.json``, which makes a folder a checkpoint, and ``StepReader``, which reads the folder.
+"""Describes a checkpoint in ``manifest.json``, and reads the folder of a step: ``StepReader``.
 
-The manifest is written last. A file of tensors has its header and its tensors, without a gap: the
-checksums of the header and of the written parts of each tensor cover every byte, and each rank
-compares a part of the files. The hash of a model is made of the digests of all its tensors. Nothing
-here imports Paddle.
+The manifest is written last: a folder without one is no checkpoint. A file of tensors has a header
+and its tensors, without a gap: the checksums of the header and of the written parts of each tensor
+cover every byte, and each rank compares a share of the files. The hash of a model is made of the
+digests of all its tensors. Nothing here imports Paddle.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.tensors import CODES, Layout, Stored, damage, is_whole
+from fleetpipe.checkpoint.files.tensors import CODES, Layout, Stored, damage, make_up_tensor
 from fleetpipe.errors import CheckpointError, is_file_name, is_shape
 from fleetpipe.json_value import JsonValue, Source, parse, read_text
 from fleetpipe.mesh.axes import COPIES
 from fleetpipe.mesh.parts import Described, Region
 
-#: The number of hex digits of a hash in a table.
+#: The number of hex digits of a hash that tables show.
 SHORT = 12
 
 MANIFEST = "manifest.json"
@@ -46,11 +46,11 @@ Json = Any
 
 
 def tensor_digest(tensor: Described, parts: Iterable[Any]) -> str:
-    """Returns the digest of a tensor.
+    """Returns the digest of a tensor, 64 hex digits.
 
     Args:
-        tensor: Its dtype and shape.
-        parts: All its bytes, in one or more pieces.
+        tensor: The tensor's dtype and shape.
+        parts: All its bytes, in one or more blocks.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
     for part in parts:
@@ -58,8 +58,8 @@ def tensor_digest(tensor: Described, parts: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def lines(digests: Mapping[str, str]) -> Iterator[str]:
-    """Returns the lines of which the hash is made, without line ends.
+def hash_lines(digests: Mapping[str, str]) -> Iterator[str]:
+    """Returns the lines of which the hash of a model is made, without line ends.
 
     Args:
         digests: The digest of each tensor by name.
@@ -70,19 +70,29 @@ def lines(digests: Mapping[str, str]) -> Iterator[str]:
 def hash_of(digests: Mapping[str, str]) -> str:
     """Returns the hash of a model, 64 hex digits, from the digest of each tensor by name."""
     # A name from a damaged file may have half of a surrogate pair.
-    text = "".join(f"{line}\n" for line in lines(digests))
+    text = "".join(f"{line}\n" for line in hash_lines(digests))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-class Whole(NamedTuple):
-    """The size of a file, and its checksum; for a file of tensors the checksum of its header."""
+class FileSummary(NamedTuple):
+    """What the manifest says of another file.
+
+    Attributes:
+        size: The number of bytes of the file.
+        crc32: The checksum of the file; for a file of tensors the checksum of its header.
+    """
 
     size: int
     crc32: int
 
 
 class WrittenPart(NamedTuple):
-    """A part of a tensor that one rank wrote, with its checksum."""
+    """A part of a tensor that one rank wrote.
+
+    Attributes:
+        cut: The region of the part; None for the full tensor.
+        crc32: The checksum of the part's bytes.
+    """
 
     cut: Region | None
     crc32: int
@@ -90,12 +100,12 @@ class WrittenPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint.
+    """What the manifest says of a tensor.
 
     Attributes:
-        file: The name of the file that has it.
-        tensor: Its dtype and shape.
-        pieces: The parts in which it was written.
+        file: The name of the file that has the tensor.
+        tensor: The dtype and shape of the full tensor.
+        pieces: The parts in which the tensor was written, in order.
         sha256: The digest of a tensor of the model; empty for others, and in older checkpoints.
     """
 
@@ -110,23 +120,23 @@ class Manifest:
     """All facts about a checkpoint except the values of its tensors.
 
     Attributes:
-        step: The step after which it was saved.
-        files: Every other file of the folder, by name.
+        step: The step after which the checkpoint was saved.
+        files: The size and checksum of every other file of the folder, by name.
         tensors: Every tensor, by group and name.
-        order: The names of the model's parameters and buffers, in its order.
+        order: The names of the model's parameters and buffers, in the order of the model.
         optimizer: The type of the optimizer; None if none was saved.
-        metrics: The numbers that ``best`` compares.
-        layout: Ranks along each axis of the job that wrote it; only the number of replicas matters.
+        metrics: The numbers, by name, of which ``best`` compares one.
+        layout: Ranks along each axis of the job that saved; only the number of replicas matters.
         versions: The versions of fleetpipe and Paddle; nothing depends on them.
         plain_order: As in :class:`Saved`.
-        script: The name of the script that saved it and a digest of its arguments; empty if they
-            are unknown, as in older checkpoints.
-        allowed: What the run has allowed to pass closed borders, as ``BORDER:NAME``.
+        script: The name of the script that saved and a digest of its arguments; empty if they are
+            unknown, as in older checkpoints.
+        allowed: What the run allowed by ``fleetpipe_configs["allow"]``, as ``KIND:NAME``.
         adapters: As in :class:`Saved`.
     """
 
     step: int
-    files: Mapping[str, Whole]
+    files: Mapping[str, FileSummary]
     tensors: Mapping[TensorName, Entry]
     order: tuple[str, ...]
     optimizer: str | None
@@ -140,7 +150,7 @@ class Manifest:
 
     @property
     def saved(self) -> Saved:
-        """The description for a :class:`SavedPart`."""
+        """The description of the tensors that a :class:`SavedPart` needs to restore them."""
         described = {name: entry.tensor for name, entry in self.tensors.items()}
         replicas = math.prod(self.layout.get(axis, 1) for axis in COPIES)
         order, plain_order = self.order, self.plain_order
@@ -153,7 +163,7 @@ class Manifest:
         return hash_of(digests) if all(digests.values()) else ""
 
     def to_text(self) -> str:
-        """Returns the text of the file, with its own checksum."""
+        """Returns the text of ``manifest.json``, with its own checksum at the end."""
         groups: dict[str, dict[str, Json]] = {group: {} for group in GROUPS}
         for name, entry in self.tensors.items():
             groups[name.group][name.name] = {
@@ -192,7 +202,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_text(text: str) -> Manifest:
-    """Reads a manifest from its text, after a check of format, version and checksum."""
+    """Checks format, version and checksum of the text of a manifest, and parses it."""
     parsed = parse(text, _SOURCE)
     for name, expected in (("format", FORMAT), ("version", VERSION)):
         if parsed[name].content != expected:
@@ -208,19 +218,27 @@ def seal(contents: Mapping[str, Json]) -> str:
 
 
 def _with_checksum(body: str) -> str:
-    """Returns the text of an object without its last brace, ended by its checksum."""
+    """Returns the text of a JSON object that ends with the checksum of what stands before it.
+
+    ``body`` is the text of the object without the last brace.
+    """
     return f'{body}, "{_CHECKSUM}": {zlib.crc32(body.encode())}}}\n'
 
 
 def _parse_contents(content: JsonValue) -> Manifest:
+    """Makes a manifest of a parsed JSON object.
+
+    Raises:
+        CheckpointError: The object is not that of a manifest.
+    """
     files = {
-        name: whole.record(Whole, JsonValue.count)
+        name: whole.record(FileSummary, JsonValue.count)
         for name, whole in content["files"].fields().items()
     }
     if not all(map(is_file_name, files)):
         raise content["files"].refused("names of files of the folder")
     tensors = {
-        TensorName(group, name): _entry(entry, files)
+        TensorName(group, name): _parse_entry(entry, files)
         for group, entries in content["tensors"].fields().items()
         for name, entry in entries.fields().items()
     }
@@ -249,8 +267,11 @@ def _parse_contents(content: JsonValue) -> Manifest:
     )
 
 
-def _entry(content: JsonValue, files: Collection[str]) -> Entry:
-    """Reads the entry of a tensor, and checks that its parts make up the tensor."""
+def _parse_entry(content: JsonValue, files: Collection[str]) -> Entry:
+    """Makes the entry of a tensor of parsed JSON, and checks that its parts make up the tensor.
+
+    ``files`` are the names of the files that an entry may name.
+    """
     file, dtype, shape = content["file"].text(), content["dtype"].text(), content["shape"].counts()
     if file not in files:
         raise content["file"].refused("one of the files")
@@ -258,54 +279,60 @@ def _entry(content: JsonValue, files: Collection[str]) -> Entry:
         raise content["dtype"].refused(", ".join(CODES))
     if not is_shape(shape):
         raise content["shape"].refused("the shape of a tensor")
-    pieces = tuple(map(_written_part, content["pieces"].items()))
-    if not is_whole([piece.cut for piece in pieces], shape):
+    pieces = tuple(map(_parse_written_part, content["pieces"].items()))
+    if not make_up_tensor([piece.cut for piece in pieces], shape):
         raise content["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")
     sha256 = content.get("sha256")  # older checkpoints have none
     return Entry(file, Described(dtype, shape), pieces, "" if sha256 is None else sha256.text())
 
 
-def _written_part(content: JsonValue) -> WrittenPart:
-    """Reads a part of a tensor, and its checksum."""
-    values = content.items()
-    if len(values) != 2:
+def _parse_written_part(content: JsonValue) -> WrittenPart:
+    """Makes a part of a tensor of parsed JSON, a list of its region and its checksum."""
+    items = content.items()
+    if len(items) != 2:
         raise content.refused("a cut and a checksum")
+    region, checksum = items
     cut = None
-    if values[0].content is not None:
-        numbers = values[0].counts()
+    if region.content is not None:
+        numbers = region.counts()
         if len(numbers) != len(Region._fields):
-            raise values[0].refused(f"a list of {', '.join(Region._fields)}")
+            raise region.refused(f"a list of {', '.join(Region._fields)}")
         cut = Region(*numbers)
-    return WrittenPart(cut, values[1].count())
+    return WrittenPart(cut, checksum.count())
 
 
 class SavedStep(Protocol):
-    """A source to restore from: a :class:`StepReader`, or the files of another program."""
+    """A checkpoint to restore from: a :class:`StepReader`, or the files of another program."""
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest, which describes everything except the tensors' values."""
+        """The manifest, which describes everything in the checkpoint but the tensors' values."""
 
     def text(self, name: str) -> Json:
         """Returns the parsed contents of a JSON file."""
 
     def check_texts(self) -> None:
-        """Checks the files without tensors."""
+        """Checks the files without tensors; raises ``CheckpointError`` if one is damaged."""
 
     def check(self, groups: Collection[str], share: int, shares: int) -> None:
-        """Checks share number ``share`` of ``shares`` equal shares of the tensors."""
+        """Checks one of ``shares`` about equal shares of the tensors in ``groups``."""
 
     def opened(
         self,
     ) -> AbstractContextManager[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Opens the files, and yields a function that reads a part of a tensor into memory."""
+        """Opens the files, and yields ``read``; see :meth:`StepReader.opened`."""
 
 
 class StepReader:
-    """Reads the files of one step, and compares their bytes with checksums."""
+    """Reads the files in the folder of one step, and compares their bytes with checksums.
+
+    Attributes:
+        folder: The folder of the step.
+        manifest: The manifest in it.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the manifest and the headers.
+        """Reads the manifest, and compares sizes and headers of all files with it.
 
         Raises:
             CheckpointError: The manifest is missing, damaged or of a newer version; a file is
@@ -314,30 +341,32 @@ class StepReader:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self._layouts: dict[str, Layout] = {}
-        for file, whole in self.manifest.files.items():
+        for file, summary in self.manifest.files.items():
             path = folder / file
-            with _damage_named(path):
+            with _as_damage(path):
                 size = os.stat(path).st_size
-                if size != whole.size:
-                    raise damage(path, f"{size} bytes in the place of {whole.size}")
+                if size != summary.size:
+                    raise damage(path, f"{size} bytes in the place of {summary.size}")
                 if file.endswith(".safetensors"):
                     layout = self._layouts[file] = tensors.read_layout(path)
-                    if tensors.checksum([layout.header]) != whole.crc32:
+                    if tensors.checksum([layout.header]) != summary.crc32:
                         raise damage(path, "the checksum of its header is of something else")
         for name, entry in self.manifest.tensors.items():
-            of_file = self._layouts[entry.file].tensors if entry.file in self._layouts else {}
-            stored = of_file.get(name.name)
+            tensors_in_file = {}
+            if entry.file in self._layouts:
+                tensors_in_file = self._layouts[entry.file].tensors
+            stored = tensors_in_file.get(name.name)
             if stored is None or stored.tensor != entry.tensor:
                 raise damage(folder / entry.file, f"{name} is not what the manifest says")
 
     def text(self, name: str) -> Json:
-        """Returns the parsed contents of a JSON file of the folder, after a check of its checksum.
+        """Checks the checksum of a JSON file of the folder, and returns its parsed contents.
 
         Raises:
             CheckpointError: The file is damaged.
         """
         path = self.folder / name
-        with _damage_named(path):
+        with _as_damage(path):
             data = path.read_bytes()
         if tensors.checksum([data]) != self.manifest.files[name].crc32:
             raise damage(path, "its checksum is of something else")
@@ -353,19 +382,19 @@ class StepReader:
             self.text(name)
 
     def check(self, groups: Collection[str], share: int = 0, shares: int = 1) -> None:
-        """Compares tensors with their checksums.
+        """Compares a share of the tensors with their checksums.
 
         Args:
-            groups: The groups of files to check.
-            share: The number of the share that this rank checks.
-            shares: Number of shares, one for each rank.
+            groups: The groups of tensors to check.
+            share: The number of the share that this rank checks, from 0.
+            shares: Number of shares, one for each rank, of about as many bytes each.
 
         Raises:
             CheckpointError: A tensor is damaged; the message names it.
         """
         loads = [0] * shares
         chosen = []
-        for name, piece in self._pieces(groups):
+        for name, piece in self._pieces_of(groups):
             least = loads.index(min(loads))
             entry = self.manifest.tensors[name]
             loads[least] += entry.tensor.nbytes // len(entry.pieces)
@@ -375,25 +404,29 @@ class StepReader:
             raise error
 
     def find_damage(self) -> list[CheckpointError]:
-        """Returns an error for each part of a tensor that is damaged."""
-        return list(self._compare(self._pieces(GROUPS)))
+        """Returns an error for each damaged part of any tensor."""
+        return list(self._compare(self._pieces_of(GROUPS)))
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Yields ``read(name, part, memory)``, which reads a part of a tensor; None reads all.
+        """Opens the files of tensors while this context is open.
 
-        ``read`` raises ``CheckpointError`` if a file cannot be read any more.
+        Yields:
+            ``read(name, cut, memory)``, which fills memory with the part of a tensor in a region,
+            or with the full tensor for None. It raises ``CheckpointError`` if a file cannot be read
+            any more.
         """
         with self._open_files() as opened:
 
             def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
                 file, stored = opened(name)
-                with _damage_named(self._path(name)):
+                with _as_damage(self._path(name)):
                     tensors.read(file, stored, cut, memory)
 
             yield read
 
-    def _pieces(self, groups: Collection[str]) -> Iterator[tuple[TensorName, WrittenPart]]:
+    def _pieces_of(self, groups: Collection[str]) -> Iterator[tuple[TensorName, WrittenPart]]:
+        """Yields each written part of the tensors in some groups, after the tensor's name."""
         for name, entry in self.manifest.tensors.items():
             if name.group in groups:
                 yield from ((name, piece) for piece in entry.pieces)
@@ -401,28 +434,33 @@ class StepReader:
     def _compare(
         self, pieces: Iterable[tuple[TensorName, WrittenPart]]
     ) -> Iterator[CheckpointError]:
-        """Yields an error for each piece whose checksum is wrong."""
+        """Yields an error for each part of a tensor whose checksum is wrong."""
         with self._open_files() as opened:
             for name, piece in pieces:
                 file, stored = opened(name)
-                with _damage_named(self._path(name)):
+                with _as_damage(self._path(name)):
                     checksum = tensors.checksum(tensors.blocks(file, stored, piece.cut))
                 if checksum != piece.crc32:
                     cut = piece.cut
-                    place = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""
-                    yield damage(self._path(name), f"{name} has other bits than were saved{place}")
+                    region = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""
+                    yield damage(self._path(name), f"{name} has other bits than were saved{region}")
 
     def _path(self, name: TensorName) -> Path:
+        """Returns the path of the file that has a tensor."""
         return self.folder / self.manifest.tensors[name].file
 
     @contextmanager
     def _open_files(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
-        """Yields a function that returns the open file of a tensor, and the offset in it."""
+        """Opens each file when it is first asked for, and closes all at the end.
+
+        Yields:
+            A function that returns the open file of a tensor, and the tensor's offset in it.
+        """
         with ExitStack() as files:
 
             @cache
             def open_file(path: Path) -> FileIO:
-                with _damage_named(path):
+                with _as_damage(path):
                     return files.enter_context(path.open("rb", buffering=0))
 
             yield lambda name: (
@@ -432,8 +470,8 @@ class StepReader:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Raises an error that a file is damaged in place of an error of the system."""
+def _as_damage(path: Path) -> Iterator[None]:
+    """Turns an error of the system in this context into the error that a file is damaged."""
     try:
         yield
     except (OSError, EOFError) as error:

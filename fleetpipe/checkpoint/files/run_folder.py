@@ -1,4 +1,4 @@
-"""The folder of a run: one job writes, publishes complete steps, and removes old ones.
+"""Manages the folder of a run: one job writes there, publishes complete steps, removes old ones.
 
 A step is written as a draft, synced, then renamed. ``step-00000500`` is a step. Readers ignore a
 draft, ``.draft-00000500-<key>``. ``.writer`` names the job that writes, whose process has a lock on
@@ -29,14 +29,14 @@ from fleetpipe import atomic_file, log, systems
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.errors import CheckpointError, ConfigError, require_whole
 
-_FILE = ".writer"
+_WRITER_FILE = ".writer"
 _MOST_BYTES = 4096
-#: The first bytes of a writer's file.
-_BEGIN = b'{"host": '
+#: The first bytes of a file ``.writer``.
+_WRITER_PREFIX = b'{"host": '
 #: The errors of opening a link, a folder or a socket.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
-_owners: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
+_owner_of_folder: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
 
 _log = log.logger(__name__)
 
@@ -49,13 +49,13 @@ _SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
 
 @dataclass
 class _Lock:
-    """The writer's file, which this process has open, and locked if the file system can.
+    """The file ``.writer``, open and locked by this process if it is the writer of the folder.
 
     Attributes:
-        file: The path.
-        process: The process that has it open; 0 for none. In a fork it is another one.
-        descriptor: The open file.
-        text: The text that this process has written.
+        file: The path of the file.
+        process: The id of the process that has opened it; 0 for none. In a fork it is the parent.
+        descriptor: The descriptor of the open file.
+        text: The text that this process has written into it.
     """
 
     file: Path
@@ -64,15 +64,15 @@ class _Lock:
     text: bytes = b""
 
     @property
-    def held(self) -> bool:
+    def is_open(self) -> bool:
         """Whether this process has the file open, and it is still the file in the folder."""
-        return self.process == os.getpid() and _in_place(self.descriptor, self.file)
+        return self.process == os.getpid() and _is_current_file(self.descriptor, self.file)
 
     def release(self) -> None:
-        """Closes the file, and removes it if it is still this process's."""
+        """Closes the file, and removes it if this process has written it last."""
         if self.process == os.getpid():
             with contextlib.suppress(OSError):
-                if self.held and _read(self.descriptor) == self.text:
+                if self.is_open and _read_writer(self.descriptor) == self.text:
                     # Before the lock ends, after which it may be another job's file.
                     self.file.unlink()
             os.close(self.descriptor)
@@ -80,29 +80,32 @@ class _Lock:
 
 
 class FolderOwner:
-    """The right of this process to write into a folder, which all its managers share."""
+    """The right to write into the folder of a run, of which one process at a time has it.
+
+    All checkpoint managers of this process share the object; see :meth:`of`.
+    """
 
     def __init__(self, run_directory: Path) -> None:
         self._run_directory = run_directory
-        self._lock = _Lock(run_directory / _FILE)
+        self._lock = _Lock(run_directory / _WRITER_FILE)
         weakref.finalize(self, self._lock.release)
 
     @classmethod
     def of(cls, run_directory: Path) -> FolderOwner:
-        """Returns the object for a folder, of which a process has only one."""
-        return _owners.setdefault(run_directory.resolve(), cls(run_directory.resolve()))
+        """Returns this process's only object for a folder."""
+        return _owner_of_folder.setdefault(run_directory.resolve(), cls(run_directory.resolve()))
 
     def acquire(self) -> None:
-        """Makes this process the writer, or checks that it still is.
+        """Makes this process the writer of the folder, or checks that it still is.
 
         Raises:
             CheckpointError: Another process is the writer, or something else has the file's name.
             OSError: The folder cannot be written to.
         """
-        if self._lock.held:
-            text = _read(self._lock.descriptor)
+        if self._lock.is_open:
+            text = _read_writer(self._lock.descriptor)
             if text != self._lock.text:
-                raise self._refusal(text)
+                raise self._other_writer_error(text)
             return
         self.release()
         self._run_directory.mkdir(parents=True, exist_ok=True)
@@ -115,17 +118,17 @@ class FolderOwner:
             descriptor = self._open(os.O_RDWR | os.O_CREAT)
         try:
             self._lock_or_refuse(descriptor)
-            mine = _description()
+            text = _describe_process()
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
-            os.write(descriptor, mine)
+            os.write(descriptor, text)
         except BaseException:
             os.close(descriptor)
             raise
-        self._lock.process, self._lock.descriptor, self._lock.text = os.getpid(), descriptor, mine
+        self._lock.process, self._lock.descriptor, self._lock.text = os.getpid(), descriptor, text
 
     def release(self) -> None:
-        """Lets another process be the writer."""
+        """Lets another process be the writer of the folder."""
         self._lock.release()
 
     def leave_to_parent(self) -> None:
@@ -135,25 +138,36 @@ class FolderOwner:
             self._lock.process = 0
 
     def _open(self, flags: int) -> int:
-        """Opens the file that names the writing process; refuses a link, a folder or a socket."""
+        """Opens the file ``.writer``, and returns its descriptor.
+
+        Raises:
+            CheckpointError: A link, a folder or a socket has this name.
+            OSError: The file cannot be opened.
+        """
         try:
             return systems.open_in_place(self._lock.file, flags)
         except OSError as error:
             if error.errno in _NO_FILE:
-                raise self._no_file_of_writer(str(error)) from None
+                raise self._foreign_file_error(str(error)) from None
             raise
 
     def _lock_or_refuse(self, descriptor: int) -> None:
-        """Locks the open file; raises an error if it is another job's, or no writer's file."""
-        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        text = _read(descriptor) if regular else b""
-        if not regular or (text and not text.startswith(_BEGIN)):
-            raise self._no_file_of_writer(f"{text[:40]!r}" if regular else "no regular file")
-        if not _try_lock(descriptor, text) or not _in_place(descriptor, self._lock.file):
-            raise self._refusal(text)
+        """Locks the open file ``.writer``.
+
+        Raises:
+            CheckpointError: Another job has locked it, or no job has written it.
+        """
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        text = _read_writer(descriptor) if is_regular else b""
+        if not is_regular:
+            raise self._foreign_file_error("no regular file")
+        if text and not text.startswith(_WRITER_PREFIX):
+            raise self._foreign_file_error(f"{text[:40]!r}")
+        if not _try_lock(descriptor, text) or not _is_current_file(descriptor, self._lock.file):
+            raise self._other_writer_error(text)
 
     def _remove_of_other_user(self) -> None:
-        """Removes a file that this user may only read, if its writer has ended."""
+        """Removes a file ``.writer`` that this user may only read, if its job has ended."""
         descriptor = self._open(os.O_RDONLY)
         try:
             self._lock_or_refuse(descriptor)
@@ -161,8 +175,8 @@ class FolderOwner:
         finally:
             os.close(descriptor)
 
-    def _no_file_of_writer(self, got: str) -> CheckpointError:
-        """Returns the error for a file that no job has written."""
+    def _foreign_file_error(self, got: str) -> CheckpointError:
+        """Returns the error for a file ``.writer`` that no job has written, but is ``got``."""
         return CheckpointError(
             "the file that names the writer of a folder of checkpoints is something else",
             where=str(self._lock.file),
@@ -172,74 +186,75 @@ class FolderOwner:
             permanent=True,
         )
 
-    def _refusal(self, text: bytes) -> CheckpointError:
-        """Returns the error for a folder into which the job of ``text`` writes."""
-        about = _parse(text)
+    def _other_writer_error(self, text: bytes) -> CheckpointError:
+        """Returns the error for a folder whose file ``.writer`` another job wrote as ``text``."""
+        writer = _parse_writer(text)
         return CheckpointError(
             "another job saves into this folder of checkpoints",
             where=str(self._run_directory),
             expected="one writer at a time, as each sets the other's later steps aside",
-            got="process {process} on {host}, since {since}".format_map(about)
-            if about
+            got="process {process} on {host}, since {since}".format_map(writer)
+            if writer
             else "a process that has just begun",
             fix="wait until that job has ended, or end it; or give this one another folder "
             "(fleetpipe launch --checkpoint-dir)",
         )
 
 
-def _leave_all_to_parent() -> None:
-    for owner in [*_owners.values()]:
+def _leave_locks_to_parent() -> None:
+    """Closes all locked files in a fork of this process."""
+    for owner in [*_owner_of_folder.values()]:
         owner.leave_to_parent()
 
 
-systems.call_in_forked_child(_leave_all_to_parent)
+systems.call_in_forked_child(_leave_locks_to_parent)
 
 
-def _read(descriptor: int) -> bytes:
-    """Returns the text of the open writer's file."""
+def _read_writer(descriptor: int) -> bytes:
+    """Returns the text of the open file ``.writer``."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     return os.read(descriptor, _MOST_BYTES)
 
 
-def _in_place(descriptor: int, file: Path) -> bool:
-    """Whether a path still names the open file."""
+def _is_current_file(descriptor: int, file: Path) -> bool:
+    """Returns whether a path still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:
         return False
 
 
-def _description() -> bytes:
-    """Returns the text by which this process names itself in the writer's file."""
-    about = {
+def _describe_process() -> bytes:
+    """Returns the text by which this process names itself in the file ``.writer``."""
+    description = {
         "host": socket.gethostname(),
         "process": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "key": os.urandom(8).hex(),
     }
-    return json.dumps(about).encode()
+    return json.dumps(description).encode()
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    """Reads the text of a writer's file; returns an empty dict for any other text."""
+def _parse_writer(text: bytes) -> dict[str, Any]:
+    """Parses the text of a file ``.writer``; returns an empty dict for any other text."""
     with contextlib.suppress(ValueError):
-        about = json.loads(text)
-        if isinstance(about, dict) and {"process", "host", "since"} <= about.keys():
-            return about
+        writer = json.loads(text)
+        if isinstance(writer, dict) and {"process", "host", "since"} <= writer.keys():
+            return writer
     return {}
 
 
 def _try_lock(descriptor: int, text: bytes) -> bool:
-    """Locks a file, and returns whether that succeeded.
+    """Locks an open file ``.writer``, and returns whether this process may write the folder.
 
-    If the file system has no locks, it returns whether the process named in ``text`` has ended.
+    If the file system has no locks, it may unless the process named in ``text`` still runs here.
     """
     try:
         return not systems.HAS_LOCKS or systems.lock(descriptor, wait=False)
     except OSError:
-        about = _parse(text)
-        here = about.get("host") == socket.gethostname()
-        return not (here and systems.is_running(int(about["process"])))
+        writer = _parse_writer(text)
+        is_here = writer.get("host") == socket.gethostname()
+        return not (is_here and systems.is_running(int(writer["process"])))
 
 
 def folder_of(run_directory: Path, step: int) -> Path:
@@ -248,7 +263,7 @@ def folder_of(run_directory: Path, step: int) -> Path:
 
 
 def draft_of(run_directory: Path, step: int, key: str) -> Path:
-    """Returns the path of a step's draft; ``key`` differs from attempt to attempt."""
+    """Returns the path of a step's draft; each attempt to save has another ``key``."""
     return run_directory / f"{_DRAFT}{step:08d}-{key}"
 
 
@@ -271,12 +286,16 @@ def complete_steps(run_directory: Path) -> dict[int, Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a step or a run."""
+    """Returns whether a folder is that of a step, or of a run with a complete step."""
     return (path / manifest.MANIFEST).is_file() or bool(complete_steps(path))
 
 
 def step_in(path: Path, step: int | None = None) -> Path:
-    """Returns the folder of a step: ``path`` itself, or a step of a run, by default the newest.
+    """Returns the folder of a step, from a path that a user gave.
+
+    Args:
+        path: The folder of a run, or of a step.
+        step: The number of the step; None is ``path`` itself if it is a step, else the newest one.
 
     Raises:
         CheckpointError: There is no such step.
@@ -287,7 +306,9 @@ def step_in(path: Path, step: int | None = None) -> Path:
 
 
 def publish(draft: Path, run_directory: Path, step: int) -> None:
-    """Renames a draft, whose files are on the disk, to the step, and replaces an older one.
+    """Renames a draft, whose files are on the disk, to the folder of its step.
+
+    An older step with the same number is removed.
 
     Raises:
         OSError: The draft cannot be renamed; the draft and earlier steps are unchanged.
@@ -304,17 +325,18 @@ def publish(draft: Path, run_directory: Path, step: int) -> None:
 
 
 def set_aside(run_directory: Path, step: int) -> dict[int, Path]:
-    """Renames the steps after ``step``, which a run that went back has left.
+    """Renames the folders of the steps after ``step``, since the run went back to it.
 
     Returns:
-        The new folder of each step.
+        The new folder of each renamed step, by number.
 
     Raises:
         OSError: A folder cannot be renamed.
     """
     moved = {}
-    later = [pair for pair in complete_steps(run_directory).items() if pair[0] > step]
-    for number, path in reversed(later):
+    steps = complete_steps(run_directory)
+    later = {number: path for number, path in steps.items() if number > step}
+    for number, path in reversed(later.items()):
         final = folder_of(run_directory, number)
         endings = chain([_ASIDE], (f"{_ASIDE}-{turn}" for turn in count(2)))
         names = (final.with_name(final.name + ending) for ending in endings)
@@ -325,7 +347,7 @@ def set_aside(run_directory: Path, step: int) -> dict[int, Path]:
 
 
 def aside_steps(run_directory: Path) -> list[tuple[int, Path]]:
-    """Returns number and folder of the steps that :func:`set_aside` renamed, in ascending order."""
+    """Returns the number and folder of each step that :func:`set_aside` renamed, ascending."""
     matches = [(_SET_ASIDE.fullmatch(path.name), path) for path in sorted(run_directory.iterdir())]
     return [(int(match[1]), path) for match, path in matches if match]
 
@@ -342,12 +364,12 @@ def remove_step(run_directory: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a step or a link to one, if it is there.
+    """Removes the folder of a step or a link to one, if it exists.
 
-    It is first renamed to a draft, so that an interrupted removal does not leave half a step.
+    The folder is first renamed to a draft, so that an interrupted removal leaves no half of a step.
 
     Raises:
-        OSError: It cannot be renamed.
+        OSError: The folder cannot be renamed.
     """
     if os.path.lexists(path):
         draft = path.with_name(f"{_DRAFT}{path.name}-{uuid.uuid4().hex[:8]}")
@@ -356,7 +378,7 @@ def remove(path: Path) -> None:
 
 
 def remove_drafts(run_directory: Path) -> None:
-    """Removes the drafts that earlier attempts left."""
+    """Removes the drafts that earlier attempts to save have left in the folder of a run."""
     for path in run_directory.iterdir():
         if path.name.startswith(_DRAFT):
             remove_left(path)
@@ -376,10 +398,10 @@ def remove_left(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file and waits until it is on the disk.
+    """Writes a file, and waits until it is on the disk.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     path.write_bytes(text.encode())
     atomic_file.sync(path)
@@ -392,7 +414,7 @@ class Retention:
     Args:
         run_directory: The folder of the run.
         max_to_keep: How many of the newest steps are kept; None keeps all.
-        best: A metric and ``"min"`` or ``"max"``: the best step by it is kept as well.
+        best: A metric and ``"min"`` or ``"max"``: the step with the best value is kept as well.
 
     Raises:
         ConfigError: ``max_to_keep`` is below 1, or ``best`` is no such pair.
@@ -414,7 +436,7 @@ class Retention:
             )
 
     def require(self, metrics: Mapping[str, float] | None) -> None:
-        """Checks that the metrics of a step contain the metric of ``best``."""
+        """Raises a ``ConfigError`` if the metrics of a step lack the metric of ``best``."""
         if self.best is not None and self.best[0] not in (metrics or {}):
             raise ConfigError(
                 f"best={self.best!r} needs the metric {self.best[0]!r} with each step",
@@ -423,9 +445,9 @@ class Retention:
             )
 
     def best_step(self) -> int | None:
-        """Returns the best complete step; None if none has the metric.
+        """Returns the number of the best complete step; None if no step has the metric.
 
-        The newest of equal steps is the best. A NaN never is.
+        Of steps with equal values the newest is the best. A step with a NaN never is.
         """
         if self.best is None:
             return None
@@ -438,7 +460,8 @@ class Retention:
             for step, value in values.items()
             if value is not None and not math.isnan(value)
         ]
-        return max(rated)[1] if rated else None
+        _, best = max(rated, default=(0.0, None))
+        return best
 
     def step_folder(self, step: int | str) -> Path:
         """Returns the folder of a complete step.
@@ -484,11 +507,11 @@ class Retention:
                 remove_step(self.run_directory, step)
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:
-        """Returns a step's metrics; an empty dict if they cannot be read."""
+        """Returns the metrics of a step, read once from its folder; empty if that fails."""
         try:
-            written = (step, (path / manifest.MANIFEST).stat().st_mtime_ns)
-            if written not in self._metrics:
-                self._metrics[written] = manifest.read_manifest(path).metrics
+            key = (step, (path / manifest.MANIFEST).stat().st_mtime_ns)
+            if key not in self._metrics:
+                self._metrics[key] = manifest.read_manifest(path).metrics
         except (OSError, CheckpointError):
             return {}
-        return self._metrics[written]
+        return self._metrics[key]

@@ -1,8 +1,9 @@
-"""Files of tensors in the safetensors format: what is in each, and which rank writes which part.
+"""Plans, writes and reads files of tensors in the safetensors format, of which each rank has parts.
 
-Start with ``plan_files``. The files depend only on the full tensors: any layout of ranks writes the
-same bytes. Several ranks write and read one file in parts, which the functions of the safetensors
-library cannot.
+Start with ``plan_files``, which says what is in each file and which rank writes which part. A part
+is a region of a full tensor; ``cut`` is that region, or None for the full tensor. The files depend
+only on the full tensors: any layout of ranks writes the same bytes. Several ranks write and read
+one file in parts, which the functions of the safetensors library cannot.
 """
 
 from __future__ import annotations
@@ -37,34 +38,40 @@ CODES: Mapping[str, str] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_NAMES = {code: name for name, code in CODES.items()}
+_DTYPES = {code: name for name, code in CODES.items()}
 _LENGTH_BYTES = 8
 #: The most bytes of a header, as in the safetensors library.
 _LARGEST_HEADER = 100_000_000
 #: Bytes that are read at a time for a checksum or a digest.
 _BLOCK = 1 << 20
 
-#: Bytes of tensors after which the next file begins.
+#: The bytes of tensors that a file has at most, unless a single tensor has more.
 FILE_BYTES = 4 << 30
 
-_NUMBER = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"(\d+)")
 
 
 class ByteRun(NamedTuple):
-    """A run of bytes: its offset in the full tensor, its offset in the part, and its length."""
+    """Consecutive bytes of a part of a tensor that are consecutive in the full tensor too.
 
-    whole: int
-    part: int
+    Attributes:
+        tensor_offset: The offset of the first byte in the full tensor.
+        part_offset: The offset of the first byte in the part.
+        nbytes: The number of bytes.
+    """
+
+    tensor_offset: int
+    part_offset: int
     nbytes: int
 
 
-def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[ByteRun]:
-    """Yields the runs of bytes of a part, in order.
+def byte_runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[ByteRun]:
+    """Yields the runs of consecutive bytes that make up a part of a tensor, in order.
 
     Args:
         shape: The shape of the full tensor.
         itemsize: Bytes of one element.
-        cut: The part; None for the full tensor.
+        cut: The region of the part; None for the full tensor.
     """
     if cut is None:
         yield ByteRun(0, 0, math.prod(shape) * itemsize)
@@ -75,8 +82,8 @@ def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[
         yield ByteRun((row * cut.size + cut.start) * inner, row * count, count)
 
 
-def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
-    """Whether parts, in this order, make up a tensor of a shape without overlap."""
+def make_up_tensor(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
+    """Returns whether parts, in this order, make up a tensor of a shape without overlap."""
     if list(cuts) == [None]:
         return True
     end, axes = 0, set()
@@ -91,14 +98,19 @@ def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
 
 
 class Stored(NamedTuple):
-    """A tensor, and the offset of its bytes in its file."""
+    """A tensor in a file.
+
+    Attributes:
+        tensor: The tensor's dtype and shape.
+        begin: The offset of its first byte in the file.
+    """
 
     tensor: Described
     begin: int
 
 
 class Layout(NamedTuple):
-    """The header and the offsets of a file.
+    """The header of a file, and where its tensors are.
 
     Attributes:
         header: The bytes of the file up to the first tensor.
@@ -115,20 +127,21 @@ def layout_of(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
     """Returns the layout of a file for ``tensors``, in which larger dtypes come first.
 
     Args:
-        tensors: Dtype and shape of each tensor, by name.
-        made_for: The code of a framework, ``"pd"`` for Paddle, which some readers need.
+        tensors: The dtype and shape of each tensor, by name.
+        made_for: The code of a framework for the header's metadata, which some readers need:
+            ``"pd"`` is Paddle.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": made_for}}
-    ends, end = {}, 0
+    begins, end = {}, 0
     for name, tensor in ordered:
-        ends[name], end = end, end + tensor.nbytes
+        begins[name], end = end, end + tensor.nbytes
         code = CODES[tensor.dtype]
-        entries[name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [ends[name], end]}
+        entries[name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [begins[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    stored = {name: Stored(tensor, len(header) + ends[name]) for name, tensor in ordered}
+    stored = {name: Stored(tensor, len(header) + begins[name]) for name, tensor in ordered}
     return Layout(header, stored, len(header) + end)
 
 
@@ -161,27 +174,38 @@ def read_layout(path: Path) -> Layout:
 
 
 def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
-    """Reads the entries of a header, whose tensors begin at the offset ``start``."""
+    """Parses the JSON text of a header.
 
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    Args:
+        text: The text.
+        start: The offset in the file at which the first tensor begins.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        ValueError: The text is no such JSON, or an entry of it is invalid.
+    """
+
+    def refuse_repeated_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
         entries = dict(pairs)
         if len(entries) < len(pairs):
             raise ValueError("a name that stands there twice")
         return entries
 
-    entries = json.loads(text, object_pairs_hook=once)
+    entries = json.loads(text, object_pairs_hook=refuse_repeated_names)
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in entries.items():
         name.encode()  # raises an error for half of a surrogate pair
-        if entry["dtype"] not in _NAMES:
+        if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which Paddle has not")
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        numbers = all(type(number) is int and number >= 0 for number in (begin, end))
-        if not numbers or not is_shape(shape):
+        are_offsets = all(type(number) is int and number >= 0 for number in (begin, end))
+        if not are_offsets or not is_shape(shape):
             raise ValueError(f"{name!r} has sizes that are no numbers of elements or bytes")
-        tensor = Described(_NAMES[entry["dtype"]], shape)
+        tensor = Described(_DTYPES[entry["dtype"]], shape)
         if end - begin != tensor.nbytes:
             raise ValueError(f"{name!r}, {tensor}, has {end - begin} bytes")
         tensors[name] = Stored(tensor, start + begin)
@@ -189,7 +213,7 @@ def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
 
 
 def damage(path: Path, got: str) -> CheckpointError:
-    """Returns the error for a damaged file."""
+    """Returns the error for a damaged file; ``got`` says what is wrong with it."""
     return CheckpointError(
         f"{path.name} is damaged",
         where=str(path),
@@ -199,21 +223,22 @@ def damage(path: Path, got: str) -> CheckpointError:
 
 
 def write(file: FileIO, stored: Stored, cut: Region | None, values: memoryview) -> None:
-    """Writes a part of a tensor to its place in an open file.
+    """Writes a part of a tensor at its offsets in an open file.
 
     Args:
         file: The file, open for writing without a buffer.
-        stored: The full tensor.
-        cut: The part; None for the full tensor.
+        stored: The full tensor in the file.
+        cut: The region of the part; None for the full tensor.
         values: The bytes of the part.
     """
     tensor, begin = stored
-    for run in runs(tensor.shape, tensor.itemsize, cut):
-        write_at(file, begin + run.whole, values[run.part : run.part + run.nbytes])
+    for run in byte_runs(tensor.shape, tensor.itemsize, cut):
+        block = values[run.part_offset : run.part_offset + run.nbytes]
+        write_at(file, begin + run.tensor_offset, block)
 
 
 def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
-    """Writes all bytes of ``values``, by several calls of the system if necessary."""
+    """Writes all bytes of ``values`` from an offset on, by several system calls if necessary."""
     file.seek(offset)
     rest = memoryview(values)
     while rest:
@@ -221,18 +246,29 @@ def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
 
 
 def read(file: FileIO, stored: Stored, cut: Region | None, memory: memoryview) -> None:
-    """Reads a part of a tensor into ``memory``; the arguments are those of :func:`write`.
+    """Reads a part of a tensor from an open file.
+
+    Args:
+        file: The file, open for reading without a buffer.
+        stored: The full tensor in the file.
+        cut: The region of the part; None for the full tensor.
+        memory: Memory of the part's size, which is filled.
 
     Raises:
         EOFError: The file ends too early.
     """
     tensor, begin = stored
-    for run in runs(tensor.shape, tensor.itemsize, cut):
-        _read_at(file, begin + run.whole, memory[run.part : run.part + run.nbytes])
+    for run in byte_runs(tensor.shape, tensor.itemsize, cut):
+        block = memory[run.part_offset : run.part_offset + run.nbytes]
+        _read_at(file, begin + run.tensor_offset, block)
 
 
 def _read_at(file: FileIO, offset: int, memory: memoryview) -> None:
-    """Fills ``memory`` with the bytes of a file from ``offset`` on."""
+    """Fills ``memory`` with the bytes of a file from ``offset`` on.
+
+    Raises:
+        EOFError: The file ends before the memory is full.
+    """
     file.seek(offset)
     while memory:
         count = file.readinto(memory)
@@ -250,34 +286,36 @@ def checksum(values: Iterable[memoryview | bytes]) -> int:
 
 
 def blocks(file: FileIO, stored: Stored, cut: Region | None = None) -> Iterator[memoryview]:
-    """Yields the bytes of a part of a tensor in an open file; each block overwrites the last one.
+    """Yields the bytes of a part of a tensor in an open file, block by block.
+
+    Each block is overwritten by the next one. The arguments are those of :func:`read`.
 
     Raises:
         EOFError: The file ends too early.
     """
     tensor, begin = stored
     buffer = memoryview(bytearray(_BLOCK))
-    for run in runs(tensor.shape, tensor.itemsize, cut):
+    for run in byte_runs(tensor.shape, tensor.itemsize, cut):
         for start in range(0, run.nbytes, _BLOCK):
             block = buffer[: min(_BLOCK, run.nbytes - start)]
-            _read_at(file, begin + run.whole + start, block)
+            _read_at(file, begin + run.tensor_offset + start, block)
             yield block
 
 
 class Share(NamedTuple):
-    """A part of a tensor and the rank of the job that writes it."""
+    """A part of a tensor, by its region, and the rank of the job that writes it."""
 
     cut: Region | None
     writer: int
 
 
 class FilePlan(NamedTuple):
-    """All files of tensors of a checkpoint.
+    """The files of tensors of a checkpoint, and the writer of each part of a tensor.
 
     Attributes:
-        files: The layout of each file, by its name.
-        groups: The names of the files of each group.
-        shares: The parts of each tensor, by file and name, in their order along the axis.
+        files: The layout of each file, by the file's name.
+        groups: The names of the files of each group of tensors.
+        shares: The parts of each tensor in their order along the axis, by file and tensor name.
     """
 
     files: Mapping[str, Layout]
@@ -285,24 +323,33 @@ class FilePlan(NamedTuple):
     shares: Mapping[str, Mapping[str, tuple[Share, ...]]]
 
     def header_writer(self, file: str) -> int:
-        """Returns the rank that writes the header of a file."""
-        first = next(iter(self.shares[file].values()))
-        return first[0].writer
+        """Returns the rank that writes the header of a file: the one that writes its first part."""
+        first_part, *_ = next(iter(self.shares[file].values()))
+        return first_part.writer
 
     def parts_of(self, rank: int) -> list[tuple[TensorName, str, Region | None]]:
-        """Returns name, file and part of each piece that a rank writes, in the order of files."""
+        """Returns the parts that a rank writes, in the order of the files.
+
+        Each has the name of the tensor, the name of the file, and the region of the part.
+        """
         return [
             (TensorName(group, name), file, share.cut)
             for group, files in self.groups.items()
             for file in files
-            for name, ones in self.shares[file].items()
-            for share in ones
+            for name, shares in self.shares[file].items()
+            for share in shares
             if share.writer == rank
         ]
 
 
 class Holding(NamedTuple):
-    """The part that one rank has of a tensor, without values; see :class:`LocalTensor`."""
+    """A description of the part that one rank has of a tensor; see :class:`LocalTensor`.
+
+    Attributes:
+        tensor: The dtype and shape of the full tensor.
+        cut: The region of the part; None for the full tensor.
+        differs: Whether the values may differ on ranks that have the same part.
+    """
 
     tensor: Described
     cut: Region | None
@@ -310,19 +357,20 @@ class Holding(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """The parts that one rank has of all tensors."""
+    """Descriptions of the parts of tensors that one rank has, by the tensors' names."""
 
     tensors: Mapping[TensorName, Holding]
 
     @classmethod
     def of(cls, local: Mapping[TensorName, LocalTensor]) -> Inventory:
-        """Describes the tensors that a rank has.
+        """Describes the tensors that this rank has.
 
         Raises:
             CheckpointError: safetensors lacks the dtype of a tensor.
         """
         holdings = {
-            name: Holding(one.described, one.cut, one.differs) for name, one in local.items()
+            name: Holding(tensor.described, tensor.cut, tensor.differs)
+            for name, tensor in local.items()
         }
         for name, holding in holdings.items():
             if holding.tensor.dtype not in CODES:
@@ -334,7 +382,7 @@ class Inventory(NamedTuple):
         return cls(holdings)
 
     def to_json(self) -> str:
-        """Returns a text for :meth:`from_json`."""
+        """Returns the inventory as JSON for :meth:`from_json`, to send it to other ranks."""
         return json.dumps([[*name, *holding] for name, holding in self.tensors.items()])
 
     @classmethod
@@ -351,31 +399,35 @@ class Inventory(NamedTuple):
 
 
 def plan_files(inventories: Sequence[Inventory]) -> FilePlan:
-    """Plans the files for the inventories of all ranks, in the ranks' order.
+    """Plans the files of a checkpoint; each rank computes the same plan.
+
+    Args:
+        inventories: What each rank has, in the order of the ranks.
 
     Raises:
         CheckpointError: Ranks have different tensors under one name, or a part is on no rank.
     """
-    whole: dict[TensorName, Described] = {}
+    full_tensors: dict[TensorName, Described] = {}
     holders: dict[TensorName, dict[Region | None, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         for name, (tensor, cut, differs) in inventory.tensors.items():
-            if whole.setdefault(name, tensor) != tensor:
+            if full_tensors.setdefault(name, tensor) != tensor:
                 raise CheckpointError(
                     f"the ranks do not have the same {name}",
-                    expected=str(whole[name]),
+                    expected=str(full_tensors[name]),
                     got=f"{tensor} on rank {rank} of the job",
                     fix="build the same model and the same optimizer on every rank",
                 )
             ranks = holders.setdefault(name, {}).setdefault(cut, [])
+            # Of values that may differ, those of the first rank are written.
             if not (differs and ranks):
                 ranks.append(rank)
-    shares = _shares(whole, holders, len(inventories))
+    shares = _choose_writers(full_tensors, holders, len(inventories))
     files: dict[str, Layout] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for group in GROUPS:
-        names = sorted((name for name in whole if name.group == group), key=_in_order)
-        layouts = _files(group, {name.name: whole[name] for name in names})
+        names = sorted((name for name in full_tensors if name.group == group), key=_natural_key)
+        layouts = _split_into_files(group, {name.name: full_tensors[name] for name in names})
         if layouts:
             groups[group] = tuple(layouts)
         files.update(layouts)
@@ -390,13 +442,16 @@ def plan_files(inventories: Sequence[Inventory]) -> FilePlan:
     )
 
 
-def _in_order(name: TensorName) -> list[str | int]:
+def _natural_key(name: TensorName) -> list[str | int]:
     """Returns a sort key that puts layer 10 after layer 9."""
-    return [int(part) if part.isdigit() else part for part in _NUMBER.split(name.name)]
+    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name.name)]
 
 
-def _files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
-    """Returns the layouts of a group's files by name, each with at most about ``FILE_BYTES``."""
+def _split_into_files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
+    """Distributes a group's tensors to files, in order, and returns the layouts by file name.
+
+    A file has at most ``FILE_BYTES``, or one larger tensor.
+    """
     contents: list[dict[str, Described]] = []
     filled = FILE_BYTES
     for name, tensor in tensors.items():
@@ -412,37 +467,57 @@ def _files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
     }
 
 
-def _shares(
-    whole: Mapping[TensorName, Described],
+def _choose_writers(
+    full_tensors: Mapping[TensorName, Described],
     holders: Mapping[TensorName, Mapping[Region | None, Sequence[int]]],
     ranks: int,
 ) -> dict[TensorName, tuple[Share, ...]]:
-    """Chooses each part's writer: largest parts first, the holder with the fewest bytes so far."""
+    """Chooses the writer of each part: the holder with the fewest bytes so far, largest part first.
+
+    Args:
+        full_tensors: The dtype and shape of each full tensor.
+        holders: For each tensor, the ranks that have a part, by the region of the part.
+        ranks: The number of ranks.
+
+    Returns:
+        For each tensor its parts with their writers, in their order along the axis.
+    """
     load = [0] * ranks
-    shares: dict[TensorName, list[Share]] = {name: [] for name in whole}
+    shares: dict[TensorName, list[Share]] = {name: [] for name in full_tensors}
     parts = [
         (math.prod(tensor.shape if cut is None else cut.part(tensor.shape)), name, cut)
-        for name, tensor in whole.items()
-        for cut in _tiling(name, tensor, [*holders[name]])
+        for name, tensor in full_tensors.items()
+        for cut in _select_tiling(name, tensor, [*holders[name]])
     ]
-    parts.sort(key=lambda part: (-part[0], _in_order(part[1])))
+    parts.sort(key=lambda part: (-part[0], _natural_key(part[1])))
     for size, name, cut in parts:
         writer = min(holders[name][cut], key=lambda rank: (load[rank], rank))
-        load[writer] += size * whole[name].itemsize
+        load[writer] += size * full_tensors[name].itemsize
         shares[name].append(Share(cut, writer))
     return {
-        name: tuple(sorted(ones, key=lambda share: 0 if share.cut is None else share.cut.start))
-        for name, ones in shares.items()
+        name: tuple(sorted(parts, key=lambda share: 0 if share.cut is None else share.cut.start))
+        for name, parts in shares.items()
     }
 
 
-def _tiling(name: TensorName, tensor: Described, cuts: list[Region | None]) -> list[Region | None]:
-    """Returns parts among ``cuts`` that make up the full tensor without overlap."""
+def _select_tiling(
+    name: TensorName, tensor: Described, cuts: list[Region | None]
+) -> list[Region | None]:
+    """Returns those of the regions that make up the full tensor without overlap, in order.
+
+    Args:
+        name: The name of the tensor, for the error.
+        tensor: The dtype and shape of the full tensor.
+        cuts: The regions that any rank has.
+
+    Raises:
+        CheckpointError: The ranks do not have the full tensor together.
+    """
     full = [cut for cut in cuts if cut is None or cut.stop - cut.start == cut.size]
     if full:
         return full[:1]
     ordered = sorted(cut for cut in cuts if cut is not None)
-    if not is_whole(ordered, tensor.shape):
+    if not make_up_tensor(ordered, tensor.shape):
         raise CheckpointError(
             f"the ranks do not hold the whole of {name}",
             expected=str(tensor),
@@ -459,9 +534,9 @@ def indexes(plan: FilePlan) -> dict[str, str]:
     """
     indexes_by_file = {}
     for group, files in plan.groups.items():
-        places = {name: file for file in files for name in plan.files[file].tensors}
+        file_of_tensor = {name: file for file in files for name in plan.files[file].tensors}
         total = sum(t.tensor.nbytes for file in files for t in plan.files[file].tensors.values())
-        index: dict[str, object] = {"metadata": {"total_size": total}, "weight_map": places}
+        index: dict[str, object] = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
         if group == OPTIMIZER:
             index["master_weights"] = MASTER_WEIGHTS in plan.groups
         indexes_by_file[f"{group}.safetensors.index.json"] = json.dumps(

@@ -1,7 +1,7 @@
-"""Writes one rank's parts of a checkpoint from host memory; the last rank publishes it.
+"""Writes one rank's parts of tensors of a checkpoint; the last rank to finish publishes the step.
 
 Start with ``Writing``. Each rank writes its parts and then a report of their checksums. The last
-rank is the one that finds all reports: it writes the manifest and publishes the step.
+rank is the one that finds the reports of all: it writes the manifest and publishes the step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fleetpipe.checkpoint.files import run_folder, tensors
 from fleetpipe.checkpoint.files.manifest import (
     MANIFEST,
     Entry,
+    FileSummary,
     Manifest,
-    Whole,
     WrittenPart,
     tensor_digest,
 )
@@ -39,24 +39,28 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 
 _log = log.logger(__name__)
 
-_CLAIM = "claimed"
+_CLAIM_FILE = "claimed"
 #: The priority of the writer's thread: about a tenth of a processor that another thread uses too.
 _NICE = 10
+#: The most threads that compute digests.
 _MOST_THREADS = 8
-#: Returns the bytes of this rank's part of a tensor.
+#: A function that returns the bytes of this rank's part of a tensor, by the tensor's name.
 BytesOf = Callable[[TensorName], memoryview]
 
 
 def bytes_of_tensor(local: LocalTensor) -> memoryview:
-    """Returns the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
+    """Returns the bytes of this rank's part of a tensor.
+
+    They are not copied if the tensor is contiguous and on the CPU.
+    """
     tensor = local.tensor
     if isinstance(tensor, np.ndarray):
-        return _flat(np.ascontiguousarray(tensor))
-    kept, memories = bridge.readable([tensor], [_part_of(local)])
+        return _as_bytes(np.ascontiguousarray(tensor))
+    kept, memories = bridge.readable([tensor], [_describe_local(local)])
     if not memories:
         return memoryview(b"")
     (memory,) = memories
@@ -66,22 +70,22 @@ def bytes_of_tensor(local: LocalTensor) -> memoryview:
 
 
 def empty_like(local: LocalTensor) -> tuple[Tensor | np.ndarray, memoryview]:
-    """Returns an empty tensor with the shape and dtype of ``local``, and its memory to fill."""
+    """Returns an uninitialized tensor like this rank's part, and its memory to fill."""
     if isinstance(local.tensor, np.ndarray):
         array = np.empty_like(local.tensor, order="C")
-        return array, _flat(array)
-    return empty(_part_of(local))
+        return array, _as_bytes(array)
+    return empty(_describe_local(local))
 
 
 def empty(described: Described) -> tuple[Tensor, memoryview]:
-    """Returns an empty tensor, and its memory to fill."""
+    """Returns an uninitialized tensor of a dtype and shape, and its memory to fill."""
     leaf = TensorLeaf(described.dtype, described.shape, True)
     (tensor,), memories = bridge.allocate([leaf])
     return tensor, memories[0] if memories else memoryview(bytearray())
 
 
 def assign(local: LocalTensor, value: Tensor | np.ndarray) -> None:
-    """Copies a tensor that :func:`empty_like` made, and that was filled, into ``local``."""
+    """Copies the values of a tensor of the same dtype and shape into this rank's part."""
     if isinstance(local.tensor, np.ndarray):
         local.tensor[...] = value
     else:
@@ -90,53 +94,57 @@ def assign(local: LocalTensor, value: Tensor | np.ndarray) -> None:
 
 
 class Snapshot:
-    """Copies of tensors' bytes at one moment."""
+    """Copies the bytes of tensors, into the same buffers each time if the sizes are the same."""
 
     def __init__(self) -> None:
-        self._places: dict[TensorName, np.ndarray] = {}
+        self._buffers: dict[TensorName, np.ndarray] = {}
 
     def take(self, tensors: Mapping[TensorName, LocalTensor]) -> Mapping[TensorName, memoryview]:
-        """Copies tensors into the memory of the previous copies, and returns the bytes."""
+        """Copies the bytes of tensors over the previous copies, and returns them by name."""
         memories = {name: bytes_of_tensor(local) for name, local in tensors.items()}
         sizes = {name: len(memory) for name, memory in memories.items()}
-        if {name: len(place) for name, place in self._places.items()} != sizes:
-            self._places = _allocate(sizes)
+        if {name: len(buffer) for name, buffer in self._buffers.items()} != sizes:
+            self._buffers = _allocate(sizes)
         for name, memory in memories.items():
-            self._places[name][:] = np.frombuffer(memory, np.uint8)
-        return {name: place.data for name, place in self._places.items()}
+            self._buffers[name][:] = np.frombuffer(memory, np.uint8)
+        return {name: buffer.data for name, buffer in self._buffers.items()}
 
 
-def _part_of(local: LocalTensor) -> Described:
-    """Returns dtype and shape of the part in this process."""
+def _describe_local(local: LocalTensor) -> Described:
+    """Returns the dtype and shape of the part of a tensor that this process has."""
     return Described(local.described.dtype, tuple(int(size) for size in local.tensor.shape))
 
 
-def _flat(array: np.ndarray) -> memoryview:
+def _as_bytes(array: np.ndarray) -> memoryview:
+    """Returns the memory of a contiguous array as bytes."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def _allocate(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
-    """Allocates one piece of memory for all tensors, so that the system can use large pages."""
+    """Returns a buffer of each size by name.
+
+    All are in one block of memory, so that the system can use large pages.
+    """
     ends, end = {}, 0
     for name, size in sizes.items():
         ends[name] = end = end + size
-        end = -(-end // _ALIGNED) * _ALIGNED
-    whole = np.frombuffer(systems.anonymous_memory(max(end, 1)), np.uint8)
-    return {name: whole[ends[name] - size : ends[name]] for name, size in sizes.items()}
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+    block = np.frombuffer(systems.anonymous_memory(max(end, 1)), np.uint8)
+    return {name: block[ends[name] - size : ends[name]] for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The task of one rank for a checkpoint.
+    """What one rank has to write of a checkpoint.
 
     Attributes:
         retention: The folder of the run, and which steps are kept there.
         draft: The folder in which this step is written.
-        plan: The files, and the writer of each part.
+        plan: The files of tensors, and the writer of each part.
         rank: The number of this rank in the job.
         ranks: Number of ranks of the job.
         manifest: The manifest, still without tensors.
-        texts: Further files by name; rank 0 writes them.
+        texts: The contents of further files, by name; rank 0 writes them.
     """
 
     retention: Retention
@@ -149,14 +157,18 @@ class Assignment:
 
 
 class Writing:
-    """The writing of one rank's task, in a thread or at once."""
+    """Writes one rank's part of a checkpoint, in a thread or at once.
+
+    Attributes:
+        task: What the rank has to write.
+    """
 
     def __init__(self, task: Assignment, bytes_of: BytesOf) -> None:
         """Stores the task, and writes nothing yet.
 
         Args:
-            task: The parts to write.
-            bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
+            task: What the rank has to write.
+            bytes_of: Returns the bytes of this rank's part of a tensor, by the tensor's name.
         """
         self.task = task
         self._bytes_of = bytes_of
@@ -165,11 +177,11 @@ class Writing:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is still running."""
+        """Whether a thread is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Writes in a thread, which the process waits for before it exits."""
+        """Starts a thread that writes; the process waits for it before it exits."""
 
         def run_at_low_priority() -> None:
             systems.lower_priority(_NICE)
@@ -182,7 +194,7 @@ class Writing:
         self._thread.start()
 
     def run(self) -> None:
-        """Writes, and stores an error for :meth:`end`."""
+        """Writes, and stores an error so that :meth:`end` raises it."""
         try:
             write(self.task, self._bytes_of)
         except Exception as error:  # Saver.settle raises it on all ranks
@@ -213,7 +225,7 @@ class Writing:
             self._error = self._error or of_rank._error
 
     def end(self) -> None:
-        """Waits for the thread without a limit, and raises its error, if it had one."""
+        """Waits for the thread without a time limit, and raises the error of the writing."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -221,16 +233,16 @@ class Writing:
 
 
 def bytes_in(local: Mapping[TensorName, LocalTensor]) -> BytesOf:
-    """Returns a function that returns a tensor's bytes by its name."""
+    """Returns a function that returns the bytes of a tensor in ``local`` by its name."""
     return lambda name: bytes_of_tensor(local[name])
 
 
 def write(task: Assignment, bytes_of: BytesOf) -> None:
-    """Writes this rank's parts; the last rank to finish publishes the step.
+    """Writes this rank's parts and its report; the last rank to finish publishes the step.
 
     Args:
-        task: The parts to write.
-        bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
+        task: What the rank has to write.
+        bytes_of: Returns the bytes of this rank's part of a tensor, by the tensor's name.
 
     Raises:
         OSError: The disk is full or fails; the draft stays, which readers ignore.
@@ -261,26 +273,27 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
     if task.rank == 0:
         for file, text in task.texts.items():
             run_folder.write_file(task.draft / file, text)
-    atomic_file.replace_text(_report(task.draft, task.rank), json.dumps(checksums))
-    _end(task)
+    atomic_file.replace_text(_report_path(task.draft, task.rank), json.dumps(checksums))
+    _publish_if_complete(task)
 
 
-def _report(draft: Path, rank: int) -> Path:
+def _report_path(draft: Path, rank: int) -> Path:
+    """Returns the path of a rank's report, which it writes after its parts."""
     return draft / f"report-{rank:05d}.json"
 
 
-def _end(task: Assignment) -> None:
-    """Publishes the step if all ranks' reports are there."""
-    reports = [_report(task.draft, rank) for rank in range(task.ranks)]
+def _publish_if_complete(task: Assignment) -> None:
+    """Publishes the step if the reports of all ranks are there, and applies the retention."""
+    reports = [_report_path(task.draft, rank) for rank in range(task.ranks)]
     try:
         if not all(report.exists() for report in reports):
             return
-        claim = os.open(task.draft / _CLAIM, os.O_CREAT | os.O_EXCL)
+        claim = os.open(task.draft / _CLAIM_FILE, os.O_CREAT | os.O_EXCL)
     except (FileExistsError, FileNotFoundError):
         return  # two ranks see all reports: the other one publishes, or has published
     os.close(claim)
     records = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
-    manifest = replace(task.manifest, tensors=_entries(task, records))
+    manifest = replace(task.manifest, tensors=_manifest_entries(task, records))
     for path in reports:
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
@@ -288,8 +301,8 @@ def _end(task: Assignment) -> None:
     # Before this step is visible, so that "latest" is never a step that the run has left.
     aside = run_folder.set_aside(run_directory, step)
     run_folder.publish(task.draft, run_directory, step)
-    # Not before, since a rank that has just seen all reports would publish the draft again.
-    (run_folder.folder_of(run_directory, step) / _CLAIM).unlink()
+    # Only now, since a rank that has just seen all reports would publish the draft again.
+    (run_folder.folder_of(run_directory, step) / _CLAIM_FILE).unlink()
     _log.debug("step %d is saved in %s", step, run_directory)
     if aside:
         names = ", ".join(path.name for path in aside.values())
@@ -305,11 +318,17 @@ def _end(task: Assignment) -> None:
         )
 
 
-def _entries(
+def _manifest_entries(
     task: Assignment, reports: list[dict[str, dict[str, list[Any]]]]
 ) -> dict[TensorName, Entry]:
-    """Returns the manifest's entry of each tensor, from the reports of all ranks."""
-    entries, whole = {}, _digests_of_parts(task)
+    """Returns the manifest's entry of each tensor.
+
+    Args:
+        task: The task of a rank, with the plan of the files.
+        reports: The report of each rank: by file and tensor, a row for each part that it wrote, of
+            the region, the checksum and the digest.
+    """
+    entries, shared_digests = {}, _digests_of_shared_tensors(task)
     for group, files in task.plan.groups.items():
         for file in files:
             for name, stored in task.plan.files[file].tensors.items():
@@ -318,43 +337,50 @@ def _entries(
                     WrittenPart(None if cut is None else Region(*cut), crc) for cut, crc, _ in rows
                 ]
                 pieces.sort(key=lambda piece: 0 if piece.cut is None else piece.cut.start)
-                full = TensorName(group, name)
-                digest = whole.get(full, rows[0][-1])
-                entries[full] = Entry(file, stored.tensor, tuple(pieces), digest)
+                full_name = TensorName(group, name)
+                _, _, digest_of_first = rows[0]
+                digest = shared_digests.get(full_name, digest_of_first)
+                entries[full_name] = Entry(file, stored.tensor, tuple(pieces), digest)
     return entries
 
 
-def _digests_of_parts(task: Assignment) -> dict[TensorName, str]:
-    """Returns the digests of the model's tensors that several ranks have written, from the disk.
+def _digests_of_shared_tensors(task: Assignment) -> dict[TensorName, str]:
+    """Returns the digests of the model's tensors that several ranks have written.
 
-    It uses a thread for each rank, up to a limit, since the ranks have finished writing.
+    It reads the tensors from the disk. There is a thread for each rank, up to a limit, since the
+    ranks have finished writing.
     """
     plan = task.plan
-    places = [
+    shared = [
         (file, name)
         for file in plan.groups.get(MODEL, ())
         for name, shares in plan.shares[file].items()
         if len(shares) > 1
     ]
 
-    def digest(place: tuple[str, str]) -> str:
-        file, name = place
+    def digest(file_and_name: tuple[str, str]) -> str:
+        file, name = file_and_name
         stored = plan.files[file].tensors[name]
         with (task.draft / file).open("rb", buffering=0) as opened:
             return tensor_digest(stored.tensor, tensors.blocks(opened, stored))
 
     with ThreadPoolExecutor(min(task.ranks, _MOST_THREADS)) as threads:
-        digests = threads.map(digest, places)
-        return {TensorName(MODEL, name): one for (_, name), one in zip(places, digests)}
+        digests = threads.map(digest, shared)
+        return {TensorName(MODEL, name): result for (_, name), result in zip(shared, digests)}
 
 
-def described_files(plan: FilePlan, texts: Mapping[str, str]) -> dict[str, Whole]:
-    """Returns size and checksum of each file for the manifest."""
+def described_files(plan: FilePlan, texts: Mapping[str, str]) -> dict[str, FileSummary]:
+    """Returns what the manifest says of each file, by name.
+
+    Args:
+        plan: The files of tensors.
+        texts: The contents of the other files, by name.
+    """
     files = {
-        name: Whole(layout.size, tensors.checksum([layout.header]))
+        name: FileSummary(layout.size, tensors.checksum([layout.header]))
         for name, layout in plan.files.items()
     }
     for name, text in texts.items():
         data = text.encode()
-        files[name] = Whole(len(data), tensors.checksum([data]))
+        files[name] = FileSummary(len(data), tensors.checksum([data]))
     return files

@@ -75,7 +75,7 @@ def fit(layers: list[Any], steps: int) -> Any:
     model.prepare(adam, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
     rows, labels = batch(4, seed=1)
     data = paddle.io.TensorDataset([rows, labels])
-    writer._report = report
+    writer._report_path = report
     callbacks = [
         FitPlaces(),
         fleetpipe.callbacks.PipelineCheckpoint(max_to_keep=None, async_save=True),
@@ -84,7 +84,7 @@ def fit(layers: list[Any], steps: int) -> Any:
     return model.network
 
 
-def report(draft: Path, rank: int, report: Callable[..., Path] = writer._report) -> Path:
+def report(draft: Path, rank: int, report: Callable[..., Path] = writer._report_path) -> Path:
     """Dies while a state is saved, maybe by a thread, once this rank's part of it is written."""
     Deaths.come("saved", int(draft.name.split("-")[1]))
     return report(draft, rank)
@@ -121,8 +121,8 @@ def main() -> None:
     if "EVALUATE" in words:
         model.eval_batch(batch(2, seed=1), compute_loss=True)
     run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
-    Segment._mark = dying(Segment._mark, "kept")  # type: ignore[method-assign]
-    writer._report = report
+    Segment._mark_slot = dying(Segment._mark_slot, "kept")  # type: ignore[method-assign]
+    writer._report_path = report
     for step in run.steps(int(steps)):
         Deaths.step = step
         Deaths.come("before")
