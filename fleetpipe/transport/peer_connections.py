@@ -352,10 +352,10 @@ class _Joining:
         peers = {*range(meeting.ranks)} - {meeting.rank}
         while missing := {p for p in peers if any(p not in s.sockets for s in self._streams)}:
             if meeting.limit.reached():
-                raise meeting.late(missing)
+                raise meeting.timeout_error(missing)
             now = time.monotonic()
             self._dial_due(now)
-            for connection in self._unproved():
+            for connection in self._unproved_connections():
                 if connection.expires < now:
                     self._drop(connection)
             for key, _ in self._selector.select(_RETRY_SECONDS):
@@ -377,7 +377,7 @@ class _Joining:
                 sock.close()
         self._selector.close()
 
-    def _unproved(self) -> list[PendingConnection]:
+    def _unproved_connections(self) -> list[PendingConnection]:
         """Returns the accepted connections whose other end has not proved to be a peer."""
         return [connection for connection in self._pending if connection.dialled is None]
 
@@ -413,7 +413,7 @@ class _Joining:
             return
         sock.setblocking(False)
         hosts.enlarge(sock)
-        strangers = self._unproved()
+        strangers = self._unproved_connections()
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
