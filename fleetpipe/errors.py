@@ -256,7 +256,9 @@ def reason(error: Exception) -> str:
 
 def printable(text: str) -> str:
     """Returns a text for a terminal: control characters escaped, lines cut after 1000 letters."""
-    lines = [
-        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.split("\n")
-    ]
+
+    def escaped(line: str) -> str:
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+    lines = map(escaped, text.split("\n"))
     return "\n".join(f"{line[:1000]} .." if len(line) > 1000 else line for line in lines)

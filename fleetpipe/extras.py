@@ -71,9 +71,11 @@ class _SharedModule(Loader):
         self._spec = self._module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Returns the module, of which Python then sets ``__spec__`` to ``spec``."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Sets the module's own ``__spec__`` again."""
         module.__spec__ = self._spec
 
 

@@ -90,6 +90,7 @@ class _StderrHandler(logging.Handler):
     """Writes records to the current ``sys.stderr``, unless a handler of the user's gets them."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, unless the user sees it otherwise."""
         has_users_handler = False
         for handler in _handlers_of(record):
             if handler is self or isinstance(handler, LogObserver):

@@ -319,7 +319,7 @@ def fastest(
             fix="use fewer ranks or chunks",
         )
     bounds = [0, *places, count]
-    lowest = _lowest_cost_cut(bounds, parts, cost, max, floor)[1]
+    _, lowest = _lowest_cost_cut(bounds, parts, cost, max, floor)
     if math.isinf(lowest):
         raise PartitionError(
             "no cut has stages that all fit into memory",

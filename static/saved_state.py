@@ -149,7 +149,14 @@ def pair_with_values(
 def _pair_with_value(
     name: str, value: np.ndarray | Tensor, tensor: ScopeTensor, source: str
 ) -> tuple[ScopeTensor, np.ndarray]:
-    """Returns a tensor and its new value as an array; refuses another shape or dtype."""
+    """Returns a tensor and its new value as an array; refuses a value of another shape or dtype.
+
+    Args:
+        name: The name of the variable, for the error.
+        value: The new value.
+        tensor: The tensor of the variable.
+        source: The origin of the value, for the error.
+    """
     value, current = np.array(value), np.array(tensor)
     if (value.shape, value.dtype) != (current.shape, current.dtype):
         raise CheckpointError(

@@ -144,6 +144,7 @@ class Loop:
             self.logs.update(position.logs)
 
         def train() -> None:
+            """Trains on the pending batches, and saves the step."""
             position.advance(len(pending))
             self._train_on(pending)
             names = ("loss", "step", "batch_size", *self._names)

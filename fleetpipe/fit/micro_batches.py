@@ -182,7 +182,10 @@ class Criterion(paddle.nn.Layer):
 
     @property
     def declares(self) -> Callable[..., Nest] | None:
-        """The loss function, which may declare over how many positions it takes the mean."""
+        """The user's loss function, which may declare over how many positions it takes the mean.
+
+        The pipeline asks for it when it weights micro-batches by their tokens.
+        """
         return self._loss
 
     def __call__(self, output: Nest, label: Nest) -> Tensor:

@@ -53,7 +53,7 @@ _GATHERING = "gathering the model"
 def pipeline_of(
     network: Layer, inputs: Sequence[Nest], job: Job, split_spec: SplitSpec = AUTO, chunks: int = 1
 ) -> PipelineLayer:
-    """Returns a network as a pipeline.
+    """Returns the ``PipelineLayer`` of a network; cuts a plain model.
 
     Args:
         network: A ``PipelineLayer``, wrapped or not, a list of layers, or a plain model.

@@ -93,7 +93,7 @@ def _engine_constructor(stock: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Opens a context in which these functions of Paddle's raise ConfigError on a CPU."""
+    """Opens a context in which Paddle's other pipelines and shardings raise errors on a CPU."""
     if device_kind() != "cpu":
         yield
         return

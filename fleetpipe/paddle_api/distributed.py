@@ -116,6 +116,7 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None
     def new_group(
         backend: str, store: PaddleStore, rank: int, ranks: int, *more: object, **named: Any
     ) -> PaddleGroup:
+        """Creates a group as Paddle's function does; a group of Gloo's gets another store."""
         if backend == "gloo" and has_gloo():
             # The default group, which is number 0, gives no group_id.
             number = named.get("group_id", 0)

@@ -349,6 +349,7 @@ def _pylayer_apply(choose: _Choice, apply: Any) -> Any:
     """Returns a ``PyLayer.apply`` that calls the listener; Paddle's recompute is a PyLayer, too."""
 
     def apply_class(kind: Any, *args: Any, **named: Any) -> Any:
+        """Calls the listener for the ``PyLayer`` class ``kind``."""
         call = apply.__get__(None, kind)
         if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
             # Its parameters: ctx, the function, options (whose number differs by version), *args.

@@ -89,6 +89,7 @@ def launch(
     wait_threads: list[threading.Thread] = []
 
     def deploy(pod: Any) -> None:
+        """Starts the ranks of this host, and then a thread for each that waits for its end."""
         # A terminal sends Ctrl-C here too; the process that started the launcher handles it.
         signal.signal(signal.SIGINT, lambda *_: None)
         for number in STOP_SIGNALS:
@@ -100,6 +101,7 @@ def launch(
                 thread.start()
 
     def start(container: Any) -> None:
+        """Starts a rank."""
         _start(container)
         rank, process = _rank_of(container), container._proc._proc
         on_start(rank, process.pid)
@@ -116,9 +118,11 @@ def launch(
         wait_threads.append(wait)
 
     def code(pod: Any) -> int:
+        """Returns the exit code of the launcher."""
         return exit_code({_rank_of(c): int(c.exit_code or 0) for c in pod.containers})
 
     def show_end(container: Any) -> None:
+        """Shows the end of a failed rank's log."""
         if not is_explained():
             _tail(container)
 
@@ -136,6 +140,7 @@ class _Cpu(_Device):  # type: ignore[misc]
     """A CPU "device" for each entry of the environment, so that no GPU is selected."""
 
     def get_selected_devices(self, devices: str = "") -> list[str]:
+        """Returns no GPU, whatever the launcher's option ``devices`` selects."""
         return []
 
 

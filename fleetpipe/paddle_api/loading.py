@@ -97,6 +97,7 @@ class _Batches:
                 timer.cancel()
 
     def _thread_loop(self, *arguments: Any) -> None:
+        """Loads batches, in Paddle's thread; stores an error for the thread that waits."""
         stock: Any = super()
         try:
             stock._thread_loop(*arguments)
@@ -150,6 +151,7 @@ class _WorkedBatches(_Batches, _Worked):  # type: ignore[misc]
     """Batches that worker processes load."""
 
     def _get_data(self) -> Any:
+        """Returns the next result of a worker; stores an error, and returns None."""
         try:
             batch = super()._get_data()
             if type(batch) is _WorkerException:

@@ -104,8 +104,9 @@ def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]
     gather = gathering.__iter__
 
     def iterate(assembler: object) -> Iterator[tuple[str, Tensor]]:
-        take = context()(functools.partial(next, gather(assembler), None))
-        return iter(take, None)
+        """Returns Paddle's iterator over gathered tensors, of which each step has a context."""
+        gather_next = context()(functools.partial(next, gather(assembler), None))
+        return iter(gather_next, None)
 
     limited = context()(loading._load_state_dict)
     with replaced((loading, "_load_state_dict", limited), (gathering, "__iter__", iterate)):

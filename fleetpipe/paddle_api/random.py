@@ -177,11 +177,11 @@ def set_generator_states(saved_states: Sequence[Mapping[str, Any]]) -> None:
 
 def python_states() -> dict[str, Any]:
     """Returns the states of NumPy's and Python's default generators, as values of JSON."""
-    of_numpy: Any = np.random.get_state()
-    name, words, *rest = of_numpy
+    numpy_state: Any = np.random.get_state()
+    name, words, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
-    of_python = [version, [*numbers], next_gauss]
-    return {"numpy": [name, words.tolist(), *rest], "python": of_python}
+    python_state = [version, [*numbers], next_gauss]
+    return {"numpy": [name, words.tolist(), *rest], "python": python_state}
 
 
 def set_python_states(states: Mapping[str, Any]) -> None:

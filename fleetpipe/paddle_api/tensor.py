@@ -93,7 +93,10 @@ def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
 
 
 def is_state_of_cudnn(tensor: Tensor) -> bool:
-    """Returns whether a tensor looks like the ``_dropout_state`` of recurrent layers for a GPU."""
+    """Returns whether a tensor may be the buffer ``_dropout_state`` of a recurrent layer.
+
+    cuDNN uses it: it is uint8 of shape [], and may lack memory on a CPU.
+    """
     return not tensor.shape and tensor.dtype == paddle.uint8
 
 

@@ -181,7 +181,13 @@ class StaticOptimizer:
         return [], []
 
     def _resolve_degrees(self, cut: Split) -> tuple[Degrees, int]:
-        """Returns the degrees of the job, and the number of stages on each rank, for a cut."""
+        """Returns the degrees of the job, and the number of stages on each rank.
+
+        Without ``pp_degree`` in the strategy, the stages of the cut determine it.
+
+        Raises:
+            ConfigError: The stages do not fit the ranks, or an axis is not for static graph.
+        """
         configs = self._strategy.hybrid_configs
         pp_degree = int(configs["pp_degree"]) if configs["pp_degree"] > 1 else None
         interleaved = default_chunks(self._config.schedule)
@@ -404,6 +410,7 @@ class DataLoader:
             )
 
         def micro_batches() -> Iterator[Sequence[Sample]]:
+            """Yields lists of ``batch_size`` samples; drops an incomplete last one."""
             samples: list[Sample] = []
             for sample in reader():
                 samples.append(sample)
@@ -466,12 +473,15 @@ class DataLoader:
 
 
 def items_for(program: Program, feed: object) -> Iterator[Item] | None:
-    """Returns the iterator over micro-batches of a run; None if ``feed`` is a whole mini-batch.
+    """Returns the iterator over micro-batches that a run of a pipeline's program reads.
 
     Args:
         program: The program to run.
         feed: The ``feed`` of ``run``: a mini-batch, an iterator over micro-batches, or nothing if a
             loader of the program is started.
+
+    Returns:
+        The iterator; None if ``feed`` is a mini-batch, or nothing is fed and there is no loader.
 
     Raises:
         StateError: Nothing is fed, and the program's loader is not started.

@@ -2,7 +2,9 @@
 
 ``Executor.run``, and Paddle's functions that read or write a program's state, check whether a
 program is a pipeline's, and run it, save it, or refuse it: Paddle's own functions need the
-parameters of the whole program, of which a rank has a part. Start with :func:`install`.
+parameters of the whole program, of which a rank has a part. A replacement that serves such a
+program gets Paddle's own function as ``original``, for any other program. Start with
+:func:`install`.
 """
 
 from __future__ import annotations

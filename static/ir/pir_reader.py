@@ -75,6 +75,7 @@ class PirReader:
     def __init__(self, program: Program) -> None:
         """Describes ``program``, which must have no backward."""
         self._program = program
+        #: The result of each value, by number: the index of the operation, and the position.
         self._result_by_number: list[tuple[int, int]] = []
         self._number_by_result: dict[tuple[int, int], int] = {}
         self._versions = Versions()
@@ -97,7 +98,10 @@ class PirReader:
         return PirStage(self._program, self._result_by_number, split, stage, (loss, weight))
 
     def _read_operations(self, ops: Sequence[Op]) -> Graph:
-        """Describes the operations of the program's main block, and numbers their values."""
+        """Returns the description of the main block's operations; numbers their results.
+
+        It fills ``_result_by_number`` and ``_number_by_result``.
+        """
         operations = []
         names: dict[int, str] = {}
         persistable: set[int] = set()

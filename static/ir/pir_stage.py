@@ -107,7 +107,11 @@ class PirStage:
         return any(v.is_dense_tensor_type() and v.dtype == paddle.bfloat16 for v in values)
 
     def _keep_own_operations(self, results: Sequence[tuple[int, int]]) -> None:
-        """Removes the operations of other stages, and replaces incoming values by variables."""
+        """Removes the operations of other stages; reads incoming values and feeds from variables.
+
+        Args:
+            results: As for the constructor.
+        """
         self.feeds: dict[str, str] = {}
         ops = list(self._program.global_block().ops)
         in_stage = set(self._split.operations_of(self._stage))

@@ -117,7 +117,7 @@ def line_of(op: Op) -> str:
 
 
 def is_source(op: Op) -> bool:
-    """Returns whether an operation is fed data or a parameter, and so computes nothing."""
+    """Returns whether an operation only reads: a parameter, or data that are fed."""
     return op.name() in (PARAMETER, DATA)
 
 

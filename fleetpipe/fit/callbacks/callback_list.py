@@ -41,11 +41,11 @@ def build_callback_list(
         model: The ``fleetpipe.Model`` whose loop calls them.
         callbacks: The user's: None, one, or several; a string is a format of ``MetricsLogger``.
         epochs: The number of epochs, which the callbacks get in ``params``.
-        steps: The number of batches of an epoch, which they get there, too.
+        steps: The number of batches of an epoch, which the callbacks get in ``params``.
         log_freq: Batches from one line of the progress to the next.
         save_freq: Epochs from one saved model to the next.
         save_dir: The folder in which models are saved; None saves none.
-        verbose: See ``fit``.
+        verbose: As for ``fit``.
 
     Raises:
         ConfigError: An argument is no callback, or a number is out of range.

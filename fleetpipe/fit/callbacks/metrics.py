@@ -347,6 +347,7 @@ class _JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
+        """Writes a row as one line."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
@@ -379,6 +380,7 @@ class _Csv:
         return [row for number, row in numbered if number.isdecimal() and int(number) <= step]
 
     def write(self, row: dict[str, Any]) -> None:
+        """Writes a line for each number of a row."""
         keys = {name: row[name] for name in self._COLUMNS[:4]}
         self._table.writerows(
             {**keys, "name": n, "value": v} for n, v in extra("callbacks").numbers(row)
