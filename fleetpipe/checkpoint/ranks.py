@@ -33,7 +33,7 @@ class Part(NamedTuple):
     total: int = 1
 
 
-class Place(NamedTuple):
+class RankCoordinates(NamedTuple):
     """The coordinates of a rank: which part of the model and of the data it has.
 
     ``state.json`` stores that of each rank that saved. Under another layout a rank restores the
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     stages: Part = Part()
 
     @classmethod
-    def from_json(cls, parts: Iterable[Sequence[int]]) -> Place:
+    def from_json(cls, parts: Iterable[Sequence[int]]) -> RankCoordinates:
         """Returns the coordinates from the lists of :meth:`to_json`."""
         return cls(*(Part(*part) for part in parts))
 
@@ -106,13 +106,13 @@ class Ranks:
         return ("dp", "pp") if self.job is not None and self.job.degrees.dp_open else ("pp",)
 
     @property
-    def place(self) -> Place:
+    def coordinates(self) -> RankCoordinates:
         """The coordinates of this rank."""
         job = self.job
         if job is None or job.local:
-            return Place()
+            return RankCoordinates()
         at, degrees = job.coordinate, job.degrees
-        return Place(
+        return RankCoordinates(
             shard=Part(*job.shard),
             replica=Part(job.copy, degrees.split(*COPIES)),
             stages=Part(at.pp, degrees.pp),

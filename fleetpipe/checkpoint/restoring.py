@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents import training_state
-from fleetpipe.checkpoint.contents.objects import Objects, state_of_place
+from fleetpipe.checkpoint.contents.objects import Objects, trees_for_rank
 from fleetpipe.checkpoint.contents.parts import (
     MODEL,
     STATE,
@@ -20,7 +20,7 @@ from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import writer
 from fleetpipe.checkpoint.files.manifest import SavedStep, StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
-from fleetpipe.checkpoint.ranks import Place, Ranks
+from fleetpipe.checkpoint.ranks import RankCoordinates, Ranks
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -84,7 +84,7 @@ def restore_from(
         attempt.abandon()
         raise
     ranks.together(what, attempt.fill)
-    attempt.finish(ranks.place)
+    attempt.finish(ranks.coordinates)
     manifest = attempt.reader.manifest
     return Restored(manifest.step, attempt.state["extra"], manifest.metrics)
 
@@ -156,18 +156,21 @@ class _Attempt:
             self._parts.append(optimizer)
         if self._objects.state is not None:
             states = self.state.get(STATE)
-            of_rank = None if states is None else state_of_place(states, ranks.place)
-            self._parts.append(self._objects.script_part(ranks.place, of_rank))
+            of_rank = None if states is None else trees_for_rank(states, ranks.coordinates)
+            self._parts.append(self._objects.script_part(ranks.coordinates, of_rank))
         saved = self.reader.manifest.saved
         if model is not None:
             saved = without_copies(saved, model.order(), model.plain_names, self._bytes_of)
         wanted = {name: local for part in self._parts for name, local in part.wanted(saved).items()}
-        replica, replicas = ranks.place.replica
+        replica, replicas = ranks.coordinates.replica
         if replicas == saved.replicas:
-            # This replica's running statistics come from its own in the checkpoint.
-            own_names = {n: n.of_replica(replica) for n, local in wanted.items() if local.differs}
-            own_names = {n: own for n, own in own_names.items() if own in saved.tensors}
-            wanted = {own_names.get(name, name): local for name, local in wanted.items()}
+            # This replica's running statistics come from those of its own in the checkpoint.
+            wanted = {
+                name.of_replica(replica)
+                if local.differs and name.of_replica(replica) in saved.tensors
+                else name: local
+                for name, local in wanted.items()
+            }
         self._wanted = wanted
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
 
@@ -192,13 +195,13 @@ class _Attempt:
                 read(name, local.cut, memory)
                 writer.assign(local, value)
 
-    def finish(self, place: Place) -> None:
+    def finish(self, coordinates: RankCoordinates) -> None:
         """Hands the tensors to the objects, and restores all other state.
 
-        ``place`` are the coordinates of this rank.
+        ``coordinates`` are the coordinates of this rank.
         """
         for part in self._parts:
             part.settle()
-        self._training.put_back(self.state, place)
+        self._training.put_back(self.state, coordinates)
         if self._objects.random:
-            self._training.put_back_random_of(place, self.state["random"])
+            self._training.put_back_random_of(coordinates, self.state["random"])

@@ -34,7 +34,7 @@ from fleetpipe.checkpoint.files.writer import (
     bytes_in,
     described_files,
 )
-from fleetpipe.checkpoint.ranks import Place, Ranks
+from fleetpipe.checkpoint.ranks import RankCoordinates, Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job import attempt_files, watch
 from fleetpipe.job.attempt_files import Failure
@@ -209,7 +209,7 @@ class Saver:
         of_optimizer = {} if optimizer is None else optimizer.local_tensors()
         kind = None if optimizer is None else optimizer.kind
         what = f"saving step {step}"
-        script = objects.script_part(ranks.place)
+        script = objects.script_part(ranks.coordinates)
         of_rank = {**model.local_tensors(), **of_optimizer, **script.local_tensors()}
         local = _with_replica_statistics(ranks, what, of_rank)
 
@@ -331,7 +331,7 @@ class Saver:
             "step": step,
             "digest": hashlib.sha256(described.encode()).hexdigest(),
             "state": training_state.to_text(state),
-            "place": ranks.place.to_json(),
+            "place": ranks.coordinates.to_json(),
             "draft": self._make_draft(step) if ranks.rank == 0 else "",
             "script": current_script(),
         }
@@ -423,7 +423,7 @@ def _merge_states_text(step: int, everyone: Sequence[Mapping[str, Json]]) -> str
         CheckpointError: The ranks save different steps, or have different states.
     """
     states = [json.loads(facts["state"]) for facts in everyone]
-    places = [Place.from_json(facts["place"]) for facts in everyone]
+    all_coordinates = [RankCoordinates.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]
     if len(set(steps)) > 1:
         other = next(rank for rank, saved_step in enumerate(steps) if saved_step != step)
@@ -433,7 +433,9 @@ def _merge_states_text(step: int, everyone: Sequence[Mapping[str, Json]]) -> str
             got=f"step {steps[other]} on rank {other} of the job",
             fix="call save with the same step on every rank",
         )
-    return training_state.to_text({"step": step, **training_state.merge_states(states, places)})
+    return training_state.to_text(
+        {"step": step, **training_state.merge_states(states, all_coordinates)}
+    )
 
 
 def _with_replica_statistics(
@@ -453,7 +455,7 @@ def _with_replica_statistics(
     Raises:
         CheckpointError: A rank cannot read its memory; every rank raises.
     """
-    shard, (replica, replicas) = ranks.place.shard.number, ranks.place.replica
+    shard, (replica, replicas) = ranks.coordinates.shard.number, ranks.coordinates.replica
     if replicas == 1:
         return local
     statistics = {name: tensor for name, tensor in local.items() if tensor.differs}

@@ -14,8 +14,8 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.checkpoint.contents.attributes import Attributes
-from fleetpipe.checkpoint.contents.objects import Objects, state_of_place
-from fleetpipe.checkpoint.ranks import Part, Place
+from fleetpipe.checkpoint.contents.objects import Objects, trees_for_rank
+from fleetpipe.checkpoint.ranks import Part, RankCoordinates
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.fixtures import Call
@@ -85,16 +85,16 @@ def test_an_array_or_a_tensor_of_another_form_is_refused_before_anything_changes
 
 
 def test_a_rank_takes_what_its_place_had_or_else_one_with_its_part_of_the_model() -> None:
-    def place(replica: int, replicas: int, stages: int = 1) -> Place:
-        return Place(replica=Part(replica, replicas), stages=Part(0, stages))
+    def place(replica: int, replicas: int, stages: int = 1) -> RankCoordinates:
+        return RankCoordinates(replica=Part(replica, replicas), stages=Part(0, stages))
 
     places = [place(replica, 3) for replica in range(3)]
     trees = [{"ema": ["", replica]} for replica in range(3)]
     saved = {"places": [one.to_json() for one in places], "of_rank": [0, 1, 2], "states": trees}
-    assert [state_of_place(saved, one) for one in places] == trees
-    assert state_of_place(saved, place(1, 2)) == trees[0]
+    assert [trees_for_rank(saved, one) for one in places] == trees
+    assert trees_for_rank(saved, place(1, 2)) == trees[0]
     with pytest.raises(CheckpointError, match="another on each of the ranks"):
-        state_of_place(saved, place(1, 3, stages=2))
+        trees_for_rank(saved, place(1, 3, stages=2))
 
 
 def test_all_ranks_check_the_same_files_whatever_some_add_alone() -> None:

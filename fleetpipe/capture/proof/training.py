@@ -188,6 +188,7 @@ class StagesTrainer:
         outputs: list[Nest] = [None] * len(step.micro_batches)
 
         def loss(output: Nest, number: int) -> Tensor:
+            """Stores the output of micro-batch ``number``, and returns its loss."""
             outputs[number] = map_tensors(lambda tensor: tensor.detach(), output)
             return weighted_sum_of(output)
 

@@ -521,22 +521,25 @@ class Sizes:
             return self._store_substitutes(outputs, None)
         for fill in (paddle.ones_like, paddle.zeros_like):
             masked = {id(mask): fill(substitutes.get(id(mask), mask)) for mask in masks}
-            others = _run_on_substitutes(function, arguments, {**substitutes, **masked})
-            if others is None or [*map(_shape, others)] != [*map(_shape, outputs)]:
+            other_outputs = _run_on_substitutes(function, arguments, {**substitutes, **masked})
+            if other_outputs is None or [*map(_shape, other_outputs)] != [*map(_shape, outputs)]:
                 break
-        if masks and others is not None:
+        if masks and other_outputs is not None:
             # Some operations fail on an empty tensor, so the substitute is one row longer.
-            others = [_longer(output, _shape(other)) for output, other in zip(outputs, others)]
-        return self._store_substitutes(outputs, others)
+            other_outputs = [
+                _longer(output, _shape(other)) for output, other in zip(outputs, other_outputs)
+            ]
+        return self._store_substitutes(outputs, other_outputs)
 
-    def _store_substitutes(self, outputs: list[Tensor], others: list[Tensor] | None) -> None:
+    def _store_substitutes(self, outputs: list[Tensor], other_outputs: list[Tensor] | None) -> None:
         """Records the outputs that have other shapes than their substitutes as data-dependent.
 
         Args:
             outputs: The outputs of an operation.
-            others: The substitute of each; None if they are unknown: then all are data-dependent.
+            other_outputs: The substitute of each output; None if they are unknown: then all outputs
+                are data-dependent.
         """
-        for output, other in zip(outputs, others or [None] * len(outputs)):
+        for output, other in zip(outputs, other_outputs or [None] * len(outputs)):
             if _shape(output) and (other is None or _shape(other) != _shape(output)):
                 self._data_dependent[id(output)] = (output, other)
             else:

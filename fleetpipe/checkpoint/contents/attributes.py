@@ -259,8 +259,8 @@ def _object_texts(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, 
 
 def _script_names(functions: Iterable[Any]) -> list[str]:
     """Returns the qualified names of those functions that are not of a library."""
-    own = (function for function in functions if not is_of_library(function))
-    return [str(getattr(f, "__qualname__", type(f).__qualname__)) for f in own]
+    script_functions = (function for function in functions if not is_of_library(function))
+    return [str(getattr(f, "__qualname__", type(f).__qualname__)) for f in script_functions]
 
 
 def _is_plain(value: Any) -> bool:

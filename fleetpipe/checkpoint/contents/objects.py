@@ -27,7 +27,7 @@ from fleetpipe.checkpoint.contents.model_and_optimizer import (
 )
 from fleetpipe.checkpoint.contents.parts import STATE, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
-from fleetpipe.checkpoint.ranks import Place
+from fleetpipe.checkpoint.ranks import RankCoordinates
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.mesh.parts import LocalTensor
 from fleetpipe.paddle_api import paddle
@@ -51,16 +51,18 @@ RANDOM = "random"
 class ScriptState(SavedPart):
     """One rank's objects and values of ``state=``."""
 
-    def __init__(self, state: dict[str, Any], place: Place, saved: Trees | None = None) -> None:
+    def __init__(
+        self, state: dict[str, Any], coordinates: RankCoordinates, saved: Trees | None = None
+    ) -> None:
         """Stores the objects and values.
 
         Args:
             state: The objects and values by name.
-            place: The coordinates of this rank.
+            coordinates: The coordinates of this rank.
             saved: The saved trees of those to restore; None for a save.
         """
         self._state, self._saved = state, saved or {}
-        self._prefix = f"{place.shard.number}.{place.stages.number}"
+        self._prefix = f"{coordinates.shard.number}.{coordinates.stages.number}"
         #: By name, the structure of each saved value, and its tensors to fill.
         self._decoded: dict[str, tuple[message.Structure, list[Any]]] = {}
 
@@ -160,30 +162,34 @@ def _state_setter(value: Any) -> Any:
     return getattr(value, "set_state_dict", getattr(value, "load_state_dict", None))
 
 
-def state_of_place(saved: Mapping[str, Any], place: Place) -> Trees:
+def trees_for_rank(saved: Mapping[str, Any], coordinates: RankCoordinates) -> Trees:
     """Returns the saved trees of ``state=`` that a rank restores.
 
     Args:
         saved: The state of ``state=`` in ``state.json``, of all ranks that saved.
-        place: The coordinates of the rank.
+        coordinates: The coordinates of the rank.
 
     Raises:
         CheckpointError: No saved rank had this part of the model, and ranks saved different states.
     """
     chosen = {}
-    places = [Place.from_json(parts) for parts in saved["places"]]
+    all_coordinates = [RankCoordinates.from_json(parts) for parts in saved["places"]]
     trees_by_rank = [saved["states"][index] for index in saved["of_rank"]]
     for name in dict.fromkeys(name for trees in trees_by_rank for name in trees):
-        candidates = [(p, trees[name]) for p, trees in zip(places, trees_by_rank) if name in trees]
-        matching = [tree for p, tree in candidates if p == place]
+        candidates = [
+            (p, trees[name]) for p, trees in zip(all_coordinates, trees_by_rank) if name in trees
+        ]
+        matching = [tree for p, tree in candidates if p == coordinates]
         # Any replica of the same part of the model.
-        matching += [tree for p, tree in candidates if p._replace(replica=place.replica) == place]
+        matching += [
+            tree for p, tree in candidates if p._replace(replica=coordinates.replica) == coordinates
+        ]
         trees = [tree for _, tree in candidates]
         if not matching and any(tree != trees[0] for tree in trees):
             raise CheckpointError(
                 f"state[{name!r}] is another on each of the ranks that saved it",
-                expected=f"ranks like those {len(places)}: each goes on with its own",
-                got=f"another layout of ranks, in which this one is {place.to_json()}",
+                expected=f"ranks like those {len(all_coordinates)}: each goes on with its own",
+                got=f"another layout of ranks, in which this one is {coordinates.to_json()}",
                 fix="restore under the layout that saved, or leave it out of state=",
             )
         chosen[name], *_ = matching or trees
@@ -371,9 +377,9 @@ class Objects:
         # Always read: replicas' own statistics, and the script's state, which not all ranks have.
         return (*of_model, *of_optimizer, parts.REPLICAS, parts.STATE)
 
-    def script_part(self, place: Place, saved: Trees | None = None) -> ScriptState:
+    def script_part(self, coordinates: RankCoordinates, saved: Trees | None = None) -> ScriptState:
         """Returns the objects and values of ``state=``; the arguments are as for its class."""
-        return ScriptState(self.state or {}, place, saved)
+        return ScriptState(self.state or {}, coordinates, saved)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
         """Returns the state of the objects beside tensors.

@@ -23,7 +23,7 @@ from fleetpipe import log
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.parts import STATE, ProgramSource, StageStreams
-from fleetpipe.checkpoint.ranks import Place
+from fleetpipe.checkpoint.ranks import RankCoordinates
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -201,7 +201,7 @@ class TrainingState:
         """
         random_here = random_states()
         random_of_rank = {**random_here, "paddle": type(random_here["paddle"])(), "streams": {}}
-        of_ranks = {"places": [Place().to_json()], "of_rank": [0]}
+        of_ranks = {"places": [RankCoordinates().to_json()], "of_rank": [0]}
         examples: dict[str, Json] = {
             "random": {**of_ranks, "states": [random_of_rank]},
             ATTRIBUTES: {**of_ranks, "states": [{"begun": {}, "now": {}}]},
@@ -225,18 +225,20 @@ class TrainingState:
                     fix="restore another step; the file has been edited",
                 )
 
-    def put_back(self, state: Mapping[str, Json], place: Place | None = None) -> None:
+    def put_back(
+        self, state: Mapping[str, Json], coordinates: RankCoordinates | None = None
+    ) -> None:
         """Restores the states of all objects; logs if the job adds gradients up in another way.
 
         Args:
             state: The state of one rank, or the merged state of all ranks.
-            place: The coordinates of this rank, for a merged state.
+            coordinates: The coordinates of this rank, for a merged state.
         """
         if self._attributes is not None and ATTRIBUTES in state:
             attributes = state[ATTRIBUTES]
-            if place is not None:
+            if coordinates is not None:
                 # Under another layout the attributes of a layer are those of another saved rank.
-                ranks = [*attributes["states"], _state_for_place(attributes, place)]
+                ranks = [*attributes["states"], _state_for_rank(attributes, coordinates)]
                 attributes = {moment: {} for moment in ranks[0]}
                 for of_rank in ranks:
                     for moment, texts in attributes.items():
@@ -301,15 +303,15 @@ class TrainingState:
                         streams[int(stage)] = state
             self._program.set_streams(streams)
 
-    def put_back_random_of(self, place: Place, saved: Json) -> None:
-        """Restores the random states of the saved rank whose coordinates are most like ``place``.
+    def put_back_random_of(self, coordinates: RankCoordinates, saved: Json) -> None:
+        """Restores the random states of the saved rank with the most equal coordinates.
 
         ``saved`` are the random states of all ranks that saved.
         """
         leads = True
         if self._program is not None:
             _, leads, _ = self._program.streams()
-        self.put_back_random(_state_for_place(saved, place, leads))
+        self.put_back_random(_state_for_rank(saved, coordinates, leads))
 
 
 def _gradient_sums() -> str | None:
@@ -382,7 +384,9 @@ def to_text(state: Mapping[str, Json]) -> str:
     return json.dumps(state, indent=None, sort_keys=True) + "\n"
 
 
-def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
+def merge_states(
+    states: Sequence[Mapping[str, Json]], all_coordinates: Sequence[RankCoordinates]
+) -> dict[str, Json]:
     """Merges the states of all ranks of a job into one, for ``state.json``.
 
     A value may come from only some ranks. Random states, attributes and the state of ``state=``
@@ -390,7 +394,7 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
 
     Args:
         states: The state of each rank.
-        places: The coordinates of each rank.
+        all_coordinates: The coordinates of each rank.
 
     Raises:
         CheckpointError: Ranks have different values of what must be equal on all.
@@ -409,11 +413,13 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    merged["random"] = _merge_by_rank([state["random"] for state in states], places)
+    merged["random"] = _merge_by_rank([state["random"] for state in states], all_coordinates)
     if any(STATE in state for state in states):
-        merged[STATE] = _merge_by_rank([state.get(STATE, {}) for state in states], places)
+        merged[STATE] = _merge_by_rank([state.get(STATE, {}) for state in states], all_coordinates)
     if all(ATTRIBUTES in state for state in states):
-        merged[ATTRIBUTES] = _merge_by_rank([state[ATTRIBUTES] for state in states], places)
+        merged[ATTRIBUTES] = _merge_by_rank(
+            [state[ATTRIBUTES] for state in states], all_coordinates
+        )
     return merged
 
 
@@ -446,43 +452,44 @@ def set_random_states(states: Json) -> None:
     set_python_states(states)
 
 
-def _merge_by_rank(states: Sequence[Json], places: Sequence[Place]) -> Json:
+def _merge_by_rank(states: Sequence[Json], all_coordinates: Sequence[RankCoordinates]) -> Json:
     """Returns the states of all ranks as one value of JSON, in which equal states occur once.
 
-    ``places`` are the ranks' coordinates. :func:`_state_for_place` reads the value.
+    ``all_coordinates`` are those of each rank. :func:`_state_for_rank` reads the value.
     """
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
     return {
-        "places": [place.to_json() for place in places],
+        "places": [coordinates.to_json() for coordinates in all_coordinates],
         "of_rank": [distinct.index(text) for text in texts],
         "states": [json.loads(text) for text in distinct],
     }
 
 
-def _state_for_place(saved: Json, place: Place, leads: bool = True) -> Json:
-    """Returns the state of the saved rank whose coordinates are most like ``place``.
+def _state_for_rank(saved: Json, coordinates: RankCoordinates, leads: bool = True) -> Json:
+    """Returns the state of the saved rank with the most equal coordinates.
 
     The random streams of a static program's stages are those of all ranks of its replica.
 
     Args:
         saved: A value of :func:`_merge_by_rank`.
-        place: The coordinates of this rank.
+        coordinates: The coordinates of this rank.
         leads: For random states, whether this rank's default generator continues the stream of the
             first stage that draws, if a static program was saved; true in dynamic graph.
     """
-    places = [Place.from_json(parts) for parts in saved["places"]]
+    all_coordinates = [RankCoordinates.from_json(parts) for parts in saved["places"]]
     states_by_rank = [saved["states"][index] for index in saved["of_rank"]]
     # The first rank, if several are equally like it.
     likeness = [
-        [mine == other for mine, other in zip(place, saved_place)] for saved_place in places
+        [mine == other for mine, other in zip(coordinates, saved_coordinates)]
+        for saved_coordinates in all_coordinates
     ]
     rank = likeness.index(max(likeness))
     state = dict(states_by_rank[rank])
     of_program = [
         other
-        for other, other_place in zip(states_by_rank, places)
-        if other_place.replica == places[rank].replica and "program" in other
+        for other, other_coordinates in zip(states_by_rank, all_coordinates)
+        if other_coordinates.replica == all_coordinates[rank].replica and "program" in other
     ]
     streams: dict[str, Json] = {}
     for other in of_program:

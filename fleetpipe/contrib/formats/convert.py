@@ -40,7 +40,7 @@ from fleetpipe.contrib.formats import distributed, model_files
 from fleetpipe.contrib.formats.contents import (
     Checkpoint,
     LazyTensor,
-    bits,
+    bits_dtype,
     join_names,
     memory_of,
     paddle_tensor,
@@ -58,16 +58,17 @@ from fleetpipe.version import __version__
 __all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_parameters"]
 
 
+#: The key of the scheduler's state in fleetpipe's own files.
 _SCHEDULER = "lr_scheduler"
 
 FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
-_TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+_ALL_GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
 
 _log = logger(__name__)
 
 
 def read_step(path: Path, step: int | None = None) -> Checkpoint:
-    """Reads a step of a run.
+    """Reads a step of a run of fleetpipe; None is the newest. Compares checksums first.
 
     Raises:
         CheckpointError: There is no such step, or it is damaged.
@@ -78,18 +79,20 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
     model = [TensorName(MODEL, name) for name in reader.manifest.order]
     names = [*model, *(name for name in contents if name.group != MODEL)]
     return Checkpoint(
-        {name: LazyTensor(contents[name].tensor, _reading(reader, name)) for name in names},
+        {name: LazyTensor(contents[name].tensor, _reader_of(reader, name)) for name in names},
         reader.manifest.step,
         reader.text(training_state.FILE).get(_SCHEDULER),
         plain_order=reader.manifest.plain_order,
     )
 
 
-def _reading(reader: StepReader, name: TensorName) -> Callable[[Region | None], np.ndarray]:
+def _reader_of(reader: StepReader, name: TensorName) -> Callable[[Region | None], np.ndarray]:
+    """Returns the function by which a ``LazyTensor`` reads a tensor of a step."""
+
     def read(cut: Region | None) -> np.ndarray:
         described: Described = reader.manifest.tensors[name].tensor
         shape = described.shape if cut is None else cut.part(described.shape)
-        array = np.empty(shape, bits(described))
+        array = np.empty(shape, bits_dtype(described))
         with reader.opened() as read_into:
             read_into(name, cut, memory_of(array))
         return array
@@ -116,7 +119,7 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     states = {"extra": {}, "random": training_state.random_states()}
     if state.scheduler is not None:
         states[_SCHEDULER] = state.scheduler
-    merged = training_state.merge_states([states], [ranks.place])
+    merged = training_state.merge_states([states], [ranks.coordinates])
     plan = state.plan_of_files()
     text = training_state.to_text({"step": step, **merged})
     texts = {**indexes(plan), training_state.FILE: text}
@@ -128,14 +131,14 @@ def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     contents = Manifest(
         *(step, files, {}, order, optimizer, {}, ranks.layout, versions, state.plain_order)
     )
-    made = not run_directory.exists()
+    is_new = not run_directory.exists()
     draft = run_folder.draft_of(run_directory, step, uuid.uuid4().hex[:8])
     try:
         draft.mkdir(parents=True)
         task = Assignment(Retention(run_directory), draft, plan, 0, 1, contents, texts)
         write(task, lambda name: memory_of(state.tensors[name].read()))
     except BaseException:
-        run_folder.remove_left(run_directory if made else draft)
+        run_folder.remove_left(run_directory if is_new else draft)
         raise
 
 
@@ -155,7 +158,7 @@ class Format(NamedTuple):
     is_there: Callable[[Path], bool]
     read: Callable[[Path], Checkpoint]
     write: Callable[[Checkpoint, Path], None] | None
-    groups: tuple[str, ...] = _TRAINED
+    groups: tuple[str, ...] = _ALL_GROUPS
 
 
 #: The formats by name, in the order in which a folder is tried: fleetpipe's has others' files too.
@@ -174,7 +177,7 @@ FORMATS = {
     ),
     "distributed": Format(
         "*.metadata",
-        *(distributed.is_there, distributed.read_folder, distributed.write_folder),
+        *(distributed.is_distributed, distributed.read_folder, distributed.write_folder),
     ),
     "unified": Format(
         "optimizer.safetensors.index.json",
@@ -205,20 +208,20 @@ def format_of(folder: Path) -> str:
     Raises:
         CheckpointError: The folder has no known format.
     """
-    there = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
+    present = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
     # A Trainer's folder may also have its model in safetensors or in PaddleNLP's file, as a copy,
     # and a unified checkpoint is a folder of safetensors.
-    lesser = (PRETRAINED, "huggingface" if "unified" in there else PRETRAINED)
-    alike = [name for name in there if name not in lesser]
-    if len(alike) > 1 and there[0] not in (FLEETPIPE, "formers"):
+    copies = (PRETRAINED, "huggingface" if "unified" in present else PRETRAINED)
+    candidates = [name for name in present if name not in copies]
+    if len(candidates) > 1 and present[0] not in (FLEETPIPE, "formers"):
         raise CheckpointError(
             "the folder has files of several checkpoints",
             where=str(folder),
-            got="; ".join(f"{name}: {FORMATS[name].files}" for name in alike),
+            got="; ".join(f"{name}: {FORMATS[name].files}" for name in candidates),
             fix="say by --from or source_format= which is meant, or move the others away",
         )
-    if there:
-        return there[0]
+    if present:
+        return present[0]
     raise CheckpointError(
         "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder",
         where=str(folder),
@@ -292,14 +295,15 @@ def convert(
     """
     read_as = source_format or format_of(source)
     write_as = to or (FLEET if read_as == FLEETPIPE else FLEETPIPE)
-    _require_free(source, target, write_as)
+    _require_free_target(source, target, write_as)
     if step is not None and step < 0:
         raise ConfigError(f"a step is a number of 0 or more (={step})", fix="give another --step")
-    whole = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
+    complete = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
     if write_as not in (FLEETPIPE, FLEET):
-        whole = whole.with_plain_names()
+        complete = complete.with_plain_names()
     groups, write = FORMATS[write_as].groups, FORMATS[write_as].write
-    state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
+    tensors = {name: tensor for name, tensor in complete.tensors.items() if name.group in groups}
+    state = replace(complete, tensors=tensors)
     if write is None:
         number = step if step is not None and read_as != FLEETPIPE else state.step or 0
         write_step(state, target, number)
@@ -308,16 +312,23 @@ def convert(
         with appearing(target) as draft:
             write(state, draft)
         written = f"{target}: {len(state.tensors)} tensors from {read_as} to {write_as}"
-    left_out = [str(name) for name in whole.tensors if name not in state.tensors]
+    left_out = [str(name) for name in complete.tensors if name not in tensors]
     if left_out:
         written += f"\nleft out, as {write_as} has no place for it: {join_names(left_out)}"
     return written
 
 
-def _require_free(source: Path, target: Path, write_as: str) -> None:
-    """Raises ``CheckpointError`` if the target has files that a checkpoint would mix with."""
-    run_or_empty = complete_steps(target) or (target.is_dir() and not any(target.glob("[!.]*")))
-    if os.path.lexists(target) and not (write_as == FLEETPIPE and run_or_empty):
+def _require_free_target(source: Path, target: Path, write_as: str) -> None:
+    """Raises ``CheckpointError`` if files at the target would be written over or changed.
+
+    Args:
+        source: The folder that is read.
+        target: The folder that will be written.
+        write_as: The format of the target; only to a run of fleetpipe a step may be added.
+    """
+    is_empty = target.is_dir() and not any(target.glob("[!.]*"))
+    takes_step = write_as == FLEETPIPE and (complete_steps(target) or is_empty)
+    if os.path.lexists(target) and not takes_step:
         raise CheckpointError(
             "the target is there, and nothing is written over",
             where=str(target),
@@ -387,12 +398,12 @@ def load_checkpoint(
         if read_as == FLEETPIPE and renaming is None:
             return StepReader(step_in(path)), objects
         state = read_checkpoint(path, read_as, renaming)
-        return _StepOfAnother(state, optimizer), _fitting(objects, state)
+        return _ForeignStep(state, optimizer), _objects_to_load(objects, state)
 
     return restore_from(Ranks.of_job(), f"loading {path.name}", begin).step
 
 
-def _fitting(objects: Objects, state: Checkpoint) -> Objects:
+def _objects_to_load(objects: Objects, state: Checkpoint) -> Objects:
     """Returns the objects to load: without the learning rate if the checkpoint has none."""
     if objects.optimizer is None or state.scheduler is not None:
         return objects
@@ -404,10 +415,14 @@ def _fitting(objects: Objects, state: Checkpoint) -> Objects:
     return replace(objects, rate=False)
 
 
-class _StepOfAnother:
-    """Another program's checkpoint in the place of a step of fleetpipe's; it has no checksums."""
+class _ForeignStep:
+    """Lets ``restore_from`` read another program's checkpoint as it reads a step of fleetpipe's.
+
+    Such a checkpoint has no checksums.
+    """
 
     def __init__(self, state: Checkpoint, optimizer: Optimizer | None) -> None:
+        """Describes the tensors of ``state``, which ``optimizer`` will receive if there is one."""
         self._state = state
         entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
         kind = None
@@ -427,19 +442,19 @@ class _StepOfAnother:
         )
 
     def text(self, _name: str) -> dict[str, Any]:
-        """Returns the contents that are no tensors."""
+        """Returns the state that is not in tensors: that of the learning rate's scheduler."""
         rate = {} if self._state.scheduler is None else {_SCHEDULER: self._state.scheduler}
         return {"extra": {}, **rate}
 
     def check_texts(self) -> None:
-        """Does nothing."""
+        """Does nothing: another program's files have no checksums."""
 
     def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
         """Does nothing: the indices of the files were compared when they were opened."""
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Yields a function that reads a part of a tensor into memory."""
+        """Yields a function that reads a tensor, or a region of it, into given memory."""
 
         def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
             memory[:] = memory_of(np.ascontiguousarray(self._state.tensors[name].read(cut)))

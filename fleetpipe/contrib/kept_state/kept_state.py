@@ -34,7 +34,7 @@ from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import writer
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest
 from fleetpipe.checkpoint.manager import CheckpointManager
-from fleetpipe.checkpoint.ranks import Place, Ranks
+from fleetpipe.checkpoint.ranks import RankCoordinates, Ranks
 from fleetpipe.checkpoint.restoring import restore_from
 from fleetpipe.contrib.kept_state import KeptLayout, Segment, complete_layouts
 from fleetpipe.mesh.parts import Described, LocalTensor, Region
@@ -45,7 +45,7 @@ _log = log.logger(__name__)
 #: The environment variable with the folder in memory, which the supervisor sets.
 FOLDER = "FLEETPIPE_KEPT_STATE"
 
-#: The description of a segment: the layout of the job, and the blocks.
+#: The description of a segment, as JSON: the layout of the job, and the blocks.
 Index = dict[str, Any]
 
 #: How many times as long as the first text a later one may be: generators' states vary in length.
@@ -61,8 +61,8 @@ class Block(NamedTuple):
         dtype: Paddle's name of the dtype.
         shape: The shape of the full tensor.
         bytes: The bytes of the block.
-        cut: The fields of the :class:`Region` that it has of the tensor; None for the full tensor.
-        differs: Whether replicas may have different values.
+        cut: The fields of the :class:`Region` of the tensor that it has; None for the full tensor.
+        differs: Whether replicas may have different values, so that each one's are stored.
     """
 
     group: str
@@ -85,32 +85,34 @@ class Block(NamedTuple):
 
 
 class KeptStep:
-    """The parts of a step that all ranks have stored, for ``restore_from``.
+    """Lets ``restore_from`` read a stored step as it reads a step of a checkpoint.
 
-    They have no checksums: in this host's memory a slot counts only when it is complete.
+    The step has no checksums: in this host's memory a slot counts only when it is complete.
     """
 
     def __init__(self, kept: KeptLayout) -> None:
+        """Reads the states of all ranks of a layout, without copying tensors."""
         self._parts: dict[TensorName, dict[Region | None, memoryview]] = {}
         entries: dict[TensorName, Entry] = {}
         states, places = [], []
         for segment in kept.segments:
             blocks, text = segment.read(kept.step)
             states.append({"extra": {}, **json.loads(text)})
-            places.append(Place.from_json(segment.index["place"]))
+            places.append(RankCoordinates.from_json(segment.index["place"]))
             replica = places[-1].replica.number
             for row, memory in zip(segment.index["blocks"], blocks):
                 block = Block(*row)
-                of_replica = block.differs and replica
-                name = block.tensor.of_replica(replica) if of_replica else block.tensor
+                name = block.tensor
+                if block.differs and replica:
+                    name = name.of_replica(replica)
                 cut = None if block.cut is None else Region(*block.cut)
                 self._parts.setdefault(name, {}).setdefault(cut, memory)
                 entries[name] = Entry("", block.whole, ())
-        about = kept.segments[0].index
+        index = kept.segments[0].index
         self._state = training_state.merge_states(states, places)
         self.manifest = Manifest(
-            *(kept.step, {}, entries, tuple(about["order"]), about["optimizer"], {}),
-            *(kept.degrees, {}, tuple(about["plain_order"])),
+            *(kept.step, {}, entries, tuple(index["order"]), index["optimizer"], {}),
+            *(kept.degrees, {}, tuple(index["plain_order"])),
         )
 
     def text(self, _name: str) -> Any:
@@ -118,24 +120,24 @@ class KeptStep:
         return self._state
 
     def check_texts(self) -> None:
-        """Does nothing."""
+        """Does nothing: stored states have no checksums."""
 
     def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
-        """Does nothing."""
+        """Does nothing: stored states have no checksums."""
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Yields a function that reads a part of a tensor into memory."""
+        """Yields a function that reads a tensor, or a region of it, into given memory."""
 
         def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
-            values = self._whole_bytes(name)
+            values = self._full_tensor_bytes(name)
             part = values if cut is None else cut.taken_from(values)
             memory[:] = np.ascontiguousarray(part).reshape(-1).data
 
         yield read
 
-    def _whole_bytes(self, name: TensorName) -> np.ndarray:
-        """Returns the bytes of a tensor: uint8 [*shape, bytes of an element]."""
+    def _full_tensor_bytes(self, name: TensorName) -> np.ndarray:
+        """Returns the bytes of a full tensor: uint8 [*shape, bytes of an element]."""
         whole, parts = self.manifest.tensors[name].tensor, self._parts[name]
         shape = (*whole.shape, whole.itemsize)
         if None in parts:
@@ -158,20 +160,26 @@ class KeptState:
     """
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
-        """Reads the states that an earlier attempt left in the folder."""
+        """Opens the states that an earlier attempt left in the folder.
+
+        Args:
+            folder: The folder in memory, of all ranks on this host.
+            objects: The objects whose state is stored.
+            ranks: The ranks of the job.
+        """
         self.folder = folder
         self._objects = objects
         self._ranks = ranks
-        self._segments = dict(self._earlier())
-        #: Whether ranks of another layout have stored the newest step.
-        self._of_others = False
+        self._segments = dict(self._segments_of_earlier_attempt())
+        #: Whether :meth:`newest` found the newest step in states of another layout.
+        self._newest_is_of_another_layout = False
         self._index: Index = {}
-        self._tensors: list[tuple[TensorName, int, Described]] | None = None
+        self._described_tensors: list[tuple[TensorName, int, Described]] | None = None
         self.generators: Any = None
 
     @classmethod
     def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
-        """Returns the store of states; None if the environment does not ask for it."""
+        """Returns the store of states if the environment names its folder; else None."""
         folder = os.environ.get(FOLDER)
         return None if folder is None else cls(Path(folder), objects, ranks)
 
@@ -182,16 +190,16 @@ class KeptState:
         Raises:
             CheckpointError: The host has too little memory.
         """
-        script = self._objects.script_part(self._ranks.place)
+        script = self._objects.script_part(self._ranks.coordinates)
         local = self._list_tensors(script)
         state = self._objects.training_state(self._objects.model_part()).collect()
         if self._objects.state is not None:
             state[STATE] = script.trees()
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
-        segment = self._segment(text)
+        segment = self._segment_for(text)
         segment.write(step, [writer.bytes_of_tensor(one) for one in local], text)
         if segment.steps() == [step - 1, step]:
-            self._forget_others(segment)
+            self._remove_other_segments(segment)
 
     @dynamic_mode()
     def newest(self) -> int | None:
@@ -207,7 +215,9 @@ class KeptState:
             return newest, newest != self.newest_of_all()
 
         # All ranks are on one host and see the same files.
-        newest, self._of_others = self._ranks.together("looking for kept states", look)[0]
+        newest, self._newest_is_of_another_layout = self._ranks.together(
+            "looking for kept states", look
+        )[0]
         return newest
 
     def newest_of_all(self) -> int | None:
@@ -238,12 +248,15 @@ class KeptState:
             CheckpointError: The state on some rank belongs to other objects.
         """
         what = f"going back to step {step}"
-        if self._of_others:
-            restore_from(self._ranks, what, lambda: (self._step_of_others(step), self._objects))
+        if self._newest_is_of_another_layout:
+            restore_from(
+                self._ranks, what, lambda: (self._step_of_another_layout(step), self._objects)
+            )
         else:
-            self._ranks.together(what, lambda: self._restore(step))
+            self._ranks.together(what, lambda: self._restore_own_state(step))
 
-    def _step_of_others(self, step: int) -> KeptStep:
+    def _step_of_another_layout(self, step: int) -> KeptStep:
+        """Returns a step that ranks of another layout stored; warns if the batch has changed."""
         kept = next(one for one in complete_layouts(self.folder) if one.step == step)
         before, now = kept.segments[0].index["samples"], self._samples
         if None not in (before, now) and before != now and not self._ranks.rank:
@@ -254,7 +267,8 @@ class KeptState:
             )
         return KeptStep(kept)
 
-    def _restore(self, step: int) -> None:
+    def _restore_own_state(self, step: int) -> None:
+        """Restores the objects to the state that this rank itself stored after a step."""
         text = self.put_tensors_back(step, self._objects.state)
         training = self._objects.training_state(self._objects.model_part())
         state = json.loads(text)
@@ -271,32 +285,39 @@ class KeptState:
     @dynamic_mode()
     def collect(self) -> dict[str, Any]:
         """Returns the present state without tensors and without the position in the data."""
-        return self._beside_data().collect()
+        return self._state_without_data().collect()
 
     @dynamic_mode()
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`collect` returned."""
-        beside = self._beside_data()
+        beside = self._state_without_data()
         beside.put_back(state)
         beside.put_back_random(state["random"])
 
     def changed_since(self, before: Mapping[str, Any]) -> str:
-        """Returns the first attribute that has changed since :meth:`collect`; empty for none."""
-        attributes, looks = self._objects.attributes, before.get("attributes", {})
-        now = {} if attributes is None or not looks else attributes.now()
-        return next((name for name, value in now.items() if looks["now"].get(name) != value), "")
+        """Returns the first attribute of a layer that differs from what :meth:`collect` returned.
+
+        Args:
+            before: The result of :meth:`collect`.
+
+        Returns:
+            The name of the attribute; empty if none has changed.
+        """
+        attributes, noted = self._objects.attributes, before.get("attributes", {})
+        now = {} if attributes is None or not noted else attributes.now()
+        return next((name for name, value in now.items() if noted["now"].get(name) != value), "")
 
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
         """Copies the tensors; returns a function that restores these values."""
-        *_, local = self._collect_tensors(self._objects.script_part(self._ranks.place))
+        *_, local = self._collect_tensors(self._objects.script_part(self._ranks.coordinates))
         copies = writer.Snapshot().take(local)
 
         def put_back() -> None:
-            for name, one in local.items():
-                value, memory = writer.empty_like(one)
+            for name, tensor in local.items():
+                value, memory = writer.empty_like(tensor)
                 memory[:] = copies[name]
-                writer.assign(one, value)
+                writer.assign(tensor, value)
 
         return put_back
 
@@ -323,29 +344,34 @@ class KeptState:
         finally:
             self.put_back(now)
 
-    def _beside_data(self) -> TrainingState:
+    def _state_without_data(self) -> TrainingState:
+        """Returns the training state of all objects but the data's position."""
         objects = replace(self._objects, data=None)
         return objects.training_state(objects.model_part())
 
     @dynamic_mode()
     def put_tensors_back(self, step: int, script: dict[str, Any] | None = None) -> bytes:
-        """Restores the tensors of this rank; returns the rest of the state as text.
+        """Restores the tensors of this rank to their values after a step.
 
         Args:
             step: A step that this rank has stored.
             script: The script's own state, if its tensors are restored too.
+
+        Returns:
+            The rest of the state after that step, as JSON text.
         """
-        segment = next(one for one in self._segments.values() if step in one.steps())
+        segment = next(each for each in self._segments.values() if step in each.steps())
         index = segment.index
         blocks, text = segment.read(step)
-        described = {(row := Block(*one)).tensor: row.whole for one in index["blocks"]}
+        rows = [Block(*row) for row in index["blocks"]]
+        described = {block.tensor: block.whole for block in rows}
         saved = Saved(described, tuple(index["order"]), index["optimizer"])
         model = self._objects.model_part()
         optimizer = self._objects.optimizer_part(model)
         parts: list[SavedPart] = [part for part in (model, optimizer) if part is not None]
         if script is not None:
             trees = json.loads(text).get(STATE)
-            parts.append(ScriptState(script, self._ranks.place, trees))
+            parts.append(ScriptState(script, self._ranks.coordinates, trees))
         wanted = {name: local for part in parts for name, local in part.wanted(saved).items()}
         tensors = dict(zip(described, blocks))
         for name, local in wanted.items():
@@ -357,29 +383,30 @@ class KeptState:
         return text
 
     def _list_tensors(self, script: ScriptState) -> list[LocalTensor]:
-        """Returns the tensors of the present state; describes them again if they have changed."""
+        """Returns the tensors of the present state, and updates the index if they have changed."""
         model, optimizer, local = self._collect_tensors(script)
         # Tensors count as the same by name, id and shape: a new one may have another's address.
-        tensors = [(name, id(one.tensor), one.described) for name, one in local.items()]
-        if tensors != self._tensors:
-            self._tensors = tensors
+        tensors = [(name, id(each.tensor), each.described) for name, each in local.items()]
+        if tensors != self._described_tensors:
+            self._described_tensors = tensors
             static = isinstance(self._objects.model, SavedProgram)
             self._index = {
                 **self._layout,
                 # The stages of a static program are fixed.
                 "narrows": ["dp"] if static else [*self._ranks.axes_that_narrow],
                 "samples": self._samples,
-                "place": self._ranks.place.to_json(),
+                "place": self._ranks.coordinates.to_json(),
                 "order": [*model.order()],
                 "plain_order": [*plain_order(model.order(), model.plain_names)],
                 "optimizer": None if optimizer is None else optimizer.kind,
-                "blocks": [[*_row(name, one)] for name, one in local.items()],
+                "blocks": [[*_block_of(name, tensor)] for name, tensor in local.items()],
             }
         return [*local.values()]
 
     def _collect_tensors(
         self, script: ScriptState
     ) -> tuple[NamedTensors, OptimizerState | None, dict[TensorName, LocalTensor]]:
+        """Returns the model, the optimizer, and this rank's tensors of both and of the script."""
         model = self._objects.required_model()
         optimizer = self._objects.optimizer_part(model)
         of_optimizer = {} if optimizer is None else optimizer.local_tensors()
@@ -391,15 +418,20 @@ class KeptState:
         names = "accumulate_steps", "micro_batch_size"
         sizes = [getattr(self._objects.model, name, None) for name in names]
         counts = [size for size in sizes if isinstance(size, int)]
-        return math.prod(counts) * self._ranks.place.replica.total if counts == sizes else None
+        replicas = self._ranks.coordinates.replica.total
+        return math.prod(counts) * replicas if counts == sizes else None
 
     @property
     def _layout(self) -> Index:
+        """This rank, the number of ranks and the degrees, as in the index of a segment."""
         ranks = self._ranks
         return {"rank": ranks.rank, "ranks": ranks.count, "degrees": ranks.layout}
 
-    def _segment(self, text: bytes) -> Segment:
-        """Returns the segment for the present index that has room for a text; makes a new one."""
+    def _segment_for(self, text: bytes) -> Segment:
+        """Returns this rank's segment for the present tensors, with room for a text.
+
+        If there is none, creates a new one.
+        """
         for segment in self._segments.values():
             if segment.index == self._index and segment.takes(text):
                 return segment
@@ -412,19 +444,21 @@ class KeptState:
         self._segments[file] = segment
         return segment
 
-    def _forget_others(self, kept: Segment) -> None:
+    def _remove_other_segments(self, kept: Segment) -> None:
         """Removes this rank's other segments, and rank 0 those of ranks that no longer exist.
 
-        ``kept`` has the two newest steps, as on all ranks.
+        Args:
+            kept: The segment that stays. It has the two newest steps, as on all ranks.
         """
-        self._segments = {file: one for file, one in self._segments.items() if one is kept}
+        self._segments = {file: each for file, each in self._segments.items() if each is kept}
         for file in self.folder.glob("rank-*"):
             rank = int(file.stem.removeprefix("rank-"))
-            mine = rank == self._ranks.rank or (rank >= self._ranks.count and not self._ranks.rank)
-            if mine and file not in self._segments:
+            no_longer_exists = rank >= self._ranks.count
+            is_mine = rank == self._ranks.rank or (no_longer_exists and self._ranks.rank == 0)
+            if is_mine and file not in self._segments:
                 file.unlink(missing_ok=True)
 
-    def _earlier(self) -> Iterator[tuple[Path, Segment]]:
+    def _segments_of_earlier_attempt(self) -> Iterator[tuple[Path, Segment]]:
         """Yields the states that an earlier attempt of this rank left, under the same layout."""
         for file in self.folder.glob(f"rank-{self._ranks.rank}.*"):
             segment = Segment(file)
@@ -432,8 +466,8 @@ class KeptState:
                 yield file, segment
 
 
-def _row(name: TensorName, local: LocalTensor) -> Block:
-    """Describes a tensor, and the bytes of its part on this rank."""
+def _block_of(name: TensorName, local: LocalTensor) -> Block:
+    """Returns the description of the block that stores a tensor, or this rank's shard of it."""
     whole, cut = local.described, None if local.cut is None else [*local.cut]
     size = math.prod(int(size) for size in local.tensor.shape) * whole.itemsize
     return Block(*name, whole.dtype, [*whole.shape], size, cut, local.differs)
