@@ -21,7 +21,7 @@ from fleetpipe.contrib.clusters import (
     TrainingJob,
     Transformer,
     pipeline_time,
-    small,
+    schedule_on_two_ranks,
     stages_of,
 )
 from fleetpipe.contrib.clusters.layout_search import CHOICES, layouts, limits, search
@@ -252,7 +252,7 @@ def test_a_registered_schedule_has_the_memory_of_what_it_does(job: TrainingJob, 
 def test_two_ranks_show_whether_a_schedule_splits_the_backward(name: str) -> None:
     chunks = FAMILIES[name].chunks
     whole = build(name, ranks=4, micro_batches=8, chunks=chunks)
-    assert small(name, chunks).splits_backward == whole.splits_backward
+    assert schedule_on_two_ranks(name, chunks).splits_backward == whole.splits_backward
     assert whole.splits_backward == (name[0] in "ZVD")
 
 

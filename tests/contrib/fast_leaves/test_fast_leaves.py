@@ -28,14 +28,14 @@ WHOLE = build("1F1B", ranks=1, micro_batches=1)
 SIZES = [((128, 24), 128), ((2, 64, 16), 256), ((700, 8), 40), ((1, 3), 16384), ((16384, 2), 1)]
 
 
-THRESHOLDS = leaves._FEWEST, leaves._FEWEST_COLUMNS
+THRESHOLDS = leaves._LEAST_SIZE, leaves._LEAST_COLUMNS
 
 
 @pytest.fixture(autouse=True)
 def _small_layers(monkeypatch: Patch) -> None:
     """Layers are taken that are too small to gain time: so tests are short."""
-    monkeypatch.setattr(leaves, "_FEWEST", 2**14)
-    monkeypatch.setattr(leaves, "_FEWEST_COLUMNS", 1)
+    monkeypatch.setattr(leaves, "_LEAST_SIZE", 2**14)
+    monkeypatch.setattr(leaves, "_LEAST_COLUMNS", 1)
 
 
 @pytest.fixture
@@ -240,8 +240,8 @@ def test_where_layers_stay_as_they_are(
 def test_layers_are_taken_that_gain_time(
     rows: int, outputs: int, is_fast: bool, fast: list[tuple[int, ...]], monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(leaves, "_FEWEST", THRESHOLDS[0])
-    monkeypatch.setattr(leaves, "_FEWEST_COLUMNS", THRESHOLDS[1])
+    monkeypatch.setattr(leaves, "_LEAST_SIZE", THRESHOLDS[0])
+    monkeypatch.setattr(leaves, "_LEAST_COLUMNS", THRESHOLDS[1])
     with running(nn.Linear(3, outputs)) as layer:
         layer(numbers(rows, 3))
     assert ((rows, 3) in fast) == is_fast
@@ -280,7 +280,7 @@ def test_not_every_number_of_rows_is_tried(fast: list[tuple[int, ...]]) -> None:
         score(plain(x)).backward()
     assert grads_of(plain) == grads_of(other)
     (tried,) = leaves._results.values()
-    assert set(tried) == set(range(4, 4 + leaves._MOST_ROWS))
+    assert set(tried) == set(range(4, 4 + leaves._MOST_ROW_COUNTS))
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("FThenB", 1), ("1F1B", 2)])

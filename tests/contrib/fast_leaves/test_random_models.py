@@ -15,13 +15,13 @@ from tests.dygraph.train.test_random_models import outcomes
 @contextmanager
 def small_leaves_too(case: Case) -> Iterator[None]:
     """Within it leaves are fast that are too small to gain time."""
-    fewest = fast_leaves._FEWEST, fast_leaves._FEWEST_COLUMNS
+    fewest = fast_leaves._LEAST_SIZE, fast_leaves._LEAST_COLUMNS
     if not case.is_real:
-        fast_leaves._FEWEST = fast_leaves._FEWEST_COLUMNS = 1
+        fast_leaves._LEAST_SIZE = fast_leaves._LEAST_COLUMNS = 1
     try:
         yield
     finally:
-        fast_leaves._FEWEST, fast_leaves._FEWEST_COLUMNS = fewest
+        fast_leaves._LEAST_SIZE, fast_leaves._LEAST_COLUMNS = fewest
 
 
 @pytest.mark.once_for("2", "3")
