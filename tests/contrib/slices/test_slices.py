@@ -156,7 +156,7 @@ def test_it_has_the_bits_of_the_single_model_fed_the_same_slices(
         assert session.report.bit_exact, session.report.verdict()
         assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
         assert max(pipe.peak_held.values()) == min(MICRO_BATCHES * count, ranks + count - 1)
-        assert pipe._runtime.stage._kept == {}
+        assert pipe._runtime.stage._saved == {}
         assert pipe._runtime.stage._units is None
 
 

@@ -279,7 +279,7 @@ def check(
             session.step(model.batch(micro_batches, step))
         assert session.report.passed, session.report.verdict()
         assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
-        assert pipe._runtime.stage._kept == {}
+        assert pipe._runtime.stage._saved == {}
         assert pipe._runtime.stage.split._tapes == {}
         return pipe.schedule
 
