@@ -211,7 +211,7 @@ class LossMonitor(rank_policy.Callback):
         """
         super().__init__()
         fix = "LossMonitor(1) prints the loss of every batch, LossMonitor(0) none"
-        self._print_every = require_whole("per_print_times", per_print_times, 0, fix=fix)
+        self._every = require_whole("per_print_times", per_print_times, 0, fix=fix)
         self._find_layer = find_layer
         self._epoch = 0
         self._batches = 0
@@ -246,11 +246,7 @@ class LossMonitor(rank_policy.Callback):
         if not math.isfinite(loss):
             self._raise_not_finite(step, loss)
         self._batches += 1
-        if (
-            self._print_every
-            and self._batches % self._print_every == 0
-            and self.model.is_rank("first")
-        ):
+        if self._every and self._batches % self._every == 0 and self.model.is_rank("first"):
             rank_policy.say(f"epoch: {self._epoch + 1} step: {step + 1}, loss is {loss}")
 
     def _raise_not_finite(self, step: int, loss: float) -> None:

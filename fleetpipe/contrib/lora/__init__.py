@@ -56,7 +56,9 @@ def adapt(
         ConfigError: The model is cut already, a target is in no path, or a layer is not linear. The
             model is unchanged.
     """
-    options = _Options(frozenset([targets] if isinstance(targets, str) else targets), rank, alpha)
+    options = _AdapterOptions(
+        frozenset([targets] if isinstance(targets, str) else targets), rank, alpha
+    )
     if isinstance(model, PipelineLayer):
         raise ConfigError(
             "adapters are put into a model before it is cut into stages",
@@ -66,17 +68,21 @@ def adapt(
             "..Pipe models of that library",
         )
     if isinstance(model, paddle.nn.Layer):
-        options.require_paths(path for path, _ in options.chosen(model))
+        options.require_paths(path for path, _ in options.target_layers(model))
         return options.put_into(model)
-    entries = [_entry(entry, options, index) for index, entry in enumerate(model)]
+    entries = [_adapted_entry(entry, options, index) for index, entry in enumerate(model)]
     paths: list[str] = []
     for index, layer in enumerate(Blueprints(entries)):
         if isinstance(layer, paddle.nn.Layer):
             built = layer is entries[index]
-            chosen = options.chosen(layer, str(index)) if built else _adapters(layer, str(index))
+            chosen = (
+                options.target_layers(layer, str(index))
+                if built
+                else _adapted_layers(layer, str(index))
+            )
             paths += (path for path, _ in chosen)
         if is_shared(entries[index]) and paths and paths[-1].startswith(f"{index}."):
-            raise _shared_weight(paths[-1])
+            raise _shared_weight_error(paths[-1])
     options.require_paths(paths)
     for index, entry in enumerate(entries):
         if isinstance(entry, paddle.nn.Layer):
@@ -104,7 +110,7 @@ def merge(model: Layer) -> Layer:
             fix="copy the pipeline to an adapted plain model first, by layers.copy_to(plain) or "
             "fleetpipe.load_single(plain, folder)",
         )
-    for _, layer in [*_adapters(model)]:
+    for _, layer in [*_adapted_layers(model)]:
         with paddle.no_grad():
             product = layer.lora_A.weight @ layer.lora_B.weight
             layer.weight.set_value(layer.weight + product * layer.lora_scale)
@@ -113,10 +119,11 @@ def merge(model: Layer) -> Layer:
     return model
 
 
-class _Options:
+class _AdapterOptions:
     """The options of ``adapt``: which layers get an adapter, of which rank and scale."""
 
     def __init__(self, targets: frozenset[str], rank: int, alpha: float) -> None:
+        """Takes and checks the arguments of :func:`adapt`; raises ConfigError if one is wrong."""
         require_whole("rank", rank, rule="rank is a number of 1 or more", fix="give such a number")
         if not 0 < alpha < math.inf:
             raise ConfigError(
@@ -127,35 +134,54 @@ class _Options:
         self._targets, self._rank, self._scale = targets, rank, alpha / rank
         self._text = f"rank {rank}, alpha {alpha:g}, targets {', '.join(sorted(targets))}"
 
-    def chosen(self, model: Layer, path: str = "") -> list[tuple[str, Any]]:
-        """Returns the path and layer of each target in a layer; refuses what takes no adapter."""
-        for name, _ in _adapters(model, path):
-            raise _adapted_before(name)
+    def target_layers(self, model: Layer, path: str = "") -> list[tuple[str, Any]]:
+        """Finds the layers within a model that get an adapter.
+
+        Args:
+            model: The model, or an entry of a list of layers.
+            path: The path of ``model`` itself.
+
+        Returns:
+            The path and the layer of each.
+
+        Raises:
+            ConfigError: One of them takes no adapter, or the model has adapters already.
+        """
+        for name, _ in _adapted_layers(model, path):
+            raise _already_adapted_error(name)
         layers = [*model.named_sublayers(prefix=path, include_self=True)]
-        users = Counter(id(p) for _, one in layers for p in parameters_in(one).values())
-        named = [(n, one) for n, one in layers if any(_ends(n, target) for target in self._targets)]
-        for name, layer in named:
+        users = Counter(id(p) for _, layer in layers for p in parameters_in(layer).values())
+        targets = [
+            (name, layer)
+            for name, layer in layers
+            if any(_ends_with(name, target) for target in self._targets)
+        ]
+        for name, layer in targets:
             _require_linear(layer, name)
             if users[id(layer.weight)] > 1:
-                raise _shared_weight(name)
-        return named
+                raise _shared_weight_error(name)
+        return targets
 
     def put_into(self, model: Layer, path: str = "") -> Layer:
         """Freezes a layer, and puts adapters into the targets in it; returns the layer."""
-        chosen = self.chosen(model, path)
+        chosen = self.target_layers(model, path)
         for parameter in model.parameters():
             parameter.stop_gradient = True
         for _, layer in chosen:
-            factors = _factors(layer, self._rank)
-            layer.lora_A, layer.lora_B = (one.to(dtype=layer.weight.dtype) for one in factors)
+            factors = _build_factors(layer, self._rank)
+            layer.lora_A, layer.lora_B = (f.to(dtype=layer.weight.dtype) for f in factors)
             layer.lora_scale, layer.lora_text = self._scale, self._text
-            layer.__class__ = _above(_Adapter, layer.__class__)
+            layer.__class__ = _subclass_with(_Adapter, layer.__class__)
         return model
 
     def require_paths(self, paths: Iterable[str]) -> None:
-        """Refuses targets that none of these paths ends with."""
+        """Raises ConfigError if a target is the end of no path of an adapted layer."""
         adapted = [*paths]
-        absent = [t for t in sorted(self._targets) if not any(_ends(name, t) for name in adapted)]
+        absent = [
+            target
+            for target in sorted(self._targets)
+            if not any(_ends_with(path, target) for path in adapted)
+        ]
         if absent or not adapted:
             raise ConfigError(
                 "there is no such layer to put an adapter into",
@@ -165,7 +191,8 @@ class _Options:
             )
 
 
-def _adapted_before(path: str) -> ConfigError:
+def _already_adapted_error(path: str) -> ConfigError:
+    """Returns the error for a model whose layer at ``path`` has an adapter already."""
     return ConfigError(
         "the model has adapters already, which others beside them would freeze",
         where=path,
@@ -173,7 +200,8 @@ def _adapted_before(path: str) -> ConfigError:
     )
 
 
-def _shared_weight(path: str) -> ConfigError:
+def _shared_weight_error(path: str) -> ConfigError:
+    """Returns the error for a target at ``path`` whose weight other layers use too."""
     return ConfigError(
         "an adapter beside a weight that several layers use would be merged into all of them",
         where=path,
@@ -194,7 +222,7 @@ class _Adapter(paddle.nn.Layer):
 class _AdaptedEntry:
     """The first base of the class of a description whose layer gets adapters when it is built."""
 
-    lora: tuple[_Options, str]
+    lora: tuple[_AdapterOptions, str]
 
     def build_layer(self, **lent: Tensor) -> Layer:
         """Builds the layer as it was described, and puts adapters into it."""
@@ -204,13 +232,21 @@ class _AdaptedEntry:
 
 
 @functools.cache
-def _above(mixin: Any, kind: Any) -> Any:
-    """Returns a subclass of ``mixin`` and ``kind`` with the name of ``kind``."""
+def _subclass_with(mixin: Any, kind: Any) -> Any:
+    """Returns a class with the bases ``mixin`` and ``kind``, and the name of ``kind``."""
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
-def _entry(entry: Entry, options: _Options, index: int) -> Entry:
-    """Returns an entry of a list of layers whose layer has adapters."""
+def _adapted_entry(entry: Entry, options: _AdapterOptions, index: int) -> Entry:
+    """Returns a description whose layer gets adapters when it is built.
+
+    Other entries, such as built layers and functions, are returned unchanged.
+
+    Args:
+        entry: An entry of a list of layers.
+        options: The options of the adapters.
+        index: The position of the entry in the list.
+    """
     if isinstance(entry, SeveralLayers):
         raise ConfigError(
             "a head in parts takes no adapter, and is not frozen by lora.adapt",
@@ -219,25 +255,30 @@ def _entry(entry: Entry, options: _Options, index: int) -> Entry:
             fix="describe the head as a layer like the others",
         )
     if isinstance(entry, _AdaptedEntry):
-        raise _adapted_before(str(index))
+        raise _already_adapted_error(str(index))
     if hasattr(entry, "build_layer"):
         entry = copy.copy(entry)
         entry.lora = options, str(index)
-        entry.__class__ = _above(_AdaptedEntry, entry.__class__)
+        entry.__class__ = _subclass_with(_AdaptedEntry, entry.__class__)
     return entry
 
 
-def _adapters(model: Layer, path: str = "") -> Iterator[tuple[str, Any]]:
+def _adapted_layers(model: Layer, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the path and the layer of each layer with an adapter; ``path`` is the model's own."""
     named = model.named_sublayers(prefix=path, include_self=True)
     return ((name, layer) for name, layer in named if isinstance(layer, _Adapter))
 
 
-def _ends(path: str, target: str) -> bool:
+def _ends_with(path: str, target: str) -> bool:
+    """Returns whether the last parts of a dotted path are ``target``."""
     return f".{path}".endswith(f".{target}")
 
 
-def _factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
-    """Returns ``lora_A`` and ``lora_B`` for a linear layer."""
+def _build_factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
+    """Builds ``lora_A`` [inputs, rank] and ``lora_B`` [rank, outputs] for a linear layer.
+
+    One of them is split over the ranks as the layer's own weight is.
+    """
     draws: Any = paddle.ParamAttr(
         initializer=paddle.nn.initializer.KaimingUniform(
             negative_slope=math.sqrt(5), nonlinearity="leaky_relu"
@@ -245,25 +286,29 @@ def _factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
     )
     zeros: Any = paddle.ParamAttr(initializer=paddle.nn.initializer.Constant(0.0))
     inputs, outputs = layer.weight.shape
-    whole = functools.partial(paddle.nn.Linear, bias_attr=False)
+    full = functools.partial(paddle.nn.Linear, bias_attr=False)
     if isinstance(layer, paddle.nn.Linear):
-        return whole(inputs, rank, draws), whole(rank, outputs, zeros)
+        return full(inputs, rank, draws), full(rank, outputs, zeros)
     kind: Any = type(layer)
-    cut = functools.partial(kind, has_bias=False, mp_group=layer.model_parallel_group)
+    sharded = functools.partial(kind, has_bias=False, mp_group=layer.model_parallel_group)
+    mp_ranks = layer.world_size
     if type(layer) is ColumnParallelLinear:
-        up = cut(rank, outputs * layer.world_size, zeros, gather_output=layer.gather_output)
-        return whole(inputs, rank, draws), up
-    down = cut(inputs * layer.world_size, rank, draws, input_is_parallel=layer.input_is_parallel)
-    return down, whole(rank, outputs, zeros)
+        up = sharded(rank, outputs * mp_ranks, zeros, gather_output=layer.gather_output)
+        return full(inputs, rank, draws), up
+    down = sharded(inputs * mp_ranks, rank, draws, input_is_parallel=layer.input_is_parallel)
+    return down, full(rank, outputs, zeros)
 
 
 def adapted_by(model: Layer) -> str:
     """Returns the rank, the alpha and the targets of a model's adapters; empty without any."""
-    return next((layer.lora_text for _, layer in _adapters(model)), "")
+    return next((layer.lora_text for _, layer in _adapted_layers(model)), "")
 
 
 def _require_linear(layer: Any, path: str) -> None:
-    """Refuses a layer that is not linear in its own weight, into which no adapter can be merged."""
+    """Raises ConfigError for a layer that does not multiply by its own weight.
+
+    An adapter could not be merged into its weight.
+    """
     kinds = (ColumnParallelLinear, RowParallelLinear)
     forward = getattr(type(layer), "forward", None)
     linear = type(layer) in kinds or forward is paddle.nn.Linear.forward
@@ -288,7 +333,7 @@ class BasePart:
     """
 
     #: The rank, alpha and targets of the adapters among the tensors; empty without any.
-    _adapters = ""
+    _adapter_text = ""
 
     def __init__(self, model: Layer) -> None:
         """Takes a pipeline, or a layer that is whole on this process. Not collective."""
@@ -300,7 +345,7 @@ class BasePart:
         of = layer if isinstance(layer, PipelineLayer) else NamedTensors.of_layer(layer)
         parts: ModelParts = of.checkpoint_part()
         return parts._replace(
-            adapters=self._adapters,
+            adapters=self._adapter_text,
             tensors={
                 name: local
                 for name, local in parts.tensors.items()
@@ -310,6 +355,7 @@ class BasePart:
         )
 
     def _has(self, name: str) -> bool:
+        """Returns whether the tensor with a fully qualified name is part of the checkpoint."""
         return {"lora_A", "lora_B"}.isdisjoint(name.split("."))
 
 
@@ -329,19 +375,26 @@ class TrainedPart(BasePart):
         self._names: set[str] | None = None
         super().__init__(model)
         tensors = self.checkpoint_part().tensors
-        names = [whole_name(n, local.tensor) for n, local in tensors.items() if _changes(n, local)]
-        here = names, adapted_by(self._model)
-        pipeline = isinstance(self._model, PipelineLayer)
-        parts = self._model.holders().all_gather(here) if pipeline else [here]
-        self._names = {name for part, _ in parts for name in part}
-        self._adapters = max(adapters for _, adapters in parts)
+        names = [
+            whole_name(n, local.tensor)
+            for n, local in tensors.items()
+            if _is_changed_by_training(n, local)
+        ]
+        of_rank = names, adapted_by(self._model)
+        is_pipeline = isinstance(self._model, PipelineLayer)
+        of_ranks = self._model.holders().all_gather(of_rank) if is_pipeline else [of_rank]
+        self._names = {name for rank_names, _ in of_ranks for name in rank_names}
+        self._adapter_text = max(text for _, text in of_ranks)
 
     def _has(self, name: str) -> bool:
         return self._names is None or name in self._names
 
 
-def _changes(name: str, local: LocalTensor) -> bool:
-    """Whether a step, or the forward of a batch norm, changes a tensor."""
+def _is_changed_by_training(name: str, local: LocalTensor) -> bool:
+    """Returns whether training changes a tensor: a step, or the forward of a batch norm.
+
+    A buffer counts as changed.
+    """
     tensor: Any = local.tensor
-    untrained = hasattr(tensor, "trainable") and tensor.stop_gradient
-    return not untrained or name.split(".")[-1] in ("_mean", "_variance")
+    is_frozen = hasattr(tensor, "trainable") and tensor.stop_gradient
+    return not is_frozen or name.split(".")[-1] in ("_mean", "_variance")
