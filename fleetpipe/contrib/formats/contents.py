@@ -1,7 +1,8 @@
 """A checkpoint of any format in memory: tensors that are read on demand, and other contents.
 
-The names are those of fleetpipe's own checkpoints: ``3.weight/moment1_0`` is the optimizer's, and a
-master weight has the name of its parameter.
+Tensors are in groups: model, optimizer, master weights. Their names are those of fleetpipe's own
+checkpoints: an optimizer's tensor is ``3.weight/moment1_0``, the parameter's name and its kind, and
+a master weight has the name of its parameter.
 """
 
 from __future__ import annotations
@@ -37,18 +38,22 @@ MOST_SHOWN = 10
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is read on demand.
+    """A tensor of a checkpoint, whose values are read on demand.
 
     Attributes:
         described: Its dtype and shape.
-        read_part: The function that :meth:`read` calls.
+        read_part: Reads a region of the tensor, or all of it for None; :meth:`read` calls it.
     """
 
     described: Described
     read_part: Callable[[Region | None], np.ndarray]
 
     def read(self, cut: Region | None = None) -> np.ndarray:
-        """Reads a part of the tensor, by default all, as unsigned integers with its bits."""
+        """Reads a region of the tensor, by default all of it.
+
+        Returns:
+            Unsigned integers that have the bits of the tensor's elements.
+        """
         return self.read_part(cut)
 
     def digest(self) -> str:
@@ -75,43 +80,48 @@ class Checkpoint:
     plain_order: tuple[str, ...] = ()
 
     def of(self, group: str) -> dict[str, LazyTensor]:
-        """Returns the tensors of a group by name."""
+        """Returns the tensors of a group, such as "model", by their names in it."""
         return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
 
     def with_plain_names(self) -> Checkpoint:
-        """Returns the checkpoint with the plain model's names, if they are known."""
-        plain = dict(zip(self.of(MODEL), self.plain_order))
+        """Returns the checkpoint with the names that the plain model has, where they are known."""
+        plain_names = dict(zip(self.of(MODEL), self.plain_order))
 
-        def renamed(name: TensorName) -> TensorName:
+        def plain_name(name: TensorName) -> TensorName:
             parameter, slash, kind = name.name.partition("/")
-            return name._replace(name=plain.get(parameter, parameter) + slash + kind)
+            return name._replace(name=plain_names.get(parameter, parameter) + slash + kind)
 
-        tensors = {renamed(name): tensor for name, tensor in self.tensors.items()}
+        tensors = {plain_name(name): tensor for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors, plain_order=())
 
     def plan_of_files(self) -> FilePlan:
-        """Plans the safetensors files of the checkpoint."""
+        """Returns which safetensors files a save of the checkpoint writes, and what is in each."""
         holdings = {name: Holding(one.described, None, False) for name, one in self.tensors.items()}
         return plan_files([Inventory(holdings)])
 
 
 def join_names(names: list[str]) -> str:
-    """Joins names for an error, at most ten."""
+    """Joins at most ten names for an error's text, and says how many more there are."""
     more = len(names) - MOST_SHOWN
     return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def bits(described: Described) -> np.dtype:
-    """Returns the dtype of arrays with the bits of a tensor."""
+def bits_dtype(described: Described) -> np.dtype:
+    """Returns the unsigned integer dtype of an array that holds a tensor's bits."""
     return np.dtype(f"u{described.itemsize}")
 
 
-def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
-    """Returns a tensor that a file stores row after row, as safetensors files do."""
+def lazy_stored_tensor(path: Path, stored: Stored) -> LazyTensor:
+    """Returns a tensor of a file that stores its rows one after another, as safetensors files do.
+
+    Args:
+        path: The file.
+        stored: The dtype, the shape and the place in the file.
+    """
 
     def read(cut: Region | None) -> np.ndarray:
         shape = stored.tensor.shape
-        array = np.empty(shape if cut is None else cut.part(shape), bits(stored.tensor))
+        array = np.empty(shape if cut is None else cut.part(shape), bits_dtype(stored.tensor))
         try:
             with FileIO(str(path)) as file:
                 tensors.read(file, stored, cut, memory_of(array))
@@ -122,30 +132,41 @@ def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
     return LazyTensor(stored.tensor, read)
 
 
-def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Whether parts cover a whole tensor without overlap.
+def cover_without_overlap(
+    boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]
+) -> bool:
+    """Returns whether boxes cover a whole tensor, and no two of them overlap.
 
     Args:
-        boxes: For each part its begin on each axis, and its shape.
+        boxes: For each box its begin on each axis, and its shape.
         shape: The shape of the whole tensor.
     """
-    parts = [(begin, [b + n for b, n in zip(begin, size)]) for begin, size in boxes]
-    if any(len(begin) != len(shape) or len(end) != len(shape) for begin, end in parts):
+    bounds = [(begin, [b + n for b, n in zip(begin, size)]) for begin, size in boxes]
+    if any(len(begin) != len(shape) or len(end) != len(shape) for begin, end in bounds):
         return False
-    edges = [
-        sorted({0, size, *(part[axis] for pair in parts for part in pair)})
-        for axis, size in enumerate(shape)
-    ]
-    if any(one[0] < 0 or one[-1] > size for one, size in zip(edges, shape)):
-        return False
-    counts = np.zeros([len(one) - 1 for one in edges], int)
-    for begin, end in parts:
-        counts[tuple(slice(*np.searchsorted(e, pair)) for e, *pair in zip(edges, begin, end))] += 1
+    # The bounds of all boxes cut the tensor into a grid, in which each box is some cells.
+    grid = []
+    for axis, size in enumerate(shape):
+        edges = sorted({0, size, *(corner[axis] for pair in bounds for corner in pair)})
+        if edges[0] < 0 or edges[-1] > size:
+            return False
+        grid.append(edges)
+    counts = np.zeros([len(edges) - 1 for edges in grid], int)
+    for begin, end in bounds:
+        cells = tuple(
+            slice(*np.searchsorted(edges, (first, last)))
+            for edges, first, last in zip(grid, begin, end)
+        )
+        counts[cells] += 1
     return bool((counts == 1).all())
 
 
 def lazy_array(path: Path, array: np.ndarray) -> LazyTensor:
-    """Returns a memory-mapped array of a file of ``paddle.save`` as a tensor."""
+    """Returns a memory-mapped array of a file of ``paddle.save`` as a tensor.
+
+    Raises:
+        CheckpointError: ``array`` is no array, or of a dtype that no tensor has.
+    """
     if not isinstance(array, np.ndarray):
         raise tensors.damage(path, f"a {type(array).__name__} in the place of a tensor")
     described = LocalTensor(array).described
@@ -155,7 +176,7 @@ def lazy_array(path: Path, array: np.ndarray) -> LazyTensor:
     def read(cut: Region | None) -> np.ndarray:
         values = array if cut is None else cut.taken_from(array)
         native = values.astype(values.dtype.newbyteorder("="), order="C", copy=False)
-        return native.view(bits(described))
+        return native.view(bits_dtype(described))
 
     return LazyTensor(described, read)
 
@@ -167,13 +188,13 @@ def memory_of(array: np.ndarray) -> memoryview:
 
 def paddle_tensor(tensor: LazyTensor) -> Any:
     """Reads a tensor as a Paddle tensor."""
-    made, memory = writer.empty(tensor.described)
+    value, memory = writer.empty(tensor.described)
     memory[:] = memory_of(np.ascontiguousarray(tensor.read()))
-    return made
+    return value
 
 
 def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
-    """Returns the state of a scheduler, if a folder has one.
+    """Returns the state of the learning rate's scheduler in a folder; None without one.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -182,8 +203,8 @@ def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
     return plain(fleet_files.arrays(path), SCHEDULER) if path.is_file() else None
 
 
-def write_rest(state: Checkpoint, folder: Path) -> None:
-    """Writes the scheduler's state, and copies the other files of the source.
+def write_scheduler_and_files(state: Checkpoint, folder: Path) -> None:
+    """Writes a checkpoint's scheduler state, and copies the files that are not read.
 
     Raises:
         OSError: A file cannot be written.

@@ -26,15 +26,15 @@ from fleetpipe.contrib.formats.contents import (
     SCHEDULER,
     Checkpoint,
     LazyTensor,
-    are_whole,
-    bits,
+    bits_dtype,
+    cover_without_overlap,
     join_names,
     lazy_array,
+    lazy_stored_tensor,
     other_files,
     paddle_tensor,
     scheduler_in,
-    stored_tensor,
-    write_rest,
+    write_scheduler_and_files,
 )
 from fleetpipe.errors import CheckpointError, ConfigError, is_shape
 from fleetpipe.fleet_files.pickled import PickledObject
@@ -48,8 +48,9 @@ RECORDS = frozenset(
     for module in (f"flex_checkpoint.{_METADATA_MODULE}", "checkpoint.metadata")
     for name in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
 )
-#: The prefix of names such as ``0.weight``: the language has no names that begin with a digit.
+#: The prefix of names such as ``0.weight`` in Paddle's language, where none begins with a digit.
 _NUMBERED = "numbered_"
+#: The places in a statement where it is put.
 _NUMBER = re.compile(r"(?<![\w.$])(?=\d+\.|\$LAYER_ID\.)")
 _MISFITS = (AssertionError, ValueError, LookupError, SyntaxError, RuntimeError)
 
@@ -59,7 +60,9 @@ FOLDERS = {
     OPTIMIZER: "optimizer_state",
     MASTER_WEIGHTS: "master_weight",
 }
+#: The endings of the file of metadata and of the ranks' files.
 _METADATA, _SHARD = ".metadata", ".distcp"
+#: The last part of the name of a master weight.
 _MASTER = "w_0"
 #: The most bytes of tensors in a file, which are in memory at once.
 SHARD_BYTES = 128 << 20
@@ -72,10 +75,10 @@ class Copied(NamedTuple):
 
     Attributes:
         source: The name of the tensor that it is read from.
-        taken: The part of the source.
-        put: The place in the new tensor.
-        orders: The permutations of its axes, one after another.
-        casts: The dtypes that it is cast to, one after another.
+        taken: The region of the source that is read.
+        put: The region of the new tensor that it becomes.
+        orders: The permutations of axes that are applied, one after another.
+        casts: The dtypes that the part is cast to, one after another.
     """
 
     source: str
@@ -85,7 +88,8 @@ class Copied(NamedTuple):
     casts: tuple[str, ...]
 
 
-def _module(name: str) -> Any:
+def _flex_checkpoint(name: str) -> Any:
+    """Imports a module of Paddle's ``flex_checkpoint``; raises ConfigError if it has none."""
     try:
         return importlib.import_module(f"paddle.distributed.flex_checkpoint.{name}")
     except ImportError:
@@ -96,18 +100,18 @@ def _module(name: str) -> Any:
 
 
 def metadata_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> Any:
-    """Returns the metadata of a checkpoint in which every tensor is whole.
+    """Returns Paddle's metadata of a checkpoint in which every tensor is whole.
 
     Args:
         tensors: The dtype, the shape and the file of each, by name.
     """
-    classes = _module(_METADATA_MODULE)
-    described, places = {}, {}
+    classes = _flex_checkpoint(_METADATA_MODULE)
+    described, files = {}, {}
     for name, (dtype, shape, file) in tensors.items():
         begin = (0,) * len(shape)
         described[name] = [classes.LocalTensorMetadata(begin, shape, dtype, shape)]
-        places[classes.LocalTensorIndex(name, begin, local_shape=shape)] = file
-    return classes.Metadata(described, places, {name: (name,) for name in tensors})
+        files[classes.LocalTensorIndex(name, begin, local_shape=shape)] = file
+    return classes.Metadata(described, files, {name: (name,) for name in tensors})
 
 
 def compose(
@@ -126,18 +130,17 @@ def compose(
     Raises:
         ConfigError: This Paddle has no such language, or a statement does not fit the model.
     """
-    described = _module("dcp.sharded_weight").ShardedWeightDesc
-    words = {_NUMBER.sub(_NUMBERED, name): one for name, one in shapes.items()}
-    shards = {
-        name: [described(name, shape, shape, (0,) * len(shape), dtype)]
-        for name, (dtype, shape) in words.items()
-    }
+    described = _flex_checkpoint("dcp.sharded_weight").ShardedWeightDesc
+    shards = {}
+    for name, (dtype, shape) in shapes.items():
+        word = _NUMBER.sub(_NUMBERED, name)
+        shards[word] = [described(word, shape, shape, (0,) * len(shape), dtype)]
     config = {
         "aoa_statements": [_NUMBER.sub(_NUMBERED, statement) for statement in statements],
         "aoa_config_reverse": reverse,
         "enable_traceback": False,
     }
-    new_engine = _module("aoa.aoa_engine").AOAEngine
+    new_engine = _flex_checkpoint("aoa.aoa_engine").AOAEngine
     try:
         engine = new_engine(config, shards, None)
     except _MISFITS as error:
@@ -152,7 +155,7 @@ def compose(
         # A tensor that no statement reads comes out under its own name.
         if word in engine.input_vars and word not in engine.intermediate_vars:
             unread.append(name)
-        outputs[name] = tuple(_copy_of(*part) for part in tensor.slices)
+        outputs[name] = tuple(_copied_part(*part) for part in tensor.slices)
     unknown = [name for name in outputs if "$" in name]
     if unknown:
         raise ConfigError(
@@ -163,34 +166,41 @@ def compose(
         )
     read = {part.source for parts in outputs.values() for part in parts}
     left_out = {word.removeprefix(_NUMBERED) for word in engine.need_remove_input_vars}
-    lost = [name for name in shapes if name not in read and name not in left_out]
-    if lost:
+    overwritten = [name for name in shapes if name not in read and name not in left_out]
+    if overwritten:
         raise ConfigError(
             "of statements that make the same tensor one would count alone",
-            got=f"nothing is made of {', '.join(lost[:10])}",
+            got=f"nothing is made of {', '.join(overwritten[:10])}",
             fix="give each tensor a name of its own; 'name -> _' leaves one out",
         )
     return outputs, unread
 
 
-def _copy_of(
+def _copied_part(
     source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str] | None
 ) -> Copied:
-    """Returns a part from Paddle's description, whose steps are permutations and dtypes."""
+    """Returns a part as Paddle's engine describes it.
+
+    Args:
+        source: The word of the source in Paddle's language.
+        taken: The region of the source.
+        put: The region of the new tensor.
+        steps: Permutations, such as ``"[1, 0]"``, and dtypes, as text; None for none.
+    """
     orders = tuple(ast.literal_eval(step) for step in steps or () if step.startswith("["))
     casts = tuple(step for step in steps or () if not step.startswith("["))
     return Copied(source.removeprefix(_NUMBERED), tuple(taken), tuple(put), orders, casts)
 
 
-class _Part(NamedTuple):
-    """The part of a tensor that one file has.
+class _StoredPart(NamedTuple):
+    """A part of a tensor, and the file that has it.
 
     Attributes:
         file: The file.
         name: The name of the tensor in the file.
-        begin: The begin of the part in the whole tensor, on each axis.
+        begin: The begin of the part in the full tensor, on each axis.
         shape: The shape of the part.
-        range: The range of the flattened part that the file has; None for all.
+        range: The range of the flattened part that the file has; None for all of it.
     """
 
     file: Path
@@ -200,33 +210,33 @@ class _Part(NamedTuple):
     range: tuple[int, int] | None
 
     def is_in(self, cut: Region | None) -> bool:
-        """Whether the part overlaps a region of the whole tensor; None is all of it."""
+        """Returns whether the part overlaps a region of the full tensor; None is all of it."""
         if cut is None:
             return True
         begin = self.begin[cut.axis]
         return begin < cut.stop and cut.start < begin + self.shape[cut.axis]
 
-    def put(self, values: np.ndarray, whole: np.ndarray) -> None:
-        """Copies the values of the part into the whole tensor."""
-        inner = whole[tuple(slice(b, b + n) for b, n in zip(self.begin, self.shape))]
+    def put(self, values: np.ndarray, full: np.ndarray) -> None:
+        """Copies the values of the part into the full tensor."""
+        region = full[tuple(slice(b, b + n) for b, n in zip(self.begin, self.shape))]
         if self.range is None:
-            inner[...] = values
+            region[...] = values
         else:
-            inner.flat[slice(*self.range)] = values
+            region.flat[slice(*self.range)] = values
 
 
-def is_there(folder: Path) -> bool:
-    """Whether a folder is a distributed checkpoint."""
+def is_distributed(folder: Path) -> bool:
+    """Returns whether a folder has files of a distributed checkpoint."""
     return any([*folder.glob(f"[0-9]*{_METADATA}"), *folder.glob(f"*{_SHARD}")])
 
 
 def is_formers(folder: Path) -> bool:
-    """Whether a folder has the subfolders of PaddleFormers' Trainer."""
-    return is_there(folder / FOLDERS[MODEL])
+    """Returns whether a folder has the subfolders of PaddleFormers' Trainer."""
+    return is_distributed(folder / FOLDERS[MODEL])
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Reads the metadata and the index of each file of tensors.
+    """Reads the metadata, and the names and shapes in each file of tensors.
 
     Raises:
         CheckpointError: A file is damaged or missing; the message names it.
@@ -235,19 +245,21 @@ def read_folder(folder: Path) -> Checkpoint:
     if is_formers(folder):
         contents = {
             TensorName(group, name): tensor
-            for group, inner in of_group.items()
-            if inner.is_dir()
-            for name, tensor in _rename(group, _Shards(inner).tensors)
+            for group, subfolder in of_group.items()
+            if subfolder.is_dir()
+            for name, tensor in _checkpoint_names(group, _ShardedFolder(subfolder).tensors)
         }
     else:
-        whole = _Shards(folder).tensors
-        contents = {_meaning(name, whole): tensor for name, tensor in whole.items()}
+        by_name = _ShardedFolder(folder).tensors
+        contents = {_tensor_name(name, by_name): tensor for name, tensor in by_name.items()}
     rest = other_files(folder, f"*{_METADATA}", f"*{_SHARD}", "*.safetensors", SCHEDULER)
     return Checkpoint(contents, None, scheduler_in(folder), rest)
 
 
-def _rename(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yields the tensors of a folder of PaddleFormers by the names of a ``Checkpoint``."""
+def _checkpoint_names(
+    group: str, named: Mapping[str, LazyTensor]
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Yields the tensors of one of PaddleFormers' folders, with their names in a ``Checkpoint``."""
     for name, tensor in named.items():
         parameter, _, kind = name.rpartition(".")
         if group == OPTIMIZER:
@@ -256,25 +268,34 @@ def _rename(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, 
             yield (parameter if group == MASTER_WEIGHTS else name), tensor
 
 
-def _meaning(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
-    """Returns a tensor's group and name; an optimizer's begins with its parameter's name."""
+def _tensor_name(name: str, tensors: Mapping[str, LazyTensor]) -> TensorName:
+    """Returns the group and name that a tensor of a single folder has in a ``Checkpoint``.
+
+    Args:
+        name: The name in the folder. That of an optimizer's tensor begins with its parameter's.
+        tensors: All tensors of the folder.
+    """
     parameter, _, kind = name.rpartition(".")
-    if parameter not in everything:
+    if parameter not in tensors:
         return TensorName(MODEL, name)
     if kind == _MASTER:
         return TensorName(MASTER_WEIGHTS, parameter)
     return TensorName(OPTIMIZER, f"{parameter}/{kind}")
 
 
-class _Shards:
-    """One folder with metadata and shards.
+class _ShardedFolder:
+    """One folder with a file of metadata and files of parts of tensors.
 
     Attributes:
-        tensors: All tensors, whole.
+        tensors: All tensors by name, joined from their parts when they are read.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the metadata and the indices of the files."""
+        """Reads the metadata, and the names and shapes in the files.
+
+        Raises:
+            CheckpointError: A file is damaged or missing.
+        """
         metadata_files = sorted(folder.glob(f"*{_METADATA}"))
         if len(metadata_files) != 1:
             raise CheckpointError(
@@ -288,12 +309,12 @@ class _Shards:
         metadata = fleet_files.record(self._path, RECORDS).fields
         try:
             self._described: dict[str, list[PickledObject]] = metadata["state_dict_metadata"]
-            self._places = {
-                (key.fields["tensor_key"], _place_of(key)): Path(file).name
+            self._file_of_part = {
+                (key.fields["tensor_key"], _position_of(key)): Path(file).name
                 for key, file in metadata["storage_metadata"].items()
             }
             self.tensors = {
-                name: self._whole_tensor(name, [*dict.fromkeys(self._parts_of(name))])
+                name: self._full_tensor(name, [*dict.fromkeys(self._parts_of(name))])
                 for name in self._described
             }
         except CheckpointError:
@@ -301,108 +322,125 @@ class _Shards:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise tensors.damage(self._path, f"{type(error).__name__}: {error}"[:200]) from error
 
-    def _parts_of(self, name: str) -> Iterator[_Part]:
+    def _parts_of(self, name: str) -> Iterator[_StoredPart]:
+        """Yields the parts of a tensor, as the metadata list them."""
         for record in self._described[name]:
-            place = _place_of(record)
-            if (name, place) not in self._places:
-                raise KeyError(f"no file for the part of {name!r} at {[*place[0]]}")
-            file = self._folder / self._places[name, place]
+            begin, flat_range = _position_of(record)
+            if (name, (begin, flat_range)) not in self._file_of_part:
+                raise KeyError(f"no file for the part of {name!r} at {[*begin]}")
+            file = self._folder / self._file_of_part[name, (begin, flat_range)]
             shape = tuple(record.fields["local_shape"])
-            yield _Part(file, name, place[0], shape, place[1])
+            yield _StoredPart(file, name, begin, shape, flat_range)
 
-    def _whole_tensor(self, name: str, parts: list[_Part]) -> LazyTensor:
-        pieces = [self._piece(part) for part in parts]
+    def _full_tensor(self, name: str, parts: list[_StoredPart]) -> LazyTensor:
+        """Returns a tensor that is joined from its parts when it is read.
+
+        Raises:
+            CheckpointError: The parts do not form the tensor.
+        """
+        stored = [self._tensor_of_part(part) for part in parts]
         fields = self._described[name][0].fields
-        dtype = fields.get("dtype") or pieces[0].described.dtype
+        dtype = fields.get("dtype") or stored[0].described.dtype
         ends = zip(*(map(sum, zip(part.begin, part.shape)) for part in parts))
         shape = tuple(fields.get("global_shape") or map(max, ends))
         described = Described(dtype, shape)
         if not all(map(is_shape, (shape, *(part.shape for part in parts)))):
             raise ValueError(f"{name!r} has no shape of a tensor")
-        if dtype not in CODES or any(piece.described.dtype != dtype for piece in pieces):
-            got = ", ".join(dict.fromkeys(piece.described.dtype for piece in pieces))
+        if dtype not in CODES or any(tensor.described.dtype != dtype for tensor in stored):
+            got = ", ".join(dict.fromkeys(tensor.described.dtype for tensor in stored))
             raise tensors.damage(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")
-        if not _are_whole(parts, shape):
+        if not _form_whole_tensor(parts, shape):
             places = join_names([f"{[*part.shape]} at {[*part.begin]}" for part in parts])
             raise tensors.damage(
                 self._path, f"parts that are not the whole of {name!r}, {described}: {places}"
             )
 
         def read(cut: Region | None) -> np.ndarray:
-            if len(pieces) == 1 and pieces[0].described.shape == shape:
-                return pieces[0].read(cut)
-            whole = np.empty(shape, bits(described))
-            for part, piece in zip(parts, pieces):
+            if len(stored) == 1 and stored[0].described.shape == shape:
+                return stored[0].read(cut)
+            full = np.empty(shape, bits_dtype(described))
+            for part, tensor in zip(parts, stored):
                 if part.is_in(cut):
-                    part.put(piece.read(), whole)
-            return whole if cut is None else cut.taken_from(whole)
+                    part.put(tensor.read(), full)
+            return full if cut is None else cut.taken_from(full)
 
         return LazyTensor(described, read)
 
-    def _piece(self, part: _Part) -> LazyTensor:
+    def _tensor_of_part(self, part: _StoredPart) -> LazyTensor:
         """Returns the tensor in a file for a part; raises CheckpointError if its size is wrong."""
         if part.file not in self._files:
-            self._files[part.file] = _contents(part.file)
-        piece = self._files[part.file].get(part.name)
-        if piece is None:
+            self._files[part.file] = _read_tensors(part.file)
+        tensor = self._files[part.file].get(part.name)
+        if tensor is None:
             raise tensors.damage(part.file, f"no {part.name!r}, which {self._path.name} has there")
         shape = part.shape if part.range is None else (part.range[1] - part.range[0],)
-        if piece.described.shape != shape:
-            got = f"{part.name!r} is {piece.described}, and {self._path.name} says {list(shape)}"
+        if tensor.described.shape != shape:
+            got = f"{part.name!r} is {tensor.described}, and {self._path.name} says {list(shape)}"
             raise tensors.damage(part.file, got)
-        return piece
+        return tensor
 
 
-def _are_whole(parts: Iterable[_Part], shape: tuple[int, ...]) -> bool:
-    """Whether parts form a whole tensor, and the flat ranges of each part form that part."""
+def _form_whole_tensor(parts: Iterable[_StoredPart], shape: tuple[int, ...]) -> bool:
+    """Returns whether parts form a full tensor, and the flat ranges of each part form that part."""
     ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for part in parts:
         flat = part.range or (0, math.prod(part.shape))
         ranges.setdefault((part.begin, part.shape), []).append(flat)
-    return are_whole(ranges, shape) and all(
-        are_whole([([begin], [end - begin]) for begin, end in flat], [math.prod(box)])
+    return cover_without_overlap(ranges, shape) and all(
+        cover_without_overlap([([begin], [end - begin]) for begin, end in flat], [math.prod(box)])
         for (_, box), flat in ranges.items()
     )
 
 
-def _place_of(record: PickledObject) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """Returns the begin of a part, and its range if it is flat."""
+def _position_of(record: PickledObject) -> tuple[tuple[int, ...], tuple[int, int] | None]:
+    """Returns the begin of the part that a record describes, and its range if it is flat."""
     flat = record.fields.get("flattened_range")
     return tuple(record.fields["global_offset"]), None if flat is None else (flat[0], flat[1])
 
 
-def _contents(path: Path) -> Mapping[str, LazyTensor]:
-    """Returns the tensors in a file of shards."""
+def _read_tensors(path: Path) -> Mapping[str, LazyTensor]:
+    """Returns the tensors in one of the ranks' files by name."""
     if path.suffix == ".safetensors" and path.is_file():
         layout = tensors.read_layout(path)
-        return {name: stored_tensor(path, stored) for name, stored in layout.tensors.items()}
+        return {name: lazy_stored_tensor(path, stored) for name, stored in layout.tensors.items()}
     return {name: lazy_array(path, array) for name, array in fleet_files.mapped(path).items()}
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
     """Writes a single folder for ``paddle.distributed.load_state_dict``."""
-    _write({_flat(name): tensor for name, tensor in state.tensors.items()}, folder)
-    write_rest(state, folder)
+    _write_shards(
+        {_distributed_name(name): tensor for name, tensor in state.tensors.items()}, folder
+    )
+    write_scheduler_and_files(state, folder)
 
 
 def write_formers(state: Checkpoint, folder: Path) -> None:
     """Writes a checkpoint for PaddleFormers' Trainer with ``flex_checkpoint``, its default."""
     for group, name in FOLDERS.items():
         (folder / name).mkdir()
-        of_group = {_flat(TensorName(group, n)): tensor for n, tensor in state.of(group).items()}
-        _write(of_group, folder / name)
-    write_rest(state, folder)
+        of_group = {
+            _distributed_name(TensorName(group, n)): tensor for n, tensor in state.of(group).items()
+        }
+        _write_shards(of_group, folder / name)
+    write_scheduler_and_files(state, folder)
 
 
-def _flat(name: TensorName) -> str:
+def _distributed_name(name: TensorName) -> str:
     """Returns the name of a tensor in a distributed checkpoint."""
     if name.group == MASTER_WEIGHTS:
         return f"{name.name}.{_MASTER}"
     return name.name.replace("/", ".") if name.group == OPTIMIZER else name.name
 
 
-def _write(named: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Writes metadata and shards of a limited size, as ``paddle.save`` writes whole files."""
+def _write_shards(named: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Writes metadata, and tensors in files of at most ``SHARD_BYTES``.
+
+    ``paddle.save`` has all tensors of a file in memory at once.
+
+    Args:
+        named: The tensors, by their names in the checkpoint.
+        folder: The folder to write into.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in named.items():

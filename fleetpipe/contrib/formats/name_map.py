@@ -20,7 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
-from fleetpipe.contrib.formats.contents import Checkpoint, LazyTensor, are_whole, bits, join_names
+from fleetpipe.contrib.formats.contents import (
+    Checkpoint,
+    LazyTensor,
+    bits_dtype,
+    cover_without_overlap,
+    join_names,
+)
 from fleetpipe.contrib.formats.distributed import Copied, compose
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.json_value import JsonValue, Source, read
@@ -28,17 +34,17 @@ from fleetpipe.mesh.parts import Described, Region
 
 _FOLDER = Path(__file__).parent / "names"
 #: The words of a statement that are no names of tensors: attributes, and patterns.
-_NO_NAME = re.compile(r"_?|.*[=*\[\]'].*|fused_(qkv|qkv_old|ffn)")
+_NOT_A_NAME = re.compile(r"_?|.*[=*\[\]'].*|fused_(qkv|qkv_old|ffn)")
 #: Stands for the number of each layer.
 _LAYER = "$LAYER_ID"
 _SOURCE = Source(
     "this is no map of names", ConfigError, "docs/checkpoints.md says what is in such a file"
 )
 
-#: The dtypes that can be cast, with the dtype of their bits: NumPy has no bfloat16.
-_CAST = {"float32": "u4", "float16": "u2", "bfloat16": "u2"}
+#: The dtypes that can be cast, each with NumPy's dtype of its bits: NumPy has no bfloat16.
+_BITS_BY_DTYPE = {"float32": "u4", "float16": "u2", "bfloat16": "u2"}
 #: The bits of the bfloat16 that Paddle makes of a NaN.
-_NO_NUMBER = 0x7FFF
+_NAN_BITS = 0x7FFF
 
 
 @dataclass(frozen=True)
@@ -68,22 +74,22 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
     Raises:
         ConfigError: There is no such file, or it is not a map.
     """
-    brought = {path.stem: path for path in _FOLDER.glob("*.json")}
-    path = brought.get(name, Path(name))
+    built_in = {path.stem: path for path in _FOLDER.glob("*.json")}
+    path = built_in.get(name, Path(name))
     if not path.is_file():
-        raise ConfigError(f"there is no map of names {name!r}", fix=nearest(name, brought))
+        raise ConfigError(f"there is no map of names {name!r}", fix=nearest(name, built_in))
 
-    def checked(value: JsonValue) -> NameMap:
+    def parse(value: JsonValue) -> NameMap:
         value.require_names(("aoa_statements", "optional_statements"))
         optional = value.get("optional_statements")
         texts = value["aoa_statements"].texts()
         return NameMap(texts, () if optional is None else optional.texts(), reverse, str(path))
 
-    return read(path, _SOURCE, checked)
+    return read(path, _SOURCE, parse)
 
 
 def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
-    """Returns a checkpoint with renamed tensors.
+    """Returns a checkpoint whose tensors are renamed, split and joined as a map says.
 
     Raises:
         CheckpointError: The checkpoint has tensors that the map does not cover, or lacks some.
@@ -91,7 +97,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
     """
     model = state.of(MODEL)
     shapes = {name: tensor.described for name, tensor in model.items()}
-    outputs, unread = compose(_fitting(names, model), names.reverse, shapes)
+    outputs, unread = compose(_statements_to_use(names, model), names.reverse, shapes)
     if unread:
         raise CheckpointError(
             f"the map of names does not speak of {len(unread)} tensors of the checkpoint",
@@ -99,21 +105,30 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
             fix="add a statement for each, 'name -> _' leaves one out; or take the map of this "
             "model, --reverse-names if it is for the other direction",
         )
-    contents = {TensorName(MODEL, name): _build(parts, model) for name, parts in outputs.items()}
+    contents = {
+        TensorName(MODEL, name): _joined_tensor(parts, model) for name, parts in outputs.items()
+    }
     for name, parts in outputs.items():
         for group, kind, sources in _optimizer_tensors(state):
             if all(part.source in sources for part in parts):
                 full = TensorName(group, f"{name}/{kind}" if kind else name)
-                # Powers of beta are one number, whatever the shape of the parameter.
-                uncast = [part._replace(casts=()) for part in parts]
-                one = sources[parts[0].source] if "pow" in kind else _build(uncast, sources)
-                contents[full] = one
+                if "pow" in kind:
+                    # Powers of beta are one number, whatever the shape of the parameter.
+                    contents[full] = sources[parts[0].source]
+                else:
+                    uncast = [part._replace(casts=()) for part in parts]
+                    contents[full] = _joined_tensor(uncast, sources)
     # The tensors are in the order of the statements.
     return replace(state, tensors=contents, plain_order=tuple(outputs))
 
 
 def _optimizer_tensors(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
-    """Returns the optimizer's tensors and master weights: group, kind, tensors by parameter."""
+    """Returns the tensors that go with parameters: the optimizer's, and the master weights.
+
+    Returns:
+        For each kind its group, the kind's name ("" for master weights), and the tensors by the
+        name of their parameter.
+    """
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in state.of(OPTIMIZER).items():
         parameter, _, kind = name.rpartition("/")
@@ -122,15 +137,24 @@ def _optimizer_tensors(state: Checkpoint) -> list[tuple[str, str, dict[str, Lazy
     return [*of_optimizer, (MASTER_WEIGHTS, "", state.of(MASTER_WEIGHTS))]
 
 
-def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
-    """Returns the statements to use; raises CheckpointError if some layer lacks a tensor."""
-    fitting = [*names.aoa_statements]
-    results = {name for one in fitting for name in _names(one, right=not names.reverse)}
-    inputs = {name for one in fitting for name in _names(one, right=names.reverse)}
-    layers = {pattern: _layers(pattern, model) for pattern in sorted(inputs)}
+def _statements_to_use(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
+    """Returns the statements that apply to a model, written for each layer where that is needed.
+
+    Args:
+        names: The map.
+        model: The tensors of the model, by name.
+
+    Raises:
+        CheckpointError: A tensor that a statement needs is missing, perhaps of some layer only.
+        ConfigError: The statements are in an order that loses a tensor.
+    """
+    statements = [*names.aoa_statements]
+    results = {n for s in statements for n in _names_on_side(s, right=not names.reverse)}
+    inputs = {n for s in statements for n in _names_on_side(s, right=names.reverse)}
+    layers = {pattern: _layer_numbers(pattern, model) for pattern in sorted(inputs)}
     # The inputs that another statement makes need not exist.
-    layers = {name: one for name, one in layers.items() if one or name not in results}
-    every = set().union(*(one for pattern, one in layers.items() if _LAYER in pattern))
+    layers = {name: numbers for name, numbers in layers.items() if numbers or name not in results}
+    every = set().union(*(numbers for name, numbers in layers.items() if _LAYER in name))
     for pattern, numbers in layers.items():
         lacking = sorted(every - numbers, key=int) if _LAYER in pattern else []
         if not numbers or lacking:
@@ -141,49 +165,63 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
                 fix="take the map of this model; copy the checkpoint again if it is cut short",
             )
     for statement in names.optional_statements:
-        if all(_layers(pattern, model) for pattern in _names(statement, right=names.reverse)):
-            fitting.append(statement)
-    _require_order(fitting, names.reverse, model)
+        if all(
+            _layer_numbers(pattern, model)
+            for pattern in _names_on_side(statement, right=names.reverse)
+        ):
+            statements.append(statement)
+    _require_order(statements, names.reverse, model)
     # Paddle expands $LAYER_ID only in names that the checkpoint has, and leaves out ("_") only
     # names without it. Other statements are written for each layer here.
-    made = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
+    results_only = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
     expanded: list[str] = []
-    for statement in fitting:
-        reads_made = not made.isdisjoint(_names(statement, right=names.reverse))
-        one_sided = sum(_LAYER in side for side in statement.split("->")) == 1
-        written = sorted(every, key=int) if reads_made or one_sided else [_LAYER]
-        expanded += (statement.replace(_LAYER, number) for number in written)
+    for statement in statements:
+        sources = _names_on_side(statement, right=names.reverse)
+        reads_result = not results_only.isdisjoint(sources)
+        is_one_sided = sum(_LAYER in side for side in statement.split("->")) == 1
+        numbers_to_write = sorted(every, key=int) if reads_result or is_one_sided else [_LAYER]
+        expanded += (statement.replace(_LAYER, number) for number in numbers_to_write)
     return expanded
 
 
 def _require_order(
     statements: Sequence[str], reverse: bool, model: Mapping[str, LazyTensor]
 ) -> None:
-    """Raises ``ConfigError`` if a statement reuses the name of a tensor that is read later."""
+    """Raises ``ConfigError`` if a statement reuses the name of a tensor that is read later.
+
+    Args:
+        statements: The statements, as they stand in the map.
+        reverse: Whether they are read from right to left, the last one first.
+        model: The tensors of the model, by name.
+    """
     read: set[str] = set()
-    made: set[str] = set()
+    written: set[str] = set()
     for statement in reversed(statements) if reverse else statements:
-        sources, results = ({*_names(statement, right=side)} for side in (reverse, not reverse))
-        lost = [name for name in sorted(sources & made - read) if _layers(name, model)]
-        if lost:
+        sources = {*_names_on_side(statement, right=reverse)}
+        results = {*_names_on_side(statement, right=not reverse)}
+        reused = [n for n in sorted(sources & written - read) if _layer_numbers(n, model)]
+        if reused:
             raise ConfigError(
                 "statements of the map put another tensor under a name before they read its own",
-                got=f"{statement!r}, after one that makes {', '.join(lost)}",
+                got=f"{statement!r}, after one that makes {', '.join(reused)}",
                 fix="read it first, under a name of its own: a -> t, b -> a, t -> b swaps two",
             )
         read |= sources
-        made |= results
+        written |= results
 
 
-def _names(statement: str, *, right: bool) -> list[str]:
+def _names_on_side(statement: str, *, right: bool) -> list[str]:
     """Returns the names, or patterns of names, on one side of a statement."""
     side = statement.split("->")[-1 if right else 0]
     words = (word.strip().removesuffix("^T") for word in side.split(","))
-    return [word for word in words if not _NO_NAME.fullmatch(word)]
+    return [word for word in words if not _NOT_A_NAME.fullmatch(word)]
 
 
-def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
-    """Returns the numbers of the layers with such a tensor; {""} for a name without $LAYER_ID."""
+def _layer_numbers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
+    """Returns the numbers of the layers that have a tensor of a pattern of names.
+
+    For a pattern without ``$LAYER_ID`` it returns ``{""}`` if there is such a tensor.
+    """
     if _LAYER not in pattern:
         return {""} if pattern in model or "$" in pattern else set()
     text = re.escape(pattern).replace(re.escape(_LAYER), r"(\d+)", 1)
@@ -191,21 +229,31 @@ def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
     return {match[1] for name in model if (match := expression.fullmatch(name))}
 
 
-def _build(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Returns a tensor that is joined from parts of others when it is read."""
-    described = _describe(parts, sources)
+def _joined_tensor(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Returns a tensor that is joined from parts of others when it is read.
+
+    Args:
+        parts: The parts, with their regions in the new tensor.
+        sources: The tensors of which they are parts, by name.
+    """
+    described = _describe_joined(parts, sources)
 
     def read(cut: Region | None) -> np.ndarray:
-        whole = np.empty(described.shape, bits(described))
+        full = np.empty(described.shape, bits_dtype(described))
         for part in parts:
-            whole[part.put] = _values(part, sources[part.source])
-        return whole if cut is None else cut.taken_from(whole)
+            full[part.put] = _read_part(part, sources[part.source])
+        return full if cut is None else cut.taken_from(full)
 
     return LazyTensor(described, read)
 
 
-def _describe(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
-    """Returns dtype and shape of a tensor that is joined from parts; raises if these do not fit."""
+def _describe_joined(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
+    """Returns the dtype and shape of a tensor that is joined from parts.
+
+    Raises:
+        CheckpointError: The parts have several dtypes, or a source has not the expected shape.
+        ConfigError: The parts cannot be joined.
+    """
     dtypes = {_dtype_of(part, sources[part.source].described.dtype) for part in parts}
     if len(dtypes) != 1:
         names = ", ".join(f"{p.source} {sources[p.source].described.dtype}" for p in parts)
@@ -228,9 +276,10 @@ def _describe(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Des
                 got=str(part.orders),
                 fix="give each axis once, from 0",
             )
-    shape = tuple(max(piece.stop for piece in pieces) for pieces in zip(*(p.put for p in parts)))
+    by_axis = zip(*(part.put for part in parts))
+    shape = tuple(max(interval.stop for interval in axis) for axis in by_axis)
     boxes = [([s.start for s in p.put], [s.stop - s.start for s in p.put]) for p in parts]
-    if not are_whole(boxes, shape):
+    if not cover_without_overlap(boxes, shape):
         raise ConfigError(
             "tensors of these shapes cannot be joined",
             got=join_names([f"{p.source} {[*sources[p.source].described.shape]}" for p in parts]),
@@ -242,7 +291,7 @@ def _describe(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Des
 def _dtype_of(part: Copied, dtype: str) -> str:
     """Returns the dtype of a part after its casts."""
     for target in part.casts:
-        if not {dtype, target} <= _CAST.keys():
+        if not {dtype, target} <= _BITS_BY_DTYPE.keys():
             raise ConfigError(
                 f"{part.source!r} cannot be cast from {dtype} to {target}",
                 expected="float32, float16 or bfloat16",
@@ -252,7 +301,8 @@ def _dtype_of(part: Copied, dtype: str) -> str:
     return dtype
 
 
-def _values(part: Copied, source: LazyTensor) -> np.ndarray:
+def _read_part(part: Copied, source: LazyTensor) -> np.ndarray:
+    """Reads a part of a tensor, and permutes and casts it; returns the bits."""
     array, dtype = source.read()[part.taken], source.described.dtype
     for order in part.orders:
         array = array.transpose(order)
@@ -283,9 +333,9 @@ def _cast(values: np.ndarray, source: str, target: str) -> np.ndarray:
         floats = values.view(source)
     if target == "bfloat16":
         numbers = floats.astype("f4", copy=False)
-        whole = numbers.view("u4")
-        rounded = (whole + 0x7FFF + ((whole >> 16) & 1)) >> 16
-        return np.where(np.isnan(numbers), _NO_NUMBER, rounded).astype("u2")
+        bits = numbers.view("u4")
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(numbers), _NAN_BITS, rounded).astype("u2")
     with np.errstate(over="ignore", under="ignore"):
-        made: np.ndarray = floats.astype(target)
-    return made.view(_CAST[target])
+        result: np.ndarray = floats.astype(target)
+    return result.view(_BITS_BY_DTYPE[target])
