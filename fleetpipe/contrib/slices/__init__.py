@@ -1,6 +1,7 @@
-"""Cuts sequences into slices, and keeps values of layers for later slices.
+"""Cuts sequences into slices (sequence chunks), and keeps values of layers for later slices.
 
-If a schedule cuts the sequences of micro-batches into slices, each slice is a unit. A layer whose
+Some schedules cut the sequences of each micro-batch into slices: parts of consecutive positions,
+which run through the pipeline one after another as a micro-batch does otherwise. A layer whose
 positions depend on earlier positions (causal attention, a recurrent net) asks for the values that
 it kept in earlier slices (``earlier``), and keeps its own for later ones (``keep``)::
 
@@ -41,7 +42,8 @@ from fleetpipe.schedules import Schedule
 
 __all__ = ["earlier", "keep"]
 
-_running: list[_Slice | _Backward] = []
+#: The slices whose forward or backward runs in this process, the innermost one last.
+_running: list[_Slice | _SliceBackward] = []
 
 #: How sequences are cut: into so many slices of nearly equal lengths, or into slices whose lengths
 #: have these proportions.
@@ -51,13 +53,13 @@ Slicing = int | tuple[int, ...]
 Bounds = list[tuple[int, int]]
 
 #: The layers of Paddle, and of its tensor parallelism, that compute each position by itself.
-_PLACE_BY_PLACE = (
+_POSITIONWISE_LAYERS = (
     *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
     *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
 )
 #: The functions of these names, in whichever module of Paddle's they are defined.
-_FUNCTIONS = {
+_POSITIONWISE_FUNCTIONS = {
     getattr(paddle.nn.functional, name)
     for name in ("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "swish", "tanh", "sigmoid")
 }
@@ -68,15 +70,16 @@ class _Slice:
     """One slice of a micro-batch in one stage, with the values that its layers keep."""
 
     def __init__(self, earlier: list[_Slice]) -> None:
+        """Begins a slice that comes after ``earlier`` ones of its micro-batch."""
         self.before = list(earlier)
         #: By the id of a layer the value that it kept, within the graph of this slice.
         self.kept: dict[int, Nest] = {}
         #: By the id of a layer the leaves that later slices get in place of that value.
-        self.handed: dict[int, Nest] = {}
+        self.leaves: dict[int, Nest] = {}
 
 
-class _Backward(NamedTuple):
-    """A slice whose backward runs, in which layers cannot keep values."""
+class _SliceBackward(NamedTuple):
+    """Stands in ``_running`` for a slice whose backward runs, where layers cannot keep values."""
 
 
 def earlier(layer: Layer) -> list[Nest]:
@@ -91,8 +94,8 @@ def earlier(layer: Layer) -> list[Nest]:
     Raises:
         UsageError: The layer is called again in a backward, by recompute.
     """
-    now = _now()
-    return [] if now is None else [one.handed[id(layer)] for one in now.before]
+    now = _current_slice()
+    return [] if now is None else [slice_.leaves[id(layer)] for slice_ in now.before]
 
 
 def keep(layer: Layer, value: Nest) -> None:
@@ -107,7 +110,7 @@ def keep(layer: Layer, value: Nest) -> None:
         UsageError: The layer kept something in this slice already; or it is called again in a
             backward, by recompute.
     """
-    now = _now()
+    now = _current_slice()
     if now is None:
         return
     if id(layer) in now.kept:
@@ -117,13 +120,17 @@ def keep(layer: Layer, value: Nest) -> None:
             fix="keep one value, a tuple say; build a layer for each call",
         )
     now.kept[id(layer)] = value
-    now.handed[id(layer)] = map_tensors(leaf_like, value)
+    now.leaves[id(layer)] = map_tensors(leaf_like, value)
 
 
-def _now() -> _Slice | None:
-    """Returns the slice whose forward runs; None if sequences are whole."""
+def _current_slice() -> _Slice | None:
+    """Returns the slice whose forward runs; None if sequences are whole.
+
+    Raises:
+        UsageError: A backward runs, in which recompute calls a layer again.
+    """
     now = _running[-1] if _running else None
-    if isinstance(now, _Backward):
+    if isinstance(now, _SliceBackward):
         raise UsageError(
             "a layer that keeps values between slices is called again in a backward",
             cause="recompute, which cannot tell slices apart",
@@ -133,13 +140,13 @@ def _now() -> _Slice | None:
 
 
 @contextmanager
-def again() -> Iterator[Mapping[int, Nest]]:
+def repeat_slice() -> Iterator[Mapping[int, Nest]]:
     """While it is open, layers may run the current slice several times, to be measured.
 
     Yields:
         The values that they keep, by the layer's id; empty if sequences are whole.
     """
-    now = _now()
+    now = _current_slice()
     if now is None:
         yield {}
         return
@@ -152,10 +159,12 @@ def again() -> Iterator[Mapping[int, Nest]]:
 
 
 class SliceStates(UnitStates):
-    """The slices of a batch with their values, by stage and micro-batch, until their backwards."""
+    """The slices of a batch with the values that layers keep, until their backwards have run."""
 
     def __init__(self, slices: int) -> None:
+        """Begins a batch whose micro-batches have ``slices`` slices each."""
         self._slices = slices
+        #: By stage and micro-batch the slices whose forward has run, and whose backward has not.
         self._kept: dict[tuple[int, int], list[_Slice]] = {}
 
     @contextmanager
@@ -181,12 +190,12 @@ class SliceStates(UnitStates):
         last = self._kept[stage, number // self._slices][-1]
         tensors, grads = [], []
         for layer, value in last.kept.items():
-            leaves = differentiable(last.handed[layer])
+            leaves = differentiable(last.leaves[layer])
             for tensor, leaf in zip(differentiable(value), leaves):
                 if leaf.grad is not None:
                     tensors.append(tensor)
                     grads.append(leaf.grad)
-        _running.append(_Backward())
+        _running.append(_SliceBackward())
         try:
             yield tensors, grads
         finally:
@@ -201,7 +210,7 @@ class SliceStates(UnitStates):
 
 
 def slices_in(slicing: Slicing) -> int:
-    """Returns the number of slices."""
+    """Returns into how many slices a sequence is cut."""
     return slicing if isinstance(slicing, int) else len(slicing)
 
 
@@ -221,7 +230,7 @@ def cut_sequences(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
             tensors of a micro-batch have different lengths.
     """
     return MicroBatches(
-        *(_of_all(part, slicing, name) for part, name in zip(batches, batches._fields))
+        *(_slices_of_all(part, slicing, name) for part, name in zip(batches, batches._fields))
     )
 
 
@@ -271,7 +280,8 @@ def part_of(value: Nest, begin: int, end: int) -> Nest:
     return map_tensors(lambda tensor: tensor[:, begin:end], value)
 
 
-def _of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:
+def _slices_of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:
+    """Returns the slices of all micro-batches in a list, in order; None if there is no list."""
     if values is None:
         return None
     return [
@@ -304,25 +314,32 @@ def slice_shares(
         [
             share
             for label, cut in zip(batches.labels, cuts)
-            for share in _shares(function, label, cut)
+            for share in _loss_shares(function, label, cut)
         ]
         for function in functions
     ]
 
 
-def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
-    """Returns the shares of the slices of one micro-batch."""
-    counts = [places_in(function, part_of(label, *slice_)).mean_over for slice_ in cut]
+def _loss_shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
+    """Returns the share of each slice in the loss of one micro-batch.
+
+    Args:
+        function: The loss function: a mean over some positions, or a sum.
+        label: The labels of the micro-batch.
+        cut: The bounds of its slices.
+    """
+    counts = [places_in(function, part_of(label, begin, end)).mean_over for begin, end in cut]
     if None in counts:  # a sum
         return [Fraction(1)] * len(cut)
     total = sum(counts)
     if not total:
-        return [Fraction(end - begin, cut[-1][1]) for begin, end in cut]
+        _, length = cut[-1]
+        return [Fraction(end - begin, length) for begin, end in cut]
     return [count / total for count in counts]
 
 
 class SequenceChunks(Units):
-    """The units of a batch whose sequences are cut into slices.
+    """The units of a batch whose sequences are cut into slices: each slice of each micro-batch.
 
     Attributes:
         slicing: How sequences are cut.
@@ -350,7 +367,7 @@ class SequenceChunks(Units):
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
         """See :meth:`Units.again`."""
-        return again()
+        return repeat_slice()
 
     def lengths(self, value: Nest) -> list[int]:
         """See :meth:`Units.lengths`."""
@@ -370,7 +387,14 @@ def sequence_chunks(
     parts_of_sequences: int,
     delays_weights: bool,
 ) -> Units:
-    """Returns the slices of a schedule that cuts sequences as units.
+    """Returns the units of a batch under a schedule that cuts sequences: its slices.
+
+    Args:
+        schedule: The schedule.
+        config: The options of the pipeline.
+        layers: The model.
+        parts_of_sequences: The number of ranks that share each sequence, sep times cp.
+        delays_weights: Whether ``delay_scale_loss`` weights the losses at the end of a batch.
 
     Raises:
         ConfigError: A layer does not take slices, or another option does not work with slices.
@@ -407,7 +431,10 @@ def sequence_chunks(
 
 
 def require_sliceable(entries: Sequence[Any]) -> None:
-    """Refuses a list of layers if one may compute something wrong for a slice of a sequence.
+    """Checks that no layer of a list computes something wrong for a slice of a sequence.
+
+    Args:
+        entries: Layers, functions, and descriptions of layers.
 
     Raises:
         ConfigError: A layer or function is not one of Paddle's that compute each position by
@@ -420,16 +447,13 @@ def require_sliceable(entries: Sequence[Any]) -> None:
         if function is not None
     )
     for number, function in functions:
-        kind = (
-            function
-            if isinstance(function, type) or not hasattr(function, "forward")
-            else type(function)
-        )
+        is_layer = hasattr(function, "forward") and not isinstance(function, type)
+        kind = type(function) if is_layer else function
         name = getattr(kind, "__name__", repr(kind))
-        is_sliceable = kind in _FUNCTIONS or (
-            name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
+        is_positionwise = kind in _POSITIONWISE_FUNCTIONS or (
+            name in _POSITIONWISE_LAYERS and kind.__module__.startswith(_PADDLES)
         )
-        if not is_sliceable and getattr(kind, "takes_slices", False) is not True:
+        if not is_positionwise and getattr(kind, "takes_slices", False) is not True:
             raise ConfigError(
                 f"layer {number}, {name}, does not say that it takes slices of a sequence",
                 cause="a schedule with slices gives a layer a part of the sequence at a time; one "
