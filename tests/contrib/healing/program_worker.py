@@ -67,7 +67,7 @@ def main() -> None:
 
     steps, *words = sys.argv[1:]
     Deaths.wanted = {*words}
-    Segment._mark = dying(Segment._mark, "kept")  # type: ignore[method-assign]
+    Segment._mark_slot = dying(Segment._mark_slot, "kept")  # type: ignore[method-assign]
     forward, update = StaticStage.forward, Compiled.step
 
     def last_forward(stage: StaticStage, number: int, micro_batch: int, inputs: Any) -> Any:
