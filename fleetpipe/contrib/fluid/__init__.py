@@ -31,7 +31,7 @@ _functional = paddle.nn.functional
 FLUID = "paddle.fluid"
 
 #: The modules of Paddle in which a name of ``paddle.fluid`` is looked up, in this order.
-_HOMES = (
+_SEARCHED_MODULES = (
     "paddle",
     "paddle.static",
     "paddle.static.nn",
@@ -46,7 +46,7 @@ _HOMES = (
     "paddle.utils",
     "paddle.base",
 )
-#: Names that have changed, and parts that were dropped from names.
+#: Older names, with the names that have replaced them.
 _RENAMED = {
     "elementwise_sub": "subtract",
     "elementwise_mul": "multiply",
@@ -71,7 +71,8 @@ _RENAMED = {
     "GradientClipByNorm": "ClipGradByNorm",
     "GradientClipByValue": "ClipGradByValue",
 }
-_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regularizer)$")
+#: The parts of older names that Paddle has dropped, as in ``reduce_sum`` and ``AdamOptimizer``.
+_DROPPED_PARTS = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regularizer)$")
 
 
 def conv2d(
@@ -89,7 +90,7 @@ def conv2d(
 ) -> Variable:
     """Convolves images with new trainable filters."""
     layer = paddle.nn.Conv2D(
-        _channels(input, data_format),
+        _channel_count(input, data_format),
         num_filters,
         filter_size,
         stride,
@@ -114,7 +115,7 @@ def batch_norm(
 ) -> Variable:
     """Normalises each channel over a micro-batch, and learns its scale and offset."""
     layer = paddle.nn.BatchNorm(
-        _channels(input, data_layout),
+        _channel_count(input, data_layout),
         param_attr=param_attr,
         bias_attr=bias_attr,
         data_layout=data_layout,
@@ -177,11 +178,12 @@ def embedding(
     return layer(input)
 
 
-def _channels(images: Variable, data_format: _Format) -> int:
+def _channel_count(images: Variable, data_format: _Format) -> int:
     return int(images.shape[1 if data_format == "NCHW" else -1])
 
 
 def _activate(value: Variable, act: str | None) -> Variable:
+    """Applies the activation that ``act`` names, if any."""
     return getattr(_functional, act)(value) if act else value
 
 
@@ -200,7 +202,10 @@ class Older(NamedTuple):
 
 
 class _CPUPlace(paddle.CPUPlace):
-    """Replaces ``paddle.CUDAPlace`` if there is no GPU, where Paddle's own ends the process."""
+    """Replaces ``paddle.CUDAPlace`` on machines without a GPU; Paddle's own ends the process there.
+
+    The number of a GPU that a script passes has no effect.
+    """
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -243,23 +248,23 @@ class FluidImport(FleetPipeError, ImportError):
     """Raised for an import that ``paddle.fluid`` does not have under fleetpipe."""
 
 
-class _Module(ModuleType):
+class _FluidModule(ModuleType):
     """``paddle.fluid``, or a module of it."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise FluidName(**_error_of(f"{self.__name__}.{name}"))
+        raise FluidName(**_error_arguments(f"{self.__name__}.{name}"))
 
 
 def _refuse_import(fullname: str) -> None:
-    """Raises FluidImport for modules below ``paddle.fluid`` that do not exist."""
+    """Raises FluidImport for a module below ``paddle.fluid`` that no finder has found before."""
     if fullname.startswith(f"{FLUID}."):
-        raise FluidImport(**_error_of(fullname))
+        raise FluidImport(**_error_arguments(fullname))
 
 
-def _error_of(name: str) -> dict[str, Any]:
-    """Returns the arguments of the error for a name of ``paddle.fluid``."""
+def _error_arguments(name: str) -> dict[str, Any]:
+    """Returns the arguments of the error for a name of ``paddle.fluid`` that does not exist."""
     today = name_today(name)
     return {
         "summary": f"{name} is gone since Paddle 2.5, and is not among the names that fleetpipe "
@@ -278,55 +283,65 @@ def name_today(old: str) -> str | None:
         old: The older name; only its last part counts.
     """
     last = old.rpartition(".")[2]
-    for name in (_RENAMED.get(last, last), _LEFT_OUT.sub("", last)):
-        for home in _HOMES:
-            if getattr(importlib.import_module(home), name, None) is not None:
-                return f"{home}.{name}"
+    for name in (_RENAMED.get(last, last), _DROPPED_PARTS.sub("", last)):
+        for module in _SEARCHED_MODULES:
+            if getattr(importlib.import_module(module), name, None) is not None:
+                return f"{module}.{name}"
     return None
 
 
 @contextmanager
 def provide() -> Iterator[None]:
-    """While it is open, Paddle has the names of the table."""
+    """While it is open, Paddle has the names of the table :data:`NAMES`."""
     with ExitStack() as undo:
         finder = Finder(_refuse_import)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
         for name in NAMES:
             if not _paddle_has(name):
-                _put(name, undo)
+                _add_name(name, undo)
         yield
 
 
 def _paddle_has(name: Older) -> bool:
-    """Whether this Paddle itself has a working object under the name."""
+    """Returns whether this Paddle itself has a working object under the name, which stays."""
     if name.old == "static.nn.embedding":
         return not paddle.base.framework.use_pir_api()
     return name.old == "CUDAPlace" and device_kind() == "gpu"
 
 
-def _put(name: Older, undo: ExitStack) -> None:
-    """Adds a name to Paddle, and the modules above it that do not exist."""
+def _add_name(name: Older, undo: ExitStack) -> None:
+    """Adds a name to Paddle, and the modules above it that do not exist.
+
+    Args:
+        name: The name.
+        undo: Gets the functions that remove them again.
+    """
     path, _, last = f"paddle.{name.old}".rpartition(".")
     value = name.stand_in or _object_at(name.today)
-    undo.enter_context(replaced((_owner(path, undo), last, value)))
+    undo.enter_context(replaced((_module_or_class_at(path, undo), last, value)))
     if isinstance(value, ModuleType):
         sys.modules[f"{path}.{last}"] = value
         undo.callback(sys.modules.pop, f"{path}.{last}", None)
 
 
-def _owner(path: str, undo: ExitStack) -> Any:
-    """Returns the module or class at a path, and makes it if it is below ``paddle.fluid``."""
+def _module_or_class_at(path: str, undo: ExitStack) -> Any:
+    """Returns the module or class at a dotted path; makes a missing module of ``paddle.fluid``.
+
+    Args:
+        path: The path.
+        undo: Gets the functions that remove what is made.
+    """
     if not f"{path}.".startswith(f"{FLUID}."):
         return _object_at(path)
     if path not in sys.modules:
-        module = _Module(path)
+        module = _FluidModule(path)
         # A package, so that imports from it reach the finder.
         module.__path__ = []
         sys.modules[path] = module
         undo.callback(sys.modules.pop, path, None)
         above, _, last = path.rpartition(".")
-        undo.enter_context(replaced((_owner(above, undo), last, module)))
+        undo.enter_context(replaced((_module_or_class_at(above, undo), last, module)))
     return sys.modules[path]
 
 
