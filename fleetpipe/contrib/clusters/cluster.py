@@ -183,6 +183,7 @@ def _interpolate(curve: Curve, size: float) -> float:
 
 
 def _read_cluster(content: JsonValue) -> Cluster:
+    """Reads a cluster from the content of its file, and compares its figures with each other."""
     cluster = content.record(Cluster, _read_rate, **_READERS)
     fastest = max(speed for curve in cluster.flops.values() for _, speed in curve)
     if cluster.peak < fastest:
@@ -198,6 +199,7 @@ def _read_curves(value: JsonValue) -> dict[str, Curve]:
 
 
 def _read_curve(value: JsonValue) -> Curve:
+    """Reads FLOP/s: one number, or a list of pairs of a size and FLOP/s."""
     if not isinstance(value.content, list):
         return ((1.0, _read_rate(value)),)
     points = [tuple(map(_read_rate, point.items())) for point in value.items()]

@@ -85,6 +85,7 @@ def _describe_layout(estimate: StepEstimate) -> str:
 
 
 def _layout_row(estimate: StepEstimate) -> tuple[str, ...]:
+    """Returns the row of a layout in the table of the best layouts."""
     layout = estimate.layout
     return (
         str(layout),
@@ -275,6 +276,7 @@ def _parse_only(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def _parse_recompute(text: str) -> str:
+    """Parses a value of ``--only recompute=``."""
     if text not in RECOMPUTES:
         raise argparse.ArgumentTypeError(
             f"invalid recompute: {text!r}; give {', '.join(RECOMPUTES)}"

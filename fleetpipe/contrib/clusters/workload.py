@@ -267,7 +267,7 @@ class _CostsOnOneRank:
         )
 
     def _weight_product_seconds(self) -> float:
-        """Returns the seconds of a block's products with its weights."""
+        """Returns the seconds of the products with a block's weight matrices, forward."""
         model, tensor = self.model, self.layout.tensor
 
         def product(rows: float, columns: float, inner: float) -> float:
@@ -414,6 +414,7 @@ def read_model(path: str | Path) -> Workload:
 
 
 def _read_content(content: JsonValue) -> Workload:
+    """Reads a model from the content of its file: a transformer's sizes, or a profile."""
     if "transformer" in content.fields():
         content.require_names(["transformer"])
         return Transformer.of(content["transformer"])

@@ -186,6 +186,7 @@ def _repeat_heads(tensor: Tensor, ranks: int) -> Tensor:
 
 
 def _heads_error(heads: int, ranks: int, expected: str) -> ConfigError:
+    """Returns the error for a number of heads that sep ranks cannot share."""
     return ConfigError(
         f"{heads} heads cannot be shared out to sep_degree={ranks} ranks",
         expected=expected,

@@ -178,7 +178,7 @@ class Ring:
         self._documents = [_split_documents(part, len(self._bounds[0])) for part in gathered]
 
     def cut(self, values: Tensor) -> list[Chunk]:
-        """Cuts this rank's values into chunks ``[.., positions, size]``."""
+        """Cuts this rank's values ``[.., positions, size]`` into its chunks."""
         rank = self._group.rank
         return [
             self._chunk(rank, number, part)
@@ -278,8 +278,9 @@ class _RingAttention(paddle.autograd.PyLayer):
         values = (queries, output, log_total, _by_head(grad, queries.shape[1]))
         tiles = []
         for chunks in zip(*(ring.cut(value) for value in values)):
-            for query_tile, *others in zip(*(chunk.tiles() for chunk in chunks)):
-                tiles.append(AttentionBackward(query_tile, *(tile.values for tile in others)))
+            for query_tile, *result_tiles in zip(*(chunk.tiles() for chunk in chunks)):
+                results = (tile.values for tile in result_tiles)
+                tiles.append(AttentionBackward(query_tile, *results))
         key_chunks = ring.cut(keys)
         totals: list[Tensor] = [_gradient_of_chunk(tiles, c, ring.causal) for c in key_chunks]
         for turn in ring.rounds():
