@@ -79,10 +79,7 @@ def row_of(table: Table, value: object) -> str | None:
     """
     members = [(name, member) for name, member in vars(value).items() if callable(member)]
     for kind in type(value).__mro__:
-        if any(
-            f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names
-            for package, names in table.items()
-        ):
+        if _has_class(table, kind):
             replaced = [
                 (name, member)
                 for name, member in members
@@ -92,6 +89,14 @@ def row_of(table: Table, value: object) -> str | None:
             return kind.__name__ if fits else None
         members += vars(kind).items()
     return None
+
+
+def _has_class(table: Table, kind: type) -> bool:
+    """Returns whether a class is in a table, under its name and a package that it is in."""
+    return any(
+        f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names
+        for package, names in table.items()
+    )
 
 
 def _only_logs(name: str, method: object, value: object, kind: type) -> bool:

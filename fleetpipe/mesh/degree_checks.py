@@ -192,18 +192,15 @@ def require_degree(name: str, degree: Any, least: int = 1) -> None:
 
 def require_order(order: Sequence[str], axes: Collection[str]) -> None:
     """Refuses an order of ranks with an unknown axis or with an axis twice."""
-    wrong = next(
-        (axis for index, axis in enumerate(order) if axis not in axes or axis in order[:index]),
-        None,
-    )
-    if wrong is not None:
-        raise ConfigError(
-            "hybrid_configs['order'] names axes, each once",
-            where="strategy.hybrid_configs",
-            expected=f"some of {', '.join(axes)}; those left out are put where Fleet has them",
-            got=f"{wrong!r} in {order!r}",
-            fix="name each axis once" if wrong in axes else nearest(str(wrong), axes),
-        )
+    for index, axis in enumerate(order):
+        if axis not in axes or axis in order[:index]:
+            raise ConfigError(
+                "hybrid_configs['order'] names axes, each once",
+                where="strategy.hybrid_configs",
+                expected=f"some of {', '.join(axes)}; those left out are put where Fleet has them",
+                got=f"{axis!r} in {order!r}",
+                fix="name each axis once" if axis in axes else nearest(str(axis), axes),
+            )
 
 
 def sharding_stage(strategy: Any) -> int:
