@@ -135,13 +135,13 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
             _detach_micro_batch(item, f"{path}[{index}]", keeps) for index, item in enumerate(value)
         ]
     if isinstance(value, tuple):
-        parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
-        indices = range(_common_length(parts, cut, path))
-        return [rebuild(value, [part and part[index] for part in parts]) for index in indices]
+        items = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
+        indices = range(_common_length(items, cut, path))
+        return [rebuild(value, [item and item[index] for item in items]) for index in indices]
     if isinstance(value, dict):
-        named = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
-        indices = range(_common_length(list(named.values()), cut, path))
-        return [{key: part and part[i] for key, part in named.items()} for i in indices]
+        by_key = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
+        indices = range(_common_length(list(by_key.values()), cut, path))
+        return [{key: item and item[i] for key, item in by_key.items()} for i in indices]
     raise _no_tensor_error(value, path)
 
 
@@ -195,18 +195,18 @@ def _take_micro_batches(data: Iterator[Nest], count: int, keeps_graph: bool) -> 
     return MicroBatches(inputs, labels)
 
 
-def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str) -> int:
+def _common_length(items: list[list[Nest] | None], cut: MicroBatchCut, path: str) -> int:
     """Returns the number of micro-batches into which all items of a container were cut.
 
     Args:
-        parts: The micro-batches of each item; None for an item that is None.
+        items: The micro-batches of each item; None for an item that is None.
         cut: The sizes of the micro-batches.
         path: The name of the container in messages.
 
     Raises:
         ConfigError: The items have different numbers.
     """
-    lengths = {len(part) for part in parts if part is not None} or {cut.steps}
+    lengths = {len(item) for item in items if item is not None} or {cut.steps}
     if len(lengths) > 1:
         raise ConfigError(
             f"the parts of {path} do not have the same number of micro-batches",

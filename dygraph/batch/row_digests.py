@@ -287,11 +287,11 @@ class RankData:
             ranks = pkgutil.resolve_name("fleetpipe.contrib.sequences:sequence_ranks")()
             inputs, labels = ranks.whole_batch((inputs, labels))
         replicas = self._job.replicas().all_gather((inputs, labels))
-        everyone = MicroBatches(
+        of_all_replicas = MicroBatches(
             [value for inputs_of_one, _ in replicas for value in inputs_of_one],
             [value for _, labels_of_one in replicas for value in labels_of_one],
         )
-        return MicroBatches(inputs, labels), everyone
+        return MicroBatches(inputs, labels), of_all_replicas
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
         """Returns on every rank the values of the last stage's owners. Collective over the job.

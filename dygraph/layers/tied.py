@@ -295,30 +295,30 @@ def refuse_split(
         ConfigError: Two layers on different ranks share a parameter, or a ``LocalSharedLayerDesc``
             key.
     """
-    keys: dict[str, int] = {}
+    first_of_keys: dict[str, int] = {}
     for index, entry in enumerate(entries):
         if not descriptions.is_local(entry):
             continue
-        other = keys.setdefault(entry.layer_name, index)
-        if rank_of_layer(other) != rank_of_layer(index):
+        first_index = first_of_keys.setdefault(entry.layer_name, index)
+        if rank_of_layer(first_index) != rank_of_layer(index):
             raise ConfigError(
                 "LocalSharedLayerDesc shares weights within one rank",
-                where=f"layers {other} and {index} of the list, key {entry.layer_name!r}",
-                expected=f"both on rank {rank_of_layer(other)}",
-                got=f"the ranks {rank_of_layer(other)} and {rank_of_layer(index)}",
+                where=f"layers {first_index} and {index} of the list, key {entry.layer_name!r}",
+                expected=f"both on rank {rank_of_layer(first_index)}",
+                got=f"the ranks {rank_of_layer(first_index)} and {rank_of_layer(index)}",
                 fix="use SharedLayerDesc, which shares between ranks too, or a schedule under "
                 "which both are on one rank: DualPipeV has the first and the last stage there",
             )
-    first: dict[int, int] = {}
+    first_uses: dict[int, int] = {}
     for index, layer in enumerate(blueprints):
         shares = descriptions.is_shared(entries[index]) or not isinstance(layer, paddle.nn.Layer)
         for parameter in () if shares else layer.parameters():
-            other = first.setdefault(id(parameter), index)
-            if rank_of_layer(other) != rank_of_layer(index):
+            first_index = first_uses.setdefault(id(parameter), index)
+            if rank_of_layer(first_index) != rank_of_layer(index):
                 raise ConfigError(
                     "two layers on different ranks have the same parameter",
-                    where=f"layers {other} and {index} of the list",
-                    got=f"{parameter.name}, on the ranks {rank_of_layer(other)} and "
+                    where=f"layers {first_index} and {index} of the list",
+                    got=f"{parameter.name}, on the ranks {rank_of_layer(first_index)} and "
                     f"{rank_of_layer(index)}",
                     fix="describe both as SharedLayerDesc with one key",
                 )

@@ -174,7 +174,10 @@ class OwnedStages:
         return False
 
     def edges(self, training: bool) -> Sequence[Edge] | None:
-        """Returns the edges between stages, in training or evaluation; None for a list."""
+        """Returns the edges between stages in a training batch or an evaluation; None for a chain.
+
+        In a chain each stage takes what the one before returns.
+        """
         return None
 
     def function(self, stage: int) -> Run:

@@ -198,8 +198,8 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     """
     clips: dict[int, GlobalNormClip] = {}
     job = current_job()
-    for place in clip_places(optimizer):
-        stock = place.clip
+    for location in clip_places(optimizer):
+        stock = location.clip
         if not require_clip(stock, job):
             continue
         if isinstance(stock, GLOBAL_NORM_CLIPS):
@@ -207,13 +207,13 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
                 clips.setdefault(id(stock), stock)
             elif id(stock) not in clips:
                 clips[id(stock)] = GlobalNormClip(stock)
-            place.put(clips[id(stock)])
+            location.put(clips[id(stock)])
         elif (
             type(stock) is paddle.nn.ClipGradByNorm
             and job is not None
             and (job.shard[1] > 1 or job.sums_by_tree)
         ):
-            place.put(SlicedNormClip(stock))
+            location.put(SlicedNormClip(stock))
     return list(dict.fromkeys(clips.values()))
 
 

@@ -282,8 +282,8 @@ def share_in_mean(counted: int, group: Group) -> Fraction:
         counted: The number of values over which this member averages, such as rows.
         group: The members.
     """
-    everyone = group.all_gather(counted)
-    return Fraction(counted * group.ranks, sum(everyone))
+    counts = group.all_gather(counted)
+    return Fraction(counted * group.ranks, sum(counts))
 
 
 def _require_dense(parameter: Tensor) -> None:

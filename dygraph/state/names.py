@@ -393,8 +393,8 @@ class ModelState:
             name: whole_value(tensor, tensor) for name, tensor in self.local_tensors().items()
         }
         merged: dict[str, Tensor] = {}
-        for part in self._group().all_gather(local_tensors):
-            for name, tensor in part.items():
+        for of_rank in self._group().all_gather(local_tensors):
+            for name, tensor in of_rank.items():
                 merged.setdefault(name, tensor)
         slots = sorted(self.slots(), key=lambda slot: not is_shared(slot.name))
         gone = [slot.name for slot in slots if slot.name not in merged]
