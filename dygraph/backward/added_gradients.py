@@ -225,7 +225,7 @@ class Crossing(NamedTuple):
 
     def plain(self) -> list[list[MeetingFields]]:
         """Returns the crossing as lists and tuples, to send to other ranks."""
-        return [[tuple(meeting) for meeting in meetings] for meetings in self]
+        return [[(m.edges, m.outputs, m.ways) for m in meetings] for meetings in self]
 
     @classmethod
     def from_plain(cls, plain: list[list[MeetingFields]]) -> Crossing:

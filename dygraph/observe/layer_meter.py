@@ -398,18 +398,17 @@ def layer_costs(
     """
     costs: list[LayerCost] = []
     free = math.inf
-    for name, sample, (trained, untrained, of_experts) in zip(names, samples, sizes):
+    for name, run, (trained, untrained, of_experts) in zip(names, samples, sizes):
         # A layer releases no memory of its input that an earlier layer saves.
-        releases, free = min(sample.releases, free), sample.free
+        releases, free = min(run.releases, free), run.free
         costs.append(
             LayerCost(
-                *(name, sample.forward, sample.backward, sample.input_grad, sample.weight_grad),
-                *(trained, trained, untrained, int(sample.output), int(sample.held)),
-                *(int(releases), int(sample.held_split), int(sample.waiting)),
-                *(int(sample.working), int(sample.saved), int(sample.exchanges)),
-                *(int(sample.exchanged), sample.expert_share, of_experts, int(sample.routed)),
-                *(int(sample.queries), int(sample.keys), tuple(sample.heads)),
-                tuple(map(tuple, sample.loads)),
+                *(name, run.forward, run.backward, run.input_grad, run.weight_grad),
+                *(trained, trained, untrained, int(run.output), int(run.held), int(releases)),
+                *(int(run.held_split), int(run.waiting), int(run.working), int(run.saved)),
+                *(int(run.exchanges), int(run.exchanged), run.expert_share, of_experts),
+                *(int(run.routed), int(run.queries), int(run.keys), tuple(run.heads)),
+                tuple(map(tuple, run.loads)),
             )
         )
     return costs
