@@ -142,7 +142,7 @@ class Program:
         # Other seeds in each fork, as in new processes.
         random.seed()
         importlib.import_module("numpy").random.seed()
-        importlib.import_module("fleetpipe.paddle_api.random").seed_anew()
+        importlib.import_module("fleetpipe.paddle_api.random").seed_from_system()
         signal.set_wakeup_fd(-1)
         for number in _HANDLED - {signal.SIGINT}:
             signal.signal(number, signal.SIG_DFL)

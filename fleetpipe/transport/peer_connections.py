@@ -174,9 +174,9 @@ def _require_same_secret(facts_by_rank: Mapping[int, Mapping[str, str]], rank: i
 
 def _require_same_tcp(facts_by_rank: Mapping[int, Mapping[str, str]]) -> None:
     """Refuses ranks of one host of which only some use TCP within it."""
-    first: dict[str, int] = {}
+    first_of_host: dict[str, int] = {}
     for peer, facts in facts_by_rank.items():
-        other = first.setdefault(facts["host"] or f"rank {peer}", peer)
+        other = first_of_host.setdefault(facts["host"] or f"rank {peer}", peer)
         if facts["tcp"] != facts_by_rank[other]["tcp"]:
             raise TransportError(
                 f"rank {other} and rank {peer} of one host would not meet",
@@ -258,12 +258,12 @@ class PendingConnection:
     def __init__(
         self, sock: socket.socket, exchange: handshake.Exchange, dialled: _Dialled | None = None
     ) -> None:
-        """Runs ``exchange`` on a non-blocking socket.
+        """Begins a handshake; :meth:`advance` goes on with it.
 
         Args:
-            sock: The socket.
+            sock: The connected socket, non-blocking.
             exchange: This end's side of the handshake.
-            dialled: The address to which this end connected; None if the other end connected.
+            dialled: The target to which this end connected; None if the other end connected.
         """
         self.sock = sock
         self.dialled = dialled
