@@ -291,23 +291,23 @@ def compare_edges(
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
     """
-    found: dict[tuple[int, str], Difference] = {}  # by stage and path
+    first_by_value: dict[tuple[int, str], Difference] = {}  # by stage and path
     for ours, expected in (
         (pipeline.arrived, reference.arrived),
         (pipeline.used, reference.used),
     ):
-        stages_with_difference = {stage for stage, _ in found}
+        stages_with_difference = {stage for stage, _ in first_by_value}
         stages_here = {key.stage for key in ours} - stages_with_difference
         for key, gradient in expected.items():
-            if key.stage not in stages_here or (key.stage, key.path) in found:
+            if key.stage not in stages_here or (key.stage, key.path) in first_by_value:
                 continue
             unit = key._replace(micro_batch=first * units.count + key.micro_batch)
             lost = " (lost)" if ours.get(unit) is None else ""
             name = f"{name_of(key.stage)}, value{key.path}{lost}, {units.name(key.micro_batch)}"
             difference = _compare_gradient(name, step, ours.get(unit), gradient)
             if difference:
-                found[key.stage, key.path] = difference
-    return list(found.values())
+                first_by_value[key.stage, key.path] = difference
+    return list(first_by_value.values())
 
 
 def _compare_gradient(

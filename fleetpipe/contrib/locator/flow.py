@@ -123,8 +123,8 @@ class StepBesideTwin:
         Their coordinates on all other axes are equal; ``rank`` itself is one of them.
         """
         ignored = dict.fromkeys(axes, 0)
-        others = {**self.ranks[rank].coordinate, **ignored}
-        return [n for n in among if {**self.ranks[n].coordinate, **ignored} == others]
+        fixed = {**self.ranks[rank].coordinate, **ignored}
+        return [n for n in among if {**self.ranks[n].coordinate, **ignored} == fixed]
 
     def axis_of(self, wrong: Iterable[int], among: Iterable[int]) -> str:
         """Returns the axis whose coordinate decides which ranks are wrong; "" if none does.

@@ -204,8 +204,8 @@ class _Comparison:
         for rank in self._step.job.ranks:
             axes = ("dp", "sharding", "sep", "cp", "ep", *more)
             coordinate = tuple(rank.coordinate.get(axis, 0) for axis in axes)
-            if coordinate not in losses and (own := _losses_of_rank(rank, self._step.number)):
-                losses[coordinate] = own
+            if coordinate not in losses and (of_rank := _losses_of_rank(rank, self._step.number)):
+                losses[coordinate] = of_rank
         return losses
 
     def _adds_up_along_mp(self, ratio: float, expected: float, tolerance: float) -> bool:

@@ -134,8 +134,8 @@ class ParameterChecks:
                 return self._describe(name, "initial", bad, cause, axis, worst)
         if self._step.number or not axes or full is None:
             return None
-        first, *others = [by_rank[members[0]] for members in by_shard.values()]
-        if others and first.std() > 0 and all(same_numbers(first, shard) for shard in others):
+        first, *further = [by_rank[members[0]] for members in by_shard.values()]
+        if further and first.std() > 0 and all(same_numbers(first, shard) for shard in further):
             return self._describe(name, "initial", by_rank, locator.SAME_SHARDS, axes[0], 1.0)
         return self._find_misplaced(name, by_rank, full, axes)
 
