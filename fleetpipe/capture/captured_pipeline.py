@@ -80,7 +80,7 @@ class OwnedNodes(OwnedStages):
             functions: The functions of the entries of these stages, by the number of the entry.
             uses: Returns the parameters and buffers of each entry of the whole model.
         """
-        self._captures, self.borders, self._uses = captures, stages, uses
+        self._captures, self.borders, self._tensors_of_entries = captures, stages, uses
         self._partition, self.owned, self.functions = partition, owned, functions
 
     @property
@@ -125,7 +125,7 @@ class OwnedNodes(OwnedStages):
 
         Tensors that no node uses in training belong to the entry of the inputs.
         """
-        tensors = self._uses()
+        tensors = self._tensors_of_entries()
         return {n: [tensor for tensor in tensors[n] if has_memory(tensor)] for n in self.functions}
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
@@ -136,7 +136,9 @@ class OwnedNodes(OwnedStages):
         Raises:
             ConfigError: Nodes of one stage use the same parameter.
         """
-        parameters = {n: [*filter(is_parameter, used)] for n, used in enumerate(self._uses())}
+        parameters = {
+            n: [*filter(is_parameter, used)] for n, used in enumerate(self._tensors_of_entries())
+        }
         return Uses(self._by_stage(parameters, of_losses), _refuse_slots, shared)
 
     def cut_places(self) -> tuple[int, ...]:
@@ -260,7 +262,7 @@ class CapturedPipeline(PipelineLayer):
             stages = self._head.stages(self.captures, lambda: self.training, head, self.placement)
         owned = {i: functions[i] for stage in self._owned for i in self.partition.range_of(stage)}
         self.__dict__["owned_stages"] = OwnedNodes(
-            *(self.captures, stages, self.partition, self._owned, owned, self._uses)
+            *(self.captures, stages, self.partition, self._owned, owned, self._tensors_of_entries)
         )
         users = stages_using(
             self.plain, lambda stage: self._nodes_of([stage]), self.placement.stages
@@ -397,10 +399,10 @@ class CapturedPipeline(PipelineLayer):
         """Returns the name of each entry, and the elements of parameters no earlier one uses."""
         return [
             LayerInfo(entry.__name__, sum(math.prod(t.shape) for t in new if not t.stop_gradient))
-            for entry, new in zip(self._layers_desc, first_uses(self._uses()))
+            for entry, new in zip(self._layers_desc, first_uses(self._tensors_of_entries()))
         ]
 
-    def _uses(self) -> list[list[Tensor]]:
+    def _tensors_of_entries(self) -> list[list[Tensor]]:
         """Returns the parameters and buffers that each entry uses.
 
         Those that no entry uses count as used by the first entry.

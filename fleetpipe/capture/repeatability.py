@@ -73,6 +73,7 @@ def with_another_row(capturer: Capturer) -> Nest | None:
         return None
 
     def longer(tensor: Tensor) -> Tensor:
+        """Returns a tensor with its first row repeated at the end."""
         if not tensor.ndim:
             return tensor
         return map_numbers(tensor, lambda numbers: np.concatenate([numbers, numbers[:1]]))

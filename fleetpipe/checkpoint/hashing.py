@@ -43,6 +43,7 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
     ranks, local = Ranks.of_job(), dict[TensorName, LocalTensor]()
 
     def digests_here() -> tuple[str, list[str]]:
+        """Returns this rank's inventory as JSON, and the digest of each of its parts."""
         tensors_here = Objects(model, names=names).required_model().local_tensors()
         local.update({name: one for name, one in tensors_here.items() if name.group == MODEL})
         # The digest of a part is computed as if the part were a tensor.

@@ -158,7 +158,7 @@ class CheckpointManager:
             optimizer: As for :meth:`save`; needs ``model`` as well, which names its parameters.
             lr_scheduler: As for :meth:`save`.
             scaler: As for :meth:`save`.
-            data: As for :meth:`save`: ``set_state_dict`` gets what ``state_dict`` returned.
+            data: As for :meth:`save`: ``set_state_dict`` gets activity ``state_dict`` returned.
             state: As for :meth:`save`. A number or text is replaced in the dict.
             only: The objects to restore, as ``("model",)``; any of ``model``, ``optimizer``,
                 ``lr_scheduler``, ``scaler``, ``data``, ``state``, ``random``. None restores all.
@@ -236,15 +236,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: It is another script; every rank raises.
         """
-        ranks, what = Ranks.of_job(), "asking which script has saved"
+        ranks, activity = Ranks.of_job(), "asking which script has saved"
 
-        def names() -> list[Any]:
+        def current_and_saved() -> list[Any]:
+            """Returns this rank's script, and on rank 0 the newest step and its script."""
             steps = run_folder.complete_steps(self._home) if ranks.rank == 0 else {}
             step, folder = [*steps.items()][-1] if steps else (0, None)
             saved = {} if folder is None else manifest.read_manifest(folder).script
             return [current_script(), step, dict(saved)]
 
-        script, step, saved = ranks.together(what, names)[0]
+        script, step, saved = ranks.together(activity, current_and_saved)[0]
         if not script or not saved or os.environ.get("FLEETPIPE_OTHER_SCRIPT") == "1":
             return True
         if saved.get("name") != script["name"]:

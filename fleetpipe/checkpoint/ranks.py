@@ -118,11 +118,11 @@ class Ranks:
             stages=Part(at.pp, degrees.pp),
         )
 
-    def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
+    def together(self, activity: str, act: Callable[[], Result]) -> list[Result]:
         """Calls ``act`` on every rank, and returns the results of all, by rank. Collective.
 
         Args:
-            what: A phrase for messages that says what the ranks do, as ``saving step 3``.
+            activity: A phrase for messages that says what the ranks do, as ``saving step 3``.
             act: Returns texts, numbers, None, or lists and dicts of these.
 
         Raises:
@@ -135,10 +135,10 @@ class Ranks:
             return [act()]  # the job has ended: each rank acts for itself
         if self.job is not None and self.job.healing is not None:
             self.job.healing.hinder("the script saves or restores within its step")
-        guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
+        guard = nullcontext() if self.job is None else self.job.guarded(lambda: activity)
         if self.job is not None:
             # Without the arguments, since paths may differ between ranks.
-            self.job.call(f"is {what}", kind=what.partition(" ")[0])
+            self.job.call(f"is {activity}", kind=activity.partition(" ")[0])
         value: Result | None = None
         cause: Exception | None = None
         with guard:
@@ -149,7 +149,7 @@ class Ranks:
             failure = None if cause is None else str(cause)
             answers = self._group.all_gather((failure, value))
         try:
-            self._raise_first([failure for failure, _ in answers], what, cause)
+            self._raise_first([failure for failure, _ in answers], activity, cause)
         finally:
             del cause  # its traceback has this frame, and so what `act` refers to
         return [value for _, value in answers]
@@ -182,12 +182,14 @@ class Ranks:
         """The transport to the other ranks, and the time limit of waits in seconds."""
         return cast(DirectGroup, self._group).transport, cast(Job, self.job).timeout
 
-    def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
+    def _raise_first(
+        self, failures: list[str | None], activity: str, cause: Exception | None
+    ) -> None:
         """Raises the error of the first rank that failed, if one did.
 
         Args:
             failures: The text of each rank's error; None for a rank that succeeded.
-            what: A phrase that says what failed.
+            activity: A phrase that says what failed.
             cause: This rank's own error; None if it succeeded.
         """
         texts = {rank: text for rank, text in enumerate(failures) if text is not None}
@@ -201,7 +203,7 @@ class Ranks:
         failed = [other for other in texts if other != rank]
         also = f" (and ranks {failed})" if failed else ""
         raise CheckpointError(
-            f"{what} failed on rank {rank} of the job{also}: {text.splitlines()[0]}",
+            f"{activity} failed on rank {rank} of the job{also}: {text.splitlines()[0]}",
             cause="\n    ".join(text.splitlines()[1:]) or None,
             fix="mend what is said of that rank; no rank has changed anything",
         ) from cause

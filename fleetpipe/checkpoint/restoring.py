@@ -54,24 +54,24 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
         CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
             raises; no value has changed.
     """
-    what = f"restoring step {step!r}"
+    activity = f"restoring step {step!r}"
 
     def choose() -> str:
         return retention.step_folder(step).name if ranks.rank == 0 else ""
 
-    folder = retention.run_directory / ranks.together(what, choose)[0]
-    return restore_from(ranks, what, lambda: (StepReader(folder), objects))
+    folder = retention.run_directory / ranks.together(activity, choose)[0]
+    return restore_from(ranks, activity, lambda: (StepReader(folder), objects))
 
 
 @dynamic_mode()
 def restore_from(
-    ranks: Ranks, what: str, begin: Callable[[], tuple[SavedStep, Objects]]
+    ranks: Ranks, activity: str, begin: Callable[[], tuple[SavedStep, Objects]]
 ) -> Restored:
     """Restores objects from a checkpoint that each rank opens. Collective over ``ranks``.
 
     Args:
         ranks: All ranks of the job.
-        what: A phrase for messages, as ``restoring step 3``.
+        activity: A phrase for messages, as ``restoring step 3``.
         begin: Opens the checkpoint; returns it, and the objects to restore.
 
     Raises:
@@ -79,11 +79,11 @@ def restore_from(
     """
     attempt = _Attempt(begin)
     try:
-        ranks.together(what, lambda: attempt.prepare(ranks))
+        ranks.together(activity, lambda: attempt.prepare(ranks))
     except BaseException:
         attempt.abandon()
         raise
-    ranks.together(what, attempt.fill)
+    ranks.together(activity, attempt.fill)
     attempt.finish(ranks.coordinates)
     manifest = attempt.reader.manifest
     return Restored(manifest.step, attempt.state["extra"], manifest.metrics)

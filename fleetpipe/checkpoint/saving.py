@@ -208,12 +208,13 @@ class Saver:
         optimizer = objects.optimizer_part(model)
         of_optimizer = {} if optimizer is None else optimizer.local_tensors()
         kind = None if optimizer is None else optimizer.kind
-        what = f"saving step {step}"
+        activity = f"saving step {step}"
         script = objects.script_part(ranks.coordinates)
         of_rank = {**model.local_tensors(), **of_optimizer, **script.local_tensors()}
-        local = _with_replica_statistics(ranks, what, of_rank)
+        local = _with_replica_statistics(ranks, activity, of_rank)
 
         def facts() -> dict[str, Json]:
+            """Returns what this rank tells the others, after a check of its model."""
             model.require_no_added_parameters()
             state = objects.training_state(model).collect()
             if objects.state is not None:
@@ -223,10 +224,10 @@ class Saver:
                 ranks, step, f"{kind} {Inventory.of(local).to_json()}", state
             )
 
-        everyone = ranks.together(what, facts)
+        everyone = ranks.together(activity, facts)
         draft = self._run_directory / everyone[0]["draft"]
         try:
-            prepared = self._prepare(ranks, what, everyone, local, model, kind)
+            prepared = self._prepare(ranks, activity, everyone, local, model, kind)
             plan = prepared.plan
             texts = {**prepared.indexes, training_state.FILE: _merge_states_text(step, everyone)}
             manifest = replace(
@@ -259,11 +260,11 @@ class Saver:
         if self._key not in _unsettled:
             return
         ranks, writing, _ = _unsettled[self._key]
-        what = f"saving step {writing.task.manifest.step}"
-        if not wait and any(ranks.together(what, lambda: writing.running)):
+        activity = f"saving step {writing.task.manifest.step}"
+        if not wait and any(ranks.together(activity, lambda: writing.running)):
             return
         try:
-            ranks.together(what, writing.end)
+            ranks.together(activity, writing.end)
         except CheckpointError:
             del _unsettled[self._key]
             if ranks.rank == 0:
@@ -277,8 +278,8 @@ class Saver:
         Raises:
             CheckpointError: Another job is the writer; every rank raises.
         """
-        what = "taking the folder of checkpoints"
-        ranks.together(what, lambda: self._acquire() if ranks.rank == 0 else None)
+        activity = "taking the folder of checkpoints"
+        ranks.together(activity, lambda: self._acquire() if ranks.rank == 0 else None)
 
     def _acquire(self) -> None:
         """Makes this process the writer of the folder; see :meth:`FolderOwner.acquire`."""
@@ -350,7 +351,7 @@ class Saver:
     def _prepare(
         self,
         ranks: Ranks,
-        what: str,
+        activity: str,
         everyone: Sequence[Mapping[str, Json]],
         local: Mapping[TensorName, LocalTensor],
         model: NamedTensors,
@@ -362,7 +363,7 @@ class Saver:
 
         Args:
             ranks: The ranks of the job.
-            what: A phrase for messages, as ``saving step 3``.
+            activity: A phrase for messages, as ``saving step 3``.
             everyone: The result of :meth:`_facts_for_ranks` on each rank.
             local: The tensors of this rank.
             model: The model.
@@ -370,7 +371,7 @@ class Saver:
         """
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
-            texts = ranks.together(what, lambda: Inventory.of(local).to_json())
+            texts = ranks.together(activity, lambda: Inventory.of(local).to_json())
             plan = plan_files([Inventory.from_json(text) for text in texts])
             versions = {"fleetpipe": __version__, "paddle": VERSION}
             manifest = Manifest(
@@ -392,8 +393,8 @@ class Saver:
             local: The tensors of this rank.
         """
         if self._ranks_without_folder is None or self._ranks_without_folder[0] is not ranks.job:
-            what = f"saving step {task.manifest.step}"
-            sees = ranks.together(what, task.draft.is_dir)
+            activity = f"saving step {task.manifest.step}"
+            sees = ranks.together(activity, task.draft.is_dir)
             without_folder = [rank for rank, sees_folder in enumerate(sees) if not sees_folder]
             self._ranks_without_folder = (ranks.job, without_folder)
         _, elsewhere = self._ranks_without_folder
@@ -439,7 +440,7 @@ def _merge_states_text(step: int, everyone: Sequence[Mapping[str, Json]]) -> str
 
 
 def _with_replica_statistics(
-    ranks: Ranks, what: str, local: Mapping[TensorName, LocalTensor]
+    ranks: Ranks, activity: str, local: Mapping[TensorName, LocalTensor]
 ) -> Mapping[TensorName, LocalTensor]:
     """Returns this rank's tensors, and those of its replica's running statistics that differ.
 
@@ -449,7 +450,7 @@ def _with_replica_statistics(
 
     Args:
         ranks: The ranks of the job.
-        what: A phrase for messages, as ``saving step 3``.
+        activity: A phrase for messages, as ``saving step 3``.
         local: The tensors of this rank.
 
     Raises:
@@ -461,11 +462,12 @@ def _with_replica_statistics(
     statistics = {name: tensor for name, tensor in local.items() if tensor.differs}
 
     def checksums_here() -> list[Any]:
+        """Returns this rank's shard and replica, and the checksum of each of its statistics."""
         contents = {name: [writer.bytes_of_tensor(one)] for name, one in statistics.items()}
         rows = [[*name, tensors.checksum(content)] for name, content in contents.items()]
         return [shard, replica, rows]
 
-    everyone = ranks.together(what, checksums_here)
+    everyone = ranks.together(activity, checksums_here)
     checksums = {
         (of_replica, of_shard, TensorName(group, name)): checksum
         for of_shard, of_replica, rows in everyone

@@ -112,6 +112,7 @@ class _Bytes:
         self.readline = file.readline
 
     def read(self, count: int) -> bytes:
+        """Returns the next bytes; raises a ValueError if the file has fewer."""
         data = self._file.read(min(count, self._size))
         if len(data) < count:
             raise ValueError(f"{count} bytes are announced, and {len(data)} left")

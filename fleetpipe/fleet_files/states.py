@@ -138,6 +138,7 @@ def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Pick
     """
 
     def read_record(file: BinaryIO) -> pickled.PickledObject:
+        """Returns the object in an open file; raises ``Refused`` for anything else."""
         contents = pickled.read(file, kinds)
         if not isinstance(contents, pickled.PickledObject):
             raise pickled.Refused(f"a {type(contents).__name__}, not an object")
@@ -187,9 +188,9 @@ def _describe_begin(name: str) -> str:
     size = os.path.getsize(name)
     if not begin:
         return "it is empty: the disk was full, or the one who wrote it was stopped"
-    for magic, what in _FILE_BEGINNINGS:
-        if begin.startswith(magic):
-            return f"it has {size} bytes and begins as {what}"
+    for first_bytes, kind in _FILE_BEGINNINGS:
+        if begin.startswith(first_bytes):
+            return f"it has {size} bytes and begins as {kind}"
     return f"it has {size} bytes and begins with {begin[:24]!r}"
 
 
@@ -213,7 +214,7 @@ def _pickled_dict(
         raise pickled.Refused(f"a {type(contents).__name__}, not a dict")
     names = contents.pop(_COUNTED_NAMES, {})
     for name, description in contents.pop(_DIVIDED, {}).items():
-        parts = [contents.pop(part) for part in description["slices"]]
+        parts = [contents.pop(part_name) for part_name in description["slices"]]
         contents[name] = np.concatenate(parts).reshape(description["OriginShape"])
     return contents, names
 

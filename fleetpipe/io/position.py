@@ -26,13 +26,13 @@ _SEQUENTIAL_LOADER = "DataLoader over data without numbers"
 _FIELDS = {"seed": int, "sampler": dict}
 
 
-def checked_fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
+def checked_fields(state: Any, kinds: Mapping[str, type], owner: str) -> dict[str, Any]:
     """Checks the types of the fields of a saved position, and returns the fields by name.
 
     Args:
         state: The saved position.
         kinds: The type of each field; an int is at least 0.
-        of: What has such positions, for errors: the name of a class.
+        owner: What has such positions, for errors: the name of a class.
 
     Raises:
         CheckpointError: A field is missing, unknown or of another type.
@@ -42,47 +42,47 @@ def checked_fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, 
     numbers = [name for name, kind in kinds.items() if kind is int and name not in wrong]
     for name in [*wrong, *[name for name in numbers if values[name] < 0]]:
         raise foreign_position_error(
-            of, f"{name}: {kinds[name].__name__}", f"{name}={values.get(name)!r}"
+            owner, f"{name}: {kinds[name].__name__}", f"{name}={values.get(name)!r}"
         )
     if unknown := sorted(map(str, values.keys() - kinds.keys())):
         raise foreign_position_error(
-            of, f"nothing but {', '.join(kinds)}", f"{', '.join(unknown)} as well"
+            owner, f"nothing but {', '.join(kinds)}", f"{', '.join(unknown)} as well"
         )
     return values
 
 
-def require_same_data(name: str, here: object, saved: object, of: str, fix: str) -> None:
+def require_same_data(name: str, current: object, saved: object, owner: str, fix: str) -> None:
     """Raises a CheckpointError if a position was saved for other data or another order of them.
 
     Args:
         name: The name of a number that depends on the data or their order.
-        here: The number in this run.
+        current: The number in this run.
         saved: The number in the run that saved.
-        of: What has such positions, for the error.
+        owner: What has such positions, for the error.
         fix: What to do, for the error.
     """
-    if here != saved:
+    if current != saved:
         raise CheckpointError(
-            f"the saved position of the {of} belongs to other data or another order of them",
-            expected=f"{name}={here}, as in this run",
+            f"the saved position of the {owner} belongs to other data or another order of them",
+            expected=f"{name}={current}, as in this run",
             got=f"{name}={saved}",
             fix=fix,
         )
 
 
-def foreign_position_error(of: str, expected: str, got: str) -> CheckpointError:
+def foreign_position_error(owner: str, expected: str, got: str) -> CheckpointError:
     """Returns the error for a position that another kind of sampler or loader saved.
 
     Args:
-        of: What the position was restored into: the name of a class.
+        owner: What the position was restored into: the name of a class.
         expected: What its positions have.
         got: What the position has.
     """
     return CheckpointError(
-        f"this is no saved position of a {of}",
+        f"this is no saved position of a {owner}",
         expected=expected,
         got=got,
-        fix=f"give what state_dict() of a {of} returned",
+        fix=f"give what state_dict() of a {owner} returned",
     )
 
 

@@ -177,14 +177,14 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             CheckpointError: ``state`` is not such a state, or was saved for other data; nothing has
                 changed.
         """
-        of = "DistributedBatchSampler"
-        saved = checked_fields(state, _FIELDS, of)
+        owner = "DistributedBatchSampler"
+        saved = checked_fields(state, _FIELDS, owner)
         fix = "make it with the dataset and the arguments of the run that saved, or begin anew"
-        require_same_data("samples", len(self.dataset), saved["samples"], of, fix)
-        require_same_data("shuffle", self.shuffle, saved["shuffle"], of, fix)
+        require_same_data("samples", len(self.dataset), saved["samples"], owner, fix)
+        require_same_data("shuffle", self.shuffle, saved["shuffle"], owner, fix)
         if saved["consumed"] > saved["samples"]:
             raise foreign_position_error(
-                of, f"at most {saved['samples']} consumed", f"{saved['consumed']}"
+                owner, f"at most {saved['samples']} consumed", f"{saved['consumed']}"
             )
         self.seed = saved["seed"]
         self._position = _Position(saved["epoch"], saved["consumed"])

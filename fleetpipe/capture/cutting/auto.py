@@ -65,6 +65,7 @@ def find_spans(traces: Sequence[Capture]) -> Spans:
     """Returns the spans of the parameters and buffers that any of the runs writes into."""
 
     def span(name: str, nodes: Sequence[Node]) -> Span | None:
+        """Returns the span of a parameter or buffer in a run; None if no node uses it."""
         users = [number for number, node in enumerate(nodes) if name in node.state]
         return Span(users[0], users[-1]) if users else None
 
@@ -158,6 +159,7 @@ def measure_nodes(capturer: Capturer, trace: Capture, places: Iterable[int]) -> 
     )
 
     def run(number: int, value: Nest) -> Nest:
+        """Measures one run of a function, forward and backward, and returns its output."""
         without_memory = [tensor for tensor in uses[number] if not has_memory(tensor)]
         with lend_zeros(without_memory):
             try:
@@ -199,6 +201,7 @@ def _cost_class(trace: Capture, node: Node) -> str:
     """Returns a text that is equal for nodes that compute the same on equal shapes."""
 
     def describe(leaf: object) -> object:
+        """Returns the shape and dtype of a tensor or placeholder; a plain value itself."""
         if isinstance(leaf, Ref):
             return trace.specs[leaf.value]
         if isinstance(leaf, StateRef):

@@ -149,10 +149,10 @@ def require_same_parameters(
         tensor: Any = (now.get(name) or before[name]).value
         if before.get(name) != now.get(name) and is_parameter(tensor):
             cause = "it is another parameter, which no stage and no optimizer has"
-            raise change_error(name, cause if name in now else "it is there no more")
+            raise unfitting_change_error(name, cause if name in now else "it is there no more")
 
 
-def change_error(name: str, cause: str) -> CaptureError:
+def unfitting_change_error(name: str, cause: str) -> CaptureError:
     """Returns the error for a change of the value ``name`` that does not fit the stages."""
     return CaptureError(
         f"{name!r} has changed on the model, and does not fit the stages that were made of it",
@@ -412,7 +412,7 @@ class StagedCaptures:
         except FleetPipeError as error:
             # So the next batch raises the error again.
             self._fingerprints.popitem()
-            raise change_error(change, str(error).partition("\n")[0]) from error
+            raise unfitting_change_error(change, str(error).partition("\n")[0]) from error
         self.warn_left_out(staged)
         log.once(
             _log.info,
@@ -521,13 +521,13 @@ def _require_recomputable(staged: StagedCapture) -> None:
     for ref in chain.from_iterable(staged.written):
         name = ref.path
         users = [node for node in staged.trace.nodes if name in node.state]
-        kept = {slot for _, slot in state_slots(ref.layer)}
+        state_names = {name for _, name in state_slots(ref.layer)}
         # weight_norm writes the same numbers into a trained weight each time. If they differ, the
         # check that the second run repeats the first one raises an error.
         is_trained = not ref.tensor.stop_gradient
         if len(users) == 1 and users[0].is_layer and is_trained:
             continue
-        if len(users) > 1 or ref.name not in kept:
+        if len(users) > 1 or ref.name not in state_names:
             raise CaptureError(
                 f"the forward writes into {name!r}, and nodes are computed again",
                 where=f"{users[-1].name}, {users[-1].location}",

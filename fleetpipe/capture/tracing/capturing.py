@@ -194,10 +194,10 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
     """
     layers = model.sublayers(include_self=True)
     modes = [(layer, vars(layer).get("training")) for layer in layers]
-    with ExitStack() as kept:
+    with ExitStack() as stack:
         if _has_own_switch(model):
-            kept.enter_context(python_state_kept(model))
-            kept.enter_context(state_kept(model))
+            stack.enter_context(python_state_kept(model))
+            stack.enter_context(state_kept(model))
         try:
             switch_mode(model, training)
             yield

@@ -155,8 +155,8 @@ def require_no_tensor_kept_for_loss(
     Raises:
         CaptureError: A loss function reaches another tensor now.
     """
-    kept = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
-    path = next(kept, None)
+    new = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
+    path = next(new, None)
     if path is not None:
         raise CaptureError(
             f"the loss function reads a tensor that the forward of {type(model).__name__} keeps",

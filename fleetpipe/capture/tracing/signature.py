@@ -116,6 +116,7 @@ def inputs_with_signature(signature: Signature, example: Nest) -> Nest:
     example_tensors = tensors_of(example)
 
     def build_tensor(dtype: DType, shape: list[int], *integers: Any) -> Tensor:
+        """Returns a tensor with the given integers, or else filled from the next example tensor."""
         zeros = paddle.zeros(shape, dtype)
         like = next(example_tensors, zeros)
         if integers:
@@ -145,6 +146,7 @@ def _describe(value: Nest, numbers: Keys | None) -> Any:
         return {"tensor": dtype_and_shape}
 
     def describe(key: object, item: Nest) -> Any:
+        """Describes an item, with the numbers of all its integers if its key is in ``numbers``."""
         return _describe(item, None if numbers is None or key in numbers else ())
 
     if isinstance(value, (tuple, list)):
@@ -249,6 +251,7 @@ def _has_plain(value: Nest) -> bool:
 
 
 def _plain_values_error(inputs: Nest, example: Nest) -> CaptureError:
+    """Returns the error for a batch with no position for a plain value of the example."""
     return CaptureError(
         "a batch has no place for the plain values of example_inputs",
         expected=f"inputs like {signature_of(example)}",

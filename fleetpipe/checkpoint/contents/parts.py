@@ -224,21 +224,22 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
         )
     if set(saved.order) == set(wanted):
         return {name: name for name in wanted}
-    here = dict(zip(plain_order(tuple(wanted), plain_names) or wanted, wanted))
-    there = dict(zip(saved.plain_order or saved.order, saved.order))
-    if here.keys() == there.keys():
-        return {name: there[plain] for plain, name in here.items()}
-    shapes = {plain: saved.tensors[TensorName(MODEL, name)].shape for plain, name in there.items()}
+    # By plain name, the name in the model and the name in the checkpoint.
+    of_model = dict(zip(plain_order(tuple(wanted), plain_names) or wanted, wanted))
+    of_save = dict(zip(saved.plain_order or saved.order, saved.order))
+    if of_model.keys() == of_save.keys():
+        return {name: of_save[plain] for plain, name in of_model.items()}
+    shapes = {p: saved.tensors[TensorName(MODEL, name)].shape for p, name in of_save.items()}
     if parts.adapters:
         raise CheckpointError(
             "the checkpoint has adapters, or trained parameters, of other layers than the model",
-            expected=listed([name for name in here if name not in there]),
-            got=listed([name for name in there if name not in here]),
+            expected=listed([name for name in of_model if name not in of_save]),
+            got=listed([name for name in of_save if name not in of_model]),
             fix="call lora.adapt with the targets of the checkpoint, and set stop_gradient = False "
             "of what it has trained besides",
         )
     ordered = saved.plain_order != saved.order
-    _require_same_shapes({n: wanted[name] for n, name in here.items()}, shapes, ordered)
+    _require_same_shapes({p: wanted[name] for p, name in of_model.items()}, shapes, ordered)
     return dict(zip(wanted, saved.order))
 
 
@@ -276,6 +277,7 @@ def without_copies(
         return saved
 
     def is_copy(name: str) -> bool:
+        """Returns whether a saved tensor has the bytes of one that the model has."""
         described = saved.tensors[TensorName(MODEL, name)]
         return any(
             saved.tensors[TensorName(MODEL, saved_name[of_model])] == described
@@ -301,29 +303,29 @@ def _require_same_shapes(wanted: _Shapes, saved: _Shapes, ordered: bool) -> None
     Raises:
         CheckpointError: The numbers, the shapes, or the orders differ or are unknown.
     """
-    missing = [name for name in wanted if name not in saved]
-    other = [name for name in saved if name not in wanted]
+    only_wanted = [name for name in wanted if name not in saved]
+    only_saved = [name for name in saved if name not in wanted]
     if len(wanted) != len(saved):
         raise CheckpointError(
             "the checkpoint is of another model",
-            expected=f"{len(wanted)} parameters and buffers, {listed(missing or [*wanted])}",
-            got=f"{len(saved)}, {listed(other or [*saved])}",
+            expected=f"{len(wanted)} parameters and buffers, {listed(only_wanted or [*wanted])}",
+            got=f"{len(saved)}, {listed(only_saved or [*saved])}",
             fix="build the model that was saved",
         )
     if not ordered:
         raise CheckpointError(
             "the checkpoint has other names than the model, and does not say the model's order",
-            expected=listed(missing),
-            got=listed(other),
+            expected=listed(only_wanted),
+            got=listed(only_saved),
             cause="files of safetensors are sorted by name, and a map of names has its own order",
             fix="load it with names=, or convert it with --names: a map to the names of the model",
         )
-    for (name, shape_here), (other_name, shape) in zip(wanted.items(), saved.items()):
-        if shape_here != shape:
+    for (name, shape), (saved_name, saved_shape) in zip(wanted.items(), saved.items()):
+        if shape != saved_shape:
             raise CheckpointError(
-                f"{other_name!r} of the checkpoint does not fit {name!r}",
-                expected=f"shape {list(shape_here)}",
-                got=f"shape {list(shape)}",
+                f"{saved_name!r} of the checkpoint does not fit {name!r}",
+                expected=f"shape {list(shape)}",
+                got=f"shape {list(saved_shape)}",
                 cause="models with other names are matched in their order, and the layers of one "
                 "are declared in another order",
                 fix="declare the layers in the order of the model that was saved",

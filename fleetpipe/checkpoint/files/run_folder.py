@@ -501,9 +501,9 @@ class Retention:
         if self.max_to_keep is None:
             return
         steps = complete_steps(self.run_directory)
-        kept = {*[*steps][-self.max_to_keep :], self.best_step()}
+        kept_steps = {*[*steps][-self.max_to_keep :], self.best_step()}
         for step in steps:
-            if step not in kept:
+            if step not in kept_steps:
                 remove_step(self.run_directory, step)
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:

@@ -188,6 +188,7 @@ def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
     """
 
     def refuse_repeated_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        """Returns a dict of a JSON object's pairs; raises a ValueError for a repeated name."""
         entries = dict(pairs)
         if len(entries) < len(pairs):
             raise ValueError("a name that stands there twice")

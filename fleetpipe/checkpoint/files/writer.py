@@ -184,6 +184,7 @@ class Writing:
         """Starts a thread that writes; the process waits for it before it exits."""
 
         def run_at_low_priority() -> None:
+            """Writes in a thread that leaves the processors to the training."""
             systems.lower_priority(_NICE)
             self.run()
             # Frees the copies, although :meth:`end` may come much later.
@@ -252,6 +253,7 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
         opened: dict[str, FileIO] = {}
 
         def file_of(name: str) -> FileIO:
+            """Returns the open file of the draft with a name; opens it at the first use."""
             if name not in opened:
                 path = task.draft / name
                 path.touch()  # another rank may have begun to write it
@@ -359,6 +361,7 @@ def _digests_of_shared_tensors(task: Assignment) -> dict[TensorName, str]:
     ]
 
     def digest(file_and_name: tuple[str, str]) -> str:
+        """Returns the digest of a tensor in a file of the draft."""
         file, name = file_and_name
         stored = plan.files[file].tensors[name]
         with (task.draft / file).open("rb", buffering=0) as opened:
