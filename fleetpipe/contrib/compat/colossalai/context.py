@@ -31,9 +31,10 @@ from fleetpipe.paddle_api import paddle
 #: The kinds of configurations that a program may pass.
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
-_ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")
+#: Entries of a configuration that have an effect, or none but are accepted.
+_USED_ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")
 #: Entries of ColossalAI that are refused, each with what to use instead.
-_ELSEWHERE = {
+_REFUSED_ENTRIES = {
     "fp16": "leave it out: on CPU Paddle computes in float32; else use strategy.amp of fleet",
     "zero": "leave it out, or use sharding_degree of fleetpipe.fleet",
     "gradient_accumulation": "raise NUM_MICRO_BATCHES: a batch is accumulated over these",
@@ -41,7 +42,7 @@ _ELSEWHERE = {
     "clip_grad_norm": "give it to the optimizer: grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)",
 }
 #: The least similarity of a misspelt name, at most 1: NUM_BATCHES, at 0.79, is a program's own.
-_NEAR = 0.8
+_LEAST_SIMILARITY = 0.8
 #: ColossalAI's default.
 DEFAULT_SEED = 1024
 
@@ -75,13 +76,13 @@ class Config(dict[str, Any]):
                 fix="config=dict(NUM_MICRO_BATCHES=4, parallel=dict(pipeline=2))",
             )
         config = cls(source)
-        _refuse_misspelt(config, (*_ENTRIES, *_ELSEWHERE), "the configuration")
+        _refuse_misspelt(config, (*_USED_ENTRIES, *_REFUSED_ENTRIES), "the configuration")
         _refuse_misspelt(config.get("parallel") or {}, ("pipeline", "tensor", "data"), "parallel")
-        elsewhere = {name: (config.get(name), fix) for name, fix in _ELSEWHERE.items()}
+        refused = {name: (config.get(name), fix) for name, fix in _REFUSED_ENTRIES.items()}
         tensor = config.degree("tensor")
         fix = "use mp_degree of fleetpipe.fleet, with its tensor-parallel layers"
-        elsewhere["parallel['tensor']"] = (tensor if tensor > 1 else None, fix)
-        for name, (value, fix) in elsewhere.items():
+        refused["parallel['tensor']"] = (tensor if tensor > 1 else None, fix)
+        for name, (value, fix) in refused.items():
             if value:
                 raise ConfigError(f"{name} is not configured here", got=str(value), fix=fix)
         for name in ("NUM_MICRO_BATCHES", "NUM_CHUNKS"):
@@ -89,20 +90,31 @@ class Config(dict[str, Any]):
         return config
 
     def degree(self, axis: str) -> int:
-        """Returns an entry of ``parallel``, which may be a number or a mapping with a ``size``."""
+        """Returns the number of ranks along an axis, by the entry ``parallel``; 1 without one.
+
+        Args:
+            axis: ``"pipeline"``, ``"tensor"`` or ``"data"``; its entry is a number, or a mapping
+                with a ``size``.
+        """
         value = (self.get("parallel") or {}).get(axis, 1)
         size = value.get("size", 1) if isinstance(value, Mapping) else value
         return require_whole(f"parallel[{axis!r}]", size)
 
 
 def _refuse_misspelt(names: Iterable[str], entries: Iterable[str], where: str) -> None:
-    """Refuses a name that resembles one of ``entries``; any other name is the program's own."""
+    """Raises ConfigError for a name that resembles an entry; other names are the program's own.
+
+    Args:
+        names: The names in a configuration.
+        entries: The entries that there are.
+        where: What the names are in, for the message.
+    """
     for name in names:
-        near = difflib.get_close_matches(str(name), entries, n=1, cutoff=_NEAR)
-        if near and near[0] != name:
-            raise ConfigError(
-                f"{where} has no entry {name!r}", fix=f"did you mean {near[0]!r}? else rename it"
-            )
+        for entry in difflib.get_close_matches(str(name), entries, 1, _LEAST_SIMILARITY):
+            if entry != name:
+                raise ConfigError(
+                    f"{where} has no entry {name!r}", fix=f"did you mean {entry!r}? else rename it"
+                )
 
 
 class ParallelMode(enum.Enum):
@@ -114,7 +126,7 @@ class ParallelMode(enum.Enum):
 
 
 class GlobalContext:
-    """The configuration of the program and the ranks of this process; ``gpc`` is the only one.
+    """Tells a program its configuration and this process's ranks; ``gpc`` is the only object.
 
     A process that plays all ranks of a pipeline is its first rank and its last.
     """
@@ -156,22 +168,22 @@ class GlobalContext:
         return self.get_world_size(ParallelMode.DATA)
 
     def get_world_size(self, mode: ParallelMode) -> int:
-        """Returns how many ranks are in a group.
+        """Returns the number of ranks in this process's group of a kind.
 
         Raises:
             StateError: The program was not launched.
         """
-        degrees = self._job().degrees
+        degrees = self._require_job().degrees
         sizes = {ParallelMode.DATA: degrees.dp, ParallelMode.PIPELINE: degrees.pp}
         return sizes.get(mode, degrees.dp * degrees.pp)
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """Returns this process's rank in a group; 0 if it plays all ranks.
+        """Returns this process's rank in its group of a kind; 0 if it plays all ranks.
 
         Raises:
             StateError: The program was not launched.
         """
-        topology = self._job().hcg
+        topology = self._require_job().hcg
         ranks = {
             ParallelMode.GLOBAL: topology.get_global_rank,
             ParallelMode.DATA: topology.get_data_parallel_rank,
@@ -180,12 +192,12 @@ class GlobalContext:
         return int(ranks[mode]())
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
-        """Returns whether this process is the first of a group."""
+        """Returns whether this process is the first of its group of a kind."""
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
-        """Returns whether this process is the last of a group, or plays the last one."""
-        played = self._job().local and mode is not ParallelMode.DATA
+        """Returns whether this process is the last of its group of a kind, or plays the last."""
+        played = self._require_job().local and mode is not ParallelMode.DATA
         return played or self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def destroy(self) -> None:
@@ -198,7 +210,7 @@ class GlobalContext:
         self._config = None
         fleet.shutdown()
 
-    def _job(self) -> Job:
+    def _require_job(self) -> Job:
         fix = "call launch_from_torch(config=..) first"
         return required_job("there is no job yet, or it has ended", fix=fix)
 
@@ -410,7 +422,7 @@ class Engine:
                 got="no item: it has ended" if batch is None else type(batch).__name__,
                 fix="data_iter = iter(train_dataloader) for each epoch, of a dataset of pairs",
             )
-        self.model.micro_batch_size = self._rows(batch, exact=not forward_only)
+        self.model.micro_batch_size = self._rows_of_micro_batch(batch, exact=not forward_only)
         data = list(batch)
         if not return_loss:
             outputs, loss = self.model.eval_batch(data), None
@@ -428,7 +440,12 @@ class Engine:
         return join_outputs(outputs), batch[1], loss
 
     def _require_mode(self, forward_only: bool, return_loss: bool) -> None:
-        """Refuses options that do not fit the engine's mode, and gradients of an earlier batch."""
+        """Checks that a batch may run with these arguments of :meth:`execute_schedule` now.
+
+        Raises:
+            ConfigError: A batch that trains would have no loss.
+            StateError: The engine is in the other mode, or has gradients of the batch before.
+        """
         if not forward_only and not return_loss:
             raise ConfigError(
                 "a batch that trains has a loss",
@@ -450,8 +467,16 @@ class Engine:
                 "NUM_MICRO_BATCHES to accumulate more",
             )
 
-    def _rows(self, batch: Nest, exact: bool) -> int:
-        """Returns the rows of a micro-batch; raises ConfigError if ``exact`` and rows remain."""
+    def _rows_of_micro_batch(self, batch: Nest, exact: bool) -> int:
+        """Returns the rows of each micro-batch of a batch, rounded up.
+
+        Args:
+            batch: The batch.
+            exact: Whether the number of micro-batches must divide the rows.
+
+        Raises:
+            ConfigError: It must, and does not.
+        """
         count = self.model.accumulate_steps
         rows = next((t.shape[0] for t in tensors_of(batch) if t.ndim), 0)
         if exact and rows % count:

@@ -21,7 +21,7 @@ _SCALE = np.array([0.2023, 0.1994, 0.2010], "float32")
 
 
 class Timer:
-    """Measures times in seconds, one after another."""
+    """Measures the times between calls of :meth:`start` and :meth:`stop`, in seconds."""
 
     _begun: float | None
 

@@ -19,14 +19,15 @@ from fleetpipe.paddle_api.tensor import has_memory
 
 #: The entry of an execution sequence at which the policy "customized" cuts.
 SPLIT_NODE = "SPLIT_NODE"
-_OPENED = (paddle.nn.LayerList, paddle.nn.Sequential)
-_UNCALLABLE = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
+#: Layers that are replaced by their children if a program gives no execution sequence.
+_CONTAINERS = (paddle.nn.LayerList, paddle.nn.Sequential)
+_UNCALLABLE_LAYERS = (paddle.nn.LayerList, paddle.nn.LayerDict, paddle.nn.ParameterList)
 
 _descriptions: Any = paddle_fleet.meta_parallel
 
 
 class LayerCall(NamedTuple):
-    """How a layer is called.
+    """The functions around the call of a layer.
 
     Attributes:
         front: The functions that run before it.
@@ -79,26 +80,28 @@ def read_sequence(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionS
     steps: list[SequenceStep] = []
     front: list[Callable[..., Any]] = []
     splits: list[int] = []
-    for entry in _children(model) if exec_seq is None else exec_seq:
+    for entry in _children_names(model) if exec_seq is None else exec_seq:
         if isinstance(entry, str) and entry == SPLIT_NODE:
             splits.append(len(steps))
             continue
         if isinstance(entry, str):
-            steps.append(SequenceStep(entry, _layer(model, entry), LayerCall(tuple(front))))
+            steps.append(
+                SequenceStep(entry, _require_sublayer(model, entry), LayerCall(tuple(front)))
+            )
             front = []
             continue
         function: Any = entry
-        place: object = "behind" if steps else "front"
+        side: object = "behind" if steps else "front"
         if isinstance(entry, tuple) and len(entry) == 2:
-            function, place = entry
-        _require_function(function, place)
-        if place == "front":
+            function, side = entry
+        _require_function(function, side)
+        if side == "front":
             front.append(function)
             continue
         if not steps:
             raise ConfigError(
                 "exec_seq begins with a function that stands behind nothing",
-                got=f'({_name(function)}, "behind")',
+                got=f'({_function_name(function)}, "behind")',
                 fix='write (function, "front"), or the function alone: it is given the inputs',
             )
         call = steps[-1].call
@@ -106,23 +109,23 @@ def read_sequence(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionS
     if front:
         raise ConfigError(
             "exec_seq ends with a function that stands in front of nothing",
-            got=", ".join(map(_name, front)),
+            got=", ".join(map(_function_name, front)),
             fix='write (function, "behind"), or name the layer that it stands in front of',
         )
     _require_cover(model, steps)
     return ExecutionSequence(tuple(steps), tuple(splits))
 
 
-def _children(model: Layer) -> list[str]:
+def _children_names(model: Layer) -> list[str]:
     """Returns the names of the children, and of those in LayerLists and Sequentials."""
     names = []
     for name, child in model.named_children():
-        opened = child.named_children() if isinstance(child, _OPENED) else ()
-        names += [f"{name}.{inner}" for inner, _ in opened] or [name]
+        inner = child.named_children() if isinstance(child, _CONTAINERS) else ()
+        names += [f"{name}.{inner_name}" for inner_name, _ in inner] or [name]
     return names
 
 
-def _layer(model: Layer, path: str) -> Layer:
+def _require_sublayer(model: Layer, path: str) -> Layer:
     """Returns the sublayer at a dotted path; raises ConfigError if it cannot be called."""
     sublayers = dict(model.named_sublayers())
     layer = sublayers.get(path)
@@ -135,7 +138,7 @@ def _layer(model: Layer, path: str) -> Layer:
                     f"exec_seq names {path!r}, and the model has no such sublayer",
                     fix=nearest(path, sublayers),
                 )
-    if isinstance(layer, _UNCALLABLE):
+    if isinstance(layer, _UNCALLABLE_LAYERS):
         raise ConfigError(
             f"exec_seq names {path!r}, which cannot be called",
             got=type(layer).__name__,
@@ -144,14 +147,19 @@ def _layer(model: Layer, path: str) -> Layer:
     return layer
 
 
-def _require_function(function: object, place: object) -> None:
-    """Refuses a function or a place that an execution sequence cannot have."""
-    if place not in ("front", "behind") or not callable(function) or isinstance(function, type):
+def _require_function(function: object, side: object) -> None:
+    """Raises ConfigError for what is no function beside a layer of an execution sequence.
+
+    Args:
+        function: The function.
+        side: ``"front"`` of the next layer, or ``"behind"`` the one before.
+    """
+    if side not in ("front", "behind") or not callable(function) or isinstance(function, type):
         raise ConfigError(
             "an entry of exec_seq is neither the name of a sublayer nor a function",
             expected='a name, a function, (function, "front"), (function, "behind") or '
             f"{SPLIT_NODE!r}",
-            got=repr((function, place)),
+            got=repr((function, side)),
             fix='write (function, "behind") for what runs after the layer named before it',
         )
     if isinstance(function, paddle.nn.Layer) and function.state_dict():
@@ -163,7 +171,7 @@ def _require_function(function: object, place: object) -> None:
 
 
 def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
-    """Refuses a sequence that leaves out a parameter or buffer of the model."""
+    """Raises ConfigError if a parameter or buffer of the model is in no layer of the sequence."""
     if not steps:
         raise ConfigError("exec_seq names no layer", fix="name at least one for each stage")
     listed = {id(tensor) for step in steps for tensor in step.layer.state_dict().values()}
@@ -178,11 +186,11 @@ def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
         )
 
 
-def _name(function: object) -> str:
+def _function_name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class Called(paddle.nn.Layer):
+class LayerWithFunctions(paddle.nn.Layer):
     """A layer of the model with the functions around it, as one layer of a ``PipelineLayer``."""
 
     def __init__(self, layer: Layer, call: LayerCall) -> None:
@@ -203,13 +211,13 @@ class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
         self._layer = layer
         self._call = call
 
-    def build_layer(self, **_extra: object) -> Called:
+    def build_layer(self, **_extra: object) -> LayerWithFunctions:
         """Returns a copy of the layer with fresh weights."""
-        return Called(_with_memory(self._layer), self._call)
+        return LayerWithFunctions(_copy_with_memory(self._layer), self._call)
 
-    def blueprint(self) -> Called:
+    def blueprint(self) -> LayerWithFunctions:
         """Returns the layer without memory, for names and shapes."""
-        return Called(self._layer, self._call)
+        return LayerWithFunctions(self._layer, self._call)
 
 
 class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
@@ -232,7 +240,7 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
 
     def build_layer(self, **_extra: object) -> Layer:
         """Returns a copy of the layer with fresh weights."""
-        return _with_memory(self._layer)
+        return _copy_with_memory(self._layer)
 
     def blueprint(self) -> Layer:
         """Returns the layer without memory, for names and shapes."""
@@ -261,16 +269,20 @@ def entries_of(steps: Sequence[SequenceStep]) -> list[Any]:
 
 
 def _group_by_tensor(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
-    """Returns, by the id of each layer, the steps that share a tensor with it, itself included."""
+    """Returns, by the id of each layer, the steps that share a tensor with it, itself included.
+
+    Sharing is transitive: if a shares with b, and b with c, all three are in one group.
+    """
     groups: dict[int, list[SequenceStep]] = {}
-    user: dict[int, int] = {}
+    first_user: dict[int, int] = {}  # by the id of a tensor that of the first layer that has it
     for step in steps:
         group = [step]
         for tensor in step.layer.state_dict().values():
-            other = groups.get(user.setdefault(id(tensor), id(step.layer)), group)
-            if other is not group:
-                other += group
-                group = other
+            user = first_user.setdefault(id(tensor), id(step.layer))
+            earlier_group = groups.get(user, group)
+            if earlier_group is not group:
+                earlier_group += group
+                group = earlier_group
         for member in group:
             groups[id(member.layer)] = group
     return groups
@@ -279,24 +291,37 @@ def _group_by_tensor(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceSt
 def _shared_attributes(
     first: SequenceStep, step: SequenceStep, members: Sequence[SequenceStep]
 ) -> list[str]:
-    """Returns the parameters that a tied layer shares with others, by their names in it."""
+    """Returns the names of the parameters that a tied layer shares with other layers.
+
+    Args:
+        first: The first step of the group of layers that share parameters.
+        step: The step of the layer.
+        members: All steps of the group.
+    """
     if step.layer is not first.layer:
-        return _common(first, step)
-    common = (_common(first, other) for other in members if other.layer is not first.layer)
-    return sorted({name for names in common for name in names})
+        return _shared_parameters(first, step)
+    names: set[str] = set()
+    for member in members:
+        if member.layer is not first.layer:
+            names.update(_shared_parameters(first, member))
+    return sorted(names)
 
 
-def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
-    """Returns the names of the parameters that two layers share."""
+def _shared_parameters(first: SequenceStep, second: SequenceStep) -> list[str]:
+    """Returns the names of the parameters that two layers share.
+
+    Raises:
+        ConfigError: They share none, or one under different names.
+    """
     names = {id(tensor): name for name, tensor in first.layer.named_parameters()}
     shared = []
-    for name, tensor in other.layer.named_parameters():
+    for name, tensor in second.layer.named_parameters():
         if id(tensor) not in names:
             continue
         if names[id(tensor)] != name or "." in name:
             raise ConfigError(
                 "two layers of exec_seq share a parameter under different names",
-                got=f"{first.name}.{names[id(tensor)]} and {other.name}.{name}",
+                got=f"{first.name}.{names[id(tensor)]} and {second.name}.{name}",
                 fix="name the sublayers that hold it, of one class or with the attribute of one "
                 "name, or fleetpipe.pipeline, which needs no exec_seq",
             )
@@ -304,17 +329,17 @@ def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
     if not shared:
         raise ConfigError(
             "three layers of exec_seq are tied in a chain, with no parameter in all of them",
-            got=f"{first.name} and {other.name} share none",
+            got=f"{first.name} and {second.name} share none",
             fix="tie the others to the first of them",
         )
     return shared
 
 
-def _with_memory(recorded: Layer) -> Layer:
+def _copy_with_memory(without_memory: Layer) -> Layer:
     """Returns a copy of a layer, with initialized parameters of the same names."""
-    layer = copy.deepcopy(recorded)
-    for parameter, before in zip(layer.parameters(), recorded.parameters()):
-        parameter.name = before.name
+    layer = copy.deepcopy(without_memory)
+    for parameter, original in zip(layer.parameters(), without_memory.parameters()):
+        parameter.name = original.name
         if not has_memory(parameter):
             parameter.initialize()
     return layer
@@ -346,7 +371,7 @@ class PipelinableModel(PipelineLayer):
             seg_method=list(bounds),
             num_virtual_pipeline_stages=chunks,
         )
-        self.state.plain_names = self._names_in(model, steps)
+        self.state.plain_names = self._full_names_by_plain(model, steps)
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by their names in the plain model.
@@ -369,8 +394,8 @@ class PipelinableModel(PipelineLayer):
         Returns:
             The keys of this process that are missing, and the keys that the model does not have.
         """
-        here = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
-        keys = {plain: here[id(tensor)] for plain, tensor in self.state_dict().items()}
+        names = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
+        keys = {plain: names[id(tensor)] for plain, tensor in self.state_dict().items()}
         renamed = {keys[name]: value for name, value in state_dict.items() if name in keys}
         super().set_state_dict(renamed)
         unknown = [name for name in state_dict if name not in self.state.plain_names]
@@ -381,10 +406,10 @@ class PipelinableModel(PipelineLayer):
 
         Collective over the pipeline.
         """
-        whole = super().full_state_dict()
-        return {plain: whole[full] for plain, full in self.state.plain_names.items()}
+        state = super().full_state_dict()
+        return {plain: state[full] for plain, full in self.state.plain_names.items()}
 
-    def _names_in(self, model: Layer, steps: Sequence[SequenceStep]) -> dict[str, str]:
+    def _full_names_by_plain(self, model: Layer, steps: Sequence[SequenceStep]) -> dict[str, str]:
         """Returns the fully qualified name of each parameter and buffer of the plain model."""
         tied = {index: shared for shared in self._tied for index in shared.indices}
         full: dict[int, str] = {}

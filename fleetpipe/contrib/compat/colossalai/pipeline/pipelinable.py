@@ -29,9 +29,10 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.partition import balanced, uniform
 
-#: Layers of one rank: ``(start, end)`` for each of its chunks.
-Parts = Sequence[tuple[int, int]]
-Policy = str | Mapping[int, Parts]
+#: The layers of one rank: for each of its chunks the first one, and the one after the last.
+LayerRanges = Sequence[tuple[int, int]]
+#: Where a model is cut; see :class:`PipelinableContext`.
+Policy = str | Mapping[int, LayerRanges]
 
 POLICIES = ("uniform", "balanced", "customized")
 
@@ -62,18 +63,19 @@ def boundaries(
             fix="PipelinableContext(policy='customized'), or leave the marks out",
         )
     if isinstance(policy, Mapping):
-        return _explicit(policy, ranks, chunks)
+        return _boundaries_of_ranges(policy, ranks, chunks)
     if policy == "customized":
         return [0, *splits, count]
     if policy == "uniform":
-        return _uniform(count, ranks, chunks)
+        return _cut_uniformly(count, ranks, chunks)
     if policy != "balanced":
         raise PartitionError(f"there is no policy {policy!r}", fix=nearest(str(policy), POLICIES))
     # A layer without parameters counts as one: any number of them would else be in one stage.
     return balanced([max(weight, 1) for weight in weights], stages)
 
 
-def _uniform(count: int, ranks: int, chunks: int) -> list[int]:
+def _cut_uniformly(count: int, ranks: int, chunks: int) -> list[int]:
+    """Returns the boundaries of policy "uniform" for ``count`` layers; see :func:`boundaries`."""
     if count % chunks:
         raise PartitionError(
             f"policy 'uniform' cannot cut {count} layers into {chunks} equal chunks",
@@ -81,17 +83,23 @@ def _uniform(count: int, ranks: int, chunks: int) -> list[int]:
             got=f"{count} layers",
             fix="use policy 'balanced', or another number of chunks",
         )
-    piece = count // chunks
-    starts = uniform(piece, ranks)[:-1]
-    return [*(chunk * piece + start for chunk in range(chunks) for start in starts), count]
+    of_chunk = count // chunks
+    starts = uniform(of_chunk, ranks)[:-1]
+    return [*(chunk * of_chunk + start for chunk in range(chunks) for start in starts), count]
 
 
-def _explicit(policy: Mapping[int, Parts], ranks: int, chunks: int) -> list[int]:
-    if {rank: len(parts) for rank, parts in policy.items()} != dict.fromkeys(range(ranks), chunks):
+def _boundaries_of_ranges(policy: Mapping[int, LayerRanges], ranks: int, chunks: int) -> list[int]:
+    """Returns the boundaries of a policy that lists the layers of each rank.
+
+    Raises:
+        PartitionError: Ranks or chunks are missing, or the ranges leave a gap or overlap.
+    """
+    numbers = {rank: len(of_rank) for rank, of_rank in policy.items()}
+    if numbers != dict.fromkeys(range(ranks), chunks):
         raise PartitionError(
             "the policy does not give each rank its chunks",
             expected=f"ranks 0 to {ranks - 1} with {chunks} pairs (start, end) each",
-            got=str({rank: list(parts) for rank, parts in policy.items()}),
+            got=str({rank: list(of_rank) for rank, of_rank in policy.items()}),
             fix="write {rank: [(start, end), ..]} with one pair for each chunk",
         )
     ranges = [policy[rank][chunk] for chunk in range(chunks) for rank in range(ranks)]
@@ -105,7 +113,8 @@ def _explicit(policy: Mapping[int, Parts], ranks: int, chunks: int) -> list[int]
                 fix="chunk c of rank r goes on where the stage before it ends: rank r - 1, or for "
                 "rank 0 the last rank's chunk c - 1",
             )
-    return [ranges[0][0], *(end for _, end in ranges)]
+    first, _ = ranges[0]
+    return [first, *(end for _, end in ranges)]
 
 
 class PipelinableContext:
@@ -135,20 +144,20 @@ class PipelinableContext:
                 has ``"SPLIT_NODE"``; or ``{rank: [(start, end), ..]}``, layers by their numbers,
                 one pair for each chunk. It may be changed until :meth:`partition`.
         """
-        self._made: list[weakref.ref[Layer]] = []
+        self._recorded: list[weakref.ref[Layer]] = []
         self._model: Layer = None
         self._sequence: ExecutionSequence | None = None
-        self._entered = ExitStack()
+        self._contexts = ExitStack()
         self.policy = policy
 
     def __enter__(self) -> PipelinableContext:
-        """Makes the layers that are built from here on have no memory."""
-        self._made = []
+        """Lets layers that are built from here on have no memory, and records them."""
+        self._recorded = []
         with ExitStack() as entered:
             entered.enter_context(random_states_kept())
-            entered.enter_context(_noting_layers(self._made))
+            entered.enter_context(_recording_layers(self._recorded))
             entered.enter_context(paddle.LazyGuard())
-            self._entered = entered.pop_all()
+            self._contexts = entered.pop_all()
         return self
 
     def __exit__(
@@ -157,16 +166,17 @@ class PipelinableContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends this, and takes the model that was made, unless an error was raised.
+        """Ends this, and takes the model that was built, unless an error was raised.
 
         Raises:
             ConfigError: More than one model was made, or none; or its constructor computes with
                 parameters.
         """
-        self._entered.close()
+        self._contexts.close()
         if error is None:
-            made = [layer for made in self._made if (layer := made()) is not None]
-            self._model, self._sequence = _outermost(made), None
+            references = [reference() for reference in self._recorded]
+            layers = [layer for layer in references if layer is not None]
+            self._model, self._sequence = _outermost_layer(layers), None
         elif isinstance(error, RuntimeError) and "PreconditionNotMet" in str(error):
             raise ConfigError(
                 "a constructor computes with parameters, which have no memory yet",
@@ -230,23 +240,27 @@ class PipelinableContext:
 
 
 @contextmanager
-def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
-    """While it is open, adds a reference to every layer that is constructed to ``made``."""
+def _recording_layers(layers: list[weakref.ref[Layer]]) -> Iterator[None]:
+    """While it is open, appends a reference to each layer that is constructed to ``layers``."""
     constructor: Any = paddle.nn.Layer.__init__
 
     @functools.wraps(constructor)
-    def begin(self: Layer, *args: Any, **named: Any) -> None:
+    def construct(self: Layer, *args: Any, **named: Any) -> None:
         constructor(self, *args, **named)
-        made.append(weakref.ref(self))
+        layers.append(weakref.ref(self))
 
-    with replaced((paddle.nn.Layer, "__init__", begin)):
+    with replaced((paddle.nn.Layer, "__init__", construct)):
         yield
 
 
-def _outermost(made: list[Layer]) -> Layer:
-    """Returns the layer that contains all others; layers without parameters do not count."""
-    inner = {id(part) for layer in made for part in layer.sublayers()}
-    outer = [layer for layer in made if id(layer) not in inner and layer.state_dict()]
+def _outermost_layer(layers: list[Layer]) -> Layer:
+    """Returns the layer that contains all others of a list; those without parameters do not count.
+
+    Raises:
+        ConfigError: There is no such layer, or several are in no other one.
+    """
+    inner = {id(sublayer) for layer in layers for sublayer in layer.sublayers()}
+    outer = [layer for layer in layers if id(layer) not in inner and layer.state_dict()]
     if len(outer) == 1:
         return outer[0]
     raise ConfigError(
@@ -261,7 +275,7 @@ def _outermost(made: list[Layer]) -> Layer:
 
 
 def _require_configured(num_chunks: int) -> None:
-    """Refuses another number of chunks than NUM_CHUNKS of the configuration."""
+    """Raises ConfigError if NUM_CHUNKS is configured, and is another number than ``num_chunks``."""
     configured = gpc.configured_chunks
     if configured not in (None, num_chunks):
         raise ConfigError(
@@ -273,7 +287,7 @@ def _require_configured(num_chunks: int) -> None:
 
 
 def _require_rank_of_process(rank: int, pipeline_size: int) -> None:
-    """Refuses a rank that is not this process's."""
+    """Raises ConfigError if ``rank`` is none that this process is, or plays."""
     job = current_job()
     played: Sequence[int] = range(pipeline_size)
     if job is not None and not job.local and job.degrees.pp == pipeline_size:

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Trainer:
-    """The loop of :class:`fleetpipe.Model` around an engine, with hooks.
+    """Trains an engine by the loop of :class:`fleetpipe.Model`, and calls hooks.
 
     Attributes:
         engine: The engine that is trained.
@@ -101,12 +101,12 @@ class Trainer:
         steps, loss = epochs * len(train_dataloader), self.engine.loss
         self.engine.zero_grad()
         self._model = model = Model(self.engine.model)
-        model.prepare(self.engine.optimizer, _on_columns(loss))
+        model.prepare(self.engine.optimizer, _with_separate_arguments(loss))
         try:
             with loss.recording() as recorded:
-                savers = self._attach(hooks)
+                savers = self._attach_hooks(hooks)
                 # Hooks step the learning rate; fit would do so by itself after each batch.
-                still = paddle.callbacks.LRScheduler(by_step=False, by_epoch=False)
+                no_steps = paddle.callbacks.LRScheduler(by_step=False, by_epoch=False)
                 model.fit(
                     train_dataloader,
                     test_dataloader,
@@ -114,7 +114,7 @@ class Trainer:
                     eval_freq=test_interval,
                     num_iters=None if max_steps is None else min(max_steps, steps),
                     verbose=int(display_progress),
-                    callbacks=[TrainerHookCalls(self, recorded, self._timer), still, *savers],
+                    callbacks=[TrainerHookCalls(self, recorded, self._timer), no_steps, *savers],
                     resume="auto" if savers else None,
                 )
         finally:
@@ -146,7 +146,7 @@ class Trainer:
         """
         self.states["metrics"][mode][name] = metric
 
-    def _attach(self, hooks: Sequence[BaseHook] | None) -> list[Any]:
+    def _attach_hooks(self, hooks: Sequence[BaseHook] | None) -> list[Any]:
         """Attaches hooks to this trainer; returns the callbacks that save its checkpoints."""
         for hook in hooks or ():
             if not isinstance(hook, BaseHook):
@@ -167,6 +167,7 @@ class Trainer:
         return [hook.callback for hook in self.hooks if hook.callback is not None]
 
     def _require_model(self) -> Model:
+        """Returns the model that trains; raises StateError outside of :meth:`fit`."""
         if self._model is None:
             raise StateError("this is known while a Trainer trains", fix="ask for it within a hook")
         return self._model
@@ -249,47 +250,47 @@ class TrainerHookCalls(paddle.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Calls ``before_train`` of the hooks."""
         self._trainer.cur_step = self.model.global_step
-        self._call("before_train")
+        self._call_hooks("before_train")
 
     def on_train_end(self, logs: Any = None) -> None:
         """Calls ``after_train`` of the hooks."""
         self._trainer.cur_epoch += 1
-        self._call("after_train")
+        self._call_hooks("after_train")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Calls ``before_train_epoch`` of the hooks."""
         self._trainer.cur_epoch = epoch
-        self._call("before_train_epoch")
+        self._call_hooks("before_train_epoch")
         self._timer.start("Train-epoch")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Calls ``after_train_epoch`` of the hooks."""
         self._timer.stop("Train-epoch", keep_in_history=True)
-        self._call("after_train_epoch")
+        self._call_hooks("after_train_epoch")
         self._timer.reset("Train-epoch")
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
         """Calls ``before_train_iter`` of the hooks."""
-        self._begin("Train")
+        self._begin_batch("Train")
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Calls ``after_train_iter`` of the hooks."""
-        self._end("Train", logs)
+        self._end_batch("Train", logs)
         self._trainer.cur_step += 1
 
     def on_eval_begin(self, logs: Any = None) -> None:
         """Calls ``before_test`` and ``before_test_epoch`` of the hooks."""
-        self._call("before_test")
-        self._call("before_test_epoch")
+        self._call_hooks("before_test")
+        self._call_hooks("before_test_epoch")
         self._timer.start("Test-epoch")
 
     def on_eval_batch_begin(self, step: int, logs: Any = None) -> None:
         """Calls ``before_test_iter`` of the hooks."""
-        self._begin("Test")
+        self._begin_batch("Test")
 
     def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
         """Calls ``after_test_iter`` of the hooks."""
-        self._end("Test", logs)
+        self._end_batch("Test", logs)
 
     def on_eval_end(self, logs: Any = None) -> None:
         """Calls ``after_test_epoch`` and ``after_test`` of the hooks."""
@@ -297,8 +298,8 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         # Other callbacks log the values of logs.
         metrics = self._trainer.states["metrics"]["test"].items()
         logs.update({name: metric.get_accumulated_value() for name, metric in metrics})
-        self._call("after_test_epoch")
-        self._call("after_test")
+        self._call_hooks("after_test_epoch")
+        self._call_hooks("after_test")
         self._timer.reset("Test-step")
         self._timer.reset("Test-epoch")
 
@@ -313,11 +314,13 @@ class TrainerHookCalls(paddle.callbacks.Callback):
             hook: Any = self._trainer.hooks[int(number)]
             hook.set_state_dict(counted)
 
-    def _begin(self, mode: str) -> None:
-        self._call(f"before_{mode.lower()}_iter")
+    def _begin_batch(self, mode: str) -> None:
+        """Calls the hooks before a batch; ``mode`` is "Train" or "Test"."""
+        self._call_hooks(f"before_{mode.lower()}_iter")
         self._timer.start(f"{mode}-step")
 
-    def _end(self, mode: str, logs: Any) -> None:
+    def _end_batch(self, mode: str, logs: Any) -> None:
+        """Calls the hooks after a batch, with output and labels where this process has them."""
         self._timer.stop(f"{mode}-step", keep_in_history=True)
         output = label = None
         if self._recorded:
@@ -327,19 +330,19 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         for hook in self._trainer.hooks:
             getattr(hook, f"after_{mode.lower()}_iter")(self._trainer, output, label, loss)
 
-    def _call(self, event: str) -> None:
+    def _call_hooks(self, event: str) -> None:
         for hook in self._trainer.hooks:
             getattr(hook, event)(self._trainer)
 
 
-def _on_columns(loss: RecordedLoss) -> Callable[..., Tensor]:
+def _with_separate_arguments(loss: RecordedLoss) -> Callable[..., Tensor]:
     """Returns a loss that takes outputs and label as separate arguments, as ``fit`` passes them."""
 
-    def on_columns(*columns: Tensor) -> Tensor:
-        *outputs, label = columns
+    def call(*outputs_and_label: Tensor) -> Tensor:
+        *outputs, label = outputs_and_label
         return loss(outputs[0] if len(outputs) == 1 else tuple(outputs), label)
 
-    return on_columns
+    return call
 
 
 class Metric:
@@ -465,7 +468,7 @@ class LRSchedulerHook(BaseHook):
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         """Adds the rate to the trainer's metrics."""
-        self._measure()
+        self._measure_rate()
         if self.store_lr_in_state:
             trainer.add_metric("train", "LR", self.metric)
 
@@ -473,15 +476,16 @@ class LRSchedulerHook(BaseHook):
         """Steps the scheduler after a batch, unless it goes by epochs."""
         if not self.by_epoch:
             self.lr_scheduler.step()
-            self._measure()
+            self._measure_rate()
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         """Steps the scheduler after an epoch, if it goes by epochs."""
         if self.by_epoch:
             self.lr_scheduler.step()
-            self._measure()
+            self._measure_rate()
 
-    def _measure(self) -> None:
+    def _measure_rate(self) -> None:
+        """Sets the metric to the present learning rate."""
         self.metric.reset()
         self.metric.update(self.lr_scheduler.last_lr)
 
@@ -506,13 +510,14 @@ class LogMetricByEpochHook(BaseHook):
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         """Logs the line for the training of an epoch."""
-        self._log(trainer, "train")
+        self._log_epoch(trainer, "train")
 
     def after_test_epoch(self, trainer: Trainer) -> None:
         """Logs the line for an evaluation."""
-        self._log(trainer, "test")
+        self._log_epoch(trainer, "test")
 
-    def _log(self, trainer: Trainer, mode: str) -> None:
+    def _log_epoch(self, trainer: Trainer, mode: str) -> None:
+        """Logs a line with the metrics of a mode, "train" or "test", if the epoch's is due."""
         if trainer.cur_epoch % self._interval == 0 and trainer.is_rank_to_log:
             values = trainer.states["metrics"][mode].items()
             shown = (f"{name} = {metric.get_accumulated_value():.5g}" for name, metric in values)
