@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_
 #: Fleetpipe's names of MindSpore's schedules; other names are fleetpipe's own.
 SCHEDULERS = {"1f1b": "1F1B", "gpipe": "FThenB", "zero_bubble_v": "ZBV"}
 
-#: Whether ``init()`` was called, but has not begun the job yet.
+#: Whether ``init()`` was called and waits for an option that makes the job parallel.
 _initialized = False
 
 
@@ -43,7 +43,12 @@ class ParallelMode(str, enum.Enum):
 def require_number(
     name: str, value: object, least: int, rule: str, fix: str, where: str | None = None
 ) -> int:
-    """Calls :func:`require_whole`; raises UsageError, a TypeError, for a value that is no int."""
+    """Returns a value that must be an int of at least ``least``.
+
+    Raises:
+        UsageError: It is no int. This error is a TypeError, as MindSpore's is.
+        ConfigError: It is less.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         got = f"{value!r} of type {type(value).__name__}"
         raise UsageError(rule, where=where, got=got, fix=fix)
@@ -127,23 +132,25 @@ class Options:
                 fix="context.set_auto_parallel_context(parallel_mode="
                 "ParallelMode.SEMI_AUTO_PARALLEL)",
             )
-        made = fleet.DistributedStrategy()
+        strategy = fleet.DistributedStrategy()
         # Stage s is on the ranks s * n to s * n + n - 1, with n = world size / stages.
-        made.hybrid_configs = {
+        strategy.hybrid_configs = {
             "dp_degree": -1,
             "pp_degree": self.pipeline_stages,
             "order": ["pp", "dp", "sharding", "sep", "mp"],
         }
-        made.pipeline_configs = {
+        strategy.pipeline_configs = {
             "accumulate_steps": micro_batches,
             "micro_batch_size": rows,
             "schedule_mode": self.schedule,
         }
-        made.fleetpipe_configs = {"loss_reduction": "sum"}
-        made.gradient_scale_configs = {"scale_strategy": "avg" if self.gradients_mean else "sum"}
-        return made
+        strategy.fleetpipe_configs = {"loss_reduction": "sum"}
+        scale = "avg" if self.gradients_mean else "sum"
+        strategy.gradient_scale_configs = {"scale_strategy": scale}
+        return strategy
 
 
+#: The names of all options.
 OPTIONS = [field.name for field in fields(Options)]
 _options = Options()
 
@@ -270,6 +277,7 @@ def get_group_size() -> int:
 
 
 def _require_names(function: str, names: Iterable[str], options: Sequence[str]) -> None:
+    """Raises ConfigError if a name is none of the options of a function."""
     for name in names:
         if name not in options:
             raise ConfigError(f"{function} has no option {name!r}", fix=nearest(name, options))

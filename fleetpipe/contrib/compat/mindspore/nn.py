@@ -18,7 +18,7 @@ from fleetpipe.schedules import build
 from fleetpipe.schedules.registry import default_chunks
 
 #: The attribute with the stages that :func:`add_pipeline_stage` gave a parameter.
-_OF_PARAMETER = "pipeline_stages"
+_STAGES_ATTRIBUTE = "pipeline_stages"
 
 
 class Cell(paddle.nn.Layer):
@@ -187,8 +187,8 @@ def add_pipeline_stage(parameter: Tensor, stage: int) -> None:
         ConfigError: It is negative.
     """
     _require_stage(stage, parameter.name)
-    stages: frozenset[int] = getattr(parameter, _OF_PARAMETER, frozenset())
-    setattr(parameter, _OF_PARAMETER, stages | {stage})
+    stages: frozenset[int] = getattr(parameter, _STAGES_ATTRIBUTE, frozenset())
+    setattr(parameter, _STAGES_ATTRIBUTE, stages | {stage})
 
 
 give_parameters_a_method("add_pipeline_stage", add_pipeline_stage)
@@ -237,9 +237,12 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
 
 
 def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[int]]]:
-    """Returns the name, the tensor and the declared stages of each trained parameter.
+    """Returns the stages that each trained parameter of a network was declared for.
 
     If one sublayer with a stage contains another, the stage of the inner one counts.
+
+    Returns:
+        The name, the tensor and the stages of each; no stages if none was declared.
     """
     declared: dict[int, set[int]] = {}
     stages = stages_of_layers(network)
@@ -252,7 +255,7 @@ def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[in
             if id(parameter) not in inner_parameters:
                 declared.setdefault(id(parameter), set()).add(stage)
     return [
-        (name, p, frozenset(declared.get(id(p), ())) | getattr(p, _OF_PARAMETER, frozenset()))
+        (name, p, frozenset(declared.get(id(p), ())) | getattr(p, _STAGES_ATTRIBUTE, frozenset()))
         for name, p in network.named_parameters()
         if p.trainable
     ]
@@ -269,5 +272,6 @@ def stages_of_layers(network: Layer) -> dict[str, int]:
 
 
 def _require_stage(stage: object, name: str) -> None:
+    """Raises UsageError or ConfigError if the stage of ``name`` is no number of at least 0."""
     rule = "pipeline_stage is the number of a stage, from 0"
     context.require_number("pipeline_stage", stage, 0, rule, "write cell.pipeline_stage = 0", name)

@@ -132,10 +132,11 @@ class Model:
         data = self._data if peeked else train_dataset
         listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         # LossMonitor ends the training at a NaN.
-        checked = [*(one for one in listed if one is not None), LossMonitor(0)]
-        self._require_trainer().fit(data, epochs=epoch, callbacks=checked, verbose=0)
+        all_callbacks = [*(one for one in listed if one is not None), LossMonitor(0)]
+        self._require_trainer().fit(data, epochs=epoch, callbacks=all_callbacks, verbose=0)
 
     def _require_trainer(self) -> Trainer:
+        """Returns the ``fleetpipe.Model`` that trains; raises StateError before :meth:`build`."""
         if self._trainer is None:
             raise StateError(
                 "the pipeline is made of a first batch",
@@ -153,7 +154,7 @@ class PeekedData:
     """
 
     def __init__(self, dataset: Iterable[Nest]) -> None:
-        """Reads the first batch.
+        """Reads the first batch of ``dataset``, which yields pairs (inputs, labels) anew each time.
 
         Raises:
             UsageError: The data can be read once only, is empty, or its items are no pairs.
@@ -165,8 +166,8 @@ class PeekedData:
                 fix="pass a paddle.io.DataLoader, or a list of batches",
             )
         self.dataset = dataset
-        self._begun: Iterator[Nest] | None = iter(dataset)
-        self.first: Nest = next(self._begun, None)
+        self._first_pass: Iterator[Nest] | None = iter(dataset)
+        self.first: Nest = next(self._first_pass, None)
         if not isinstance(self.first, (list, tuple)) or len(self.first) != 2:
             raise UsageError(
                 "each item of the data is (inputs, labels)",
@@ -176,14 +177,14 @@ class PeekedData:
 
     def __iter__(self) -> Iterator[Nest]:
         """Yields the batches of a pass; the first pass begins with the batch that was read."""
-        begun, self._begun = self._begun, None
-        if begun is None:
+        first_pass, self._first_pass = self._first_pass, None
+        if first_pass is None:
             return iter(self.dataset)
-        return itertools.chain([self.first], begun)
+        return itertools.chain([self.first], first_pass)
 
 
 def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
-    """Refuses a parameter that is used in a stage whose optimizer would not train it."""
+    """Raises ConfigError if a stage uses a parameter that its optimizer would not train."""
     for name, _, declared in nn.stages_of_parameters(network):
         used = captured.users[name]
         missing = sorted(set(used) - declared)
@@ -214,22 +215,22 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     placement, staged = schedule.placement, captured.captures.of_example(training=True)
     stages = range(placement.stages) if job.local else placement.stages_of(job.hcg.get_stage_id())
     for stage in stages:
-        _write(rank_folder / f"stage_{stage}.txt", _lines(staged, stage))
+        _write_lines(rank_folder / f"stage_{stage}.txt", _node_lines(staged, stage))
     edges = captured.owned_stages.edges(training=True)
-    _write(rank_folder / "plan.txt", [str(schedule.lower(edges))])
+    _write_lines(rank_folder / "plan.txt", [str(schedule.lower(edges))])
     events = events_of(schedule.simulate(edges=edges))
     write_trace(rank_folder / "schedule.json", {schedule.name: events}, placement, edges=edges)
 
 
-def _lines(staged: StagedCapture, stage: int) -> Iterator[str]:
+def _node_lines(staged: StagedCapture, stage: int) -> Iterator[str]:
     """Yields the nodes of a stage, each followed by its parameters."""
     for node in staged.nodes(stage):
         yield f"{node.name}  {node.location}"
-        for parameter in _parameters(node):
+        for parameter in _parameters_of_node(node):
             yield f"  {parameter}"
 
 
-def _parameters(node: Node) -> list[str]:
+def _parameters_of_node(node: Node) -> list[str]:
     """Returns the names and shapes of the parameters that a node uses."""
     if node.is_layer:
         layer: Layer = node.function
@@ -239,5 +240,5 @@ def _parameters(node: Node) -> list[str]:
     return [f"{name} {list(parameter.shape)}" for name, parameter in named]
 
 
-def _write(path: Path, lines: Iterator[str] | list[str]) -> None:
+def _write_lines(path: Path, lines: Iterator[str] | list[str]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
