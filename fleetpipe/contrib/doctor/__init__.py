@@ -96,6 +96,7 @@ def check_host(ranks: int, folder: Path) -> list[Finding]:
 
 
 def _check_processors(ranks: int) -> Finding:
+    """Checks that this host has a processor for each rank."""
     count = systems.processors()
     memory = systems.memory_limit() / (1 << 30)
     python = f"{sys.platform}, Python {sys.version.split()[0]}"
@@ -118,6 +119,7 @@ def _check_bits(ranks: int) -> Finding:
 
 
 def _check_shared_memory() -> Finding:
+    """Checks that the folder of shared memory has room for data loaders."""
     if not _SHARED.is_dir():
         return Finding("shared memory", OK, f"this system has no {_SHARED}")
     free = shutil.disk_usage(_SHARED).free
@@ -129,6 +131,7 @@ def _check_shared_memory() -> Finding:
 
 
 def _check_descriptors(ranks: int) -> Finding:
+    """Checks that a process may open a file descriptor for each rank's connections."""
     soft, hard = systems.descriptor_limits()
     if soft == float("inf"):
         return Finding("descriptors", OK, "no limit")
@@ -141,6 +144,7 @@ def _check_descriptors(ranks: int) -> Finding:
 
 
 def _check_host_name() -> Finding:
+    """Checks that other hosts can reach this one by its name."""
     name, address = socket.gethostname(), hosts.named_address()
     if address and not address.startswith("127.") and address != "::1":
         return Finding("host name", OK, f"{name} leads to {address}")
@@ -150,6 +154,7 @@ def _check_host_name() -> Finding:
 
 
 def _check_ports() -> Finding:
+    """Checks the loopback, and that outgoing connections leave the ports of jobs free."""
     with hosts.listen_tcp("127.0.0.1").sock as listener:
         socket.create_connection(listener.getsockname(), 5.0).close()
     local = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -168,27 +173,27 @@ def _check_checkpoint_folder(folder: Path) -> Finding:
     replaced by the next one above that does.
     """
     subject = "checkpoints"
-    above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    partial = above / f".fleetpipe-doctor-{secrets.token_hex(4)}"
-    whole = partial.with_suffix(".whole")
-    fix = f"give --checkpoint-dir a folder that can be written, on a disk with room: not {above}"
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    draft = existing / f".fleetpipe-doctor-{secrets.token_hex(4)}"
+    complete = draft.with_suffix(".whole")
+    fix = f"give --checkpoint-dir a folder that can be written, on a disk with room: not {existing}"
     try:
         begin = time.perf_counter()
-        with partial.open("wb") as file:
+        with draft.open("wb") as file:
             file.write(secrets.token_bytes(_MIB) * (_WRITTEN_BYTES // _MIB))
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(whole)
-        systems.sync_folder(above)
-        took = time.perf_counter() - begin
-        skew = abs(whole.stat().st_mtime - time.time()) - took
+        draft.rename(complete)
+        systems.sync_folder(existing)
+        seconds = time.perf_counter() - begin
+        skew = abs(complete.stat().st_mtime - time.time()) - seconds
     except OSError as error:
-        return Finding(subject, WRONG, f"{above}: {error.strerror or error}", fix)
+        return Finding(subject, WRONG, f"{existing}: {error.strerror or error}", fix)
     finally:
-        for path in (partial, whole):
+        for path in (draft, complete):
             path.unlink(missing_ok=True)
-    free, rate = shutil.disk_usage(above).free, _WRITTEN_BYTES / took
-    text = f"{above}: {rate / 1e6:,.0f} MB/s with fsync, {free / (1 << 30):.1f} GiB free"
+    free, rate = shutil.disk_usage(existing).free, _WRITTEN_BYTES / seconds
+    text = f"{existing}: {rate / 1e6:,.0f} MB/s with fsync, {free / (1 << 30):.1f} GiB free"
     figures = {"disk_bytes_per_second": rate, "disk_free_bytes": free}
     if free < _DISK_BYTES:
         return Finding(subject, NOTE, text, fix, figures)

@@ -128,6 +128,7 @@ def check_paddle() -> list[Finding]:
 
 
 def _check_version(paddle: Any) -> Finding:
+    """Checks that this version of Paddle is one that fleetpipe is tested with."""
     version = paddle.version.full_version
     text = f"{version}, built for {'CUDA' if paddle.is_compiled_with_cuda() else 'CPUs'}"
     if version.startswith(_SUPPORTED):
@@ -137,6 +138,7 @@ def _check_version(paddle: Any) -> Finding:
 
 
 def _check_device(paddle: Any) -> Finding:
+    """Checks the device on which Paddle computes in this process."""
     from fleetpipe.paddle_api.device import device_kind
 
     # Paddle's name of the device on which this process computes.
@@ -285,10 +287,10 @@ def check_ray_cluster(address: str, ranks: int, folder: Path) -> list[Finding]:
             ray_cluster.require_packages()
             remote: Any = ray.remote(num_cpus=0)(check_node)
             # One node after another: its clock is compared with this one's around the call.
-            for node in ray_cluster.staying():
+            for node in ray_cluster.live_nodes():
                 begin = time.time()
                 reference = remote.options(label_selector=node.label).remote(ranks, str(folder))
-                (answer,) = ray_cluster.answers({node: reference}).values()
+                (answer,) = ray_cluster.gather_results({node: reference}).values()
                 clock, of_node = answer
                 for finding in of_node:
                     subject = f"{node.address} {finding.subject}"
