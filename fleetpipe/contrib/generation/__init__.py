@@ -29,7 +29,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class Sampling(NamedTuple):
-    """The arguments of ``generate`` by which it chooses a token."""
+    """Chooses the next token from logits, by these arguments of :func:`generate`."""
 
     temperature: float
     top_k: int | None
@@ -55,12 +55,13 @@ class Sampling(NamedTuple):
             )
         require_whole("seed", seed, 0)
 
-    def choose(self, logits: np.ndarray[Any, Any], *place: int) -> int:
-        """Returns a token.
+    def choose(self, logits: np.ndarray[Any, Any], *position: int) -> int:
+        """Returns the next token of a sequence.
 
         Args:
             logits: Float [vocabulary].
-            place: With the seed, these numbers determine the random number.
+            position: The sequence and the position in it, as numbers; with the seed they determine
+                the random number.
 
         Raises:
             BoundaryError: The logits have a NaN or an infinity, or no finite number.
@@ -82,21 +83,21 @@ class Sampling(NamedTuple):
         reached = np.cumsum(weights)
         if self.top_p is not None:
             reached = reached[: int(np.searchsorted(reached, self.top_p * reached[-1])) + 1]
-        point = key(self.seed, *place) / 2**63 * reached[-1]
+        point = key(self.seed, *position) / 2**63 * reached[-1]
         return int(order[min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)])
 
 
-def names_of(prompts: list[list[int]]) -> list[tuple[int, int]]:
-    """Returns two numbers for each prompt, which determine its random numbers.
+def prompt_keys(prompts: list[list[int]]) -> list[tuple[int, int]]:
+    """Returns for each prompt two numbers on which its random numbers depend.
 
-    They are a digest of its tokens and the number of equal prompts before it, so that other prompts
-    do not matter.
+    They are a digest of its tokens, and the number of equal prompts before it. Thus the other
+    prompts of a call do not matter.
     """
-    names: list[tuple[int, int]] = []
+    keys: list[tuple[int, int]] = []
     for prompt in prompts:
         digest = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
-        names.append((digest, sum(digest == earlier for earlier, _ in names)))
-    return names
+        keys.append((digest, sum(digest == earlier for earlier, _ in keys)))
+    return keys
 
 
 def _is_number(value: Any) -> bool:
@@ -158,36 +159,40 @@ def generate(
             got=f"inputs={inputs!r}",
             fix="give a function, such as lambda tokens: (tokens, mask)",
         )
-    ends, prompts = _ends_of(eos), prompts_of(tokens)
-    pipeline, computing = _pipeline_of(model)
+    end_tokens, prompts = _end_tokens(eos), prompts_of(tokens)
+    pipeline, computing = _require_pipeline(model)
     job = pipeline.require_running()
-    kept = _cache_of(pipeline, cache)
+    key_value_cache = _new_cache(pipeline, cache)
     with job.calling("generates"):
         job.require_agreement(
             {
                 **{f"prompt {number}": str(prompt) for number, prompt in enumerate(prompts)},
                 **{name: repr(value) for name, value in sampling._asdict().items()},
                 "max_new_tokens": str(max_new_tokens),
-                "eos": str(sorted(ends)),
-                "cache": str(kept is not None),
+                "eos": str(sorted(end_tokens)),
+                "cache": str(key_value_cache is not None),
             }
         )
-    decoding = _Decoding(pipeline, job, sampling, prompts, kept, inputs)
-    with _left_as_before(pipeline), computing:
-        going = list(range(len(prompts)))
-        while going:
-            decoding.advance(going)
-            going = [
+    decoding = _Decoding(pipeline, job, sampling, prompts, key_value_cache, inputs)
+    with _state_restored(pipeline), computing:
+        unfinished = list(range(len(prompts)))
+        while unfinished:
+            decoding.advance(unfinished)
+            unfinished = [
                 number
-                for number in going
+                for number in unfinished
                 if len(decoding.new[number]) < max_new_tokens
-                and decoding.new[number][-1] not in ends
+                and decoding.new[number][-1] not in end_tokens
             ]
     return decoding.new
 
 
 class _Cache(Units, SliceStates):
-    """The keys and values that layers keep: a prompt is the first slice, each new token another."""
+    """Stores the keys and values of earlier positions for the layers of a model.
+
+    Layers keep them as under a schedule that cuts sequences: a prompt is the first slice, and each
+    new token another one.
+    """
 
     def __init__(self) -> None:
         SliceStates.__init__(self, 1)
@@ -195,7 +200,7 @@ class _Cache(Units, SliceStates):
         self.prompts: list[int] = []
 
     def states(self) -> SliceStates:
-        """Returns itself, which has the state of all runs."""
+        """Returns the cache itself, which keeps the values from one run to the next."""
         return self
 
     @contextmanager
@@ -209,10 +214,10 @@ class _Cache(Units, SliceStates):
 
 
 class _Decoding:
-    """The tokens of some prompts, and the runs that add to them.
+    """Adds tokens to prompts, one in each run of the pipeline.
 
     Attributes:
-        new: The new tokens of each prompt.
+        new: The new tokens of each prompt so far.
     """
 
     def __init__(
@@ -224,53 +229,79 @@ class _Decoding:
         cache: _Cache | None,
         inputs: Callable[[Tensor], Nest],
     ) -> None:
+        """Begins without new tokens. Collective over the job.
+
+        Args:
+            pipeline: The pipeline that runs the model.
+            job: Its job.
+            sampling: Chooses the tokens.
+            prompts: The tokens of each prompt.
+            cache: Stores keys and values from one run to the next; None for none.
+            inputs: Makes the model's inputs from tokens; see :func:`generate`.
+        """
         self.new: list[list[int]] = [[] for _ in prompts]
         self._pipeline, self._sampling, self._prompts = pipeline, sampling, prompts
-        self._shards, self._names, self._cache = job.model_parallel(), names_of(prompts), cache
-        self._inputs, replicas = inputs, pipeline.replicas
+        self._prompt_keys, self._cache, self._inputs = prompt_keys(prompts), cache, inputs
+        self._shards, replicas = job.model_parallel(), pipeline.replicas
         exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
         with job.calling("begins to generate"):
             # The experts of a replica wait for tokens of the others, so that each runs all prompts.
-            together = any(job.everyone().all_gather(exchanges))
-        self._part = slice(None) if together else slice(replicas.rank, None, replicas.ranks)
+            runs_all = any(job.everyone().all_gather(exchanges))
+        first, step = (0, 1) if runs_all else (replicas.rank, replicas.ranks)
+        #: The prompts that this replica runs, by number.
+        self._prompts_of_replica = range(first, len(prompts), step)
 
-    def advance(self, going: list[int]) -> None:
-        """Adds a token to each of some prompts. Collective."""
-        here = [number for number in going if number in range(len(self.new))[self._part]]
+    def advance(self, unfinished: list[int]) -> None:
+        """Adds a token to each of some prompts. Collective over the job.
+
+        Args:
+            unfinished: The numbers of the prompts.
+        """
+        own_prompts = [number for number in unfinished if number in self._prompts_of_replica]
         chosen: list[tuple[int, int]] = []
-        if here:
+        if own_prompts:
             inputs = []
-            for number in here:
+            for number in own_prompts:
                 new, is_cached = self.new[number], self._cache is not None
                 sequence = new[-1:] if new and is_cached else self._prompts[number] + new
                 inputs.append(self._inputs(paddle.to_tensor([sequence], dtype="int64")))
             if self._cache is not None:
-                self._cache.prompts = here
+                self._cache.prompts = own_prompts
             units = self._cache or WHOLE
             with self._pipeline.run_forwards(inputs, _last_logits, units) as batch:
-                chosen = self._choose(here, batch.ordered_outputs())
-        everyone = self._pipeline.from_last_stage(chosen)
-        for number, token in dict(pair for part in everyone for pair in part).items():
+                chosen = self._choose_tokens(own_prompts, batch.ordered_outputs())
+        by_replica = self._pipeline.from_last_stage(chosen)
+        # Replicas that run all prompts have chosen the same tokens.
+        for number, token in dict(pair for pairs in by_replica for pair in pairs).items():
             self.new[number].append(token)
 
-    def _choose(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Returns the next token of each prompt; on ranks without the last stage none."""
+    def _choose_tokens(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Returns the number and the next token of each prompt; none without the last stage.
+
+        Collective along mp.
+
+        Args:
+            numbers: The prompts, by number.
+            logits: [vocabulary] for each of them, at its last position; or a shard along mp. Empty
+                on ranks without the last stage.
+        """
         if not logits:
             return []
         stacked = paddle.stack(list(logits)).astype("float32")
-        parts = [part.numpy() for part in self._shards.all_gather(stacked)]
+        by_rank = [tensor.numpy() for tensor in self._shards.all_gather(stacked)]
         # Each rank along mp has its columns of the logits, or all have the same full logits.
-        is_cut = _has_cut_logits(self._pipeline) or any((p != parts[0]).any() for p in parts)
-        rows = np.concatenate(parts, axis=-1) if is_cut else parts[0]
+        differ = any((of_rank != by_rank[0]).any() for of_rank in by_rank)
+        is_cut = _has_cut_logits(self._pipeline) or differ
+        rows = np.concatenate(by_rank, axis=-1) if is_cut else by_rank[0]
         sequences = (self._prompts[number] + self.new[number] for number in numbers)
         return [
-            (number, self._sampling.choose(row, *self._names[number], len(sequence)))
+            (number, self._sampling.choose(row, *self._prompt_keys[number], len(sequence)))
             for number, row, sequence in zip(numbers, rows, sequences)
         ]
 
 
 def _has_cut_logits(pipeline: PipelineParallel) -> bool:
-    """Whether the loss function takes logits of which each rank along mp has its columns."""
+    """Returns whether the loss takes logits of which each rank along mp has some columns."""
     return any(
         type(layer).__name__ == "ParallelCrossEntropy"
         for loss in pipeline.layers.loss_layers()
@@ -301,7 +332,7 @@ def prompts_of(tokens: Any) -> list[list[int]]:
     fix = "generate(model, [[5, 8, 13], [2]], ..): a list of tokens for each prompt"
     tokens = tokens.numpy() if isinstance(tokens, paddle.Tensor) else tokens
     rows = list(tokens) if hasattr(tokens, "__iter__") and not isinstance(tokens, str) else []
-    prompts = [_array_of(row) for row in rows]
+    prompts = [_prompt_array(row) for row in rows]
     for number, prompt in enumerate(prompts):
         if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu" or prompt.min() < 0:
             raise ConfigError(
@@ -315,28 +346,37 @@ def prompts_of(tokens: Any) -> list[list[int]]:
     return [[int(token) for token in prompt] for prompt in prompts]
 
 
-def _array_of(row: Any) -> np.ndarray[Any, Any]:
-    """Returns a prompt as an array; an empty one for lists of several lengths."""
+def _prompt_array(row: Any) -> np.ndarray[Any, Any]:
+    """Returns a prompt as an array; an empty one if it is a list of lists of several lengths."""
     try:
         return np.asarray(row.numpy() if isinstance(row, paddle.Tensor) else row)
     except ValueError:
         return np.empty(0)
 
 
-def _ends_of(eos: Any) -> frozenset[int]:
+def _end_tokens(eos: Any) -> frozenset[int]:
     """Returns the tokens that end a continuation."""
-    ends = [] if eos is None else [eos] if is_whole_number(eos, 0) else eos
-    if not isinstance(ends, Collection) or not all(is_whole_number(end, 0) for end in ends):
+    tokens = eos
+    if eos is None:
+        tokens = []
+    elif is_whole_number(eos, 0):
+        tokens = [eos]
+    if not isinstance(tokens, Collection) or not all(is_whole_number(t, 0) for t in tokens):
         raise ConfigError(
             "eos is a token, or several",
             got=f"eos={eos!r}",
             fix="give the number of the token, as tokenizer.token_to_id(..) returns it, or None",
         )
-    return frozenset(map(int, ends))
+    return frozenset(map(int, tokens))
 
 
-def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[None]]:
-    """Returns the wrapped pipeline of a model, and the context in which it computes."""
+def _require_pipeline(model: Any) -> tuple[PipelineParallel, AbstractContextManager[None]]:
+    """Returns the wrapped pipeline of a model, and the context manager within which it computes.
+
+    Raises:
+        ConfigError: The pipeline splits sequences or logits in a way that generating cannot use.
+        UsageError: The model is not wrapped, or Paddle is in static mode.
+    """
     computing: AbstractContextManager[None] = nullcontext()
     if isinstance(model, Model):
         model, computing = model.pipeline, model.computing()
@@ -357,8 +397,16 @@ def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[N
     return model, computing
 
 
-def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
-    """Returns a new cache for keys and values; None if none is wanted or possible."""
+def _new_cache(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
+    """Returns a new cache for keys and values, or None.
+
+    Args:
+        pipeline: The pipeline.
+        wanted: The argument ``cache`` of :func:`generate`.
+
+    Raises:
+        ConfigError: A cache is wanted, and some layer cannot use one.
+    """
     try:
         require_sliceable(pipeline.layers.layers)
     except ConfigError as error:
@@ -374,8 +422,8 @@ def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
 
 
 @contextmanager
-def _left_as_before(pipeline: PipelineParallel) -> Iterator[None]:
-    """While it is open, a model generates; restores random states and the layers' modes after."""
+def _state_restored(pipeline: PipelineParallel) -> Iterator[None]:
+    """At its end restores random states and the layers' modes, as they were at its beginning."""
     training = pipeline.layers.with_modes.training
     with random_states_kept():
         try:
@@ -431,6 +479,7 @@ class LogSamples(rank_policy.Callback):
             self._print()
 
     def _print(self) -> None:
+        """Continues the prompts, and prints them on the first rank. Collective."""
         new = generate(self.model, self._prompts, **self._options)
         if self.model.is_rank("first"):
             for prompt, tokens in zip(self._prompts, new):

@@ -16,7 +16,7 @@ import pytest
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.callbacks import LogSamples
-from fleetpipe.contrib.generation import Sampling, names_of
+from fleetpipe.contrib.generation import Sampling, prompt_keys
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
@@ -97,7 +97,7 @@ def expected() -> dict[str, list[list[int]]]:
     """The tokens of the single model of `gpt`, the likeliest and drawn."""
     with job(1):
         model = single(gpt())
-    sampling, names = Sampling(**DRAWN), names_of(prompts())
+    sampling, names = Sampling(**DRAWN), prompt_keys(prompts())
     tokens = {
         "greedy": [by_hand(model, prompt, NEW) for prompt in prompts()],
         "drawn": [
@@ -372,4 +372,4 @@ def test_draws_have_the_shares_of_the_model() -> None:
     assert np.allclose(
         shares(temperature=np.float32(0.5)), [0.7143, 0.0071, 0.1786, 0.1143], atol=0.03
     )
-    assert names_of([[1], [2], [1]])[0] != names_of([[1], [2], [1]])[2]
+    assert prompt_keys([[1], [2], [1]])[0] != prompt_keys([[1], [2], [1]])[2]
