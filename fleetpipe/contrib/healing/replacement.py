@@ -1,6 +1,7 @@
 """The part of a process that replaces a rank: it begins alone, and joins the others at a step.
 
-The process runs the script from its beginning. Until its first batch no collective operation
+A generation is the set of processes that are the ranks; each replacement begins the next one. The
+process runs the script from its beginning. Until its first batch no collective operation
 reaches the other ranks, which have done these before; the state that differs between ranks is
 restored (``restore``). Then all ranks connect again (``connect_again``).
 """
@@ -33,17 +34,17 @@ from fleetpipe.transport.base import PROCESS_GROUP
 _STUCK_SECONDS = 5.0
 
 _log = log.logger(__name__)
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 #: The environment with which this process began; empty in one that replaces no rank.
 ENVIRONMENT: dict[str, str] = {}
 
 
-class Changed(PeerFailed):
-    """A rank has died while the others connected."""
+class GenerationChanged(PeerFailed):
+    """Another rank has died while the ranks of a generation connected."""
 
 
-def require_going_on(now: Generation) -> None:
-    """Raises PeerFailed if the launcher no longer heals the job."""
+def require_healing(now: Generation) -> None:
+    """Raises PeerFailed if the launcher no longer replaces processes of the job."""
     if now.refused:
         raise PeerFailed(
             "a rank died, and no process takes its place",
@@ -52,30 +53,30 @@ def require_going_on(now: Generation) -> None:
         )
 
 
-def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
+def connect_again(job: Job, now: Generation, store_moved: bool) -> None:
     """Connects all ranks of a generation. Collective over the job, in which some are new.
 
     Args:
         job: The job.
         now: The generation.
-        served_anew: Whether another process serves the job's store than before.
+        store_moved: Whether the job's store is served by another process than before.
 
     Raises:
-        Changed: Another rank has died meanwhile.
+        GenerationChanged: Another rank has died meanwhile.
         PeerFailed: Another rank has died, or the launcher replaces no further process.
         PipelineTimeout: A rank did not come within the limit.
     """
 
     def check() -> None:
         later = attempt_files.current_generation()
-        require_going_on(later)
+        require_healing(later)
         if later.number != now.number:
-            raise Changed("another rank has died while the job healed")
+            raise GenerationChanged("another rank has died while the job healed")
 
     timeout = job.timeout
     namespace = f"fleetpipe/0/generation/{now.number}"
     job.disconnect()
-    if served_anew:
+    if store_moved:
         store = meeting.open_store_again(timeout, check)
     else:
         store = meeting.opened_store(timeout)
@@ -95,7 +96,7 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
 
 @contextlib.contextmanager
 def killed_if_stuck(watch: Watch) -> Iterator[None]:
-    """While it is open, this process is killed if it does not return soon after a rank's death.
+    """Kills this process if another rank dies within the context, and it does not end soon.
 
     Gloo waits for ever for a member that has died, and no exception ends that. Another process then
     replaces this one, whose state is kept.
@@ -170,8 +171,13 @@ def begin_alone(
     return job
 
 
-def restore(kept: KeptState, job: Job, home: Path) -> int:
+def restore(kept: KeptState, job: Job, directory: Path) -> int:
     """Restores a process that replaces a rank to the step of the others; returns that step.
+
+    Args:
+        kept: The states that the replaced process has stored.
+        job: The job, which is not connected yet.
+        directory: The directory of the attempt's files.
 
     Raises:
         CheckpointError: The others are at different steps, or at one that this rank had not kept.
@@ -180,23 +186,23 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
     deadline = time.monotonic() + job.timeout
     while True:
         now = attempt_files.current_generation()
-        require_going_on(now)
+        require_healing(now)
         # Ranks that began with this process or later have done no step, and wait for it.
         ranks, began = range(job.degrees.size), attempt_files.own_generation()
         awaited = {rank for rank in ranks if now.since.get(rank, 0) < began}
-        places = attempt_files.waiting_places(home, now.number)
-        if awaited <= places.keys():
+        step_of = attempt_files.waiting_places(directory, now.number)
+        if awaited <= step_of.keys():
             break
         if time.monotonic() > deadline:
-            raise PipelineTimeout(f"ranks {sorted(awaited - places.keys())} did not come to heal")
-        time.sleep(_LOOK_SECONDS)
-    step, why = kept.newest_of_all(), ""
+            raise PipelineTimeout(f"ranks {sorted(awaited - step_of.keys())} did not come to heal")
+        time.sleep(_POLL_SECONDS)
+    step = kept.newest_of_all()
     # Some ranks may have done one step more, which they will repeat.
-    if step is None or len({step, *places.values()}) > 2 or step > min([step, *places.values()]):
+    others_steps = {done for done in step_of.values() if done != step}
+    if step is None or len(others_steps) > 1 or min(others_steps, default=step) < step:
         why = f"ranks are at other steps than {step}, the newest that all have kept"
-    if step is None or why:
         attempt_files.tell_unhealed(why)
-        raise CheckpointError(why, got=str(places))
+        raise CheckpointError(why, got=str(step_of))
     kept.restore(step)
     kept.forget_after(step)
     _log.info(f"this process has the place of rank {attempt_files.own_rank()} after {step} steps")

@@ -24,6 +24,7 @@ from fleetpipe.paddle_api.launcher import RankProcess
 
 #: The module that is loaded before a fork, and imports Paddle.
 _REPLACEMENT = "fleetpipe.contrib.healing.replacement"
+#: The reason not to heal if a rank has ended with 0.
 _ENDED = "rank {} has ended its work, and meets no other process"
 
 
@@ -42,7 +43,10 @@ class Rank(WatchedProcess):
         return int(self.process.pid)
 
     def poll(self) -> int | None:
-        """Returns the exit code of the last process; None while one runs or will replace it."""
+        """Returns the exit code of the rank's last process; None while one runs or will run.
+
+        First the healer handles the processes that have ended, and may start others.
+        """
         self._healer.settle()
         return self.code
 
@@ -52,34 +56,36 @@ class Rank(WatchedProcess):
 
 
 class Healer:
-    """Decides for each rank that ends whether a process replaces it, and starts that process.
+    """Decides for each rank whose process ends whether another one replaces it, and starts that.
 
     It has no thread: a lock that a thread holds at a fork would stay locked in the child.
     """
 
-    def __init__(self, home: Path, most: int) -> None:
+    def __init__(self, directory: Path, most: int) -> None:
         """Prepares to heal an attempt.
 
         Args:
-            home: The folder of the attempt.
+            directory: The directory of the attempt's files.
             most: The number of processes that may be replaced.
         """
         self._ranks: list[Rank] = []
-        self._home = home
-        self._left = most
+        self._directory = directory
+        self._replacements_left = most
+        #: The processes of all ranks since the last replacement; see ``Generation``.
         self._generation = Generation()
+        #: The rank and the exit code of each process that was replaced.
         self._replaced: list[tuple[int, int]] = []
-        #: The (rank, step) in which an error was raised; a replacement may raise it again.
-        self._raised: set[tuple[int, int]] = set()
+        #: The ranks and steps in which an error was raised; a replacement may raise it again.
+        self._raised_in: set[tuple[int, int]] = set()
         self._loaded = False
 
     def hold(self, started: RankProcess) -> Rank:
-        """Returns the object that the launcher watches in place of a process."""
+        """Takes a process that has started; returns what the launcher watches in its place."""
         self._ranks.append(Rank(started, self))
         return self._ranks[-1]
 
     def settle(self) -> None:
-        """Handles the ranks that have ended since the last call.
+        """Handles the processes that have ended since the last call: replaces them, or notes it.
 
         The first call, after the ranks have been started, loads the modules of a replacement.
         """
@@ -92,15 +98,15 @@ class Healer:
         # Ranks that end because another one ended (EXIT_CODE) come last.
         for rank, code in sorted(ended, key=lambda end: end[1] == EXIT_CODE):
             number = rank.started.rank
-            why_not = self._obstacle(number, code) if code else ""
+            why_not = self._reason_against(number, code) if code else ""
             if code and not why_not:
                 self._replace(rank, code)
                 continue
-            if not code and self._waits_for(number):
+            if not code and self._is_awaited(number):
                 why_not = _ENDED.format(number)
             if why_not and not self._generation.refused:
-                self._refuse(why_not, code)
-            attempt_files.note_end(self._home, number, code)
+                self._refuse(why_not)
+            attempt_files.note_end(self._directory, number, code)
             rank.code = code
         self._refuse_ended()
 
@@ -111,78 +117,103 @@ class Healer:
         """
         ended = [rank.started.rank for rank in self._ranks if rank.code == 0]
         if ended and not self._generation.refused:
-            failed = [one.failure for one in attempt_files.failures(self._home)]
-            for rank in (one.rank for one in failed if one.rank in ended and one.what == "died"):
-                self._refuse(_ENDED.format(rank), 0)
-                return
+            failures = [report.failure for report in attempt_files.failures(self._directory)]
+            for failure in failures:
+                if failure.rank in ended and failure.what == "died":
+                    self._refuse(_ENDED.format(failure.rank))
+                    return
 
-    def _waits_for(self, rank: int) -> bool:
-        """Whether a process that replaces another waits for a rank."""
+    def _is_awaited(self, rank: int) -> bool:
+        """Returns whether a process that replaces another one waits for a rank to meet it."""
         now = self._generation.number
-        return bool(now) and rank not in attempt_files.waiting_places(self._home, now)
+        return bool(now) and rank not in attempt_files.waiting_places(self._directory, now)
 
-    def _obstacle(self, rank: int, code: int) -> str:
-        """Returns why the process of a rank cannot be replaced; empty if it can."""
+    def _reason_against(self, rank: int, code: int) -> str:
+        """Returns why the process of a rank cannot be replaced; empty if it can.
+
+        Args:
+            rank: The rank.
+            code: The exit code of its process.
+        """
         if self._generation.refused:
             return self._generation.refused
-        if code == -signal.SIGTERM or attempt_files.is_healing_refused(self._home):
+        if code == -signal.SIGTERM or attempt_files.is_healing_refused(self._directory):
             return "the job is ended"
-        for file in sorted(self._home.glob("unhealed.*")):
+        for file in sorted(self._directory.glob("unhealed.*")):
             return file.read_text(encoding="utf-8")
-        ranks = {number for number, _ in attempt_files.started_ranks(self._home)}
+        ranks = {number for number, _ in attempt_files.started_ranks(self._directory)}
         folder = Path(os.environ[kept_state.FOLDER])
         if not all(any(folder.glob(f"rank-{number}.*")) for number in ranks):
             return "not every rank has kept a step, as a script does that goes by fleetpipe.resume"
-        for ended in (held.started.rank for held in self._ranks if held.code == 0):
-            return _ENDED.format(ended)
-        if attempt_files.preempted_at(self._home) is not None:
+        for ended in self._ranks:
+            if ended.code == 0:
+                return _ENDED.format(ended.started.rank)
+        if attempt_files.preempted_at(self._directory) is not None:
             return "the job was asked to stop"
-        failures = [report.failure for report in attempt_files.failures(self._home)]
+        failures = [report.failure for report in attempt_files.failures(self._directory)]
         if any(failure.permanent for failure in failures):
             return "no other process would do better"
-        if any(one.rank == rank and one.what not in ("died", "raised") for one in failures):
+        of_rank = [failure.what for failure in failures if failure.rank == rank]
+        if any(what not in ("died", "raised") for what in of_rank):
             return "no rank died: a wait has ended"
-        if code == EXIT_CODE == attempt_files.code_of(self._home, rank):
+        if code == EXIT_CODE == attempt_files.code_of(self._directory, rank):
             return f"rank {rank} noticed a death where it cannot go back"
-        step = attempt_files.steps_begun(self._home).get(rank, -1)
-        if any(failure.rank == rank and failure.what == "raised" for failure in failures):
-            if (rank, step) in self._raised:
+        step = attempt_files.steps_begun(self._directory).get(rank, -1)
+        if "raised" in of_rank:
+            if (rank, step) in self._raised_in:
                 return f"rank {rank} raised an error in step {step} again"
-            self._raised.add((rank, step))
-        if not self._left:
+            self._raised_in.add((rank, step))
+        if not self._replacements_left:
             return "as many processes were replaced as --max-restart allows"
         return ""
 
-    def _refuse(self, why: str, code: int) -> None:
-        """Ends the healing of this attempt; a replaced rank that has not joined counts first."""
+    def _refuse(self, why: str) -> None:
+        """Ends the healing of this attempt, and tells the ranks why.
+
+        If the last replaced process has not met the others yet, its exit is noted before this one,
+        so that it counts as the first cause.
+        """
         self._generation = self._generation._replace(refused=why)
-        attempt_files.write_generation(self._home, self._generation)
-        waiting = attempt_files.waiting_places(self._home, self._generation.number)
+        attempt_files.write_generation(self._directory, self._generation)
+        waiting = attempt_files.waiting_places(self._directory, self._generation.number)
         if self._replaced and waiting:
-            attempt_files.note_end(self._home, *self._replaced[-1])
+            attempt_files.note_end(self._directory, *self._replaced[-1])
         sys.stderr.write(f"fleetpipe: the job does not heal: {why}\n")
 
     def _replace(self, rank: Rank, code: int) -> None:
+        """Forks the process that replaces the one of a rank, which ended with ``code``."""
         number, before = rank.started.rank, self._generation
-        self._left -= 1
+        self._replacements_left -= 1
         self._replaced.append((number, code))
         systems.end_session(rank.pid)  # the children that the rank has left
         for file in ("place", "code"):
-            (self._home / f"{file}.{number}").unlink(missing_ok=True)
+            (self._directory / f"{file}.{number}").unlink(missing_ok=True)
         now = before.number + 1
         self._generation = Generation(now, {**before.since, number: now})
-        attempt_files.write_generation(self._home, self._generation)
-        rank.process = forked_ranks.fork(_program(rank.started, now))
-        attempt_files.note_start(self._home, number, rank.pid)
+        attempt_files.write_generation(self._directory, self._generation)
+        rank.process = forked_ranks.fork(_replacement_program(rank.started, now))
+        attempt_files.note_start(self._directory, number, rank.pid)
 
 
-def holder(home: Path) -> Callable[[RankProcess], Rank]:
-    """Returns the function by which the launcher of an attempt heals it."""
-    return Healer(home, int(os.environ[attempt_files.HEAL])).hold
+def holder(directory: Path) -> Callable[[RankProcess], Rank]:
+    """Returns the function that the launcher calls with each process that it has started.
+
+    It returns the object that the launcher watches in the place of the process; so the attempt
+    heals.
+
+    Args:
+        directory: The directory of the attempt's files.
+    """
+    return Healer(directory, int(os.environ[attempt_files.HEAL])).hold
 
 
-def _program(started: RankProcess, number: int) -> Program:
-    """Returns the program that takes the place of a process in a generation."""
+def _replacement_program(started: RankProcess, number: int) -> Program:
+    """Returns the program of a process that replaces another one.
+
+    Args:
+        started: The process of the rank that the launcher started.
+        number: The generation that begins with the new process.
+    """
     early = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
     environment = {**early, **started.environment, attempt_files.BEGAN: str(number)}
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from fleetpipe import atomic_file, log, systems
 from fleetpipe.checkpoint.contents.training_state import random_states, set_random_states
 from fleetpipe.checkpoint.manager import CheckpointManager
-from fleetpipe.contrib.healing.replacement import connect_again, require_going_on
+from fleetpipe.contrib.healing.replacement import connect_again, require_healing
 from fleetpipe.contrib.kept_state.kept_state import KeptState
 from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
 from fleetpipe.job import attempt_files
@@ -27,13 +27,14 @@ from fleetpipe.job.attempt_files import Generation
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api.distributed import communicates_over_host, has_gloo
 
-#: Digests of a batch: of its inputs, of its labels, and of random states, learning rate and so on.
+#: Digests (checksums) of a batch on one rank: of its inputs, of its labels, and of random states,
+#: learning rate and so on. None where the rank has none.
 Record = list[int | None]
 #: The records of all ranks: by rank, by step.
 Records = Mapping[int, Mapping[int, Record]]
 
 _log = log.logger(__name__)
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 #: Seconds within which the launcher notices that a process has ended.
 _CHANGE_SECONDS = 2.0
 
@@ -46,7 +47,7 @@ def record_of(batch: Any, before: Any, generators: Any) -> Record:
         before: The state that is neither tensor nor data (``KeptState.collect``), before the batch
             was read.
         generators: The states of Paddle's generators that were kept after the step before. If they
-            have not changed they are left out: in a static program only some ranks draw.
+            have not changed, the record leaves them out: in a static program only some ranks draw.
     """
     # NumPy's and Python's generators matter for the rows alone, which have digests; those of a
     # program's stages differ between ranks.
@@ -58,26 +59,27 @@ def record_of(batch: Any, before: Any, generators: Any) -> Record:
     return [*batch.digests, zlib.crc32(text.encode())]
 
 
-def write_record(home: Path, step: int, record: Record) -> None:
+def write_record(directory: Path, step: int, record: Record) -> None:
     """Writes this rank's records of a step and of the step before."""
-    file = home / f"batch.{attempt_files.own_rank()}"
-    earlier = _steps(file)
-    before = _before(earlier, step)
-    kept = {} if before is None else {before: earlier[before]}
+    file = directory / f"batch.{attempt_files.own_rank()}"
+    earlier = _read_steps(file)
+    before = _last_step_before(earlier, step)
+    rows = {} if before is None else {before: earlier[before]}
     with atomic_file.draft_of(file) as draft:
-        draft.write_text(json.dumps({**kept, step: record}), encoding="ascii")
+        draft.write_text(json.dumps({**rows, step: record}), encoding="ascii")
 
 
-def read_records(home: Path) -> Records:
-    """Returns the records of all ranks of this host."""
-    return {int(f.suffix[1:]): _steps(f) for f in home.glob("batch.*") if f.suffix[1:].isdecimal()}
+def read_records(directory: Path) -> Records:
+    """Returns the records of all ranks of this host, by rank and by step."""
+    files = {file.suffix[1:]: file for file in directory.glob("batch.*")}
+    return {int(rank): _read_steps(file) for rank, file in files.items() if rank.isdecimal()}
 
 
 def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: int) -> Record | None:
-    """Returns the record of a rank's batch in a step; None if it is unknown.
+    """Returns the record that a rank's batch must have in a step; None if it cannot be told.
 
-    If the rank had not begun the step, each digest is that of a rank which had the same digest as
-    this one in the step before.
+    If the rank died before it had begun the step, each digest is taken from a rank that had the
+    same digest as it in the step before, since these ranks read the same.
 
     Args:
         earlier: The records of all ranks, from before the death.
@@ -85,57 +87,67 @@ def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: in
         rank: The rank.
         step: The step, as the number of steps before it.
     """
-    here = earlier.get(rank, {})
-    before = _before(here, step)
-    if step in here or before is None:
-        return here.get(step)
-    fields: Record = []
-    for field, value in enumerate(here[before]):
-        then = ((one, earlier.get(one, {}).get(before)) for one in now)
-        alike = [now[one][field] for one, record in then if record and record[field] == value]
-        if value is not None and not alike:
+    of_rank = earlier.get(rank, {})
+    before = _last_step_before(of_rank, step)
+    if step in of_rank or before is None:
+        return of_rank.get(step)
+    expected: Record = []
+    for field, digest in enumerate(of_rank[before]):
+        if digest is None:
+            expected.append(None)
+            continue
+        for peer, record in now.items():
+            peer_before = earlier.get(peer, {}).get(before)
+            if peer_before and peer_before[field] == digest:
+                expected.append(record[field])
+                break
+        else:
             return None
-        fields.append(None if value is None else alike[0])
-    return fields
+    return expected
 
 
-def _before(steps: Mapping[int, Record], step: int) -> int | None:
-    """Returns the last recorded step before a step."""
-    return max((one for one in steps if one < step), default=None)
+def _last_step_before(steps: Mapping[int, Record], step: int) -> int | None:
+    """Returns the last recorded step before a step; None if there is none."""
+    return max((earlier for earlier in steps if earlier < step), default=None)
 
 
-def _steps(file: Path) -> dict[int, Record]:
+def _read_steps(file: Path) -> dict[int, Record]:
+    """Returns a rank's records by step; none if the file does not exist."""
     if not file.exists():
         return {}
     return {int(step): row for step, row in json.loads(file.read_text(encoding="ascii")).items()}
 
 
-class Taken:
-    """An iterator that can return its items again, with the random states after each item."""
+class ReplayableIterator:
+    """An iterator that can return its items again, with the random states after each item.
+
+    A batch that is trained again reads the same data, and leaves the same random states.
+    """
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
-        self._taken: list[tuple[Any, Any]] = []
+        #: Each item that was read, with the random states after it.
+        self._items_so_far: list[tuple[Any, Any]] = []
         self._next = 0
 
-    def __iter__(self) -> Taken:
+    def __iter__(self) -> ReplayableIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._next == len(self._taken):
-            self._taken.append((next(self._items), random_states()))
+        if self._next == len(self._items_so_far):
+            self._items_so_far.append((next(self._items), random_states()))
         else:
-            set_random_states(self._taken[self._next][1])
+            set_random_states(self._items_so_far[self._next][1])
         self._next += 1
-        return self._taken[self._next - 1][0]
+        return self._items_so_far[self._next - 1][0]
 
     def begin_anew(self) -> None:
-        """Makes the next item the first one that was taken."""
+        """Goes back to the first item that was read."""
         self._next = 0
 
 
 class Running(Protocol):
-    """The run that heals.
+    """The run of the script (``fleetpipe.resume``), as far as healing needs it.
 
     Attributes:
         step: How many steps are done.
@@ -151,17 +163,17 @@ class Running(Protocol):
 
 
 class StepCall(NamedTuple):
-    """A collective call of the script in a step, which every process of a rank makes alike.
+    """The position of a collective call in the script; the same call has the same one on all ranks.
 
     Attributes:
         step: The number of steps before.
         number: The number of the call in its step.
-        what: What the call does, in words.
+        action: What the call does, in words.
     """
 
     step: int
     number: int
-    what: str
+    action: str
 
 
 class Healing:
@@ -171,7 +183,8 @@ class Healing:
     on all ranks, which the new process receives instead of calling again.
 
     Attributes:
-        counts: Whether the script has begun its steps, in which calls are counted.
+        counts: Whether the script has begun its steps; only from then on its calls are numbered,
+            and their results kept.
     """
 
     def __init__(
@@ -179,7 +192,7 @@ class Healing:
         job: Job,
         run: Running,
         kept: KeptState,
-        home: Path,
+        directory: Path,
         model: Any,
         manager: CheckpointManager,
     ) -> None:
@@ -187,26 +200,35 @@ class Healing:
 
         Args:
             job: The job.
-            run: Its run, whose steps are kept.
+            run: The run of the script.
             kept: The states after its last steps.
-            home: The folder of the attempt.
+            directory: The directory of the attempt's files.
             model: The model that is kept.
-            manager: Saves the run.
+            manager: Saves the run's checkpoints.
         """
-        self._job, self._run, self._kept, self._home, self._model = job, run, kept, home, model
+        self._job, self._run, self._kept, self._directory, self._model = (
+            job,
+            run,
+            kept,
+            directory,
+            model,
+        )
         self._manager, self._number = manager, 0
-        self.counts = self._within = False
+        self.counts = self._in_shared_call = False
+        #: The last call of the script.
         self._call = StepCall(0, -1, "")
-        #: The results of the calls of the last steps.
+        #: The results of the calls of the last two steps.
         self._results: dict[StepCall, Any] = {}
         #: Up to this step the ranks compare which calls they make.
-        self._doubted = -1
+        self._compared_until = -1
         #: The last step that cannot be repeated, and why.
-        self._hindrance = -1, ""
-        #: The generation in which the process that serves the job's store began.
-        self._served_by = attempt_files.current_generation().since.get(0, 0) if job.alone else 0
-        self._last: _Batch | None = None
-        self._obstacle = kept.obstacle()
+        self._unrepeatable = -1, ""
+        #: The generation that began with the process which serves the job's store.
+        self._store_generation = (
+            attempt_files.current_generation().since.get(0, 0) if job.alone else 0
+        )
+        self._last_batch: _Batch | None = None
+        self._reason_against = kept.obstacle()
         if job.healing is not None:
             # A process that replaces a rank would begin with the first training.
             attempt_files.tell_unhealed("the script has begun a second training")
@@ -214,18 +236,21 @@ class Healing:
             # The launcher is told before a rank dies: such groups cannot be connected again.
             attempt_files.tell_unhealed("the ranks' groups are not Gloo's")
         #: In a process that replaces a rank: the records from before, and that it has yet to join.
-        self._earlier, self._joins = read_records(home) if job.alone else {}, job.alone
+        self._earlier_records, self._has_yet_to_join = (
+            read_records(directory) if job.alone else {},
+            job.alone,
+        )
         job.be_patient()
 
     def refuse(self, why: str) -> None:
-        """Refuses to heal from now on; the first reason counts."""
-        self._obstacle = self._obstacle or why
+        """Refuses to heal from now on, because of ``why``; the first reason counts."""
+        self._reason_against = self._reason_against or why
 
     def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
         """Refuses to heal from now on if a batch cannot be repeated; see ``Recovery``."""
         if model is not self._model:
             self.refuse("another model trains than the one that is kept")
-        if self._last is not None and self._last.call.step == self._run.step:
+        if self._last_batch is not None and self._last_batch.call.step == self._run.step:
             self.refuse("a step of the run has several batches")
         if scaler is not None and scaler.is_enable():
             self.refuse("a GradScaler scales the loss")
@@ -250,13 +275,14 @@ class Healing:
             PipelineTimeout: A wait has ended, and no rank is silent.
         """
         self.counts = True
-        data = Taken(data) if hasattr(type(data), "__next__") else data
-        batch = _Batch(self._next("a training batch"), begin, data, optimizer, self._kept.collect())
+        data = ReplayableIterator(data) if hasattr(type(data), "__next__") else data
+        call = self._number_call("a training batch")
+        batch = _Batch(call, begin, data, optimizer, self._kept.collect())
         # A process that joins does not repeat the comparisons of the others' first batch.
-        with self._job.apart() if self._joins else contextlib.nullcontext():
+        with self._job.apart() if self._has_yet_to_join else contextlib.nullcontext():
             begun = begin(data)
         batch = batch._replace(record=record_of(begun, batch.before, self._kept.generators))
-        write_record(self._home, batch.call.step, batch.record)
+        write_record(self._directory, batch.call.step, batch.record)
         if self._job.alone:
             self.meet()
         while True:
@@ -267,13 +293,19 @@ class Healing:
                 self._go_back(batch)
                 begun = begin(data)
             else:
-                self._last, self._joins = batch, False
+                self._last_batch, self._has_yet_to_join = batch, False
                 return begun
 
     def _run_once(self, batch: _Batch, begun: Any) -> None:
-        everyone = self._require_same(batch.call, batch.record)
-        if self._joins:
-            self._require_batch_of_rank(batch, everyone)
+        """Trains a batch on all ranks, and waits until all have done it. Collective.
+
+        Args:
+            batch: The batch, with what is needed to run it again.
+            begun: What its ``begin`` returned.
+        """
+        records = self._require_same_call(batch.call, batch.record)
+        if self._has_yet_to_join:
+            self._require_batch_of_rank(batch, records)
         begun.train(batch.optimizer)
         with self._job.guarded(lambda: "ending the step on all ranks"):
             self._job.everyone().all_gather(None)
@@ -281,22 +313,30 @@ class Healing:
     def share(
         self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
     ) -> Any:
-        """Returns the result of ``act``, which is called again if a rank dies; see ``Job.share``.
+        """Returns the result of a collective call of the script, made again if a rank dies in it.
+
+        A process that replaces a rank gets the results of calls that the others have made already.
+
+        Args:
+            what: What the call does, in words.
+            act: Makes the call.
+            pass_over: Called after the result is known, on every rank; see ``Job.share``. None: the
+                state needs no restoring when ``act`` is called again.
 
         Raises:
             CheckpointError: The ranks do different things since a process replaced another.
             PeerFailed: A rank died, and the job cannot heal.
             PipelineTimeout: A wait has ended, and no rank is silent.
         """
-        if self._within or not self.counts:
+        if self._in_shared_call or not self.counts:
             return act()
-        call, before = self._next(what), self._kept.collect() if pass_over else None
+        call, before = self._number_call(what), self._kept.collect() if pass_over else None
         if self._job.alone:
             self.meet()
         while call not in self._results:
-            self._within = True
+            self._in_shared_call = True
             try:
-                self._require_same(call)
+                self._require_same_call(call)
                 self._results[call] = act()
                 return self._results[call]
             except (PeerFailed, PipelineTimeout) as error:
@@ -306,57 +346,74 @@ class Healing:
                 if before is not None:
                     self._kept.put_back(before)
             finally:
-                self._within = False
+                self._in_shared_call = False
         if pass_over is not None:
             pass_over()
         return self._results[call]
 
     def hinder(self, why: str, alone: bool = True) -> None:
         """Refuses to heal in the present step, which cannot be repeated; see ``Recovery``."""
-        if self.counts and not (alone and self._within):
-            self._hindrance = self._run.step, why
+        if self.counts and not (alone and self._in_shared_call):
+            self._unrepeatable = self._run.step, why
 
-    def _next(self, what: str) -> StepCall:
-        """Counts a call, and returns it; a new step drops the results from before the last one."""
+    def _number_call(self, action: str) -> StepCall:
+        """Returns the position of the call that the script makes now, and remembers it as the last.
+
+        The first call of a step drops the results of all steps before the last one.
+        """
         step, last = self._run.step, self._call
-        if step != last.step:
-            self._results = {k: v for k, v in self._results.items() if k.step >= last.step}
-        self._call = StepCall(step, last.number + 1 if step == last.step else 0, what)
+        if step == last.step:
+            number = last.number + 1
+        else:
+            number = 0
+            self._results = {c: v for c, v in self._results.items() if c.step >= last.step}
+        self._call = StepCall(step, number, action)
         return self._call
 
-    def _require_same(self, call: StepCall, record: Record | None = None) -> list[Any]:
-        """Compares the call of all ranks, in steps that some process repeats or joins.
+    def _require_same_call(self, call: StepCall, record: Record | None = None) -> list[Any]:
+        """Compares the calls of all ranks, in steps that some process repeats or joins.
+
+        Collective in these steps.
+
+        Args:
+            call: The call that this rank makes.
+            record: The record of the batch, if the call trains one.
 
         Returns:
-            The records of all ranks; empty in other steps.
+            The records of all ranks, by rank; empty in other steps.
 
         Raises:
             CheckpointError: A rank makes another call.
         """
-        if call.step > self._doubted:
+        if call.step > self._compared_until:
             return []
         with self._job.guarded(lambda: "comparing what the ranks do next"):
             everyone = self._job.everyone().all_gather([*call, record])
-        if len({StepCall(*row) for *row, _ in everyone}) > 1:
+        if len({StepCall(*fields) for *fields, _ in everyone}) > 1:
             why = "a new process does something else in its step than the others"
             attempt_files.tell_unhealed(why)
             raise CheckpointError(why, got="; ".join(map(str, everyone)))
         return [record for *_, record in everyone]
 
     def _heal_in_step(self, error: PeerFailed | PipelineTimeout) -> None:
+        """Heals after a death within a step; see :meth:`heal`. Collective."""
         if self.heal(error):
             # The new process sends this too, after the step before.
             self._run.agree_once_more()
 
-    def _require_batch_of_rank(self, batch: _Batch, everyone: list[Record]) -> None:
-        """Checks that this process trains on the batch of the rank that it replaces.
+    def _require_batch_of_rank(self, batch: _Batch, records: list[Record]) -> None:
+        """Checks that this process trains on the batch of the process that it replaces.
+
+        Args:
+            batch: The batch of this process.
+            records: The records of all ranks in this step, by rank.
 
         Raises:
-            CheckpointError: The batch is another one, or that of the rank is unknown.
+            CheckpointError: The batch is another one, or that of the replaced process is unknown.
         """
-        here, step = attempt_files.own_rank(), batch.call.step
-        now = {rank: one for rank, one in enumerate(everyone) if rank != here}
-        expected = find_record(self._earlier, now, here, step)
+        own_rank, step = attempt_files.own_rank(), batch.call.step
+        now = {rank: record for rank, record in enumerate(records) if rank != own_rank}
+        expected = find_record(self._earlier_records, now, own_rank, step)
         if batch.record != expected:
             why = "a new process has another batch, random numbers or learning rate than its rank"
             if expected is None:
@@ -377,7 +434,7 @@ class Healing:
             raise CheckpointError(why)
         self._kept.put_tensors_back(self._run.step)
         self._kept.put_back(batch.before)
-        if isinstance(batch.data, Taken):
+        if isinstance(batch.data, ReplayableIterator):
             batch.data.begin_anew()
 
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
@@ -397,13 +454,13 @@ class Healing:
         late = failure is not None and failure.what == "timed out" and silent
         if failure is None or not (late or failure.what in ("died", "raised")):
             raise error
-        if self._obstacle:
-            attempt_files.tell_unhealed(self._obstacle)
+        if self._reason_against:
+            attempt_files.tell_unhealed(self._reason_against)
             raise error
-        gone = f"rank {failure.rank} {failure.what}"
+        cause = f"rank {failure.rank} {failure.what}"
         if late:
-            gone = f"rank {silent[0]} was silent"
-            self._kill(silent)
+            cause = f"rank {silent[0]} was silent"
+            self._kill_ranks(silent)
         now = None
         while now is None:
             try:
@@ -412,36 +469,44 @@ class Healing:
             except (PeerFailed, PipelineTimeout) as obstacle:
                 attempt_files.tell_unhealed(str(obstacle).splitlines()[0])
                 raise error from obstacle
-            if self._hindrance[0] >= step:
-                attempt_files.tell_unhealed(self._hindrance[1])
+            unrepeatable_step, why = self._unrepeatable
+            if unrepeatable_step >= step:
+                attempt_files.tell_unhealed(why)
                 raise error
-            done = self._last is not None and self._last.call.step == step
-            if (done or step < self._run.step) and not self._repeats(step):
+            has_trained = self._last_batch is not None and self._last_batch.call.step == step
+            must_repeat = has_trained or step < self._run.step
+            if must_repeat and not self._train_last_batch_again(step):
                 now = None
         ranks = range(self._job.degrees.size)
         stayed = [rank for rank in ranks if now.since.get(rank, 0) <= before]
         if attempt_files.own_rank() == stayed[0]:
             seconds = time.monotonic() - since
-            text = f"{gone}, another process has its place"
+            text = f"{cause}, another process has its place"
             text = f"{text}: the job stood for {seconds:.1f} s, and goes on after {step} steps"
             _log.info(text)
             self._job.progress.note_event("healed", text)
         return step < self._run.step
 
-    def _kill(self, ranks: list[int]) -> None:
-        processes = dict(attempt_files.started_ranks(self._home))
+    def _kill_ranks(self, ranks: list[int]) -> None:
+        """Kills the processes of ranks that send no more, unless they are replaced already."""
+        processes = dict(attempt_files.started_ranks(self._directory))
         # Another rank may have killed them already, and new processes have taken their places.
         for rank in ranks if attempt_files.current_generation().number == self._number else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(processes[rank], systems.SIGKILL)
 
-    def _repeats(self, step: int) -> bool:
-        """Trains the last batch again, then restores the state after it. Collective.
+    def _train_last_batch_again(self, step: int) -> bool:
+        """Trains the last batch again, for ranks that lack its step. Collective.
+
+        Afterwards this rank has the state from before the call, which is one step later perhaps.
+
+        Args:
+            step: The number of steps before the batch.
 
         Returns:
             Whether no rank has died meanwhile.
         """
-        after, now, last = self._kept.collect(), self._run.step, self._last
+        after, now, last = self._kept.collect(), self._run.step, self._last_batch
         progress = self._job.progress
         counted = progress.step
         if last is None or last.call.step != step:
@@ -459,12 +524,13 @@ class Healing:
             self._kept.put_back(after)
 
     def _await_generation(self) -> None:
+        """Waits until the launcher has replaced a process, which begins a new generation."""
         deadline = time.monotonic() + self._job.timeout
         while (now := attempt_files.current_generation()).number == self._number:
-            require_going_on(now)
+            require_healing(now)
             if time.monotonic() > deadline:
                 raise PipelineTimeout("the launcher replaced no process within the limit")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def meet(self) -> tuple[Generation, int]:
         """Connects all ranks, again if another one dies meanwhile. Collective.
@@ -474,23 +540,24 @@ class Healing:
         """
         while True:
             now = attempt_files.current_generation()
-            require_going_on(now)
+            require_healing(now)
             rank, step = attempt_files.own_rank(), self._run.step
-            attempt_files.note_place(self._home, rank, now.number, step)
-            served_by = now.since.get(0, 0)
+            attempt_files.note_place(self._directory, rank, now.number, step)
+            # Rank 0 serves the job's store.
+            store_generation = now.since.get(0, 0)
             try:
-                connect_again(self._job, now, served_by != self._served_by)
-                least = self._exchange()
+                connect_again(self._job, now, store_generation != self._store_generation)
+                least = self._exchange_steps_and_results()
             except FleetPipeError:
                 # The neighbours of a rank notice its death before the launcher does.
-                if not _changes(now.number):
+                if not _generation_ends_soon(now.number):
                     raise
             else:
-                self._number, self._served_by = now.number, served_by
-                (self._home / f"failure.{rank}").unlink(missing_ok=True)
+                self._number, self._store_generation = now.number, store_generation
+                (self._directory / f"failure.{rank}").unlink(missing_ok=True)
                 return now, least
 
-    def _exchange(self) -> int:
+    def _exchange_steps_and_results(self) -> int:
         """Exchanges steps and results with all ranks, and finishes a save. Collective.
 
         Returns:
@@ -499,16 +566,17 @@ class Healing:
         lost, everyone = self._run.meet_anew(), self._job.everyone()
         with self._job.guarded(lambda: "comparing where the ranks are"):
             results = [[*call, value] for call, value in self._results.items()]
-            here = [self._run.step, lost, self._kept.steps(), results]
-            steps, lost_steps, kept, shared = zip(*everyone.all_gather(here))
+            of_rank = [self._run.step, lost, self._kept.steps(), results]
+            steps, lost_steps, kept_steps, results_of_ranks = zip(*everyone.all_gather(of_rank))
             saved = max(everyone.broadcast(self._manager.steps(), 0), default=0)
         least: int = min(steps)
-        self._doubted = max(steps)
-        self._results.update((StepCall(*call), value) for rows in shared for *call, value in rows)
+        self._compared_until = max(steps)
+        for rows in results_of_ranks:
+            self._results.update((StepCall(*call), value) for *call, value in rows)
         due = max(*lost_steps, self._manager.newest_due(least))
         if due > saved:
             # The save of this step did not end. If a rank no longer keeps it, the newest is saved.
-            step = due if all(due in one for one in kept) else least
+            step = due if all(due in of_rank for of_rank in kept_steps) else least
             counts, self.counts = self.counts, False
             try:
                 self._kept.save(step, self._manager)
@@ -520,11 +588,15 @@ class Healing:
         return least
 
 
-def _changes(number: int) -> bool:
-    """Waits up to 2 s for the end of a generation; returns whether it has ended."""
+def _generation_ends_soon(number: int) -> bool:
+    """Waits up to 2 s for a generation to end; returns whether another one has begun.
+
+    Args:
+        number: The number of the generation.
+    """
     deadline = time.monotonic() + _CHANGE_SECONDS
     while attempt_files.current_generation().number == number and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return attempt_files.current_generation().number != number
 
 
@@ -532,9 +604,9 @@ class _Batch(NamedTuple):
     """A training batch that can run again.
 
     Attributes:
-        call: Its step, and its number there.
+        call: The position of the batch in the script.
         begin: Returns a ``TrainingBatch`` of the data.
-        data: The batch, or a :class:`Taken`.
+        data: The batch, or a :class:`ReplayableIterator`.
         optimizer: The optimizer to step.
         before: Random states, learning rate and so on before the batch (``KeptState.collect``).
         record: The digests of the batch.

@@ -17,7 +17,7 @@ import pytest
 
 from fleetpipe.contrib.healing import replacement, survivor
 from fleetpipe.contrib.healing.replacing import Healer
-from fleetpipe.contrib.healing.survivor import Healing, Taken
+from fleetpipe.contrib.healing.survivor import Healing, ReplayableIterator
 from fleetpipe.contrib.kept_state import kept_state
 from fleetpipe.errors import FleetPipeError, PeerFailed, StateError
 from fleetpipe.job import attempt_files
@@ -416,14 +416,14 @@ def test_a_batch_is_taken_again_from_an_iterator_that_has_gone_on() -> None:
     def items() -> Iterator[int]:
         yield from range(5)
 
-    taken = Taken(items())
+    taken = ReplayableIterator(items())
     assert [next(taken), next(taken)] == [0, 1]
     taken.begin_anew()
     assert [*taken] == [0, 1, 2, 3, 4]
 
 
 def test_numbers_that_were_drawn_for_an_item_are_drawn_once_more() -> None:
-    taken = Taken(paddle.rand([1]) for _ in range(3))
+    taken = ReplayableIterator(paddle.rand([1]) for _ in range(3))
     first, _ = next(taken), next(taken)
     behind = paddle.rand([1])
     paddle.seed(5)
