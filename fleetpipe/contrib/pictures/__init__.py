@@ -29,6 +29,7 @@ COLOURS = {
 HEIGHT = 0.86  # height of a bar, in rows
 LANE = 0.55  # share of that height for a bar in a lane, if there are more than two chunks
 
+#: Red, green and blue, from 0 to 1.
 Colour = tuple[float, float, float]
 
 
@@ -64,35 +65,43 @@ class Panel:
     @cached_property
     def bars(self) -> list[Bar]:
         """The boxes to draw, in the order of the events."""
-        return [bar for event in self.events for bar in _bars(event, self.placement)]
+        return [bar for event in self.events for bar in _bars_of_event(event, self.placement)]
 
     def within(self, start: float, end: float) -> Panel:
-        """Returns the part between two times, in which boxes have more room.
+        """Returns a panel of the part between two times, in which boxes have more room.
 
         Raises:
             ConfigError: Nothing runs between them.
         """
-        events = [each for each in self.events if each.start < end and each.end > start]
+        events = [event for event in self.events if event.start < end and event.end > start]
         if not events:
-            times = [time for each in self.events for time in (each.start, each.end)]
+            times = [time for event in self.events for time in (event.start, event.end)]
             raise ConfigError(
                 "nothing runs in the window of the picture",
                 expected=f"times between {min(times, default=0):g} and {max(times, default=0):g}",
                 got=f"{start:g} to {end:g}",
                 fix="give a window in the unit of the times, its start before its end",
             )
-        cut = [
-            each._replace(start=max(each.start, start), end=min(each.end, end)) for each in events
+        clipped = [
+            event._replace(start=max(event.start, start), end=min(event.end, end))
+            for event in events
         ]
-        return replace(self, events=cut, begin=start)
+        return replace(self, events=clipped, begin=start)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A box: its kind, lightness, number and position.
+    """A box of a panel, which shows one action.
 
-    ``exchange`` is the width of the part at the right end in which the rank only waits for an
-    exchange.
+    Attributes:
+        kind: The kind of the action, or "other"; it decides the colour.
+        shade: The lightness, from 0 to 1.
+        number: The micro-batch, as text.
+        left: When the action begins.
+        right: When it ends.
+        top: The upper end, in rows; the middle of a rank's row is the rank's number.
+        bottom: The lower end, in rows.
+        exchange: Time at the right end in which the rank only waits for an exchange.
     """
 
     kind: str
@@ -106,7 +115,7 @@ class Bar:
 
     @property
     def computed(self) -> float:
-        """The right end of the part in which the rank computes."""
+        """When the rank has computed, and begins to wait for an exchange."""
         return max(self.left, self.right - self.exchange)
 
     @property
@@ -150,12 +159,15 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool
     if not memory:
         return panel
     held_unit = "forwards" if timeline.costs.bytes is None else "bytes"
-    held = tuple(_amounts(timeline, rank) for rank in range(placement.ranks))
+    held = tuple(_held_amounts(timeline, rank) for rank in range(placement.ranks))
     return replace(panel, held=held, held_unit=held_unit)
 
 
-def _amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
-    """Returns (time, amount) for each change of the amount that a rank holds."""
+def _held_amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
+    """Returns what a rank holds over time: the time and the new amount of each change.
+
+    Amounts are in bytes if the costs give them, else in forwards of one stage.
+    """
     in_bytes = timeline.costs.bytes is not None
     around = amounts_in_flight(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
     times = zip(timeline.starts[rank], timeline.ends[rank])
@@ -165,22 +177,27 @@ def _amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
     return (*steps, (timeline.makespan, steps[-1][1]))
 
 
-def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
+def _bars_of_event(event: Event, placement: Placement) -> Iterator[Bar]:
     """Yields the boxes of an event, several if it is fused."""
     top = event.rank - HEIGHT / 2
     if not event.actions:
         if event.op is None or event.name in ("REDUCE", "STEP"):
             yield Bar("other", 0, "", event.start, event.end, top, top + HEIGHT)
         return
-    whole = HEIGHT * (LANE if placement.chunks > 2 else 1)
-    height = whole / len(event.actions)
+    lane_height = HEIGHT * (LANE if placement.chunks > 2 else 1)
+    height = lane_height / len(event.actions)
     stages = placement.stages_of(event.rank)
     for index, action in enumerate(event.actions):
         # 0 for the rank's first stage, up to 1 for its last, which is the palest.
-        later = min(1, stages.index(action.stage) / max(1, placement.chunks - 1))
-        above = top + (HEIGHT - whole) * later + index * height
-        number = str(action.micro_batch)
-        times = event.start, event.end
+        depth = min(1, stages.index(action.stage) / max(1, placement.chunks - 1))
+        upper = top + (HEIGHT - lane_height) * depth + index * height
         yield Bar(
-            *(action.kind, 0.6 * later, number, *times, above, above + height, event.exchange)
+            action.kind,
+            shade=0.6 * depth,
+            number=str(action.micro_batch),
+            left=event.start,
+            right=event.end,
+            top=upper,
+            bottom=upper + height,
+            exchange=event.exchange,
         )

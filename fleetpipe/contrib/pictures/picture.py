@@ -6,7 +6,7 @@ It also draws a profile: the time and memory of each layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: By the ending of a file the metadata that are left out, so that a picture always has one file.
-_DATED = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
+#: By the ending of a file the metadata that are left out, so that the same picture has equal files.
+_UNSTABLE_METADATA = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
 
 _LABELS = {
     "F": "F  forward",
@@ -35,12 +35,12 @@ _LABELS = {
     "other": "other",
 }
 
-_INCHES = (9.0, 16.0)  # the least and the most width of a picture
-_POINTS = (6.0, 9.0)  # the least and the most size of a number
-_HALF_POINTS = 7.0  # the most size of a number in half a box
-_MARGIN = 1.1  # inches beside the rows
-_DIGIT = 0.64  # the width of a digit over its size
-_MOST_NUMBERS = 8000
+_WIDTH_RANGE = (9.0, 16.0)  # the least and the most width of a picture
+_NUMBER_SIZES = (6.0, 9.0)  # the least and the most size of a number
+_MOST_HALF_BOX_SIZE = 7.0  # the most size of a number in half a box
+_MARGIN_INCHES = 1.1  # inches beside the rows
+_DIGIT_WIDTH = 0.64  # the width of a digit over its size
+_MOST_NUMBERS = 8000  # with more boxes no numbers are drawn
 _DPI = 130.0
 #: The hatches of kinds whose colour looks like another's on grey paper.
 HATCHES = {"I": "////", "W": "----"}
@@ -48,12 +48,12 @@ HATCHES = {"I": "////", "W": "----"}
 _EXCHANGE, _EXCHANGE_HATCH = "#e6e6e6", "...."
 _HATCH_LINE = 0.4  # the width of a hatch's lines, in points
 _HATCH_COLOUR = "#1a1a1a"
-_HATCHED = 4.0  # the least width of a box with a hatch, in points
+_LEAST_HATCHED_WIDTH = 4.0  # the least width of a box with a hatch, in points
 _HELD_ROWS = 3.0  # the height of the curves of held amounts, in rows
 
 #: Units of time, and how many there are in a second; and units of memory, of 1024 each.
-_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-_SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 #: With more layers the axis has numbers alone.
 _MOST_NAMES = 48
@@ -107,7 +107,7 @@ def plot(
     panel = panel if title is None else replace(panel, title=title)
     panel = panel if window is None else panel.within(*window)
     if axes is not None and path is None and not memory:
-        begin, end = _limits([panel])
+        begin, end = _time_limits([panel])
         inches = axes.get_window_extent().width / axes.figure.dpi
         _draw_panel(axes, panel, 72 * inches / (end - begin))
         axes.set_xlim(begin, end)
@@ -154,24 +154,20 @@ def draw(
         ConfigError: Another ending.
         PackageNotFound: matplotlib is not installed.
     """
-    width, height = size or _size(panels)
-    letters = 7 + min(width, _INCHES[1]) / 3
-    # Each panel, and below it the amounts that its ranks hold.
-    rows = [
-        (panel, draw_one, share)
-        for panel in panels
-        for draw_one, share in (
-            (_draw_panel, float(panel.placement.ranks)),
-            (_draw_held, _HELD_ROWS),
-        )
-        if draw_one is _draw_panel or panel.held
-    ]
+    width, height = size or _picture_size(panels)
+    letters = 7 + min(width, _WIDTH_RANGE[1]) / 3
+    # Each panel, and below it the amounts that its ranks hold, with a function and a height.
+    areas: list[tuple[Panel, Callable[[Axes, Panel, float], None], float]] = []
+    for panel in panels:
+        areas.append((panel, _draw_panel, float(panel.placement.ranks)))
+        if panel.held:
+            areas.append((panel, _draw_held_amounts, _HELD_ROWS))
     with new_figure(path, width, height, letters, dpi) as figure:
-        ratios = [share for _, _, share in rows]
-        axes = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=ratios)
-        begin, end = _limits(panels)
-        for (panel, draw_one, _), area in zip(rows, axes[:, 0]):
-            draw_one(area, panel, 72 * (width - _MARGIN) / (end - begin))
+        ratios = [share for _, _, share in areas]
+        axes = figure.subplots(len(areas), 1, squeeze=False, sharex=True, height_ratios=ratios)
+        begin, end = _time_limits(panels)
+        for (panel, draw_area, _), area in zip(areas, axes[:, 0]):
+            draw_area(area, panel, 72 * (width - _MARGIN_INCHES) / (end - begin))
             area.set_xlim(begin, end)
         _draw_axis(axes[-1, 0], panels[-1].unit, end - begin)
         _draw_legend(figure, panels, letters)
@@ -195,10 +191,10 @@ def new_figure(
         PackageNotFound: matplotlib is not installed.
     """
     suffix = Path(path).suffix
-    if suffix not in _DATED:
+    if suffix not in _UNSTABLE_METADATA:
         raise ConfigError(
             f"cannot draw {str(path)!r}",
-            expected=f"a file that ends in {', '.join(_DATED)}",
+            expected=f"a file that ends in {', '.join(_UNSTABLE_METADATA)}",
             fix="end the name of the file with one of these",
         )
     with needed_for("a picture is drawn"):
@@ -215,34 +211,38 @@ def new_figure(
     ):
         figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
         yield figure
-        figure.savefig(path, metadata={_DATED[suffix]: None})
+        figure.savefig(path, metadata={_UNSTABLE_METADATA[suffix]: None})
 
 
-def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
+def _time_limits(panels: Sequence[Panel]) -> tuple[float, float]:
     """Returns the begin and the end of the time axis."""
     begin = min((panel.begin for panel in panels), default=0.0)
     end = max((bar.right for panel in panels for bar in panel.bars), default=begin)
     return begin, end if end > begin else begin + 1
 
 
-def _usual_width(panel: Panel) -> float:
+def _typical_width(panel: Panel) -> float:
     """Returns the width that 95 % of the numbered boxes have at least."""
     widths = sorted(bar.right - bar.left for bar in panel.bars if bar.number)
     return widths[len(widths) // 20] if widths else 0
 
 
-def _digits(panel: Panel) -> int:
+def _most_digits(panel: Panel) -> int:
+    """Returns the number of digits of the longest number in a panel."""
     return max((len(bar.number) for bar in panel.bars), default=1)
 
 
-def _size(panels: Sequence[Panel]) -> tuple[float, float]:
+def _picture_size(panels: Sequence[Panel]) -> tuple[float, float]:
     """Returns width and height in inches: wide enough for the numbers, and a line for each rank."""
-    begin, end = _limits(panels)
-    width = _INCHES[0]
+    begin, end = _time_limits(panels)
+    width = _WIDTH_RANGE[0]
     for panel in panels:
-        boxes = (end - begin) / (_usual_width(panel) or end - begin)
-        needed = _MARGIN + boxes * (_DIGIT * _digits(panel) * _POINTS[0] + 1.2) / 72
-        width = max(width, min(needed, _INCHES[1]))
+        boxes = (end - begin) / (_typical_width(panel) or end - begin)
+        needed = (
+            _MARGIN_INCHES
+            + boxes * (_DIGIT_WIDTH * _most_digits(panel) * _NUMBER_SIZES[0] + 1.2) / 72
+        )
+        width = max(width, min(needed, _WIDTH_RANGE[1]))
     ranks = [panel.placement.ranks for panel in panels]
     row = 0.36 if max(ranks) <= 16 else 0.24
     if any(panel.has_lanes for panel in panels):
@@ -252,9 +252,10 @@ def _size(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _draw_axis(area: Axes, unit: str, length: float) -> None:
-    """Labels the axis of time."""
+    """Labels the axis of time, of a length in ``unit``; seconds get a unit that fits the length."""
     if unit == "s":
-        unit, factor = next(one for one in _UNITS if length * one[1] >= 2 or one is _UNITS[-1])
+        fitting = ((name, factor) for name, factor in _TIME_UNITS if length * factor >= 2)
+        unit, factor = next(fitting, _TIME_UNITS[-1])
         area.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * factor:g}")
     area.set_xlabel(f"time ({unit})" if unit else "time", fontsize="small")
 
@@ -263,12 +264,12 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
     """Draws boxes and numbers; ``scale`` is points in one unit of time."""
     from matplotlib.collections import PolyCollection
 
-    usual = _usual_width(panel) * scale
+    usual = _typical_width(panel) * scale
     waits = [bar for bar in panel.bars if bar.exchange]
     area.add_collection(
         PolyCollection(
             [_corners(bar, bar.computed) for bar in waits],
-            hatch=_EXCHANGE_HATCH if usual >= _HATCHED else None,
+            hatch=_EXCHANGE_HATCH if usual >= _LEAST_HATCHED_WIDTH else None,
             facecolors=_EXCHANGE,
             edgecolors=_HATCH_COLOUR,
             linewidths=0,
@@ -279,7 +280,7 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
         bars = [bar for bar in panel.bars if bar.kind == kind]
         corners = [_corners(bar, bar.left) for bar in bars]
         line = max(0.1, min(0.7, usual / 12))
-        if kind in HATCHES and usual >= _HATCHED:
+        if kind in HATCHES and usual >= _LEAST_HATCHED_WIDTH:
             # In a second box, because the lines of a hatch have the colour of the box's edge.
             hatched = PolyCollection(
                 corners,
@@ -311,16 +312,22 @@ def _corners(bar: Bar, left: float) -> tuple[tuple[float, float], ...]:
 
 
 def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
-    """Writes micro-batches into the boxes that are large enough, all in one size."""
-    least, most = _POINTS
+    """Writes the number of the micro-batch into each box that is large enough, all in one size.
+
+    Args:
+        area: The axes.
+        panel: The panel.
+        scale: Points in one unit of time.
+    """
+    least, most = _NUMBER_SIZES
     numbered = [bar for bar in panel.bars if bar.number]
-    size = min(most, (_usual_width(panel) * scale - 1) / (_DIGIT * _digits(panel)))
+    size = min(most, (_typical_width(panel) * scale - 1) / (_DIGIT_WIDTH * _most_digits(panel)))
     if size < least or len(numbered) > _MOST_NUMBERS:
         return
     for bar in numbered:
         halved = bar.bottom - bar.top < LANE * HEIGHT - 0.01
-        points = min(size, _HALF_POINTS) if halved else size
-        if _DIGIT * len(bar.number) * points <= (bar.computed - bar.left) * scale:
+        points = min(size, _MOST_HALF_BOX_SIZE) if halved else size
+        if _DIGIT_WIDTH * len(bar.number) * points <= (bar.computed - bar.left) * scale:
             area.text(
                 (bar.left + bar.computed) / 2,
                 (bar.top + bar.bottom) / 2,
@@ -335,13 +342,13 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
             )
 
 
-def _draw_held(area: Axes, panel: Panel, scale: float) -> None:
+def _draw_held_amounts(area: Axes, panel: Panel, scale: float) -> None:
     """Draws the amount that each rank holds over time: a line for each, the first one darkest."""
     most = max(amount for steps in panel.held for _, amount in steps)
     name, unit = panel.held_unit, 1.0
     if name == "bytes":
-        power = min(int(math.log(max(most, 1), 1024)), len(_SIZES) - 1)
-        name, unit = _SIZES[power], 1024.0**power
+        power = min(int(math.log(max(most, 1), 1024)), len(_BYTE_UNITS) - 1)
+        name, unit = _BYTE_UNITS[power], 1024.0**power
     for rank, steps in enumerate(panel.held):
         grey = 0.75 * rank / max(1, len(panel.held) - 1)
         label = f"rank {rank}" if rank in (0, len(panel.held) - 1) else None
@@ -410,7 +417,7 @@ def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:
             "I": [1e3 * (layer.input_grad or 0) if layer.splits else 0.0 for layer in layers],
             "W": [1e3 * (layer.weight_grad or 0) if layer.splits else 0.0 for layer in layers],
         }
-        _stack(times, milliseconds, {kind: COLOURS[kind] for kind in milliseconds})
+        _draw_stacked_bars(times, milliseconds, {kind: COLOURS[kind] for kind in milliseconds})
         times.set_ylabel("ms")
         times.set_title("time and memory of a micro-batch, by layer", loc="left")
         mib = 2.0**20
@@ -418,23 +425,30 @@ def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:
             "parameters": [layer.parameters / mib for layer in layers],
             "held until backward": [layer.held / mib for layer in layers],
         }
-        _stack(bytes_held, held, {"parameters": "0.35", "held until backward": "0.75"})
+        _draw_stacked_bars(bytes_held, held, {"parameters": "0.35", "held until backward": "0.75"})
         bytes_held.set_ylabel("MiB")
         if len(layers) <= _MOST_NAMES:
             names = [f"{number} {layer.name}" for number, layer in enumerate(layers)]
             bytes_held.set_xticks(range(len(layers)), names, rotation=90)
 
 
-def _stack(
+def _draw_stacked_bars(
     area: Axes, rows: dict[str, list[float]], colours: dict[str, tuple[float, float, float] | str]
 ) -> None:
-    """Draws bars on top of each other, without those that are always 0."""
+    """Draws a bar for each layer, made of parts on top of each other, and a legend.
+
+    Args:
+        area: The axes.
+        rows: The height of a part for each layer, by the part's name; without those that are
+            always 0.
+        colours: The colour of each part.
+    """
     bottoms = [0.0] * len(next(iter(rows.values())))
     for name, heights in rows.items():
         if any(heights):
-            places = range(len(heights))
+            positions = range(len(heights))
             area.bar(
-                places,
+                positions,
                 heights,
                 bottom=bottoms,
                 color=colours[name],
