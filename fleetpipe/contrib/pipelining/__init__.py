@@ -23,6 +23,7 @@ from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.stage_interfaces import Batch
+from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.stage import Values
@@ -38,14 +39,15 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.schedules.placement import SHAPES
 from fleetpipe.transport import MemoryHub, Transport
 
-#: Paddle's schedules of one stage on each rank, by their names here.
-_SINGLE = {"ScheduleFThenB": "FThenB", "Schedule1F1B": "1F1B"}
+#: The names of Paddle's schedules with one stage on each rank, and fleetpipe's names of them.
+_NAMES_HERE = {"ScheduleFThenB": "FThenB", "Schedule1F1B": "1F1B"}
 
-_pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
+#: The runner of each of Paddle's schedules that has run a batch.
+_runners: WeakKeyDictionary[Any, _ScheduleRunner] = WeakKeyDictionary()
 
 
-class _Stage(DygraphStage):
-    """Stages whose weights may be Paddle's distributed tensors, each on one rank."""
+class _LocalGradientStage(DygraphStage):
+    """Runs stages whose weights may be Paddle's distributed tensors, each of them on one rank."""
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs a backward, and turns its gradients into local tensors."""
@@ -53,31 +55,39 @@ class _Stage(DygraphStage):
         return {edge: map_tensors(local_tensor, grad) for edge, grad in grads.items()}
 
 
-class _Pipeline:
-    """Runs the batches of one of Paddle's schedules."""
+class _ScheduleRunner:
+    """Runs the batches of one of Paddle's schedules on fleetpipe's engine."""
 
-    def __init__(self, paddles: PaddleSchedule) -> None:
+    def __init__(self, paddle_schedule: PaddleSchedule) -> None:
         """Makes the engine. Collective over the ranks of the schedule's group.
+
+        Args:
+            paddle_schedule: Reads and fills Paddle's schedule and stages.
 
         Raises:
             ConfigError: No placement has its stages, or the ranks have different schedules.
             ScheduleError: Its order is incomplete, or deadlocks.
         """
-        self._paddles = paddles
-        schedule = schedule_of(paddles)
+        self._paddle_schedule = paddle_schedule
+        schedule = schedule_of(paddle_schedule)
         plan = schedule.lower()
         plan.verify()
-        job = self._job = _job()
+        job = self._job = _required_job()
         self._data = MicroBatchData([], [], None)
-        self._labelled = paddles.trains and paddles.has_last
-        split = SplitBackward(schedule, lambda stage: {stage: paddles.layers[stage]}, False)
-        run_of = functools.partial(functools.partial, self._forward)
-        self._stage = _Stage(run_of, schedule.placement, split)
+        self._needs_targets = paddle_schedule.trains and paddle_schedule.has_last
+        split = SplitBackward(schedule, lambda stage: {stage: paddle_schedule.layers[stage]}, False)
+
+        def run_of(stage: int) -> Run:
+            return functools.partial(self._forward, stage)
+
+        self._stage = _LocalGradientStage(run_of, schedule.placement, split)
         transports: dict[int, Transport] = {0: MemoryHub(1).endpoint(0)}
         if job is not None:
-            transports = job.connect_among(paddles.members)
+            transports = job.connect_among(paddle_schedule.members)
             with job.guarded(lambda: "comparing the schedules of a pipeline"):
-                _require_one(job.members(paddles.members).all_gather(str(schedule)))
+                _require_equal_schedules(
+                    job.members(paddle_schedule.members).all_gather(str(schedule))
+                )
         self._engine = Engine(plan, self._stage, transports, job.timeout if job else 0.0)
 
     def step(self, data: MicroBatchData, losses: list[Tensor] | None) -> None:
@@ -87,93 +97,100 @@ class _Pipeline:
             data: The micro-batches; only the arguments of the first stage count.
             losses: The list that gets the losses of micro-batches on the rank with the last stage.
         """
-        data = self._data = self._paddles.begin(data, losses)
-        if self._labelled and data.targets is None:
+        data = self._data = self._paddle_schedule.begin(data, losses)
+        if self._needs_targets and data.targets is None:
             raise ConfigError(
                 "this rank owns the last stage and was given no target",
                 got="schedule.step(..) without target, and a schedule with loss_fn",
                 fix="schedule.step(inputs, target=labels) on this rank",
             )
-        weights = [Fraction(1)] * self._paddles.micro_batches
-        functions = Losses([self._loss], weights) if self._paddles.trains else None
+        weights = [Fraction(1)] * self._paddle_schedule.micro_batches
+        functions = Losses([self._loss], weights) if self._paddle_schedule.trains else None
         batch = Batch(MicroBatches(data.arguments, data.targets), functions)
         job, engine = self._job, self._engine
         self._stage.begin(batch)
         try:
             with nullcontext() if job is None else job.guarded(engine.where):
                 engine.run({"REDUCE": self._add_shared, "STEP": lambda: None})
-            self._paddles.keep(batch.ordered_outputs())
-            self._paddles.end(losses)
+            self._paddle_schedule.keep(batch.ordered_outputs())
+            self._paddle_schedule.end(losses)
         finally:
             self._stage.end()
 
     def _forward(self, stage: int, value: Nest, number: GlobalMicroBatch) -> Nest:
+        """Runs the layers of a stage on a micro-batch; returns local tensors between stages."""
         arguments = value if isinstance(value, (tuple, list)) else (value,)
-        output = self._paddles.layers[stage](*arguments, **self._data.keywords[number])
-        return output if stage == self._paddles.stages - 1 else map_tensors(local_tensor, output)
+        output = self._paddle_schedule.layers[stage](*arguments, **self._data.keywords[number])
+        is_last = stage == self._paddle_schedule.stages - 1
+        return output if is_last else map_tensors(local_tensor, output)
 
     def _loss(self, output: Nest, target: Nest) -> Tensor:
-        loss = self._paddles.loss(output, target)
-        self._paddles.keep([map_tensors(lambda tensor: tensor.detach(), output)])
+        """Returns the loss of a micro-batch, and stores its output in Paddle's schedule."""
+        loss = self._paddle_schedule.loss(output, target)
+        self._paddle_schedule.keep([map_tensors(lambda tensor: tensor.detach(), output)])
         return loss
 
     def _add_shared(self) -> None:
-        """Adds up the gradients of weights that two stages share."""
-        for ranks, gradient in self._paddles.shared():
+        """Adds up the gradients of weights that stages on several ranks share. Collective."""
+        for ranks, gradient in self._paddle_schedule.shared():
             if self._job is not None and len(ranks) > 1:
                 self._job.members(ranks).all_reduce([gradient])
 
 
-def schedule_of(paddles: PaddleSchedule) -> Schedule:
+def schedule_of(paddle_schedule: PaddleSchedule) -> Schedule:
     """Returns one of Paddle's schedules as one of fleetpipe's.
 
     Raises:
         ConfigError: No placement has its stages.
         ScheduleError: Its order is incomplete, or deadlocks.
     """
-    placement = _placement(paddles)
-    if not paddles.trains:
-        return forward_only(placement, paddles.micro_batches)
-    if paddles.rows is None:
-        name = _SINGLE[paddles.name]
-        return build(name, ranks=placement.ranks, micro_batches=paddles.micro_batches)
-    rows = tuple(tuple(Action(*entry) for entry in row) for row in paddles.rows)
-    schedule = Schedule(paddles.name, placement, paddles.micro_batches, rows)
+    placement = _placement(paddle_schedule)
+    if not paddle_schedule.trains:
+        return forward_only(placement, paddle_schedule.micro_batches)
+    if paddle_schedule.rows is None:
+        name = _NAMES_HERE[paddle_schedule.name]
+        return build(name, ranks=placement.ranks, micro_batches=paddle_schedule.micro_batches)
+    rows = tuple(tuple(Action(*entry) for entry in row) for row in paddle_schedule.rows)
+    schedule = Schedule(paddle_schedule.name, placement, paddle_schedule.micro_batches, rows)
     schedule.verify()
     return schedule
 
 
-def _placement(paddles: PaddleSchedule) -> Placement:
-    """Returns the placement that one of Paddle's schedules has."""
-    ranks = len(paddles.members)
-    chunks = paddles.stages // ranks
+def _placement(paddle_schedule: PaddleSchedule) -> Placement:
+    """Returns the placement that has the stages where one of Paddle's schedules has them.
+
+    Raises:
+        ConfigError: There is no such placement, or this rank was given other stages.
+    """
+    ranks = len(paddle_schedule.members)
+    chunks = paddle_schedule.stages // ranks
     for name in (name for name, shape in SHAPES.items() if shape.allows(chunks)):
         placement = Placement(name, ranks, chunks)
-        if [*map(placement.rank_of, range(placement.stages))] == paddles.rank_of:
+        if [*map(placement.rank_of, range(placement.stages))] == paddle_schedule.rank_of:
             break
     else:
         raise ConfigError(
-            f"{paddles.name} has its stages on ranks where no placement has them",
+            f"{paddle_schedule.name} has its stages on ranks where no placement has them",
             expected=f"stage s on rank s % {ranks}, or there and back again",
-            got=f"the ranks of the stages, {paddles.rank_of}",
+            got=f"the ranks of the stages, {paddle_schedule.rank_of}",
             fix="PipelineStage(layer, stage_index, num_stages, group=..) with the stages "
             "rank, rank + ranks, ..; ScheduleFThenB and Schedule1F1B take one for each rank",
         )
-    expected = placement.stages_of(paddles.rank)
-    if tuple(sorted(paddles.layers)) != expected:
+    expected = placement.stages_of(paddle_schedule.rank)
+    if tuple(sorted(paddle_schedule.layers)) != expected:
         raise ConfigError(
-            f"rank {paddles.rank} of a pipeline was given other stages than its own",
+            f"rank {paddle_schedule.rank} of a pipeline was given other stages than its own",
             expected=f"stages {list(expected)} of {placement.stages}",
-            got=f"stages {sorted(paddles.layers)}",
+            got=f"stages {sorted(paddle_schedule.layers)}",
             fix="give each rank the PipelineStage with its own stage_index; several to ScheduleVPP",
         )
     return placement
 
 
-def _job() -> Job | None:
-    """Returns the job that connects the ranks; begins one if the script has not, collectively.
+def _required_job() -> Job | None:
+    """Returns the job that connects the ranks; None in a process that is alone.
 
-    Returns None in a process that is alone.
+    If the script has begun no job, this begins one, which is collective.
     """
     job = current_job()
     if job is None and meeting.world_size() > 1:
@@ -184,7 +201,7 @@ def _job() -> Job | None:
     return job
 
 
-def _require_one(schedules: list[str]) -> None:
+def _require_equal_schedules(schedules: list[str]) -> None:
     """Raises ConfigError if ranks have different schedules."""
     for rank, schedule in enumerate(schedules):
         if schedule != schedules[0]:
@@ -196,13 +213,15 @@ def _require_one(schedules: list[str]) -> None:
             )
 
 
-def _run(schedule: Any, data: MicroBatchData, losses: list[Tensor] | None) -> None:
-    if schedule not in _pipelines:
-        _pipelines[schedule] = _Pipeline(PaddleSchedule(schedule))
-    _pipelines[schedule].step(data, losses)
+def _run_batch(schedule: Any, data: MicroBatchData, losses: list[Tensor] | None) -> None:
+    """Runs a batch of Paddle's ``schedule``; see :meth:`_ScheduleRunner.step`. Collective."""
+    if schedule not in _runners:
+        _runners[schedule] = _ScheduleRunner(PaddleSchedule(schedule))
+    _runners[schedule].step(data, losses)
 
 
-def _refuse(name: str) -> None:
+def _refuse_own_exchange(name: str) -> None:
+    """Raises the error for a class of schedules that sends and receives by code of its own."""
     raise ConfigError(
         f"{name} exchanges values in a way of its own, which ends after 30 s between CPUs",
         expected="ScheduleFThenB, Schedule1F1B, ScheduleVPP, or a PipelineScheduleMulti that sets "
@@ -218,5 +237,5 @@ def on_engine() -> Iterator[None]:
     if device_kind() != "cpu":
         yield
         return
-    with stepping(_run, _refuse):
+    with stepping(_run_batch, _refuse_own_exchange):
         yield
