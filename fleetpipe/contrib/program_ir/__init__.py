@@ -18,32 +18,38 @@ from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import static
 from fleetpipe.static.graph import DROPOUTS, Item, has_random_name, user_line
 
+#: The type of the operation by which a program reads from a loader.
 _READ = "read"
-_ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
+#: The attributes of a program: its part that reads from a loader, and whether the loader runs.
+_READER, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
 
 
-def draws_of(op: Op) -> bool:
-    """Whether an operation draws random numbers, by itself or in a fused dropout."""
-    inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
-    return has_random_name(op.type) or inner > 0.0
+def draws_random_numbers(op: Op) -> bool:
+    """Returns whether an operation draws random numbers, by itself or in a fused dropout."""
+    dropout = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
+    return has_random_name(op.type) or dropout > 0.0
 
 
-def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
+def reads_and_shapes(program: Program, op: Op) -> list[tuple[str, bool]]:
     """Returns the variables that an operation reads, each with whether it reads the shape alone."""
     slots = {name: op.input(name) for name in op.input_names}
-    unread = static.shape_only_slots(op)
-    read = {name for slot, names in slots.items() if slot not in unread for name in names}
-    shapes = {name for slot in unread for name in slots.get(slot, ())} - read
-    return [(name, name in shapes) for name in reads_of(program, op)]
+    shape_slots = static.shape_only_slots(op)
+    read = {name for slot, names in slots.items() if slot not in shape_slots for name in names}
+    shape_only = {name for slot in shape_slots for name in slots.get(slot, ())} - read
+    return [(name, name in shape_only) for name in variables_read(program, op)]
 
 
-def line_of(op: Op) -> str:
+def user_line_of(op: Op) -> str:
     """Returns where in the user's script an operation was made."""
     return user_line(op.attr("op_callstack") or ())
 
 
-def spare_statistics(block: Block, op: Op) -> None:
-    """Makes an operation that runs twice update copies of its statistics, not these again."""
+def update_copies_of_statistics(block: Block, op: Op) -> None:
+    """Lets an operation update copies of the variables that it would update in place.
+
+    It is for a batch norm that runs a second time in a micro-batch, in recompute: its running
+    statistics must change once.
+    """
     for name in set(op.input_arg_names).intersection(op.output_arg_names):
         like = block.var(name)
         copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
@@ -60,7 +66,7 @@ def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType)
     )
 
 
-def temporary(block: Block, like: Variable) -> Variable:
+def create_temporary(block: Block, like: Variable) -> Variable:
     """Creates a variable with the shape and dtype of another, and a name that is free.
 
     A clone in 2.6.2 numbers unnamed variables from 0 again, and so would reuse names.
@@ -71,42 +77,50 @@ def temporary(block: Block, like: Variable) -> Variable:
 
 
 def is_sparse(value: Variable) -> bool:
-    """Whether a variable holds some rows of a tensor, as a sparse gradient does."""
+    """Returns whether a variable holds some rows of a tensor, as a sparse gradient does."""
     return bool(value.type == static.SELECTED_ROWS)
 
 
 def is_tensor(value: Variable) -> bool:
-    """Whether a variable holds one dense tensor."""
+    """Returns whether a variable holds one dense tensor."""
     return bool(value.type == static.DENSE)
 
 
-def inside(program: Program, op: Op) -> Iterator[Op]:
+def inner_operations(program: Program, op: Op) -> Iterator[Op]:
     """Yields the operations in the block of an operation, at any depth."""
     block = static.block_of(program, op)
-    for one in () if block is None else block.ops:
-        yield one
-        yield from inside(program, one)
+    for inner in () if block is None else block.ops:
+        yield inner
+        yield from inner_operations(program, inner)
 
 
-def reads_of(program: Program, op: Op) -> list[str]:
-    """Returns the variables that an operation and those in its block take, each once."""
-    taken = [*op.input_arg_names]
-    for one in inside(program, op):
-        taken += one.input_arg_names
-    return list(dict.fromkeys(name for name in taken if name != "@EMPTY@"))
+def variables_read(program: Program, op: Op) -> list[str]:
+    """Returns the names of the variables that an operation and those in its block read."""
+    names = [*op.input_arg_names]
+    for inner in inner_operations(program, op):
+        names += inner.input_arg_names
+    return list(dict.fromkeys(name for name in names if name != "@EMPTY@"))
 
 
 def belongs_to_loader(op: Op) -> bool:
-    """Whether an operation reads from a loader, or creates its reader."""
+    """Returns whether an operation reads from a loader, or creates its reader."""
     return bool(op.type == _READ or (op.type.startswith("create_") and op.type.endswith("reader")))
 
 
 def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
-    """Returns the micro-batches that a program reads by itself; None if it reads none."""
-    if not hasattr(program, _ITEMS):
-        setattr(program, _ITEMS, None if static.is_pir(program) else _reading(program))
-    reading = getattr(program, _ITEMS)
-    if reading is None:
+    """Returns the micro-batches that a program reads from a loader by itself; None without one.
+
+    Args:
+        program: The program.
+        run: Runs a program, and returns the values of its ``fetch_list``.
+
+    Raises:
+        StateError: The loader was not started.
+    """
+    if not hasattr(program, _READER):
+        setattr(program, _READER, None if static.is_pir(program) else _reader_of(program))
+    reader = getattr(program, _READER)
+    if reader is None:
         return None
     if not getattr(program, _STARTED, False):
         # A read would wait for ever.
@@ -114,20 +128,21 @@ def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator
             "the program reads from a loader that was not started",
             fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
         )
-    part, names = reading
-    return _items(part, names, run)
+    part, names = reader
+    return _read_items(part, names, run)
 
 
 def note_starts() -> list[Callable[[], None]]:
-    """Makes Paddle's loaders set on their program whether they run; returns undo functions.
+    """Lets Paddle's loaders set on their program whether they run, since no program knows its own.
 
-    A loader cannot be found from its program.
+    Returns:
+        The functions that undo this.
     """
-    return [_note("start", True), _note("reset", False)]
+    return [_set_started_after("start", True), _set_started_after("reset", False)]
 
 
-def _note(method: str, started: bool) -> Callable[[], None]:
-    """Makes a method of Paddle's loaders set ``started`` on their program; returns the undo."""
+def _set_started_after(method: str, started: bool) -> Callable[[], None]:
+    """Lets a method of Paddle's loaders set ``started`` on their program; returns the undo."""
     original = getattr(static.GeneratorLoader, method)
 
     @functools.wraps(original)
@@ -139,8 +154,11 @@ def _note(method: str, started: bool) -> Callable[[], None]:
     return functools.partial(setattr, static.GeneratorLoader, method, original)
 
 
-def _reading(program: Program) -> tuple[Program, list[str]] | None:
-    """Returns the part of a program that reads, and the names of its outputs; None without one."""
+def _reader_of(program: Program) -> tuple[Program, list[str]] | None:
+    """Returns a program of the operations that read from a loader, and the names that they write.
+
+    None if the program has no such operations.
+    """
     ops = program.global_block().ops
     names = [name for op in ops if op.type == _READ for name in op.output_arg_names]
     if not names:
@@ -153,8 +171,16 @@ def _reading(program: Program) -> tuple[Program, list[str]] | None:
     return part, names
 
 
-def _items(part: Program, names: list[str], run: Callable[..., Sequence[Tensor]]) -> Iterator[Item]:
-    """Yields the outputs of the part that reads, by name, until the loader's epoch ends."""
+def _read_items(
+    part: Program, names: list[str], run: Callable[..., Sequence[Tensor]]
+) -> Iterator[Item]:
+    """Yields what a loader gives for each micro-batch, by name, until its epoch ends.
+
+    Args:
+        part: The program that reads.
+        names: The variables that it writes.
+        run: As for :func:`items_of`.
+    """
     while True:
         try:
             values = run(part, fetch_list=names)

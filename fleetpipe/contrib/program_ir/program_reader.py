@@ -39,22 +39,26 @@ class ProgramReader:
         self._block = program.global_block()
         self._names: list[str] = []
         self._current: dict[str, int] = {}
-        sources = _sources(program)
-        operations = [Operation("variable", (), (self._write(n),), None, True) for n in sources]
+        sources = _initial_variables(program)
+        operations = [Operation("variable", (), (self._new_value(n),), None, True) for n in sources]
         written: dict[int, tuple[int, ...]] = {}
         for op in self._block.ops:
             if program_ir.belongs_to_loader(op):
-                operations.append(Operation(op.type, (), (), None, True, program_ir.line_of(op)))
+                operations.append(
+                    Operation(op.type, (), (), None, True, program_ir.user_line_of(op))
+                )
                 continue
             reads = tuple(
-                self._current[n] for n in program_ir.reads_of(program, op) if n in self._current
+                self._current[n]
+                for n in program_ir.variables_read(program, op)
+                if n in self._current
             )
             outputs = list(dict.fromkeys(op.output_arg_names))
-            kept = [name for name in outputs if self._is_persistable(name)]
-            if kept:
-                written[len(operations)] = tuple(self._current[name] for name in kept)
-            writes = tuple(self._write(name) for name in outputs if name not in kept)
-            operations.append(_describe(program, op, reads, writes))
+            persistable = [name for name in outputs if self._is_persistable(name)]
+            if persistable:
+                written[len(operations)] = tuple(self._current[name] for name in persistable)
+            writes = tuple(self._new_value(name) for name in outputs if name not in persistable)
+            operations.append(_operation_of(program, op, reads, writes))
         names = dict(enumerate(self._names))
         self._offset = len(sources)
         self.graph = Graph(
@@ -62,7 +66,7 @@ class ProgramReader:
             names,
             frozenset(n for n, name in names.items() if self._is_persistable(name)),
             frozenset(n for n, name in names.items() if self._is_differentiable(name)),
-            frozenset(n for n, name in names.items() if self._has_rows(name)),
+            frozenset(n for n, name in names.items() if self._has_row_axis(name)),
             written,
         )
         lasting = {name for name in self._names if self._is_persistable(name)}
@@ -113,7 +117,7 @@ class ProgramReader:
                     (weight, program_ir.create_variable(block, total, weight.shape, weight.dtype))
                 )
             optimizer.apply_gradients(
-                [(p, _times(block, g, factor) if p.name in clipped else g) for p, g in pairs]
+                [(p, _multiply(block, g, factor) if p.name in clipped else g) for p, g in pairs]
             )
             for _, total in pairs:
                 block.append_op(
@@ -121,41 +125,49 @@ class ProgramReader:
                     outputs={"Out": [total]},
                     attrs={"shape": list(total.shape), "dtype": total.dtype, "value": 0.0},
                 )
-        made = {name for op in startup.global_block().ops for name in op.output_arg_names}
-        kept = {name: optimizer_variables_of(optimizer, name, _variable) for name in parameters}
-        rate = _variable(rate_variable(optimizer, step))
-        return Update(step, startup, rate, tuple(sorted(made)), kept)
+        created = {name for op in startup.global_block().ops for name in op.output_arg_names}
+        state = {name: optimizer_variables_of(optimizer, name, _scope_name) for name in parameters}
+        rate = _scope_name(rate_variable(optimizer, step))
+        return Update(step, startup, rate, tuple(sorted(created)), state)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns the startup program of some variables, with all random draws of the whole one."""
+        """Returns the part of a startup program that initializes some variables.
+
+        It draws all random numbers that the whole program draws, so that each variable gets the
+        same ones; what is drawn for other variables goes into temporary ones.
+
+        Args:
+            program: The startup program.
+            names: The variables to initialize.
+        """
         wanted = set(names)
-        mine = program.clone()
-        block = mine.global_block()
-        foreign = []
+        part = program.clone()
+        block = part.global_block()
+        to_remove = []
         for index, op in enumerate(block.ops):
             outputs = op.output_arg_names
             if not wanted.isdisjoint(outputs) or program_ir.belongs_to_loader(op):
                 continue
-            if not program_ir.draws_of(op):
-                foreign.append(index)
+            if not program_ir.draws_random_numbers(op):
+                to_remove.append(index)
                 continue
             for name in outputs:
                 like = block.var(name)
-                other = block.create_var(
+                temporary = block.create_var(
                     name=f"{name}.drawn", shape=like.shape, dtype=like.dtype, persistable=False
                 )
-                rename_output(op, name, other.name)
-        remove_operations(mine, foreign)
-        return mine
+                rename_output(op, name, temporary.name)
+        remove_operations(part, to_remove)
+        return part
 
-    def _write(self, name: str) -> int:
-        """Numbers a new value of a variable."""
+    def _new_value(self, name: str) -> int:
+        """Returns the number of a new value of a variable, which an operation writes."""
         self._current[name] = len(self._names)
         self._names.append(name)
         return self._current[name]
 
-    def _has_rows(self, name: str) -> bool:
-        """Whether the first axis of a variable has any length, as that of rows."""
+    def _has_row_axis(self, name: str) -> bool:
+        """Returns whether the first axis of a variable has any length, as the axis of rows does."""
         variable = self._block.vars.get(name)
         return (
             variable is not None and program_ir.is_tensor(variable) and variable.shape[:1] == (-1,)
@@ -165,6 +177,7 @@ class ProgramReader:
         return bool(self._block.has_var(name) and self._block.var(name).persistable)
 
     def _is_differentiable(self, name: str) -> bool:
+        """Returns whether a variable is a tensor of floats through which gradients flow."""
         if not self._block.has_var(name):
             return False
         variable = self._block.var(name)
@@ -175,28 +188,30 @@ class ProgramReader:
         )
 
 
-def _variable(variable: Variable) -> str:
+def _scope_name(variable: Variable) -> str:
     """Returns the name that a variable of a program has in the scope."""
     return str(variable.name)
 
 
-def _sources(program: Program) -> list[str]:
+def _initial_variables(program: Program) -> list[str]:
     """Returns the variables that exist before the first operation: data and parameters."""
     block = program.global_block()
-    made: set[str] = set()
+    written: set[str] = set()
     sources: dict[str, None] = {}
     for op in block.ops:
         if program_ir.belongs_to_loader(op):
             continue
-        for name in (*program_ir.reads_of(program, op), *op.output_arg_names):
-            lives = block.has_var(name) and (block.var(name).persistable or block.var(name).is_data)
-            if lives and name not in made:
+        for name in (*program_ir.variables_read(program, op), *op.output_arg_names):
+            if name in written or not block.has_var(name):
+                continue
+            if block.var(name).persistable or block.var(name).is_data:
                 sources[name] = None
-        made.update(op.output_arg_names)
+        written.update(op.output_arg_names)
     return list(sources)
 
 
 def _refuse_own_clips(block: Block, clip: Clip) -> None:
+    """Raises ConfigError if a variable has a clip of its own beside the optimizer's ``clip``."""
     clips = ("error_clip",) if clip is not None else ("error_clip", "gradient_clip_attr")
     for name, variable in block.vars.items():
         for attribute in clips:
@@ -208,25 +223,34 @@ def _refuse_own_clips(block: Block, clip: Clip) -> None:
                 )
 
 
-def _describe(
+def _operation_of(
     program: Program, op: Op, reads: tuple[int, ...], writes: tuple[int, ...]
 ) -> Operation:
-    within = list(program_ir.inside(program, op))
-    tags = (stage_of_device(one.attr("op_device")) for one in within)
+    """Describes an operation for the graph.
+
+    Args:
+        program: The program.
+        op: The operation.
+        reads: The numbers of the values that it reads.
+        writes: The numbers of the values that it writes.
+    """
+    inner = list(program_ir.inner_operations(program, op))
+    tags = (stage_of_device(each.attr("op_device")) for each in inner)
     return Operation(
         op.type,
         reads,
         writes,
         stage_of_device(op.attr("op_device")),
         op.type in _CONSTANTS and not reads and bool(writes),
-        program_ir.line_of(op),
+        program_ir.user_line_of(op),
         frozenset(tag for tag in tags if tag is not None),
-        any(map(program_ir.draws_of, (op, *within))),
+        any(map(program_ir.draws_random_numbers, (op, *inner))),
     )
 
 
-def _times(block: Block, gradient: Variable, factor: Variable) -> Variable:
-    product = program_ir.temporary(block, gradient)
+def _multiply(block: Block, gradient: Variable, factor: Variable) -> Variable:
+    """Appends a product to a block; returns the variable of the result."""
+    product = program_ir.create_temporary(block, gradient)
     block.append_op(
         type="elementwise_mul",
         inputs={"X": [gradient], "Y": [factor]},

@@ -58,9 +58,9 @@ class ProgramStage:
         mine = {number - offset for number in numbers}
         remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
         self._read = {
-            name for op in self._block.ops for name in program_ir.reads_of(self._program, op)
+            name for op in self._block.ops for name in program_ir.variables_read(self._program, op)
         }
-        fed = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
+        fed = sorted(n for n in self._read if self._has_variable(n) and self._block.var(n).is_data)
         self.feeds = {name: name for name in fed}
         self._refuse_rewritten(numbers)
         self._constants = {
@@ -74,7 +74,7 @@ class ProgramStage:
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
         # The copies served the differentiation only.
         remove_operations(self._program, range(self._forward, self._forward + self._copies))
-        changed = {name for name in self._makers() if self._lasts(name)}
+        changed = {name for name in self._writers() if self._is_persistable(name)}
         backwards = self._block.ops[self._forward :]
         # Later micro-batches change these again before the backward reads them.
         self._changed = sorted(
@@ -82,10 +82,10 @@ class ProgramStage:
                 name
                 for op in backwards
                 if not op.type.startswith(_NORMS)
-                for name in program_ir.reads_of(self._program, op)
+                for name in program_ir.variables_read(self._program, op)
             )
         )
-        self._kept, self._repeated, self._shapes = self._crossing()
+        self._saved, self._recomputed, self._shape_only = self._values_from_forward()
         for op in self._block.ops:
             leave_device(op)
 
@@ -98,53 +98,60 @@ class ProgramStage:
         return self._names[value]
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> NativePrograms:
-        """Cuts the stage into forward and backward; the forward leaves ``exports`` in the scope."""
+        """Builds the programs of forward and backward.
+
+        Args:
+            exports: The values that the forward leaves in the scope, by number.
+            kinds: The kinds of backward actions; a Program has a full backward, B, only.
+        """
         copies = {name: f"{name}.kept" for name in self._changed}
-        lasting = {
-            *self._kept,
+        in_scope = {
+            *self._saved,
             *copies.values(),
             *self.feeds,
             *self.input_gradients.values(),
             *(self._names[value] for value in backward.incoming(self._split, self._stage)),
         }
-        leaving = {self._names[value] for value in exports}
-        forward = self._piece(range(self._forward), lasting | leaving)
+        exported = {self._names[value] for value in exports}
+        forward = self._build_program(range(self._forward), in_scope | exported)
+        block = forward.global_block()
         for name, copy in copies.items():
-            like = forward.global_block().var(name)
-            kept = program_ir.create_variable(forward.global_block(), copy, like.shape, like.dtype)
-            forward.global_block().append_op(
-                type="assign", inputs={"X": [like]}, outputs={"Out": [kept]}
-            )
+            like = block.var(name)
+            saved = program_ir.create_variable(block, copy, like.shape, like.dtype)
+            block.append_op(type="assign", inputs={"X": [like]}, outputs={"Out": [saved]})
         if self._forward == len(self._block.ops):
             return NativePrograms(forward)
-        again = self._piece(self._backward_order(), lasting, self._repeated, copies)
-        kept = tuple(sorted({*self._kept, *copies.values()}))
-        shapes = frozenset(self._shapes)
-        return NativePrograms(forward, BackwardProgram(again, kept, shape_only=shapes))
+        order = self._backward_order()
+        native_backward = self._build_program(order, in_scope, self._recomputed, copies)
+        names = tuple(sorted({*self._saved, *copies.values()}))
+        shape_only = frozenset(self._shape_only)
+        return NativePrograms(
+            forward, BackwardProgram(native_backward, names, shape_only=shape_only)
+        )
 
-    def _piece(
+    def _build_program(
         self,
         indices: Sequence[int],
-        lasting: Iterable[str],
-        again: Collection[int] = (),
+        in_scope: Iterable[str],
+        recomputed: Collection[int] = (),
         copies: Mapping[str, str] = MappingProxyType({}),
     ) -> Program:
-        """Returns a program of the operations at ``indices``, in this order.
+        """Returns a program of some operations of the stage.
 
         Args:
-            indices: The indices of the operations.
-            lasting: Variables that live in the scope.
-            again: The indices of operations that run for the second time in a micro-batch.
-            copies: By name the variable that is read in place of another.
+            indices: The indices of the operations in the stage, in the order in which they run.
+            in_scope: Variables that stay in the scope after a run.
+            recomputed: The indices of operations that run a second time in a micro-batch.
+            copies: By the name of a variable that of a copy which is read in its place.
         """
-        piece = self._program.clone()
-        block = piece.global_block()
+        program = self._program.clone()
+        block = program.global_block()
         total = len(block.ops)
         for index in indices:
             block.desc.append_op().copy_from(block.ops[index].desc)
-        remove_operations(piece, range(total))
-        for op in [op for op, index in zip(block.ops, indices) if index in again]:
-            program_ir.spare_statistics(block, op)
+        remove_operations(program, range(total))
+        for op in [op for op, index in zip(block.ops, indices) if index in recomputed]:
+            program_ir.update_copies_of_statistics(block, op)
         for name, copy in copies.items():
             program_ir.create_variable(block, copy, block.var(name).shape, block.var(name).dtype)
             for op in block.ops:
@@ -153,99 +160,118 @@ class ProgramStage:
         used = {
             name
             for op in block.ops
-            for name in (*program_ir.reads_of(piece, op), *op.output_arg_names)
+            for name in (*program_ir.variables_read(program, op), *op.output_arg_names)
         }
-        remove_variables(piece, [name for name in block.vars if name not in used])
-        for name in lasting:
+        remove_variables(program, [name for name in block.vars if name not in used])
+        for name in in_scope:
             if block.has_var(name):
                 # Persistable variables are in the scope itself, others in a scope of the run.
                 block.var(name).persistable = True
-        return piece
+        return program
 
-    def _crossing(self) -> tuple[set[str], set[int], set[str]]:
-        """Finds the variables that backward takes, and the operations that it repeats.
+    def _values_from_forward(self) -> tuple[set[str], set[int], set[str]]:
+        """Finds the variables that backward reads, and the operations that it recomputes.
 
         Returns:
-            The variables that backward takes from forward; the operations that it repeats; and the
-            variables of which it reads the shape alone.
+            The variables that the forward saves for the backward; the indices of the operations
+            that the backward recomputes; and the saved variables of which it reads only the shape.
         """
-        made: set[str] = set()
-        waiting: list[tuple[str, bool]] = []
+        written: set[str] = set()
+        needed: list[tuple[str, bool]] = []
         for op in self._block.ops[self._forward :]:
-            waiting += [(n, s) for n, s in program_ir.takes(self._program, op) if n not in made]
-            made.update(op.output_arg_names)
-        makers = self._makers()
-        kept: dict[str, bool] = {}
-        repeated: set[int] = set()
-        while waiting:
-            name, by_shape = waiting.pop()
-            index = self._computed_again(name, makers, by_shape)
+            for name, shape_only in program_ir.reads_and_shapes(self._program, op):
+                if name not in written:
+                    needed.append((name, shape_only))
+            written.update(op.output_arg_names)
+        writers = self._writers()
+        saved: dict[str, bool] = {}  # whether the shape alone is read
+        recomputed: set[int] = set()
+        while needed:
+            name, shape_only = needed.pop()
+            index = self._recomputing_operation(name, writers, shape_only)
             if index is None:
-                kept[name] = by_shape and kept.get(name, True)
-            elif index not in repeated:
-                repeated.add(index)
-                waiting += program_ir.takes(self._program, self._block.ops[index])
-        again = {n for index in repeated for n in self._block.ops[index].output_arg_names}
-        crossing = {n for n in kept if n not in again and self._crosses(n)}
-        return crossing, repeated, {name for name in crossing if kept[name]}
+                saved[name] = shape_only and saved.get(name, True)
+            elif index not in recomputed:
+                recomputed.add(index)
+                needed += program_ir.reads_and_shapes(self._program, self._block.ops[index])
+        results = {n for index in recomputed for n in self._block.ops[index].output_arg_names}
+        names = {name for name in saved if name not in results and self._is_saved(name)}
+        return names, recomputed, {name for name in names if saved[name]}
 
-    def _makers(self) -> dict[str, list[int]]:
+    def _writers(self) -> dict[str, list[int]]:
         """Returns the indices of the operations of the forward that write each variable."""
-        makers: dict[str, list[int]] = {}
+        writers: dict[str, list[int]] = {}
         for index, op in enumerate(self._block.ops[: self._forward]):
             for name in op.output_arg_names:
-                makers.setdefault(name, []).append(index)
-        return makers
+                writers.setdefault(name, []).append(index)
+        return writers
 
-    def _computed_again(
-        self, name: str, makers: Mapping[str, Sequence[int]], by_shape: bool
+    def _recomputing_operation(
+        self, name: str, writers: Mapping[str, Sequence[int]], shape_only: bool
     ) -> int | None:
-        """Returns the operation that computes a variable again in backward; None if it is kept.
+        """Returns the index of the operation by which the backward recomputes a variable.
 
-        Backward computes constants again, and between checkpoints all that is not random.
+        The backward recomputes constants, and between checkpoints all that is not random.
+
+        Args:
+            name: The variable.
+            writers: The indices of the operations that write each variable.
+            shape_only: Whether only its shape is read.
+
+        Returns:
+            The index; None if the variable is saved by the forward.
         """
-        if len(makers.get(name, ())) != 1:
+        if len(writers.get(name, ())) != 1:
             return None
-        (index,) = makers[name]
+        (index,) = writers[name]
         if index in self._constants:
             return index
         checkpoints, op = self._split.checkpoints, self._block.ops[index]
-        if checkpoints is None or by_shape or name in {self._names[value] for value in checkpoints}:
+        if checkpoints is None or shape_only:
             return None
-        if program_ir.draws_of(op) or op.has_attr("sub_block"):
+        if name in {self._names[value] for value in checkpoints}:
             return None
-        written = [n for n in op.output_arg_names if self._has(n)]
+        if program_ir.draws_random_numbers(op) or op.has_attr("sub_block"):
+            return None
+        written = [n for n in op.output_arg_names if self._has_variable(n)]
         changed = [n for n in written if self._block.var(n).persistable]
-        reads = program_ir.reads_of(self._program, op)
+        reads = program_ir.variables_read(self._program, op)
         if op.type not in _NORMS and (
-            changed or any(n in makers and self._lasts(n) for n in reads)
+            changed or any(n in writers and self._is_persistable(n) for n in reads)
         ):
             return None
-        rewritten = any(len(makers.get(n, ())) > 1 for n in op.input_arg_names if n not in changed)
+        rewritten = any(len(writers.get(n, ())) > 1 for n in op.input_arg_names if n not in changed)
         return None if rewritten else index
 
     def _backward_order(self) -> list[int]:
-        """Returns the operations of backward, each after those that are repeated for it."""
-        makers = self._makers()
-        waiting, order = set(self._repeated), []
+        """Returns the indices of the backward's operations, each after those recomputed for it."""
+        writers = self._writers()
+        not_yet, order = set(self._recomputed), []
         for number in range(self._forward, len(self._block.ops)):
-            needed, following = [], [number]
-            while following:
-                for name in program_ir.reads_of(self._program, self._block.ops[following.pop()]):
-                    for index in waiting.intersection(makers.get(name, ())):
-                        waiting.discard(index)
+            needed, to_visit = [], [number]
+            while to_visit:
+                op = self._block.ops[to_visit.pop()]
+                for name in program_ir.variables_read(self._program, op):
+                    for index in not_yet.intersection(writers.get(name, ())):
+                        not_yet.discard(index)
                         needed.append(index)
-                        following.append(index)
+                        to_visit.append(index)
             order += [*sorted(needed), number]
         return order
 
-    def _crosses(self, name: str) -> bool:
-        if not self._has(name):
+    def _is_saved(self, name: str) -> bool:
+        """Returns whether the forward must save a variable that the backward reads.
+
+        Raises:
+            BoundaryError: It holds something else than a tensor, as loops and branches make it.
+        """
+        if not self._has_variable(name):
             return False
         variable = self._block.var(name)
         if not program_ir.is_tensor(variable):
-            maker = next(op for op in self._block.ops if name in op.output_arg_names)
-            where = f"operation {maker.type!r} ({program_ir.line_of(maker)}) of stage {self._stage}"
+            op = next(op for op in self._block.ops if name in op.output_arg_names)
+            line = program_ir.user_line_of(op)
+            where = f"operation {op.type!r} ({line}) of stage {self._stage}"
             raise backward.through_control_flow(where)
         return not variable.persistable
 
@@ -269,7 +295,7 @@ class ProgramStage:
         variable = self.variable(value)
         if variable.name not in self._read:
             return variable
-        copy = program_ir.temporary(self._block, variable)
+        copy = program_ir.create_temporary(self._block, variable)
         self._block.append_op(type="assign", inputs={"X": [variable]}, outputs={"Out": [copy]})
         self._copies += 1
         return copy
@@ -280,7 +306,7 @@ class ProgramStage:
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Adds variables in their order, and returns the sum."""
-        total = program_ir.temporary(self._block, parts[0])
+        total = program_ir.create_temporary(self._block, parts[0])
         self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
         return total
 
@@ -289,30 +315,36 @@ class ProgramStage:
         self._block.append_op(type="sum", inputs={"X": [total, grad]}, outputs={"Out": [total]})
 
     def is_sparse(self, grad: Variable) -> bool:
-        """Whether a gradient has only some of the rows."""
+        """Returns whether a gradient has only some of the rows."""
         return program_ir.is_sparse(grad)
 
     def leave(self, grad: Variable, name: str) -> str:
-        """Returns the gradient's own name, under which a piece leaves it in the scope."""
+        """Returns the name under which a program leaves a gradient in the scope: its own.
+
+        Args:
+            grad: The variable of the gradient.
+            name: Has no effect: a Program needs no other name.
+        """
         return str(grad.name)
 
     def _refuse_rewritten(self, numbers: Iterable[int]) -> None:
-        """Refuses a stage that overwrites a value which it sends or receives."""
-        made: dict[str, list[int]] = {}
+        """Raises BoundaryError if the stage overwrites a value which it sends or receives."""
+        written: dict[str, list[int]] = {}
         graph = self._split.graph
         for number in numbers:
             for value in graph.operations[number].writes:
-                made.setdefault(self._names[value], []).append(value)
+                written.setdefault(self._names[value], []).append(value)
         for value in self._split.readers(self._stage):
-            versions = made[self._names[value]]
+            versions = written[self._names[value]]
             # A while_loop overwrites its inputs; without gradients the last version is right.
             if len(versions) > 1 and (versions[-1] != value or value in graph.differentiable):
-                raise self._written_again(versions[-1])
+                raise self._rewritten_error(versions[-1])
         for value in backward.incoming(self._split, self._stage):
-            if self._names[value] in made:
-                raise self._written_again(made[self._names[value]][-1])
+            if self._names[value] in written:
+                raise self._rewritten_error(written[self._names[value]][-1])
 
-    def _written_again(self, value: int) -> BoundaryError:
+    def _rewritten_error(self, value: int) -> BoundaryError:
+        """Returns the error for a variable that crosses stages and is overwritten by ``value``."""
         op = self._split.graph.operations[self._split.graph.producers()[value]]
         return BoundaryError(
             f"{self._names[value]!r} crosses between stages and is written more than once",
@@ -320,9 +352,9 @@ class ProgramStage:
             fix="give each result a variable of its own; paddle.assign(value) makes one",
         )
 
-    def _lasts(self, name: str) -> bool:
-        """Whether a variable is persistable."""
-        return self._has(name) and bool(self._block.var(name).persistable)
+    def _is_persistable(self, name: str) -> bool:
+        """Returns whether a variable keeps its value from one run of the program to the next."""
+        return self._has_variable(name) and bool(self._block.var(name).persistable)
 
-    def _has(self, name: str) -> bool:
+    def _has_variable(self, name: str) -> bool:
         return bool(self._block.has_var(name))
