@@ -160,6 +160,7 @@ class ReportCallback(PipelineCheckpoint):
         self._logs = _numeric_logs(logs or {})
 
     def _new_manager(self, run_directory: Path) -> StepManager:
+        """Returns a manager that reports to Ray Train, whatever the directory of the run is."""
         return _ReportingManager()
 
     def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:

@@ -26,10 +26,20 @@ from fleetpipe.launch import script, streams
 from fleetpipe.launch.supervisor.supervisor import say
 
 #: Variables of this process that ranks get whatever their node has set.
-_CARRIED = ("FLEETPIPE_", "PADDLE_", "FLAGS_", "GLOG_", "GLOO_", "NCCL_", "OMP_", "MKL_", "PYTHON")
+_PASSED_ON = (
+    "FLEETPIPE_",
+    "PADDLE_",
+    "FLAGS_",
+    "GLOG_",
+    "GLOO_",
+    "NCCL_",
+    "OMP_",
+    "MKL_",
+    "PYTHON",
+)
 #: Variables that ranks do not get, since they belong to this process or host.
 _OF_HOST = ("RAY_", "LD_", "SLURM_")
-#: Options of the launcher of one host, each with its default and with what to do instead.
+#: Options that only the launcher of one host has, each with its default and what to do instead.
 _OF_ONE_HOST = {
     "keep_state": (
         False,
@@ -70,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     most = options.nnodes[1] * (options.nproc_per_node or 1)
     with tempfile.TemporaryDirectory() as runs, connect(address, {"CPU": most}):
         try:
-            _trainer(options, runs).fit()
+            _make_trainer(options, runs).fit()
         except TrainingFailedError as error:
             say(str(error).rstrip())
             return 1
@@ -80,11 +90,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
-    """Returns the trainer of the job, for the cluster that this process is connected to."""
+def _make_trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
+    """Returns the trainer of the job, for the cluster that this process is connected to.
+
+    Args:
+        options: The options of ``fleetpipe launch``.
+        runs: A folder for the files of Ray Train's run.
+    """
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    on_each = options.nproc_per_node or min(filter(None, gpus), default=1)
-    least, most = (nodes * on_each for nodes in options.nnodes)
+    ranks_of_node = options.nproc_per_node or min(filter(None, gpus), default=1)
+    least, most = (nodes * ranks_of_node for nodes in options.nnodes)
     return PaddleTrainer(
         run_script,
         train_loop_config={
@@ -103,22 +118,22 @@ def _trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
             name="job",
             storage_path=runs,  # nothing is reported there
             failure_config=FailureConfig(max_failures=options.max_restart),
-            worker_runtime_env={"env_vars": _environment(options)},
+            worker_runtime_env={"env_vars": _rank_environment(options)},
         ),
         paddle_config=PaddleConfig(wait_for_nodes=options.wait),
     )
 
 
-def _environment(options: argparse.Namespace) -> dict[str, str]:
+def _rank_environment(options: argparse.Namespace) -> dict[str, str]:
     """Returns the variables that every rank gets, whatever its node has set."""
-    carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     # Else Ray shows the script's output twice.
-    carried["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
+    variables["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
     if options.checkpoint_dir is not None:
-        carried["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
+        variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(options.checkpoint_dir)
     if options.serve is not None:
-        carried[SERVE] = str(options.serve)  # the first rank serves, on its node
-    return carried
+        variables[SERVE] = str(options.serve)  # the first rank serves, on its node
+    return variables
 
 
 def run_script(config: Mapping[str, Any]) -> None:

@@ -37,8 +37,9 @@ from fleetpipe.mesh.axes import DENSE, Degrees, Mesh
 from fleetpipe.transport import hosts
 
 #: The ports of ranks: below the system's ephemeral ports, above those of Ray's workers.
-_PORTS = range(20000, 32000)
+_RANK_PORTS = range(20000, 32000)
 
+#: The option of Linux' ``prctl`` by which a process gets a signal when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -79,7 +80,7 @@ class PaddleConfig(BackendConfig):
     @property
     def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """The context manager within which each train loop runs."""
-        return _as_rank
+        return _running_as_rank
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the options as a dict, which Ray shows."""
@@ -95,7 +96,7 @@ class PaddleBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Sets the variables of Paddle's launcher in every worker of ``worker_group``."""
         addresses = [
-            worker_group.execute_single_async(rank, adopt, environment)
+            worker_group.execute_single_async(rank, become_rank, environment)
             for rank, environment in enumerate(environments(worker_group))
         ]
         ray.get(addresses)
@@ -119,9 +120,9 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
     """Returns for each rank the environment variables that describe the job to it.
 
     Args:
-        worker_group: Ray's group of workers; these report their places and free ports.
+        worker_group: Ray's group of workers, which tells their places and free ports.
     """
-    places: list[RankPlace] = worker_group.execute(own_place)
+    places: list[RankPlace] = worker_group.execute(worker_place)
     nodes = [place.node for place in places]
     # One worker of each node answers: two that probe at once could find the same port.
     ports = {
@@ -147,37 +148,42 @@ def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> l
     ]
     variables = []
     for rank, place in enumerate(places):
-        one = hosts.rank_variables(rank, local[rank], endpoints, nodes)
-        one = {**one, "PADDLE_MASTER": f"{places[0].address}:{ports[nodes[0]][-1]}"}
+        of_rank = hosts.rank_variables(rank, local[rank], endpoints, nodes)
+        of_rank = {**of_rank, "PADDLE_MASTER": f"{places[0].address}:{ports[nodes[0]][-1]}"}
         if place.device:
-            one["FLAGS_selected_gpus"] = place.device
+            of_rank["FLAGS_selected_gpus"] = place.device
         else:
             # Without it Paddle on a CPU waits for ever at an HTTP store of its own.
-            one["PADDLE_DISTRI_BACKEND"] = "gloo"
-        variables.append(one)
+            of_rank["PADDLE_DISTRI_BACKEND"] = "gloo"
+        variables.append(of_rank)
     return variables
 
 
-def adopt(environment: Mapping[str, str]) -> None:
-    """Makes this process the rank of ``environment``; runs in the worker, before its train loop."""
+def become_rank(environment: Mapping[str, str]) -> None:
+    """Makes this worker the rank that the variables of ``environment`` describe.
+
+    Runs in the worker, before its train loop.
+    """
     os.environ.update(environment)
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := hosts.gloo_interface()[0]):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
-def own_place() -> RankPlace:
-    """Returns the place of this worker."""
+def worker_place() -> RankPlace:
+    """Returns the place of this worker; runs in the worker."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    device = str(seen.index(gpus[0]) if gpus[0] in seen else 0) if gpus else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    device = ""
+    if gpus:
+        device = str(visible.index(gpus[0]) if gpus[0] in visible else 0)
     return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), device)
 
 
 def free_ports(count: int) -> list[int]:
     """Returns ``count`` ports of this host at which nobody listens."""
     ports: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
+    for port in random.sample(_RANK_PORTS, len(_RANK_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             ports.append(port)
@@ -185,25 +191,28 @@ def free_ports(count: int) -> list[int]:
             return ports
     raise TransportError(
         f"{socket.gethostname()} has too few free ports",
-        expected=f"{count} of {_PORTS.start} to {_PORTS.stop - 1}",
+        expected=f"{count} of {_RANK_PORTS.start} to {_RANK_PORTS.stop - 1}",
         got=str(len(ports)),
         fix="end what listens there",
     )
 
 
-def _end_with_worker() -> None:
-    """Makes a forked child end with its worker, whose sockets it would keep open for Ray."""
+def _end_child_with_worker() -> None:
+    """Makes this forked child end when its worker does: it holds sockets on which Ray waits."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def _as_rank() -> Iterator[None]:
-    """Prepares the thread of a train loop, and ends its job after it; other ranks get its error."""
+def _running_as_rank() -> Iterator[None]:
+    """While it is open, a train loop runs as a rank; at its end ends the job of the loop.
+
+    If the loop raises an error, the other ranks get it too.
+    """
     from fleetpipe.paddle_api.loading import load_data_in_threads
 
     load_data_in_threads()
-    systems.call_in_forked_child(_end_with_worker)
+    systems.call_in_forked_child(_end_child_with_worker)
     error: BaseException | None = None
     try:
         yield
@@ -309,6 +318,7 @@ class PaddleTrainer(DataParallelTrainer):
                 return super().fit()
 
     def _require_storage(self) -> None:
+        """Raises ConfigError if the folder or URI of the results cannot be written."""
         try:
             _ = self.run_config.storage_context
         except (OSError, ValueError) as error:  # pyarrow's are among them
@@ -320,14 +330,18 @@ class PaddleTrainer(DataParallelTrainer):
             ) from error
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Returns Ray's callbacks without the cleaner of placement groups, and ``_LostStarts``.
+        """Returns Ray's callbacks without the cleaner of placement groups, and ``_FreeLostStarts``.
 
         The cleaner queries Ray's dashboard every second, to free the resources of a lost
         controller, which are freed when the driver ends, too.
         """
         callbacks: list[Any] = super()._create_default_callbacks()
-        kept = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
-        return [_LostStarts(), *kept]
+        remaining = [
+            callback
+            for callback in callbacks
+            if not isinstance(callback, PlacementGroupCleanerCallback)
+        ]
+        return [_FreeLostStarts(), *remaining]
 
     def _initialize_and_run_controller(self, **controller: Any) -> Result:
         """Runs the controller with a policy for workers that are lost while they start."""
@@ -349,7 +363,7 @@ class _StartPolicy(DefaultFailurePolicy):
         return lost or bool(super()._is_retryable_error(training_failed_error))
 
 
-class _LostStarts(WorkerGroupCallback):
+class _FreeLostStarts(WorkerGroupCallback):
     """Frees the resources of workers of which one died while they started: Ray does not."""
 
     def __init__(self) -> None:
@@ -371,7 +385,7 @@ class _LostStarts(WorkerGroupCallback):
 
 @contextlib.contextmanager
 def _interrupt_handler_kept() -> Iterator[None]:
-    """While it is open, Ray may handle Ctrl-C; then the handler from before is put back."""
+    """While it is open, Ray may handle Ctrl-C; at its end restores the earlier handler."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -381,6 +395,7 @@ def _interrupt_handler_kept() -> Iterator[None]:
 
 
 def _require_degrees(hybrid_configs: Mapping[str, Any] | None, ranks: int) -> None:
+    """Raises ConfigError if the degrees of a strategy do not fit a number of ranks."""
     try:
         if hybrid_configs is not None:
             replicas(hybrid_configs, ranks)
@@ -426,10 +441,10 @@ class ReplicaDataConfig(ray.train.DataConfig):
         self, datasets: Mapping[str, Any], world_size: int, *_: Any, **__: Any
     ) -> list[dict[str, Any]]:
         """Returns the part of each dataset that each rank reads, by rank; Ray calls this."""
-        of_rank = replicas(self._hybrid_configs, world_size)
-        read: list[dict[str, Any]] = [{} for _ in of_rank]
+        replica_of = replicas(self._hybrid_configs, world_size)
+        by_rank: list[dict[str, Any]] = [{} for _ in replica_of]
         for name, dataset in datasets.items():
-            parts = dataset.materialize().split(max(of_rank) + 1, equal=True)
-            for rank, replica in enumerate(of_rank):
-                read[rank][name] = parts[replica].iterator()
-        return read
+            parts = dataset.materialize().split(max(replica_of) + 1, equal=True)
+            for rank, replica in enumerate(replica_of):
+                by_rank[rank][name] = parts[replica].iterator()
+        return by_rank

@@ -1,7 +1,8 @@
 """Connects to the Ray cluster of a job: the user's, or a new one that ends with the job.
 
 ``connect`` does this; ``require_room`` and ``require_packages`` refuse a cluster whose nodes cannot
-run the workers. ``staying`` lists the nodes, ``answers`` collects the results of processes there.
+run the workers. ``live_nodes`` lists the nodes, and ``gather_results`` waits for the results of
+processes on them.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _CHECK_SECONDS = 60.0
 #: Seconds in which a cluster must answer, and in which leaving one must end.
 _ANSWER_SECONDS, _LEAVE_SECONDS = 5.0, 60.0
 #: Makes Ray give up soon; by default it tries twenty times for 40 s to reach a cluster.
-_AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
+_GIVE_UP_SOON = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
 #: The packages that a worker imports, each with the version that it must have, or "" for any.
 NEEDED = {"fleetpipe": __version__, "paddle": ""}
-_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-#: Ray's watcher of preempted nodes, which a cluster of one node does not need.
+_AUTH_MODE, _AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+#: Switches Ray's watcher of preempted nodes, which a cluster of one node does not need.
 _WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
 
@@ -61,7 +62,7 @@ class RayNode(NamedTuple):
         return {"ray.io/node-id": self.name}
 
 
-def staying() -> list[RayNode]:
+def live_nodes() -> list[RayNode]:
     """Returns the live nodes of the cluster, except those that are about to be preempted."""
     # Not ray.train's own function for preemption, which is collective in a train loop.
     leaving = state.get_draining_nodes()
@@ -72,8 +73,11 @@ def staying() -> list[RayNode]:
     ]
 
 
-def answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
-    """Returns the results of the processes on some nodes.
+def gather_results(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
+    """Waits for the results of processes on some nodes, and returns them by node.
+
+    Args:
+        references: Ray's reference to the result of the process on each node.
 
     Raises:
         ConfigError: A node starts no process in time, or cannot run this one.
@@ -81,19 +85,20 @@ def answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
     done, _ = ray.wait(
         list(references.values()), num_returns=len(references), timeout=_CHECK_SECONDS
     )
-    for node, answer in references.items():
-        if answer not in done:
+    for node, reference in references.items():
+        if reference not in done:
             raise ConfigError(
                 f"the node {node.address} started no process in {_CHECK_SECONDS:g} s",
                 cause="another Python than the driver's, or a node that is lost or overloaded",
                 fix="look at Ray's logs there, in /tmp/ray/session_latest/logs",
             )
-    return {node: _answer(node, answer) for node, answer in references.items()}
+    return {node: _result_of(node, reference) for node, reference in references.items()}
 
 
-def _answer(node: RayNode, answer: Any) -> Any:
+def _result_of(node: RayNode, reference: Any) -> Any:
+    """Returns the result of a process; raises ConfigError if its node cannot run it."""
     try:
-        return ray.get(answer)
+        return ray.get(reference)
     except RayError as error:
         raise ConfigError(
             f"the node {node.address} cannot run what the driver asks for",
@@ -107,8 +112,8 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
     """While it is open, this process is connected to a Ray cluster.
 
     If the process is connected already, it stays with that cluster; else it joins the one at
-    ``address``. Without an address it starts a cluster on this host, which listens on the loopback,
-    refuses processes without its token, and ends with the job, or however this process ends.
+    ``address``. Without an address it starts a cluster on this host. Such a cluster listens on the
+    loopback, refuses processes without its token, and ends with the job, however that ends.
 
     Args:
         address: ``HOST:PORT``, ``"auto"`` for the one that ``ray start`` began here, or None.
@@ -127,14 +132,14 @@ def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[Non
         try:
             yield
         finally:
-            _leave()
+            _disconnect()
     else:
-        with _own_cluster(resources):
+        with _start_cluster(resources):
             yield
 
 
 @contextlib.contextmanager
-def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
+def _start_cluster(resources: Mapping[str, float]) -> Iterator[None]:
     """While it is open, this process is connected to a new cluster on this host."""
     token = secrets.token_hex(32)
     reaper = subprocess.Popen(
@@ -146,8 +151,8 @@ def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
         line.write(f"{token}\n".encode())
         line.flush()
         try:
-            settings = environment({_MODE: "token", _TOKEN: token, _WATCHER: "0"})
-            with settings, _on_loopback(), _deaf_to_stop_signals():
+            settings = environment({_AUTH_MODE: "token", _AUTH_TOKEN: token, _WATCHER: "0"})
+            with settings, _on_loopback(), _stop_signals_blocked():
                 _read_settings_again()
                 ray.init(
                     "local",
@@ -157,13 +162,13 @@ def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
                 )
             yield
         finally:
-            _leave()
+            _disconnect()
     reaper.wait()
     _read_settings_again()
 
 
-def _leave() -> None:
-    """Leaves the cluster, but waits for a limited time: Ray may wait for a lock for ever."""
+def _disconnect() -> None:
+    """Disconnects from the cluster, within a limited time: Ray may wait for a lock for ever."""
     leaving = threading.Thread(target=ray.shutdown, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_SECONDS)
@@ -188,17 +193,17 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
     """While it is open, a cluster that starts listens at 127.0.0.1 alone."""
-    changed = ray_constants.ENABLE_RAY_CLUSTER
+    before = ray_constants.ENABLE_RAY_CLUSTER
     # On Linux Ray replaces a loopback address by one that other hosts reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = changed
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager
-def _deaf_to_stop_signals() -> Iterator[None]:
+def _stop_signals_blocked() -> Iterator[None]:
     """While it is open, new processes block stop signals, and handlers of this one stay.
 
     Schedulers send the signals to all processes of a job, but a cluster must outlive the job's last
@@ -234,16 +239,16 @@ def _join(address: str) -> None:
             if not port.isdigit():
                 raise ValueError("no port")
             socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-        with environment(_AT_ONCE), local, _deaf_to_stop_signals():
+        with environment(_GIVE_UP_SOON), local, _stop_signals_blocked():
             _read_settings_again()
             ray.init(address, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        raise _refusal(address, error) from error
+        raise _joining_error(address, error) from error
     finally:
         _read_settings_again()
 
 
-def _refusal(address: str, error: Exception) -> ConfigError:
+def _joining_error(address: str, error: Exception) -> ConfigError:
     """Returns the error to raise where a cluster could not be joined."""
     cause, text = error.__cause__, str(error)
     while cause is not None:
@@ -251,7 +256,8 @@ def _refusal(address: str, error: Exception) -> ConfigError:
     got = text.strip().splitlines()[-1]  # Ray has whole tracebacks in its messages
     if "AuthToken" in text or isinstance(error, AuthenticationError):
         summary = "does not take this process: it has another token, or none"
-        fix = f"export {_MODE}=token and {_TOKEN} (or RAY_AUTH_TOKEN_PATH) as on its head node"
+        variables = f"{_AUTH_MODE}=token and {_AUTH_TOKEN} (or RAY_AUTH_TOKEN_PATH)"
+        fix = f"export {variables} as on its head node"
     elif "ersion mismatch" in text:
         summary, got = "has other versions than this process", " ".join(text.split())
         fix = "use the same Python and the same Ray on all nodes"
@@ -265,7 +271,7 @@ def _refusal(address: str, error: Exception) -> ConfigError:
 
 
 def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> None:
-    """Refuses more workers than the nodes of the cluster could run if they were idle.
+    """Raises ConfigError if the nodes have no room for the workers, even when they are idle.
 
     Args:
         bundle: The resources of each worker.
@@ -275,40 +281,50 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
     deadline = time.monotonic() + seconds
     while True:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        places = sum(_fitting(bundle, node["Resources"]) for node in alive)
-        if places >= workers:
+        most = sum(_workers_that_fit(bundle, node["Resources"]) for node in alive)
+        if most >= workers:
             return
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    each = [f"{node['NodeManagerAddress']}: {_text_of(node['Resources'])}" for node in alive]
+    each = [
+        f"{node['NodeManagerAddress']}: {_describe_resources(node['Resources'])}" for node in alive
+    ]
     raise ConfigError(
-        f"the cluster has room for {places} worker(s), {workers} are asked for",
-        expected=f"{_text_of(bundle)} for each of {workers}",
+        f"the cluster has room for {most} worker(s), {workers} are asked for",
+        expected=f"{_describe_resources(bundle)} for each of {workers}",
         got="; ".join(each),
         fix="lower num_workers (of fleetpipe launch --nnodes or --nproc) or resources_per_worker, "
         "add nodes, or have the job wait for them: PaddleConfig(wait_for_nodes=600), --wait 600",
     )
 
 
-def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
+def _workers_that_fit(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """Returns how many workers a node has room for.
+
+    Args:
+        bundle: The resources of each worker.
+        resources: Those of the node.
+    """
     needed = {name: amount for name, amount in bundle.items() if amount}
     return min((int(resources.get(name, 0) / amount) for name, amount in needed.items()), default=1)
 
 
-def _text_of(resources: Mapping[str, float]) -> str:
+def _describe_resources(resources: Mapping[str, float]) -> str:
+    """Returns resources as text, such as ``CPU 2, GPU 1``, without those that users do not set."""
     named = {name: n for name, n in resources.items() if not name.startswith(("node:", "object_"))}
     return ", ".join(f"{name} {n:g}" for name, n in sorted(named.items()) if name != "memory")
 
 
 def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
-    """Refuses nodes that lack a package which workers import, or have another version of it.
+    """Raises ConfigError if a node lacks a package that workers import, or has another version.
 
     Args:
         runtime_env: Ray's runtime environment of the workers.
     """
 
     def missing(needed: Mapping[str, str]) -> str:
+        """Returns which package this node lacks, in words; empty if it lacks none."""
         # Ray sends the code of this function, so that a node without fleetpipe can run it.
         import importlib
         import importlib.util
@@ -320,14 +336,14 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
                 return f"another version of {package} than {version}"
         return ""
 
-    look = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
-    lacking = answers(
-        {node: look.options(label_selector=node.label).remote(NEEDED) for node in staying()}
+    remote = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
+    of_nodes = gather_results(
+        {node: remote.options(label_selector=node.label).remote(NEEDED) for node in live_nodes()}
     )
-    for node, lack in lacking.items():
-        if lack:
+    for node, text in of_nodes.items():
+        if text:
             raise ConfigError(
-                f"no worker can begin on the node {node.address}: {lack}",
+                f"no worker can begin on the node {node.address}: {text}",
                 fix="install the same packages on every node, or have Ray do it: RunConfig("
                 "worker_runtime_env={'pip': [..]})",
             )

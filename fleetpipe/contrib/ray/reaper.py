@@ -1,7 +1,8 @@
-"""Kills the remaining processes of a cluster when the process that started it has ended.
+"""Kills the remaining processes of a Ray cluster when the process that started it has ended.
 
-It runs as a script. Ray ends most of its processes, but two agents stay for a minute, and a child
-of a worker may stay for ever. They alone have the cluster's token in their environment.
+It runs as a script. Ray ends most of a cluster's processes, but two agents stay for a minute, and a
+child of a worker may stay for ever. All of them have the cluster's token in their environment, and
+no other process has it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if __name__ == "__main__":
 
 from fleetpipe import systems
 
-#: It ends when it has found no process for so many seconds.
+#: The script ends when no process with the token has been seen for so many seconds.
 _QUIET_SECONDS = 1.0
 
 

@@ -145,7 +145,7 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.Mo
     waits = threading.Event()
     monkeypatch.setattr(ray_cluster, "_LEAVE_SECONDS", 0.1)
     monkeypatch.setattr(ray_cluster.ray, "shutdown", waits.wait)
-    ray_cluster._leave()
+    ray_cluster._disconnect()
     assert not waits.is_set()
     waits.set()
 

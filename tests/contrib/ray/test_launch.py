@@ -104,7 +104,7 @@ def test_the_options_are_those_of_a_trainer(
         checkpoint_dir="kept",
         serve=None,
     )
-    trainer = ray_launch._trainer(options, "/tmp/runs")
+    trainer = ray_launch._make_trainer(options, "/tmp/runs")
     scaling, run = trainer.scaling_config, trainer.run_config
     assert (scaling.num_workers, scaling.use_gpu) == (ranks, any(gpus))
     assert run.failure_config.max_failures == 5
@@ -180,9 +180,9 @@ def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: pytest.Monke
         taken = listening.getsockname()[1]
         other = next(port for port in paddle_trainer.free_ports(2) if port != taken)
         monkeypatch.setattr(
-            paddle_trainer, "_PORTS", range(min(taken, other), max(taken, other) + 1)
+            paddle_trainer, "_RANK_PORTS", range(min(taken, other), max(taken, other) + 1)
         )
         assert taken not in paddle_trainer.free_ports(1)
-        monkeypatch.setattr(paddle_trainer, "_PORTS", range(taken, taken + 1))
+        monkeypatch.setattr(paddle_trainer, "_RANK_PORTS", range(taken, taken + 1))
         with pytest.raises(paddle_trainer.TransportError, match="too few free ports"):
             paddle_trainer.free_ports(1)
