@@ -24,8 +24,8 @@ _log = log.logger(__name__)
 
 #: The ports of the store: below the system's ephemeral ports, and those of Gloo's stores.
 _PORTS = range(12000, 20000)
-#: The variables by which another launcher describes a rank; then ``adopt`` does nothing.
-_LAUNCHED = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS")
+#: If another launcher has set one of these variables, ``adopt`` does nothing.
+_RANK_VARIABLES = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS")
 
 _START_BY_SRUN = "start the ranks by srun, and leave its SLURM_* variables as they are"
 
@@ -34,8 +34,8 @@ _NODE = rf"(?:[^,\[\]\s]|{_RANGES})+"
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-class _Step(NamedTuple):
-    """What Slurm tells about a step, and about this process in it.
+class _SlurmStep(NamedTuple):
+    """A step of a Slurm job, which is one call of ``srun``, and this process in it.
 
     Attributes:
         job: The job's number.
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
         rank: This process's number among the tasks.
         local: This process's number among the tasks of its node.
         nodes: The nodes' names.
-        places: The number of the node that each task is on.
+        node_of_task: The number of the node that each task is on.
     """
 
     job: int
@@ -51,7 +51,7 @@ class _Step(NamedTuple):
     rank: int
     local: int
     nodes: Sequence[str]
-    places: Sequence[int]
+    node_of_task: Sequence[int]
 
 
 def adopt() -> None:
@@ -66,9 +66,9 @@ def adopt() -> None:
         ConfigError: Slurm's variables are incomplete or contradict each other, or the first node's
             name has no address.
     """
-    if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in _LAUNCHED):
+    if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in _RANK_VARIABLES):
         return
-    tasks = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default="1")
+    tasks = _require_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default="1")
     if tasks == 1:
         return
     if not {"SLURM_STEP_ID", "SLURM_STEPID"} & os.environ.keys():
@@ -77,9 +77,9 @@ def adopt() -> None:
             _log.warning, f"one process within Slurm job {job}; srun would start its {tasks} tasks"
         )
         return
-    step = _step(tasks)
-    endpoints = _endpoints(step)
-    os.environ.update(hosts.rank_variables(step.rank, step.local, endpoints, step.places))
+    step = _read_step(tasks)
+    endpoints = _rank_endpoints(step)
+    os.environ.update(hosts.rank_variables(step.rank, step.local, endpoints, step.node_of_task))
     _choose_device(step.local)
     log.once(
         _log.info,
@@ -95,12 +95,12 @@ def expand_nodes(listed: str) -> list[str]:
         listed: The list in Slurm's form: numbers in brackets are ranges, with leading zeros.
     """
     if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", listed):
-        raise _unreadable("list of nodes", "node[01-03,07],login", listed)
+        raise _unreadable_error("list of nodes", "node[01-03,07],login", listed)
     names = []
     for node in re.finditer(_NODE, listed):
         # The even parts are outside of brackets, the odd ones inside.
         parts = re.split(_RANGES, node[0])
-        choices = [list(_numbers(part)) if i % 2 else [part] for i, part in enumerate(parts)]
+        choices = [list(_expand_ranges(part)) if i % 2 else [part] for i, part in enumerate(parts)]
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
     return names
 
@@ -115,12 +115,12 @@ def expand_counts(counts: str) -> list[int]:
     for part in counts.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
-            raise _unreadable("list of tasks for each node", "2(x3),1", counts)
+            raise _unreadable_error("list of tasks for each node", "2(x3),1", counts)
         numbers += [int(match[1])] * int(match[2] or 1)
     return numbers
 
 
-def _numbers(ranges: str) -> Iterator[str]:
+def _expand_ranges(ranges: str) -> Iterator[str]:
     """Yields the numbers of ranges such as ``01-03,07``, with their leading zeros."""
     for part in ranges.split(","):
         first, _, last = part.partition("-")
@@ -128,48 +128,53 @@ def _numbers(ranges: str) -> Iterator[str]:
             yield str(number).zfill(len(first))
 
 
-def _step(tasks: int) -> _Step:
+def _read_step(tasks: int) -> _SlurmStep:
     """Reads the step of this process from Slurm's variables."""
-    nodes = expand_nodes(_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
+    nodes = expand_nodes(_require_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
     counts = expand_counts(
-        _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
+        _require_variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
     )
-    rank = _number("SLURM_PROCID")
+    rank = _require_number("SLURM_PROCID")
     if len(counts) != len(nodes) or sum(counts) != tasks or rank >= tasks:
         raise ConfigError(
             "Slurm's variables do not fit together",
             got=f"task {rank} of {tasks}; nodes {', '.join(nodes)} with {counts} tasks",
             fix=_START_BY_SRUN,
         )
-    places = _places(counts, os.environ.get("SLURM_DISTRIBUTION", "block"))
-    node = _number("SLURM_NODEID", default=str(places[rank]))
-    if places[rank] != node:
+    node_of_task = _nodes_of_tasks(counts, os.environ.get("SLURM_DISTRIBUTION", "block"))
+    node = _require_number("SLURM_NODEID", default=str(node_of_task[rank]))
+    if node_of_task[rank] != node:
         raise ConfigError(
             f"Slurm's task {rank} is not on the node where it was looked for",
-            expected=f"SLURM_NODEID={places[rank]}, as {counts} tasks of the nodes have it",
+            expected=f"SLURM_NODEID={node_of_task[rank]}, as {counts} tasks of the nodes have it",
             got=f"SLURM_NODEID={node}",
             cause="a distribution of tasks other than block and cyclic",
             fix="srun --distribution=block",
         )
-    return _Step(
-        job=_number("SLURM_JOB_ID"),
-        number=_number("SLURM_STEP_ID", "SLURM_STEPID"),
+    return _SlurmStep(
+        job=_require_number("SLURM_JOB_ID"),
+        number=_require_number("SLURM_STEP_ID", "SLURM_STEPID"),
         rank=rank,
-        local=_number("SLURM_LOCALID"),
+        local=_require_number("SLURM_LOCALID"),
         nodes=nodes,
-        places=places,
+        node_of_task=node_of_task,
     )
 
 
-def _places(counts: Sequence[int], distribution: str) -> list[int]:
-    """Returns the number of the node that each task is on."""
+def _nodes_of_tasks(counts: Sequence[int], distribution: str) -> list[int]:
+    """Returns the number of the node that each task is on.
+
+    Args:
+        counts: The number of tasks on each node.
+        distribution: Slurm's distribution of tasks: block or cyclic.
+    """
     if distribution.startswith("cyclic"):
         rounds = range(max(counts))
         return [node for n in rounds for node, count in enumerate(counts) if n < count]
     return [node for node, count in enumerate(counts) for _ in range(count)]
 
 
-def _endpoints(step: _Step) -> list[str]:
+def _rank_endpoints(step: _SlurmStep) -> list[str]:
     """Returns an endpoint for each rank; only rank 0 listens at its own."""
     names = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
     # With srun --resv-ports Slurm reserves ports, such as "12000-12003".
@@ -187,7 +192,7 @@ def _endpoints(step: _Step) -> list[str]:
             expected="an IPv4 address of the first node, or a name that leads to it, and a port",
             fix="export PADDLE_MASTER=ADDRESS:PORT before srun",
         ) from error
-    return [f"{names[place]}:{port}" for place in step.places]
+    return [f"{names[node]}:{port}" for node in step.node_of_task]
 
 
 def _choose_device(local: int) -> None:
@@ -199,25 +204,30 @@ def _choose_device(local: int) -> None:
         paddle.device.set_device(f"gpu:{chosen.partition(',')[0]}")
 
 
-def _variable(*names: str, default: str = "") -> str:
-    """Returns the first of these variables that is set; raises ConfigError without a default."""
+def _require_variable(*names: str, default: str = "") -> str:
+    """Returns the first of some environment variables that is set, or the default.
+
+    Raises:
+        ConfigError: None of them is set, and there is no default.
+    """
     value = next(filter(None, map(os.environ.get, names)), default)
     if not value:
         raise ConfigError(f"Slurm did not set {' or '.join(names)}", fix=_START_BY_SRUN)
     return value
 
 
-def _number(*names: str, default: str = "") -> int:
-    """Returns the first of these variables that is set, as a number."""
-    text = _variable(*names, default=default)
+def _require_number(*names: str, default: str = "") -> int:
+    """Returns the first of some environment variables that is set, or the default, as a number."""
+    text = _require_variable(*names, default=default)
     if not text.isdigit():
-        raise _unreadable(f"{' or '.join(names)}", "3", text)
+        raise _unreadable_error(f"{' or '.join(names)}", "3", text)
     return int(text)
 
 
-def _unreadable(what: str, example: str, got: str) -> ConfigError:
+def _unreadable_error(variable: str, example: str, got: str) -> ConfigError:
+    """Returns the error for a variable of Slurm's that cannot be read."""
     return ConfigError(
-        f"Slurm's variables hold no readable {what}",
+        f"Slurm's variables hold no readable {variable}",
         expected=f"such as {example}",
         got=got,
         fix=_START_BY_SRUN,
