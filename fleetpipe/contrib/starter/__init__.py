@@ -15,7 +15,8 @@ from fleetpipe.arguments import using
 from fleetpipe.errors import ConfigError
 
 #: The placeholder for the project's name in the files.
-_NAME = "PROJECT_NAME"
+_NAME_PLACEHOLDER = "PROJECT_NAME"
+#: The files of a project, each with the file in this folder of which it is made.
 _FILES = {
     "train.py": "train.py.txt",
     "config.yaml": "config.yaml.txt",
@@ -24,18 +25,18 @@ _FILES = {
     "README.md": "README.md.txt",
     ".gitignore": "gitignore.txt",
 }
-_USABLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")
+_VALID_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")
 #: Names of packages, which a folder of that name would hide from Python.
-_TAKEN = ("fleetpipe", "paddle", "numpy")
-#: A folder may have these already, after `git init`.
-_KEPT = {".git"}
+_NAMES_OF_PACKAGES = ("fleetpipe", "paddle", "numpy")
+#: What an empty folder may have in it: `git init` makes this.
+_IGNORED = {".git"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe new`` to its parser."""
     parser.add_argument(
         "folder",
-        type=_folder,
+        type=_parse_folder,
         metavar="FOLDER",
         help="of the project, new or empty; its last part is the project's name",
     )
@@ -48,12 +49,12 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: The name cannot be used, or the folder is not empty or cannot be written.
     """
     folder: Path = options.folder
-    name = _project_name(folder)
+    name = _require_new_project(folder)
     with using("FOLDER", folder, "a folder that can be written"):
         folder.mkdir(exist_ok=True)
         for target, source in _FILES.items():
             text = Path(__file__).with_name(source).read_text(encoding="utf-8")
-            (folder / target).write_text(text.replace(_NAME, name), encoding="utf-8")
+            (folder / target).write_text(text.replace(_NAME_PLACEHOLDER, name), encoding="utf-8")
     sys.stdout.write(
         f"{folder}: {', '.join(_FILES)}\n"
         f"next: cd {folder} && pip install 'fleetpipe[project]' && python train.py\n"
@@ -61,23 +62,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(text: str) -> Path:
+def _parse_folder(text: str) -> Path:
+    """Parses the argument FOLDER, which must not be blank."""
     if not text.strip():
         raise argparse.ArgumentTypeError("a project needs a name, such as my_project")
     return Path(text)
 
 
-def _project_name(folder: Path) -> str:
-    """Returns the name of the project; refuses an invalid name, and a folder that is not empty."""
+def _require_new_project(folder: Path) -> str:
+    """Returns the name of the project that is to be written into a folder.
+
+    Raises:
+        ConfigError: The name cannot be used, or the folder is not empty or cannot be made.
+    """
     name = folder.resolve().name
-    if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:
+    if not _VALID_NAME.fullmatch(name) or name.lower() in _NAMES_OF_PACKAGES:
         raise ConfigError(
             f"{reprlib.repr(name)} cannot be the name of a project",
             expected="at most 100 letters, digits, - and _, a letter first, and no name of a "
             "package it needs",
             fix="fleetpipe new my_project",
         )
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - _KEPT:
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - _IGNORED:
         raise ConfigError(
             "the folder is not empty: nothing was written",
             got=str(folder),
