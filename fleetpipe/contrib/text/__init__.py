@@ -36,12 +36,13 @@ __all__ = ["PackedText"]
 
 
 #: The folders of the standard library that are left out.
-_NO_MODULES = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
-_HAS_TEXT = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_SKIPPED_FOLDERS = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
+_DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-#: The documents that are tokenized together.
-_TOGETHER = 256
-_FORMAT = 2
+#: How many documents are tokenized at a time.
+_BATCH_OF_DOCUMENTS = 256
+#: The version of the files of tokens.
+_FORMAT_VERSION = 2
 #: The most characters of a word in training a tokenizer, whose time grows with their square.
 _LONGEST_WORD = 256
 #: The name of the token that ends a document, in a tokenizer that is trained here.
@@ -70,7 +71,12 @@ class Documents(NamedTuple):
 
 
 def documents_in(folder: Path | None, column: str) -> Documents:
-    """Returns the documents of a folder, for ``PackedText`` with these arguments.
+    """Returns the documents of a folder.
+
+    Args:
+        folder: A folder of texts, or of a dataset; None for the documentation of Python's standard
+            library.
+        column: The column of a dataset that has the documents.
 
     Raises:
         ConfigError: There is no such folder, it has no files, or is no part of a dataset.
@@ -91,9 +97,11 @@ def documents_in(folder: Path | None, column: str) -> Documents:
             read = partial(_read_dataset, folder, files, column)
         else:
             next(folder.iterdir(), None)  # raises for a path that is no folder, unlike rglob
-            ways = sorted((path.relative_to(folder), path) for path in folder.rglob("*"))
-            visible = (path for way, path in ways if not any(p[0] == "." for p in way.parts))
-            files = [path for path in visible if path.is_file()]
+            files = []
+            for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder)):
+                is_hidden = any(part[0] == "." for part in path.relative_to(folder).parts)
+                if not is_hidden and path.is_file():
+                    files.append(path)
             read = partial(_read_texts, files)
         facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
     if not files or (folder / "dataset_dict.json").is_file():
@@ -108,7 +116,10 @@ def documents_in(folder: Path | None, column: str) -> Documents:
 
 
 def _files_of_dataset(state: Path) -> list[str]:
-    """Returns the files that a dataset lists in ``state.json``; none if that is another file."""
+    """Returns the files that a saved dataset lists in ``state``, its ``state.json``.
+
+    The list is empty if there is no such file, or if it is not that of a dataset.
+    """
     try:
         content = json.loads(state.read_text(encoding="utf-8"))
         return [str(each["filename"]) for each in content["_data_files"]]
@@ -117,6 +128,7 @@ def _files_of_dataset(state: Path) -> list[str]:
 
 
 def _read_texts(files: list[Path]) -> Iterator[str]:
+    """Yields the text of each file, which must be UTF-8."""
     for path in files:
         with using("text", path, "a folder that has nothing but text"):
             text = path.read_text(encoding="utf-8-sig")
@@ -130,6 +142,7 @@ def _read_texts(files: list[Path]) -> Iterator[str]:
 
 
 def _read_dataset(folder: Path, files: list[Path], column: str) -> Iterator[str]:
+    """Yields the texts in a column of a dataset's Arrow files, without empty ones."""
     with needed_for(f"to read the dataset in {folder}"):
         import pyarrow as arrow
     for path in files:
@@ -152,9 +165,11 @@ def _standard_library() -> Iterator[str]:
     yield from topics.values()
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if _NO_MODULES.isdisjoint(path.relative_to(root).parts):
+        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
             nodes = ast.walk(ast.parse(path.read_bytes()))
-            texts = [ast.get_docstring(node) for node in nodes if isinstance(node, _HAS_TEXT)]
+            texts = [
+                ast.get_docstring(node) for node in nodes if isinstance(node, _DOCUMENTED_NODES)
+            ]
             if any(texts):
                 yield "\n\n".join(text for text in texts if text)
 
@@ -162,14 +177,21 @@ def _standard_library() -> Iterator[str]:
 def token_files(
     documents: Documents, cache: Path, tokenizer: Any, vocabulary: int, end: str
 ) -> TokenFiles:
-    """Returns the tokens of documents, for ``PackedText``; the first process writes them.
+    """Returns the tokens of documents; the first process of a host that needs them writes them.
+
+    Args:
+        documents: The documents.
+        cache: The folder for the files of tokens.
+        tokenizer: The tokenizer; None: one is trained on the documents.
+        vocabulary: The most tokens of a tokenizer that is trained.
+        end: The name of the token that ends a document.
 
     Raises:
         CheckpointError: The files are damaged.
         ConfigError: The folder cannot be written, or the tokenizer has no token of this name.
     """
-    said = f"trained {vocabulary} {end}" if tokenizer is None else tokenizer.to_str()
-    facts = json.dumps([_FORMAT, documents.identity, said, end])
+    of_tokenizer = f"trained {vocabulary} {end}" if tokenizer is None else tokenizer.to_str()
+    facts = json.dumps([_FORMAT_VERSION, documents.identity, of_tokenizer, end])
     folder = cache / hashlib.sha256(facts.encode()).hexdigest()[:16]
     with using("cache", cache, "a folder that can be written"):
         cache.mkdir(parents=True, exist_ok=True)
@@ -179,8 +201,8 @@ def token_files(
                 logger(__name__).info("packing text into %s, once", folder)
                 tokenizer = tokenizer or _train_tokenizer(documents, vocabulary, end)
                 with appearing(folder) as draft:
-                    _write(draft, documents, tokenizer, _token(tokenizer, end))
-    return _open(folder)
+                    _write_tokens(draft, documents, tokenizer, _token_number(tokenizer, end))
+    return _open_tokens(folder)
 
 
 def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
@@ -202,7 +224,7 @@ def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
     return tokenizer
 
 
-def _token(tokenizer: Any, name: str) -> int:
+def _token_number(tokenizer: Any, name: str) -> int:
     """Returns the number of a token; raises ConfigError if the tokenizer does not have it."""
     token: int | None = tokenizer.token_to_id(name)
     if token is None:
@@ -215,14 +237,19 @@ def _token(tokenizer: Any, name: str) -> int:
     return token
 
 
-def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
+def _write_tokens(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
+    """Writes the files of tokens into a folder, with a digest of all.
+
+    Raises:
+        ConfigError: A document has the token ``end`` in it, or there is no text.
+    """
     # The numbers of tokens may have gaps.
     dtype = np.dtype("uint16" if max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32")
     text = tokenizer.to_str()
     (draft / "tokenizer.json").write_text(text, encoding="utf-8")
     digest, ends, total = hashlib.sha256(f"{dtype.name} {end} {text}".encode()), [], 0
     with (draft / "tokens.bin").open("wb") as file:
-        for encoding in _encodings(documents, tokenizer):
+        for encoding in _encode_documents(documents, tokenizer):
             if end in encoding.ids:
                 raise ConfigError(
                     "a document has the token that ends documents within it",
@@ -244,20 +271,25 @@ def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
     (draft / "contents.json").write_text(json.dumps(contents), encoding="utf-8")
 
 
-def _encodings(documents: Documents, tokenizer: Any) -> Iterator[Any]:
-    """Yields the tokens of documents, without the tokenizer's truncation and padding."""
+def _encode_documents(documents: Documents, tokenizer: Any) -> Iterator[Any]:
+    """Yields the encoding of each document, without the tokenizer's truncation and padding."""
     from tokenizers import Tokenizer
 
-    whole = Tokenizer.from_str(tokenizer.to_str())
-    whole.no_truncation()
-    whole.no_padding()
-    whole.encode_special_tokens = tokenizer.encode_special_tokens
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.no_truncation()
+    plain.no_padding()
+    plain.encode_special_tokens = tokenizer.encode_special_tokens
     texts = documents.read()
-    while some := [*islice(texts, _TOGETHER)]:
-        yield from whole.encode_batch(some, add_special_tokens=False)
+    while batch := [*islice(texts, _BATCH_OF_DOCUMENTS)]:
+        yield from plain.encode_batch(batch, add_special_tokens=False)
 
 
-def _open(folder: Path) -> TokenFiles:
+def _open_tokens(folder: Path) -> TokenFiles:
+    """Maps the files of tokens into memory, and compares their digest.
+
+    Raises:
+        CheckpointError: They are damaged.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -352,63 +384,82 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         files = token_files(source, Path(cache), tokenizer, vocabulary, end)
         self.tokenizer, self._tokens, ends, self.end = files
         self.length, self._varied, self._multiple = length, varied, multiple
-        self._use(np.concatenate([[0], ends[:-1]]).astype("int64"), ends)
+        self._select_documents(np.concatenate([[0], ends[:-1]]).astype("int64"), ends)
 
-    def _use(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Sets the documents of the dataset, by their positions in the tokens."""
+    def _select_documents(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Sets the documents of the dataset.
+
+        Args:
+            begins: The position of each document's first token among all tokens.
+            ends: The position after each document's last token.
+        """
         if not len(begins):
             raise ConfigError("there is no document in this part", fix="a smaller hold_out(each)")
         self._begins, self._ends = begins, ends
         sizes = ends - begins
-        #: The number of varied sequences, or else of tokens, before each document; at last of all.
+        #: For each document the number of units before it, and last the number of all units. A
+        #: unit is a sequence if sequences are varied, else a token.
         units = -(-(sizes - 1) // self.length) if self._varied else sizes
-        self._before = np.concatenate([[0], units.cumsum()])
+        self._units_before = np.concatenate([[0], units.cumsum()])
 
     def hold_out(self, each: int = 20) -> tuple[PackedText, PackedText]:
-        """Returns a dataset without every ``each``-th document, and a dataset of these documents.
+        """Splits the documents: every ``each``-th one is held out, as for an evaluation.
+
+        Returns:
+            A dataset without these documents, and a dataset of them.
 
         Raises:
             ConfigError: There are fewer documents.
         """
         require_whole("each", each, 2)
-        out = np.arange(1, len(self._begins) + 1) % each == 0
-        parts = copy.copy(self), copy.copy(self)
-        for part, chosen in zip(parts, (~out, out)):
-            part._use(self._begins[chosen], self._ends[chosen])
-        return parts
+        is_held_out = np.arange(1, len(self._begins) + 1) % each == 0
+        rest, held_out = copy.copy(self), copy.copy(self)
+        rest._select_documents(self._begins[~is_held_out], self._ends[~is_held_out])
+        held_out._select_documents(self._begins[is_held_out], self._ends[is_held_out])
+        return rest, held_out
 
     def __len__(self) -> int:
         """The number of sequences."""
-        return int(self._before[-1] if self._varied else -(-(self._before[-1] - 1) // self.length))
+        units = int(self._units_before[-1])
+        return units if self._varied else -(-(units - 1) // self.length)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns a sequence: ids int64, documents int32 and labels int64, each ``[length]``."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        tokens, documents = self._varied_window(index) if self._varied else self._window(index)
-        kept = (documents[1:] == documents[:-1]) & (documents[1:] != _PADDING)
-        return tokens[:-1], documents[:-1], np.where(kept, tokens[1:], IGNORED)
+        tokens, documents = (
+            self._read_varied_sequence(index) if self._varied else self._read_full_sequence(index)
+        )
+        same_document = (documents[1:] == documents[:-1]) & (documents[1:] != _PADDING)
+        return tokens[:-1], documents[:-1], np.where(same_document, tokens[1:], IGNORED)
 
-    def _varied_window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens and documents of a varied sequence, with one token more."""
-        document = int(np.searchsorted(self._before, index, "right")) - 1
-        begin = self._begins[document] + (index - self._before[document]) * self.length
+    def _read_varied_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a varied sequence and their documents' numbers, which are 0.
+
+        They are one more than the sequence has, for the last label.
+        """
+        document = int(np.searchsorted(self._units_before, index, "right")) - 1
+        begin = self._begins[document] + (index - self._units_before[document]) * self.length
         end = min(begin + self.length + 1, self._ends[document])
         return self._tokens[begin:end].astype("int64"), np.zeros(end - begin, "int32")
 
-    def _window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens and documents of a full sequence, with one token more."""
+    def _read_full_sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a full sequence, and the number of each one's document in it.
+
+        They are one more than the sequence has, for the last label.
+        """
         tokens = np.full(self.length + 1, self.end, "int64")
         documents = np.full(self.length + 1, _PADDING, "int32")
-        place, last = index * self.length, int(self._before[-1])
-        document = first = int(np.searchsorted(self._before, place, "right")) - 1
+        # The position among the tokens of the dataset's documents.
+        position, last = index * self.length, int(self._units_before[-1])
+        document = first = int(np.searchsorted(self._units_before, position, "right")) - 1
         filled = 0
-        while filled <= self.length and place < last:
-            begin = self._begins[document] + place - self._before[document]
-            taken = self._tokens[begin : self._ends[document]][: self.length + 1 - filled]
-            tokens[filled : filled + len(taken)] = taken
-            documents[filled : filled + len(taken)] = document - first
-            filled, place, document = filled + len(taken), place + len(taken), document + 1
+        while filled <= self.length and position < last:
+            begin = self._begins[document] + position - self._units_before[document]
+            piece = self._tokens[begin : self._ends[document]][: self.length + 1 - filled]
+            tokens[filled : filled + len(piece)] = piece
+            documents[filled : filled + len(piece)] = document - first
+            filled, position, document = filled + len(piece), position + len(piece), document + 1
         return tokens, documents
 
     def collate(self, samples: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:

@@ -98,9 +98,11 @@ def test_varied_sequences_of_a_batch_are_padded(folder: Path) -> None:
 
 def sequences_of(folder: Path) -> tuple[list[Any], int]:
     """Packs a text; returns its first sequence, and how many times this process wrote tokens."""
-    writes, write = [], tokens_of_text._write
+    writes, write = [], tokens_of_text._write_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens_of_text, "_write", lambda *args: (writes.append(1), write(*args)))
+        patch.setattr(
+            tokens_of_text, "_write_tokens", lambda *args: (writes.append(1), write(*args))
+        )
         return [part.tolist() for part in packed(folder)[3]], len(writes)
 
 
