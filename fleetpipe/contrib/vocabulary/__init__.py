@@ -43,8 +43,11 @@ _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDes
 
 
 @shows("hidden", "vocabulary", "tied")
-class _Description(SeveralLayers):
-    """An entry in a list of layers that is replaced by layers when the number of ranks is known."""
+class _HeadDescription(SeveralLayers):
+    """A head or embedding in a list of layers, until the number of ranks is known.
+
+    A ``PipelineLayer`` then replaces it by :meth:`layers`, which hold parts of the vocabulary.
+    """
 
     #: The axis of the vocabulary in the full weights.
     axis = 0
@@ -65,7 +68,7 @@ class _Description(SeveralLayers):
         )
 
     def parts(self, ranks: int) -> list[PartOfWhole]:
-        """Returns the part of each rank.
+        """Returns the part of the weights that each rank of the pipeline holds, by rank.
 
         Raises:
             ConfigError: There are fewer classes than ranks.
@@ -84,7 +87,7 @@ class _Description(SeveralLayers):
         ]
 
 
-class VocabularyHead(_Description):
+class VocabularyHead(_HeadDescription):
     """Describes the last entry of a list of layers: the product with a vocabulary, in parts.
 
     Each rank of the pipeline holds the weights of one part, [vocabulary / p, hidden]. The loss
@@ -121,7 +124,12 @@ class VocabularyHead(_Description):
             )
 
     def require_place(self, entries: Sequence[Any], index: int) -> None:
-        """Refuses a head that is not the last entry, or is tied to no embedding in the list."""
+        """Raises ConfigError if the head is not the last entry, or tied to an unknown embedding.
+
+        Args:
+            entries: The list of layers.
+            index: The position of this head in it.
+        """
         keys = [entry.tied for entry in entries if isinstance(entry, VocabularyEmbedding)]
         if index + 1 < len(entries):
             raise ConfigError(
@@ -145,7 +153,7 @@ class VocabularyHead(_Description):
             if self.tied is None:
                 parts.append(_LayerDesc(VocabularyPart, *arguments, self.bias_attr))
             else:
-                name = _name(part.number)
+                name = _part_name(part.number)
                 shared = _SharedLayerDesc(
                     *(self.tied, VocabularyPart, None, [name], *arguments, False, name)
                 )
@@ -153,7 +161,7 @@ class VocabularyHead(_Description):
         return [*parts, vocabulary_loss]
 
 
-class VocabularyEmbedding(_Description):
+class VocabularyEmbedding(_HeadDescription):
     """Describes an embedding to which a :class:`VocabularyHead` may be tied.
 
     The embedding's rank holds all rows, as parts; every other rank has a copy of its head's part.
@@ -171,24 +179,24 @@ class VocabularyEmbedding(_Description):
     def layers(self, ranks: int) -> list[Any]:
         """Returns the layer that replaces the embedding."""
         parts = self.parts(ranks)
-        names = [_name(part.number) for part in parts]
+        names = [_part_name(part.number) for part in parts]
         arguments = self.hidden, parts, self.weight_attr
         return [_SharedLayerDesc(self.tied, EmbeddingInParts, None, names, *arguments)]
 
 
-def _name(part: int) -> str:
+def _part_name(part: int) -> str:
     """Returns the name of the shared weights of a part."""
     return f"part{part}"
 
 
-def _part(parameter: Tensor, part: PartOfWhole) -> Tensor:
+def _mark_part(parameter: Tensor, part: PartOfWhole) -> Tensor:
     """Marks a parameter as a part of a full tensor, which checkpoints save; returns it."""
     parameter.part_of_whole = part
     return parameter
 
 
 class DeferredLogits(NamedTuple):
-    """The logits of one process's model, which the loss computes part by part.
+    """The output of a model that is whole in one process; the loss computes the logits from it.
 
     Attributes:
         hidden: The input of the head, [.., hidden].
@@ -224,24 +232,24 @@ class VocabularyPart(paddle.nn.Layer):
         name: str = "weight",
     ) -> None:
         super().__init__()
-        self._part, self._name = part, name
+        self._part, self._weight_name = part, name
         first, last = self.rows
         rows = last - first
         shape = [hidden, rows] if part.cut.axis else [rows, hidden]
-        self.add_parameter(name, _part(self.create_parameter(shape, weight_attr), part))
+        self.add_parameter(name, _mark_part(self.create_parameter(shape, weight_attr), part))
         self.bias = None
         if bias_attr is not False:
             bias = self.create_parameter([rows], bias_attr, is_bias=True)
-            self.bias = _part(bias, part._replace(cut=part.cut._replace(axis=0)))
+            self.bias = _mark_part(bias, part._replace(cut=part.cut._replace(axis=0)))
 
     @property
     def number(self) -> int:
-        """The number of the part."""
+        """The number of this part of the vocabulary, from 0."""
         return self._part.number
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The first row, and the row after the last."""
+        """The first row of the vocabulary in this part, and the one after the last."""
         return self._part.cut.start, self._part.cut.stop
 
     def extra_repr(self) -> str:
@@ -284,7 +292,7 @@ class VocabularyPart(paddle.nn.Layer):
         local = label.detach().reshape([-1, 1]) - self.rows[0]
         compute: Callable[..., Tensor] = _Statistics.apply
         biases = [] if self.bias is None else [self.bias]
-        return compute(self._part.cut.axis, rows, getattr(self, self._name), local, *biases)
+        return compute(self._part.cut.axis, rows, getattr(self, self._weight_name), local, *biases)
 
 
 class EmbeddingInParts(paddle.nn.Layer):
@@ -298,74 +306,82 @@ class EmbeddingInParts(paddle.nn.Layer):
 
     def __init__(self, hidden: int, parts: Sequence[PartOfWhole], weight_attr: Any = None) -> None:
         super().__init__()
-        self._all = tuple(parts)
+        self._vocabulary_parts = tuple(parts)
         for part in parts:
             rows = part.cut.stop - part.cut.start
             weight = self.create_parameter([rows, hidden], attr=weight_attr)
-            self.add_parameter(_name(part.number), _part(weight, part))
+            self.add_parameter(_part_name(part.number), _mark_part(weight, part))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the rows of tokens, [.., hidden]: the sum over parts, all but one of zeros."""
         looked_up = []
-        for part in self._all:
+        for part in self._vocabulary_parts:
             first, last = part.cut.start, part.cut.stop
-            here = paddle.logical_and(tokens >= first, tokens < last)
-            local = paddle.where(here, tokens - first, paddle.zeros_like(tokens))
-            rows = paddle.nn.functional.embedding(local, getattr(self, _name(part.number)))
-            looked_up.append(rows * here.unsqueeze(-1).astype(rows.dtype))
+            is_in_part = paddle.logical_and(tokens >= first, tokens < last)
+            local = paddle.where(is_in_part, tokens - first, paddle.zeros_like(tokens))
+            rows = paddle.nn.functional.embedding(local, getattr(self, _part_name(part.number)))
+            looked_up.append(rows * is_in_part.unsqueeze(-1).astype(rows.dtype))
         return paddle.add_n(looked_up)
 
 
 class _Statistics(paddle.autograd.PyLayer):
-    """Computes the logits of a part, and keeps only one buffer of rows x part for backward."""
+    """Computes what :meth:`VocabularyPart.statistics` returns from one part of the logits.
+
+    Backward needs one buffer of the size of these logits: their exponentials, which are
+    overwritten by the gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Context, axis: int, rows: Tensor, weight: Tensor, local: Tensor, *biases: Tensor
     ) -> Tensor:
-        here = paddle.logical_and(local >= 0, local < weight.shape[axis])
-        index = paddle.where(here, local, paddle.zeros_like(local))
+        is_in_part = paddle.logical_and(local >= 0, local < weight.shape[axis])
+        index = paddle.where(is_in_part, local, paddle.zeros_like(local))
         logits = _multiply(rows, weight, transpose_y=axis == 0)
         for bias in biases:
             logits.add_(bias)
-        chosen = paddle.take_along_axis(logits, index, 1) * here.astype(logits.dtype)
+        of_label = paddle.take_along_axis(logits, index, 1) * is_in_part.astype(logits.dtype)
         highest = logits.max(axis=1, keepdim=True)
         logits.subtract_(highest)
         logits.exp_()
         total = logits.sum(axis=1, keepdim=True)
         ctx.save_for_backward(rows, weight, *biases)
-        ctx.kept, ctx.axis = (logits, total, index, here), axis
-        numbers = [paddle.log(total) + highest, chosen, here.astype(logits.dtype)]
+        # The buffer of the logits holds their exponentials from here on.
+        ctx.buffers, ctx.axis = (logits, total, index, is_in_part), axis
+        numbers = [paddle.log(total) + highest, of_label, is_in_part.astype(logits.dtype)]
         return paddle.concat(numbers, axis=1).t()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Any:
         rows, weight, *biases = ctx.saved_tensor()
-        (logits, total, index, here), ctx.kept = ctx.kept, None
-        of_sum, of_chosen, _ = grad.t().split(3, axis=1)
-        logits.multiply_(of_sum / total)
-        of_label = of_chosen * here.astype(grad.dtype)
-        logits.put_along_axis_(index, of_label, 1, reduce="add")
-        of_rows = of_weight = None
+        (exponentials, total, index, is_in_part), ctx.buffers = ctx.buffers, None
+        log_sum_grad, label_grad, _ = grad.t().split(3, axis=1)
+        # In place: the exponentials become the gradient of the logits.
+        logits_grad = exponentials
+        logits_grad.multiply_(log_sum_grad / total)
+        label_grad = label_grad * is_in_part.astype(grad.dtype)
+        logits_grad.put_along_axis_(index, label_grad, 1, reduce="add")
+        rows_grad = weight_grad = None
         if not rows.stop_gradient:
-            of_rows = _multiply(logits, weight, transpose_y=ctx.axis == 1)
+            rows_grad = _multiply(logits_grad, weight, transpose_y=ctx.axis == 1)
         if not weight.stop_gradient:
-            factors = (rows, logits) if ctx.axis else (logits, rows)
-            of_weight = _multiply(*factors, transpose_x=True)
-        of_biases = [None if bias.stop_gradient else logits.sum(axis=0) for bias in biases]
-        return of_rows, of_weight, None, *of_biases
+            factors = (rows, logits_grad) if ctx.axis else (logits_grad, rows)
+            weight_grad = _multiply(*factors, transpose_x=True)
+        bias_grads = [None if b.stop_gradient else logits_grad.sum(axis=0) for b in biases]
+        return rows_grad, weight_grad, None, *bias_grads
 
 
 def vocabulary_loss(value: Nest) -> Nest:
-    """The function of the loss's stage, which has no layers: returns the parts as a tuple.
+    """Passes the results of the parts to the loss function, as a tuple.
 
-    If layers are recomputed, a tuple of one part arrives as that part alone.
+    This is the function of the last stage, which has no layers. If layers are recomputed, a tuple
+    of one part arrives as that part alone.
     """
     return value if isinstance(value, tuple) else (value,)
 
 
 def refuse_whole_logits(losses: Sequence[Any]) -> None:
-    """Refuses Paddle's own cross-entropy, which needs the whole logits that no rank has.
+    """Raises ConfigError for Paddle's own cross-entropy: no rank has the full logits that it needs.
 
     Args:
         losses: The loss functions of a model with a head.
@@ -389,8 +405,11 @@ def refuse_whole_logits(losses: Sequence[Any]) -> None:
 vocabulary_loss.require_losses = refuse_whole_logits  # type: ignore[attr-defined]
 
 
-class _Copies(paddle.autograd.PyLayer):
-    """Returns a copy for each part, whose gradients are added as in a pipeline: the last first."""
+class _CopyForParts(paddle.autograd.PyLayer):
+    """Copies the hidden values for each part; adds the copies' gradients as a pipeline does.
+
+    A pipeline adds the last part's gradient first, and the order changes the bits.
+    """
 
     @staticmethod
     def forward(ctx: Context, value: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -419,19 +438,19 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
         BoundaryError: The model has no VocabularyHead, or a label is no class of it.
     """
     if isinstance(output, DeferredLogits):
-        copy: Callable[..., Sequence[Tensor]] = _Copies.apply
+        copy: Callable[..., Sequence[Tensor]] = _CopyForParts.apply
         pairs = zip(output.parts, copy(output.hidden, len(output.parts)))
-        output = tuple(part.statistics(value, label) for part, value in pairs)
-    if not isinstance(output, tuple) or not all(isinstance(one, paddle.Tensor) for one in output):
+        output = tuple(part.statistics(hidden, label) for part, hidden in pairs)
+    if not isinstance(output, tuple) or not all(isinstance(n, paddle.Tensor) for n in output):
         raise BoundaryError(
             "vocabulary_cross_entropy takes what a model with a VocabularyHead returns",
             got=type(output).__name__,
             fix="make VocabularyHead(hidden, vocabulary) the last entry of the list of layers",
         )
-    sums, chosen, here = paddle.stack(list(output), axis=1)
+    log_sums, label_logits, is_in_part = paddle.stack(list(output), axis=1)
     labels = label.reshape([-1])
     counted = labels != ignore_index
-    unknown = paddle.logical_and(counted, here.detach().sum(axis=0) == 0)
+    unknown = paddle.logical_and(counted, is_in_part.detach().sum(axis=0) == 0)
     if bool(to_host(unknown.any())):
         raise BoundaryError(
             "a label is no class of the VocabularyHead",
@@ -439,7 +458,7 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
             got=f"label {labels[unknown].tolist()[0]}",
             fix="correct the labels, or pass ignore_index for rows that do not count",
         )
-    losses = paddle.logsumexp(sums, axis=0) - chosen.sum(axis=0)
+    losses = paddle.logsumexp(log_sums, axis=0) - label_logits.sum(axis=0)
     return (losses * counted.astype(losses.dtype)).reshape(label.shape)
 
 
@@ -517,14 +536,17 @@ class HeadBorders(Chain):
 def with_whole_head(
     layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
 ) -> dict[int, Layer | LayerInParts]:
-    """Returns the layers that get a file by number; all parts of a vocabulary head share one.
+    """Returns the layers that Fleet's files are written for; the parts of a head become one layer.
 
-    A head tied to the embedding gets none, since its weights are in the embedding's file.
+    A head tied to the embedding has no file, since its weights are in the embedding's file.
 
     Args:
         layers: The layers of this process, by number.
         shared: The numbers of the layers that share weights with others.
-        group: Returns the ranks that hold the stages.
+        group: Returns the group of ranks that hold the stages.
+
+    Returns:
+        The layer, or the parts of the layer, by the number in the file's name.
     """
     whole: dict[int, Layer | LayerInParts] = {}
     parts: dict[str, list[Tensor]] = {}

@@ -58,12 +58,14 @@ class HeadInParts(paddle.nn.Layer):
         weight, bias = linear.weight, linear.bias
         self.path = path
         hidden, vocabulary = weight.shape
-        of_bias = False if bias is None else _attributes_of(bias)
-        self.description = LinearHead(hidden, vocabulary, _attributes_of(weight), bias_attr=of_bias)
+        of_bias = False if bias is None else _same_attributes(bias)
+        self.description = LinearHead(
+            hidden, vocabulary, _same_attributes(weight), bias_attr=of_bias
+        )
         #: Paddle's names of the parameters of the Linear, by their names in the model.
         self.counted_names = {f"{path}.{n}": one.name for n, one in linear.named_parameters()}
         for number, described in enumerate(self.description.layers(ranks)[:-1]):
-            part = _build_part(described, weight)
+            part = _build_vocabulary_part(described, weight)
             first, last = part.rows
             if has_memory(weight):
                 part.weight.set_value(weight[:, first:last])
@@ -109,7 +111,11 @@ class HeadInParts(paddle.nn.Layer):
         return HeadedStages(captures, training, runner, placement)
 
     def require_last(self, *traces: Capture) -> None:
-        """Refuses a model that uses its logits itself, in training or in evaluation."""
+        """Raises CaptureError if the model does more with its logits than return them.
+
+        Args:
+            traces: The captures of the model in training and in evaluation.
+        """
         for trace in traces:
             last = trace.nodes[-1]
             calls = [node for node in trace.nodes if node.scopes[-1].path == self.path]
@@ -122,21 +128,28 @@ class HeadInParts(paddle.nn.Layer):
                 )
 
 
-def _build_part(description: Any, weight: Tensor) -> Any:
-    """Returns a part in the dtype of a Linear's weights; without memory if these have none."""
+def _build_vocabulary_part(description: Any, weight: Tensor) -> Any:
+    """Builds a part of the vocabulary in the dtype of a Linear's weights.
+
+    The part has no memory if these have none.
+
+    Args:
+        description: Describes the part.
+        weight: The weights of the Linear.
+    """
     if has_memory(weight):
         return description.build_layer().to(dtype=weight.dtype)
-    usual = paddle.get_default_dtype()
+    default_dtype = paddle.get_default_dtype()
     dtype: Any = str(weight.dtype).removeprefix("paddle.")
     paddle.set_default_dtype(dtype)
     try:
         with paddle.LazyGuard():
             return description.build_layer()
     finally:
-        paddle.set_default_dtype(usual)
+        paddle.set_default_dtype(default_dtype)
 
 
-def _attributes_of(parameter: Tensor) -> Any:
+def _same_attributes(parameter: Tensor) -> Any:
     """Returns a ``ParamAttr`` for parts, which are then trained as the parameter would be."""
     return paddle.ParamAttr(
         initializer=initializer_of(parameter) or paddle.nn.initializer.Constant(0.0),
@@ -147,7 +160,7 @@ def _attributes_of(parameter: Tensor) -> Any:
     )
 
 
-def _required_linear(model: Layer, path: str) -> Layer:
+def _require_linear(model: Layer, path: str) -> Layer:
     """Returns the Linear that the parts replace; raises ConfigError if it cannot be replaced."""
     layers = dict(model.named_sublayers())
     linear = layers.get(path)
@@ -186,18 +199,18 @@ def in_place(model: Layer, path: str, ranks: int) -> Iterator[HeadInParts]:
         ConfigError: The model has no Linear of that name, other layers use its weights, or it has
             hooks.
     """
-    linear = _required_linear(model, path)
+    linear = _require_linear(model, path)
     head = HeadInParts(linear, path, ranks)
-    _put(model, path, head)
+    _replace_sublayer(model, path, head)
     try:
         yield head
     except BaseException:
-        _put(model, path, linear)
+        _replace_sublayer(model, path, linear)
         raise
 
 
-def _put(model: Layer, path: str, layer: Layer) -> None:
-    """Replaces the sublayer of a model that has the name ``path``."""
+def _replace_sublayer(model: Layer, path: str, layer: Layer) -> None:
+    """Replaces the sublayer of a model that has the name ``path`` by another layer."""
     owner, _, name = path.rpartition(".")
     sublayers_in(dict(model.named_sublayers(include_self=True))[owner])[name] = layer
 
@@ -214,10 +227,10 @@ class HeadedStages(CapturedStages):
     ) -> None:
         """Takes the captured runs, and the runner of the stages after them."""
         super().__init__(captures, training)
-        self._head, self._body = head, placement.body
+        self._head_runner, self._body_stages = head, placement.body
         self._chain: Borders = HeadBorders(placement)
         ends = [Edge(*ends) for ends in placement.chain()]
-        self._edges = tuple(edge for edge in ends if edge.target >= self._body)
+        self._edges = tuple(edge for edge in ends if edge.target >= self._body_stages)
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between all stages, in training or in evaluation."""
@@ -225,15 +238,19 @@ class HeadedStages(CapturedStages):
 
     def function(self, stage: int) -> Run:
         """Returns the function that runs a stage."""
-        return super().function(stage) if stage < self._body else self._head.function(stage)
+        return (
+            super().function(stage)
+            if stage < self._body_stages
+            else self._head_runner.function(stage)
+        )
 
     def join(self, values: Values) -> Nest:
         """Returns the input of a stage."""
-        of_head = next(iter(values)).target >= self._body
+        of_head = next(iter(values)).target >= self._body_stages
         return self._chain.join(values) if of_head else super().join(values)
 
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the values that leave a stage on each edge."""
-        of_head = stage >= self._body - 1
-        parted = self._chain.split if of_head else super().split
-        return parted(stage, output, labels)
+        of_head = stage >= self._body_stages - 1
+        split = self._chain.split if of_head else super().split
+        return split(stage, output, labels)
