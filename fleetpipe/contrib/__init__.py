@@ -49,13 +49,13 @@ def _find(fullname: str) -> ModuleSpec | None:
             name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
             spec = spec_of(fullname, name)
             # A later import of a loaded module would replace the package's attribute of its name.
-            for below in [other for other in sys.modules if other.startswith(f"{name}.")]:
-                shorter_below = fullname + below.removeprefix(name)
-                sys.modules.setdefault(shorter_below, sys.modules[below])
+            for loaded in [module for module in sys.modules if module.startswith(f"{name}.")]:
+                shorter_name = fullname + loaded.removeprefix(name)
+                sys.modules.setdefault(shorter_name, sys.modules[loaded])
             return spec
     return None
 
 
 def install() -> None:
-    """Puts the finder in front, once."""
+    """Lets ``import`` find extras by the paths of ``SHORTER``; a second call does nothing."""
     Finder(_find).install()

@@ -144,15 +144,16 @@ def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
         estimates: The layouts, the fastest first.
         path: File to write, as for ``new_figure``, whose errors this raises.
     """
-    names = [_describe_layout(one) for one in estimates][::-1]
+    names = [_describe_layout(estimate) for estimate in estimates][::-1]
     above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 3}
     with new_figure(path, 12.0, 1.8 + 0.4 * len(estimates), 9) as figure:
         times, sizes = figure.subplots(1, 2, sharey=True)
-        _draw_bars(times, [[getattr(one, name) for name in _STEP_PARTS] for one in estimates], 1.0)
+        parts = [[getattr(estimate, name) for name in _STEP_PARTS] for estimate in estimates]
+        _draw_bars(times, parts, 1.0)
         times.set_xlabel("seconds of a step")
         times.set_yticks(range(len(names)), names)
         times.legend(_STEP_PARTS.values(), fontsize="small", frameon=False, **above)
-        fullest = [max(one.memory, key=lambda memory: memory.total) for one in estimates]
+        fullest = [max(each.memory, key=lambda memory: memory.total) for each in estimates]
         _draw_bars(sizes, [list(memory) for memory in fullest], 2.0**30)
         sizes.set_xlabel("GiB of the fullest rank")
         sizes.legend(fullest[0]._fields, fontsize="small", frameon=False, **above)

@@ -113,7 +113,7 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
         _raise_no_layout(most, bounds, lacking[0][0] if lacking else None)
     fastest = tuple(estimate for _, _, estimate in best[:top])
     larger = (job.estimate(layout) for _, _, layout in lacking[:_MOST_LACKING])
-    faster = next((one for one in larger if one and one.seconds < fastest[0].seconds), None)
+    faster = next((e for e in larger if e is not None and e.seconds < fastest[0].seconds), None)
     return FastestLayouts(fastest, len(bounds), len(best), faster)
 
 

@@ -90,11 +90,14 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @staticmethod
     def carrying(functions: Mapping[int, Function], loss_fns: Sequence[Any]) -> dict[int, Function]:
-        """Wraps the layers of a list so that they pass the losses of gates on.
+        """Wraps the layers of a list so that each adds its losses to those that it receives.
 
         Args:
-            functions: The layers and functions, by number.
+            functions: The layers and functions, by their numbers in the list.
             loss_fns: The loss functions of the model.
+
+        Returns:
+            The functions to call in place of them, by number.
 
         Raises:
             ConfigError: Some loss functions are no ``AuxiliaryLoss``, or have another ``take``.
@@ -347,11 +350,11 @@ def _lists_with_remote_experts(layer: Layer) -> Iterator[tuple[str, tuple[list[s
     """
     for path, inner in layer.named_sublayers(include_self=True):
         if isinstance(inner, paddle.nn.LayerList) and path.rpartition(".")[2] == LIST:
-            here = [name for name, _ in inner.named_children()]
+            names = [name for name, _ in inner.named_children()]
             # The lists of libraries have None for each expert of another rank.
             total = getattr(inner, "total", len(inner))
-            if here and len(here) < total:
-                yield path, (here, total)
+            if names and len(names) < total:
+                yield path, (names, total)
 
 
 class Mixtures(LayerKind):

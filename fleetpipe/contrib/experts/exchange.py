@@ -115,10 +115,9 @@ def prune_gate_by_capacity(
     starts = counts.cumsum() - counts
     free = paddle.concat([paddle.zeros([1], "int64"), expert_count.astype("int64")])
     position = paddle.arange(flat.shape[0]) - starts.index_select(chosen + 1)
-    kept = paddle.where(
-        position < free.index_select(chosen + 1), chosen, paddle.full_like(chosen, -1)
-    )
-    pruned = paddle.scatter(paddle.zeros_like(flat), order, kept)
+    has_room = position < free.index_select(chosen + 1)
+    sorted_choices = paddle.where(has_room, chosen, paddle.full_like(chosen, -1))
+    pruned = paddle.scatter(paddle.zeros_like(flat), order, sorted_choices)
     return pruned.reshape(gate_idx.shape).astype(gate_idx.dtype)
 
 

@@ -333,8 +333,9 @@ class FastForwards:
                 fast = functools.partial(_FORWARDS[plain], layer)
                 self._forwards.append((layer, plain, fast))
         tables = tables_of(layers)
-        self._forwards += [(layer, plain_embedding_forward, one.forward) for layer, one in tables]
         self._tables = [table for _, table in tables]
+        for layer, table in tables:
+            self._forwards.append((layer, plain_embedding_forward, table.forward))
 
     def running(self) -> AbstractContextManager[None]:
         """While it is open, the layers use the fast forward, unless a user replaced theirs."""

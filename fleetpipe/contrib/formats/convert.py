@@ -103,6 +103,11 @@ def _reader_of(reader: StepReader, name: TensorName) -> Callable[[Region | None]
 def write_step(state: Checkpoint, run_directory: Path, step: int) -> None:
     """Saves a checkpoint as a step of a run, with the random states of this process.
 
+    Args:
+        state: The checkpoint.
+        run_directory: The run, which may be new.
+        step: The number of the step.
+
     Raises:
         CheckpointError: The run has this step or later ones, or a tensor cannot be read.
         OSError: A file cannot be written.

@@ -219,7 +219,8 @@ def read_huggingface(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: An error of :func:`read_unified`.
     """
-    contents = {TensorName(MODEL, name): one for name, one in _read_group(folder, MODEL).items()}
+    tensors_by_name = _read_group(folder, MODEL)
+    contents = {TensorName(MODEL, name): tensor for name, tensor in tensors_by_name.items()}
     rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
     return Checkpoint(contents, None, None, rest, _names_if_sorted(contents))
 

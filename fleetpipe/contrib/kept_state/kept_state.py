@@ -197,7 +197,7 @@ class KeptState:
             state[STATE] = script.trees()
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment_for(text)
-        segment.write(step, [writer.bytes_of_tensor(one) for one in local], text)
+        segment.write(step, [writer.bytes_of_tensor(tensor) for tensor in local], text)
         if segment.steps() == [step - 1, step]:
             self._remove_other_segments(segment)
 
@@ -468,6 +468,6 @@ class KeptState:
 
 def _block_of(name: TensorName, local: LocalTensor) -> Block:
     """Returns the description of the block that stores a tensor, or this rank's shard of it."""
-    whole, cut = local.described, None if local.cut is None else [*local.cut]
-    size = math.prod(int(size) for size in local.tensor.shape) * whole.itemsize
-    return Block(*name, whole.dtype, [*whole.shape], size, cut, local.differs)
+    full, cut = local.described, None if local.cut is None else [*local.cut]
+    size = math.prod(int(length) for length in local.tensor.shape) * full.itemsize
+    return Block(*name, full.dtype, [*full.shape], size, cut, local.differs)

@@ -222,6 +222,7 @@ class _Adapter(paddle.nn.Layer):
 class _AdaptedEntry:
     """The first base of the class of a description whose layer gets adapters when it is built."""
 
+    #: The options of the adapters, and the path of the layer.
     lora: tuple[_AdapterOptions, str]
 
     def build_layer(self, **lent: Tensor) -> Layer:
@@ -299,7 +300,7 @@ def _build_factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
     return down, full(rank, outputs, zeros)
 
 
-def adapted_by(model: Layer) -> str:
+def describe_adapters(model: Layer) -> str:
     """Returns the rank, the alpha and the targets of a model's adapters; empty without any."""
     return next((layer.lora_text for _, layer in _adapted_layers(model)), "")
 
@@ -380,7 +381,7 @@ class TrainedPart(BasePart):
             for n, local in tensors.items()
             if _is_changed_by_training(n, local)
         ]
-        of_rank = names, adapted_by(self._model)
+        of_rank = names, describe_adapters(self._model)
         is_pipeline = isinstance(self._model, PipelineLayer)
         of_ranks = self._model.holders().all_gather(of_rank) if is_pipeline else [of_rank]
         self._names = {name for rank_names, _ in of_ranks for name in rank_names}
