@@ -81,7 +81,7 @@ def find_loss_with_extra_values(loss_fn: Any) -> Any:
 
 
 class Losses:
-    """Computes the losses of the micro-batches of one batch, and stores them."""
+    """Computes the losses of the micro-batches of one batch, and adds them up."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class SharedLayer(NamedTuple):
 
 
 class _Variant(NamedTuple):
-    """The entries of a key that are one layer.
+    """The entries with one key that become one layer: of one class, with equal arguments.
 
     Attributes:
         indices: Their numbers in the whole list, in order.

@@ -37,8 +37,8 @@ from fleetpipe.schedules.action import micro_batch_numbers
 from fleetpipe.schedules.forms.trace import Event
 from fleetpipe.transport.hosts import host_name
 
-#: The work of one operation: the kind of an action, or "S" for a send and "R" for a receive; the
-#: global stage; and the number of the unit in its micro-batch.
+#: What one operation of a plan does: the kind of an action, or "S" for a send and "R" for a
+#: receive; the global stage; and the number of the unit in its micro-batch.
 Work = tuple[str, int, int]
 
 #: The number of batches that are run, and how many of them, the first ones, are not counted.

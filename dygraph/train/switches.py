@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches with an effect; one that Paddle 2.6.2 does not have is off there.
+    """The switches of ``pp_configs`` with an effect; those that Paddle 2.6.2 lacks are off there.
 
     Attributes:
         delay_scale_loss: Backward starts from undivided losses, and the gradients are divided by

@@ -82,7 +82,7 @@ class PipelineParallelWithInterleaveFthenB(PipelineParallelWithInterleave):
 
 
 class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
-    """Fleet's class in the same case if ``pp_configs.best_unbalanced_scheduler`` is on."""
+    """As its base class, but with ``pp_configs.best_unbalanced_scheduler`` on."""
 
     _has_bubble_hooks = True
 
