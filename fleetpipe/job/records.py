@@ -434,7 +434,7 @@ class RunProgress:
         self._write_done = attempt_files.page(attempt_files.DONE)
         self._ended: float | None = None
         self._queue: ProcessorQueue | None = None
-        self._save = 0.0
+        self._save_seconds = 0.0
         self._saved: tuple[int, float] | None = None
         self._last: deque[StepRow] = deque(maxlen=_STEPS)
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
@@ -508,12 +508,10 @@ class RunProgress:
             times: The times; the time since the step before counts as the step's data.
         """
         cpu, wall, passed, limited, awaited, probe = times
-        flights = tuple(
-            number
-            for peer, flight in self.flights().items()
-            for number in (peer, flight, awaited.get(peer, 0))
-        )
-        data = max(0.0, passed - self._save)
+        flights: list[float] = []
+        for peer, flight in self.flights().items():
+            flights += (peer, flight, awaited.get(peer, 0))
+        data = max(0.0, passed - self._save_seconds)
         now = time.monotonic()
         # Not each step is measured, on a GPU.
         self.wall_time.end_step(measured=wall > 0)
@@ -521,10 +519,11 @@ class RunProgress:
         if self._ended is not None:
             span = now - self._ended
             figures["step time"] = span
-            row = StepRow(self.step, span, cpu, wall, data, self._save, limited, flights, probe)
+            times_of_parts = (span, cpu, wall, data, self._save_seconds, limited)
+            row = StepRow(self.step, *times_of_parts, tuple(flights), probe)
             self._last.append(row)
             self._rows.append(row)
-        self._ended, self._save = now, 0.0
+        self._ended, self._save_seconds = now, 0.0
         self.step += 1
         self._done += 1
         self._write_done(self._done)
@@ -543,7 +542,7 @@ class RunProgress:
             yield
         end = time.monotonic()
         # Without waits for a processor: end_step subtracts it from a time that has none.
-        self._save += max(0.0, end - begin - (self._queue.seconds() - queued))
+        self._save_seconds += max(0.0, end - begin - (self._queue.seconds() - queued))
         self._saved = step, end
 
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:

@@ -446,6 +446,7 @@ def note_exits() -> None:
 
     @functools.wraps(original)
     def exit_with(status: Any = None, /) -> None:
+        """Ends the process as ``sys.exit`` does; stores the ``SystemExit`` of a failure."""
         global _exit
         try:
             original(status)
