@@ -85,7 +85,7 @@ _FILE, _ENDED = "generation", "ended_by_supervisor"
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of the rank that failed first.
+    """Describes for the other ranks the failure of the rank that failed first.
 
     Attributes:
         rank: Its number in the job.

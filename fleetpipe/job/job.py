@@ -111,7 +111,7 @@ class Recovery(Protocol):
 
 
 class Job(MeshGroups):
-    """A job, from the view of one of its processes.
+    """What one process knows of its job and shares with the job's other ranks.
 
     Attributes:
         timeout: Seconds that any wait for another rank may last.

@@ -73,7 +73,7 @@ def _encode_string(data: bytes) -> bytes:
 
 
 class JobStore:
-    """One rank's connection to the job's store. Used by one thread at a time.
+    """Reads and writes the job's key-value store for one rank. Used by one thread at a time.
 
     Attributes:
         check: Called during waits; raises an error if a rank is known to have failed.

@@ -27,7 +27,7 @@ _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
 
 
 class MeshGroups(ABC):
-    """The groups of a job's ranks, from the view of one of its processes.
+    """Makes the groups of ranks that one process of a job is in.
 
     Attributes:
         mesh: The coordinates of all ranks.

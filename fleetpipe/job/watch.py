@@ -68,7 +68,7 @@ class _Limit(NamedTuple):
 
 
 class Watch:
-    """One rank's end of the connections between all ranks of a job.
+    """Tells this rank when another one of the job fails, and the others when this one does.
 
     Attributes:
         rank: This process's rank in the job.

@@ -124,7 +124,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 class PartOfWhole(NamedTuple):
-    """Says which part of a full parameter a parameter is; its attribute ``part_of_whole``.
+    """Says which part of a full parameter a parameter is: its attribute ``part_of_whole``.
 
     A part along pp has a name of its own, and a process may have several. A part along one of
     :data:`SHARDS`, a shard, has the name of the full parameter.

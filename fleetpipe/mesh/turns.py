@@ -147,7 +147,7 @@ def stretch(begin: float, end: float) -> tuple[float, float]:
 
 
 class Turns:
-    """Runs pairs of computations, each pair in turns.
+    """Runs pairs of computations; the two of a pair take turns.
 
     Attributes:
         state: The state that each computation has for itself.

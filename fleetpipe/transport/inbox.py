@@ -117,7 +117,7 @@ class _Channel:
 
 
 class Inbox:
-    """The messages that have come from one peer.
+    """Reads the messages of one peer from a socket, and stores those that come early.
 
     Attributes:
         damage: The error that ended the stream, if the stream itself was damaged.

@@ -57,7 +57,7 @@ Transfer = Callable[[Tensor], Task]
 
 
 class Lane(NamedTuple):
-    """The stream and the transfer function of one direction between two ranks.
+    """One direction between two ranks: a stream for headers, a function that transfers tensors.
 
     Attributes:
         peer: The other rank.

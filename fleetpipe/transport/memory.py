@@ -38,7 +38,7 @@ class MemoryHub:
 
 @shows("rank", "ranks")
 class MemoryTransport:
-    """One rank's connections inside a :class:`MemoryHub`; see :class:`base.Transport`.
+    """Sends and receives values inside a :class:`MemoryHub`; see :class:`base.Transport`.
 
     The receiver gets a detached tensor that shares the sent one's data; nothing is copied.
     """

@@ -25,7 +25,7 @@ from fleetpipe.transport.wire.structure import MessageKey
 
 @shows("rank", "ranks")
 class ProcessGroupTransport:
-    """One rank's connections if tensors go by process groups; see :class:`base.Transport`.
+    """Sends tensors to neighbours by process groups, the rest by sockets; see ``base.Transport``.
 
     On a GPU a wait for tensor data itself is not bounded here: a peer that dies between its header
     and its data ends the wait through NCCL's own watchdog.

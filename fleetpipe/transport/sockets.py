@@ -77,7 +77,7 @@ def connect(
 
 @shows("rank", "ranks")
 class SocketTransport:
-    """One rank's connections over sockets; see :class:`base.Transport`.
+    """Sends and receives values over sockets to all peers; see :class:`base.Transport`.
 
     :func:`connect` creates it. One thread at a time may use it.
 

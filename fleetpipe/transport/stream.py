@@ -76,7 +76,7 @@ class _Channel:
 
 
 class Connection:
-    """The stream between this rank and one peer.
+    """Sends values to one peer over a socket, and receives the peer's.
 
     Attributes:
         peer: The peer's rank.

@@ -262,7 +262,7 @@ def _describe_exit(code: int) -> str:
 
 
 class Attempt(NamedTuple):
-    """The number of an attempt, and the failures before it.
+    """One start of a job's ranks: its number, the failures before it, the positions used.
 
     Attributes:
         number: The number, from 1.

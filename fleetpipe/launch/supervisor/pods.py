@@ -24,7 +24,7 @@ _LAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """The order to run an attempt.
+    """What the supervisor sends to have an attempt run.
 
     Attributes:
         arguments: The arguments of Paddle's launcher.
