@@ -229,7 +229,7 @@ class Watch:
         peer_connections.open_holders.discard(self)
 
     def _error_to_raise(self, error: BaseException) -> BaseException | None:
-        """Returns the error to raise in place of the main thread's ``error``; None for none.
+        """Returns the error to raise in place of the main thread's; None to raise ``error``.
 
         If this rank is the first to fail, the raised error is reported to all ranks.
         """

@@ -56,15 +56,17 @@ def sum_parts(parts: Sequence[Any], rank: int) -> Any:
         UsageError: The tensors differ in shape or dtype, or are bools.
     """
     kinds = [(str(part.dtype).rpartition(".")[2], tuple(part.shape)) for part in parts]
-    differing = next((member for member, kind in enumerate(kinds) if kind != kinds[rank]), rank)
-    if differing != rank or kinds[rank][0] == "bool":
-        (dtype, shape), (other_dtype, other_shape) = kinds[rank], kinds[differing]
+    dtype, shape = kinds[rank]
+    differing = [member for member, kind in enumerate(kinds) if kind != kinds[rank]]
+    if differing or dtype == "bool":
+        other = differing[0] if differing else rank
+        other_dtype, other_shape = kinds[other]
         raise UsageError(
             f"member {rank} cannot add what the members of the group have for it",
             expected=f"numbers of dtype {dtype} and shape {list(shape)}, as its own part"
             if dtype != "bool"
             else "numbers; bools can be exchanged by all_to_all",
-            got=f"dtype {other_dtype} and shape {list(other_shape)} from member {differing}",
+            got=f"dtype {other_dtype} and shape {list(other_shape)} from member {other}",
             fix="split the tensors in the same way on every member, and cast bools",
         )
     return functools.reduce(add, parts)
