@@ -107,7 +107,7 @@ class Transformer:
         return self.feed_forward or 4 * self.hidden
 
     @property
-    def passed(self) -> int:
+    def feed_forwards_of_token(self) -> int:
         """Number of feed-forwards that a token passes through."""
         return max(self.active_experts, 1)
 
@@ -134,7 +134,7 @@ class Transformer:
 
     def forward_flops(self) -> float:
         """Returns the FLOPs of products in the forward of a sequence, the head included."""
-        weights = self.attention_parameters + self.passed * self.expert_parameters
+        weights = self.attention_parameters + self.feed_forwards_of_token * self.expert_parameters
         scores = 4 * self.sequence * self.hidden / (2 if self.flash else 1)
         blocks = self.layers * (2 * weights + scores)
         return self.sequence * (blocks + 2 * self.hidden * self.vocabulary)
@@ -179,7 +179,9 @@ class _CostsOnOneRank:
         pairs = layout.micro_batch * model.heads * model.sequence**2
         self.scores = pairs / (layout.tensor * layout.context)
         self.query = self.width * self.tokens * model.query / layout.tensor
-        self.inner = self.width * self.tokens * model.passed * model.inner / layout.tensor
+        self.inner = (
+            self.width * self.tokens * model.feed_forwards_of_token * model.inner / layout.tensor
+        )
 
     def block(self) -> LayerCost:
         """Returns the costs of a block."""
@@ -277,7 +279,8 @@ class _CostsOnOneRank:
         seconds += product(self.tokens, model.hidden, model.hidden / tensor)
         # An expert sees the tokens of all ranks that share the experts.
         experts = max(model.experts, 1) / self.layout.expert
-        rows, up_matrices = self.tokens * model.passed / experts, 2 if model.gated else 1
+        rows = self.tokens * model.feed_forwards_of_token / experts
+        up_matrices = 2 if model.gated else 1
         seconds += experts * product(rows, up_matrices * model.inner / tensor, model.hidden)
         return seconds + experts * product(rows, model.hidden, model.inner / tensor)
 

@@ -381,7 +381,11 @@ class Mixtures(LayerKind):
                     inner.experts = ExpertList(experts, first, total)
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LayerKind.whole_state`. Each missing expert gets the first one's tensors."""
+        """Returns the state that the layer would have with all experts, for names and shapes.
+
+        Experts of other ranks get the tensors of this rank's first one; see
+        :meth:`LayerKind.whole_state`.
+        """
         lists = {f"{path}.": numbers for path, numbers in _lists_with_remote_experts(layer)}
         whole: dict[str, Tensor] = {}
         expanded: set[str] = set()

@@ -116,7 +116,9 @@ def _ones(rows: int, dtype: DType) -> Tensor:
 
 
 def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
-    """Returns whether both ways have the same bits for these sizes; tries each size once.
+    """Returns whether Paddle's Linear and the fast one have the same bits for these sizes.
+
+    Each combination of sizes is tried once.
 
     Args:
         rows: Rows of the input.
@@ -145,7 +147,14 @@ def try_untried() -> None:
 
 
 def _try_sizes(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
-    """Tests whether a Linear of these sizes has the same bits in both ways."""
+    """Tries whether Paddle's Linear and the fast one have the same bits; returns the outcome.
+
+    Args:
+        rows: Rows of the input.
+        inputs: Columns of the input.
+        columns: Columns of the output.
+        dtype: The dtype of all tensors.
+    """
     sizes = (rows, inputs), (inputs, columns), (rows, columns)
     x, weight, grad = (next(matrices(size, dtype)) for size in sizes)
     few = min(columns, _MOST_TRIED_COLUMNS)
@@ -156,7 +165,7 @@ def _try_sizes(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _has_same_sums(rows: int, columns: int, dtype: DType) -> bool:
-    """Tests whether sums of all kinds of numbers have the same bits in both ways."""
+    """Tries the bias's gradient with all kinds of numbers: is the product the sum, bit by bit?"""
     return all(
         same_results(plain_linear, _linear_by_products, (grad[:, :1], grad[:1], grad[-1]), grad)
         for grad in matrices((rows, columns), dtype)

@@ -187,7 +187,7 @@ def memory_of(array: np.ndarray) -> memoryview:
 
 
 def paddle_tensor(tensor: LazyTensor) -> Any:
-    """Reads a tensor as a Paddle tensor."""
+    """Reads a tensor of a checkpoint into a new Paddle tensor."""
     value, memory = writer.empty(tensor.described)
     memory[:] = memory_of(np.ascontiguousarray(tensor.read()))
     return value

@@ -65,7 +65,7 @@ class NameMap:
 
 
 def read_map(name: str, *, reverse: bool) -> NameMap:
-    """Reads a map.
+    """Reads a map of names.
 
     Args:
         name: The path of a file, or the name of a map that fleetpipe has.

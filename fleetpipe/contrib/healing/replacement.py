@@ -211,7 +211,10 @@ def restore(kept: KeptState, job: Job, directory: Path) -> int:
 
 @contextlib.contextmanager
 def _without_connections(timeout: float) -> Iterator[None]:
-    """While it is open, Paddle's groups are made without connecting their members."""
+    """While it is open, Paddle makes groups without connecting their members.
+
+    The other ranks have made theirs, and would not answer.
+    """
     paddle_groups.make_unconnected(timeout)
 
     def make(new_group: Callable[..., Any], ranks: list[int], **options: Any) -> Any:

@@ -159,8 +159,9 @@ def _reserve_memory(descriptor: int, size: int, file: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
+        cause: str | None = None
         if error.errno == errno.EFBIG:
-            got, cause = "a lower limit on the size of files (ulimit -f)", None
+            got = "a lower limit on the size of files (ulimit -f)"
             remedy = "raise that limit"
         else:
             got = f"{shutil.disk_usage(file.parent).free} bytes"

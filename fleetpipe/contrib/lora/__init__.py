@@ -210,7 +210,10 @@ def _shared_weight_error(path: str) -> ConfigError:
 
 
 class _Adapter(paddle.nn.Layer):
-    """The first base of the class of a linear layer with an adapter."""
+    """Adds an adapter's output to that of a linear layer.
+
+    The class of an adapted layer is derived from this one and from the layer's own class.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds the adapter's output to that of the frozen layer."""
@@ -220,7 +223,10 @@ class _Adapter(paddle.nn.Layer):
 
 
 class _AdaptedEntry:
-    """The first base of the class of a description whose layer gets adapters when it is built."""
+    """Puts adapters into the layer that a description builds.
+
+    The class of an adapted description is derived from this one and from its own class.
+    """
 
     #: The options of the adapters, and the path of the layer.
     lora: tuple[_AdapterOptions, str]

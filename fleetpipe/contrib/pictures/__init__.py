@@ -115,7 +115,7 @@ class Bar:
 
     @property
     def computed(self) -> float:
-        """When the rank has computed, and begins to wait for an exchange."""
+        """The time at which the rank has computed, and begins to wait for an exchange."""
         return max(self.left, self.right - self.exchange)
 
     @property

@@ -84,7 +84,14 @@ class ProgramReader:
         return self._current.get(target if isinstance(target, str) else target.name)
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> ProgramStage:
-        """Builds a stage with its backward."""
+        """Builds a stage with its backward.
+
+        Args:
+            split: The cut of the program.
+            stage: The stage to build.
+            loss: The number of the loss's value in the graph.
+            weight: The gradient of the loss: the weight of a micro-batch.
+        """
         return ProgramStage(self._program, self._names, self._offset, split, stage, (loss, weight))
 
     def update(
@@ -94,7 +101,13 @@ class ProgramReader:
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Builds the program in which the optimizer steps over the named parameters.
+        """Builds the program of the optimizer's step.
+
+        Args:
+            names: The names of the pipeline's variables.
+            optimizer: The optimizer.
+            parameters: The names of the parameters that it trains.
+            clipped: Those whose gradients are multiplied by the factor of a clip by global norm.
 
         Raises:
             ConfigError: The program has clips of its own, by names that 2.6.2 keeps.

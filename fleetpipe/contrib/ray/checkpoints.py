@@ -164,6 +164,7 @@ class ReportCallback(PipelineCheckpoint):
         return _ReportingManager()
 
     def _checkpoint_metrics(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the figures to report: the last batch's, and ``eval_..`` of an evaluation."""
         return {**self._logs, **{f"eval_{k}": v for k, v in _numeric_logs(evaluated).items()}}
 
 

@@ -357,6 +357,7 @@ class _StartPolicy(DefaultFailurePolicy):
     """
 
     def _is_retryable_error(self, training_failed_error: TrainingFailedError) -> bool:
+        """Returns whether Ray starts all workers again after an error; Ray calls this."""
         lost = isinstance(training_failed_error, ControllerError) and isinstance(
             training_failed_error.controller_failure, RayActorError
         )

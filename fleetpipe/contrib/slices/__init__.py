@@ -349,33 +349,33 @@ class SequenceChunks(Units):
         self.slicing, self.count = slicing, slices_in(slicing)
 
     def cut(self, batches: MicroBatches) -> MicroBatches:
-        """See :meth:`Units.cut`."""
+        """Cuts the micro-batches into slices; see :meth:`Units.cut`."""
         return cut_sequences(batches, self.slicing)
 
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
     ) -> WeightOf:
-        """See :meth:`Units.weight_of`."""
+        """Returns the weight of each slice in the loss; see :meth:`Units.weight_of`."""
         shares = slice_shares(functions, batches, self.slicing)
         return lambda function, number: (
             weight_of(function, number // self.count) * shares[function][number]
         )
 
     def states(self) -> SliceStates:
-        """See :meth:`Units.states`."""
+        """Returns what stores the values of layers during a batch; see :meth:`Units.states`."""
         return SliceStates(self.count)
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
-        """See :meth:`Units.again`."""
+        """Lets layers run the current slice several times; see :meth:`Units.again`."""
         return repeat_slice()
 
     def lengths(self, value: Nest) -> list[int]:
-        """See :meth:`Units.lengths`."""
+        """Returns the number of positions of each slice of a micro-batch."""
         bounds = bounds_of(value, self.slicing, "a micro-batch")
         return [end - begin for begin, end in bounds]
 
     def name(self, number: int) -> str:
-        """See :meth:`Units.name`."""
+        """Returns the name of slice ``number``, counted over the batch, for messages."""
         micro_batch, index = divmod(number, self.count)
         return f"micro-batch {micro_batch}, slice {index}"
 

@@ -45,6 +45,14 @@ def require_number(
 ) -> int:
     """Returns a value that must be an int of at least ``least``.
 
+    Args:
+        name: The name of the value, for messages, as are the arguments from ``rule`` on.
+        value: The value.
+        least: The least number that is allowed.
+        rule: What the value must be.
+        fix: What the user should write.
+        where: What the value belongs to.
+
     Raises:
         UsageError: It is no int. This error is a TypeError, as MindSpore's is.
         ConfigError: It is less.
