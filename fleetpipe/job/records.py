@@ -421,7 +421,9 @@ class RunProgress:
         self.gradient_norm: Callable[[], float | None] = lambda: None
         self.figures: deque[tuple[int, Mapping[str, float]]] | None = None
         self.events: deque[tuple[str, str]] | None = None
+        #: The loss of the step that ends next, by name.
         self._losses: dict[str, float] = {}
+        #: When each value that waits for a GPU may be read again.
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
         self.calls = CollectiveCalls()
@@ -430,12 +432,16 @@ class RunProgress:
         self.replica = self.shard = self.samples = self.held = self.step = 0
         self.steps: int | None = None
         self.held_cap: int | None = None
+        #: Steps done in this attempt, and the function that writes their number.
         self._done = 0
         self._write_done = attempt_files.page(attempt_files.DONE)
+        #: When the last step ended, and the seconds of saves since then.
         self._ended: float | None = None
-        self._queue: ProcessorQueue | None = None
         self._save_seconds = 0.0
+        #: The last saved step, and when its save ended.
         self._saved: tuple[int, float] | None = None
+        self._queue: ProcessorQueue | None = None
+        #: The last steps, for means over them, and the steps that no record has had yet.
         self._last: deque[StepRow] = deque(maxlen=_STEPS)
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
