@@ -43,7 +43,7 @@ def test_a_protobuf_that_is_too_new_for_paddle_is_named(monkeypatch: Patch) -> N
         # Paddle 2.6.2 and 3.0 to 3.2 under protobuf 7.
         raise AttributeError("'FieldDescriptor' object has no attribute 'label'")
 
-    monkeypatch.setattr(strategies, "_stock", {"hybrid_configs": property(unreadable)})
+    monkeypatch.setattr(strategies, "_paddle_properties", {"hybrid_configs": property(unreadable)})
     strategy = fleet.DistributedStrategy()
     with pytest.raises(ConfigError, match="protobuf is too new") as caught:
         strategy.hybrid_configs = given()
