@@ -234,9 +234,9 @@ def test_weight_gradients_of_blocks_can_wait() -> None:
         (RowParallelLinear(64, 32), 64),
     ):
         assert can_wait(layer)
-        nature = inspect_call(layer.parameters(), layer.forward, (drawn(6, width),), {})
-        assert nature.divisible
-        assert nature.straight
+        properties = inspect_call(layer.parameters(), layer.forward, (drawn(6, width),), {})
+        assert properties.divisible
+        assert properties.has_one_path
     assert can_wait(Halves(32, 64))
 
 
