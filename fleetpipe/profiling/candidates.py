@@ -89,7 +89,7 @@ class PlanTask:
         return self.profile.stages
 
     def shapes(self) -> list[Placement]:
-        """Returns the placements to try: those with as many stages as the model can be cut into."""
+        """Returns the placements to try, with no more stages than the model can be cut into."""
         most = len(self.profile.cuts) + 1
         if self.profile.body < len(self.profile.layers):
             return [Placement(f"loop{HEAD}", self.ranks)]

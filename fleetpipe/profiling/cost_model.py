@@ -152,7 +152,7 @@ class LayerCost:
 
     @property
     def whole(self) -> float:
-        """Seconds of a whole backward."""
+        """Seconds of B, a backward that is not split."""
         if self.backward is not None:
             return self.backward
         return (self.input_grad or 0) + (self.weight_grad or 0)
@@ -376,7 +376,7 @@ class Stages:
     def cut(
         self, boundaries: Sequence[int], recompute: Sequence[Collection[int]] = ()
     ) -> tuple[StageCost, ...]:
-        """Returns the costs of all stages of a cut.
+        """Returns the costs of each stage of a cut, in order.
 
         Args:
             boundaries: First layer of each stage, then the number of layers.

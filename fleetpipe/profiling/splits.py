@@ -43,7 +43,7 @@ class LayerDegrees(NamedTuple):
 
     @classmethod
     def of(cls, degrees: Any) -> LayerDegrees:
-        """Returns ``ep``, ``sep`` and ``cp`` of the degrees of a job."""
+        """Returns the degrees ``ep``, ``sep`` and ``cp`` of a job's ``degrees``."""
         return cls(degrees.ep, degrees.sep, degrees.cp)
 
     def check(self) -> None:
@@ -74,7 +74,7 @@ class _Exchanged(NamedTuple):
     nbytes: float
 
     def busy(self, transfer: Transfer) -> float:
-        """Returns the seconds for which they keep the rank busy in F, and again in B or I."""
+        """Returns the seconds for which these exchanges keep the rank busy in F, and in B or I."""
         per_message = transfer.sending + transfer.receiving
         return self.messages * per_message / 2 + self.nbytes * transfer.per_byte
 

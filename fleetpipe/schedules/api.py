@@ -66,7 +66,7 @@ class Schedule(ScheduleRows):
         verify(self, edges, memory_cap, costs)
 
     def simulate(self, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Timeline:
-        """Returns when every action begins and ends.
+        """Returns when each action begins and ends, the bubble, and the memory in use.
 
         Args:
             costs: What each action costs; None means F = I = W = 1, B = 2, no latency. One figure
@@ -121,7 +121,7 @@ class Plan(PlanRows):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The computations of the plan alone."""
+        """The plan's schedule: its rows with nothing but actions and fused units."""
         return Schedule.of(computations(self))
 
     @cached_property
@@ -137,7 +137,7 @@ class Plan(PlanRows):
         return linear_order(self)
 
     def verify(self) -> None:
-        """Checks the plan.
+        """Checks that the plan can run.
 
         - Its computations are a valid schedule.
         - Every action has its receives before it, every send follows the action that makes its

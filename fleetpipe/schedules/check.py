@@ -391,7 +391,7 @@ class _RendezvousReplay:
             ready.append(peer)
 
     def _sender_and_receiver(self, op: Send | Recv) -> tuple[int, int]:
-        """Returns :func:`ranks_of` a transfer, cached for all micro-batches of its edge."""
+        """Returns the ranks that send and receive a transfer, cached for all micro-batches."""
         key = op[:2]
         if key not in self.ends:
             self.ends[key] = ranks_of(op, self.plan.placement)

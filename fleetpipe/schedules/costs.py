@@ -141,7 +141,7 @@ class Costs:
         return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
-        """Raises ConfigError for costs that are tuples of another length than this many stages."""
+        """Raises ConfigError if some figures are given for each of another number of stages."""
         for costs in (self, *(self.each_slice or ())):
             for name in _PER_STAGE:
                 value = getattr(costs, name)

@@ -71,7 +71,7 @@ class Envelope:
         costs: Costs | None = None,
         shared: bool = False,
     ) -> None:
-        """Begins before the first entry.
+        """Prepares the envelope of a rank of which no entry has run.
 
         Args:
             schedule: A schedule that has been verified for these edges and this cap.

@@ -144,7 +144,7 @@ class _StageActions(NamedTuple):
 
 
 class _ReplayState:
-    """The state of a replay.
+    """The state of a replay, in which all ranks run their rows.
 
     Attributes:
         starts: For each rank the times at which its entries began, as far as they have run.
@@ -217,7 +217,7 @@ def _waits(
     ends: dict[str, list[_Ends]],
     actions: tuple[str, int, int],
 ) -> list[tuple[_Ends, int, float]]:
-    """Returns ``_StageActions.waits``.
+    """Returns what the actions of a kind and stage wait for: ``_StageActions.waits``.
 
     Args:
         schedule: The schedule.

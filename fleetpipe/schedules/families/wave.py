@@ -200,7 +200,7 @@ class _RowWriter:
         self.row.append(Fused(tuple(map(self._next_action, tokens))))
 
     def _next_action(self, token: str) -> Action:
-        """Returns the action that a token stands for now."""
+        """Returns the next action of a token's kind and chunk; that of ``W`` is popped."""
         if token == "W":
             return self.weights.popleft()
         kind, chunk = token[0], int(token[1])

@@ -109,7 +109,7 @@ def _zb_rows(placement: Placement, micro_batches: int, slack_per_rank: int) -> l
 
 
 def _zb_row(stages: Sequence[int], groups: Sequence[int], slack: int, lag: int) -> list[Action]:
-    """Returns the row of one rank.
+    """Returns the row of one rank of ZB-H1 or ZB-H2.
 
     Args:
         stages: The rank's stages, ascending.

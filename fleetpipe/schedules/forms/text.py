@@ -34,7 +34,7 @@ def write_schedule(schedule: ScheduleRows) -> str:
 
 
 def read_schedule(text: str) -> ScheduleRows:
-    """Reads what :func:`write_schedule` writes.
+    """Reads the text form of a schedule, which :func:`write_schedule` writes.
 
     Raises:
         ScheduleError: Names the line, the token and what was expected there.
@@ -53,7 +53,7 @@ def write_plan(plan: PlanRows) -> str:
 
 
 def read_plan(text: str) -> PlanRows:
-    """Reads what :func:`write_plan` writes; raises like :func:`read_schedule`."""
+    """Reads the text form of a plan; raises the errors of :func:`read_schedule`."""
     document: tuple[dict[str, Any], tuple[tuple[Op, ...], ...]] = _read_document(
         _PLAN, text, parse_op, "F0.3, SF0>1.3, RF0>1.3, SB.., RB.., FREE0.3, REDUCE or STEP"
     )

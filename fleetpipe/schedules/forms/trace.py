@@ -68,7 +68,7 @@ class Event(NamedTuple):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions computed: one, several if they are fused, none in a transfer."""
+        """The actions of the operation: one, several if they are fused, none in a transfer."""
         op = self.op
         return parts(op) if isinstance(op, (Action, Fused)) else ()
 
@@ -224,7 +224,7 @@ def chrome_trace(
 
 
 def tracks_of(document: Any) -> dict[str, list[Event]]:
-    """Returns the events of each track of a trace, in seconds; "" is the name of a single one.
+    """Returns the events of each track by its name, in seconds; a single track has the name "".
 
     Raises:
         LookupError, TypeError, ValueError, AttributeError: It is no such trace.
