@@ -306,10 +306,8 @@ def _describe_machine(group: Group, ranks: int) -> dict[str, object]:
     for host, played, usable in group.all_gather([host_name(), ranks, systems.processor_numbers()]):
         ranks_of[host] += played
         processors_of[host].update(usable)
-    return {
-        "ranks": list(ranks_of.values()),
-        "processors": [len(processors) for processors in processors_of.values()],
-    }
+    processors = [len(numbers) for numbers in processors_of.values()]
+    return {"ranks": list(ranks_of.values()), "processors": processors}
 
 
 def _compare_clocks(group: Group) -> tuple[float, float]:

@@ -135,9 +135,8 @@ class JobStore:
         """Sends a request: a command, a key and further arguments."""
         try:
             # Paddle's own clients put a stroke before each key.
-            self._sock.sendall(
-                _COMMAND.pack(command) + _encode_string(b"/" + key.encode()) + arguments
-            )
+            encoded_key = _encode_string(b"/" + key.encode())
+            self._sock.sendall(_COMMAND.pack(command) + encoded_key + arguments)
         except OSError as error:
             self._raise_gone(error.strerror or str(error))
 
@@ -548,15 +547,11 @@ def _disagreement_error(
         other: The facts of the first rank that differs.
         differing: All ranks that differ.
     """
-    subjects = [
-        subject for subject in {**first, **other} if first.get(subject) != other.get(subject)
-    ]
+    subjects = [name for name in {**first, **other} if first.get(name) != other.get(name)]
 
     def in_words(facts: Mapping[str, str]) -> str:
         """Returns the first differing facts of one side."""
-        shown = [
-            f"{subject} = {facts.get(subject, 'nothing')}" for subject in subjects[:_MOST_SHOWN]
-        ]
+        shown = [f"{name} = {facts.get(name, 'nothing')}" for name in subjects[:_MOST_SHOWN]]
         return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
 
     also = f" (nor do ranks {differing[1:]})" if len(differing) > 1 else ""

@@ -305,9 +305,8 @@ class JoinedParts(Generic[Name]):
             parts.setdefault(name, []).append(local)
         self.tensors = {name: _join(of_name) for name, of_name in parts.items()}
         #: Each joined tensor with its parts.
-        self._parts = [
-            (self.tensors[name], of_name) for name, of_name in parts.items() if len(of_name) > 1
-        ]
+        several = {name: of_name for name, of_name in parts.items() if len(of_name) > 1}
+        self._parts = [(self.tensors[name], of_name) for name, of_name in several.items()]
 
     def hand_out(self) -> None:
         """Copies the values of the joined tensors into their parts."""

@@ -250,9 +250,8 @@ class ThreadedOutgoing(Outgoing):
         """Ends every wait of this lane; any thread may call it."""
         self._lane.end_waits()
         with self._changed:
-            self._error = self._error or interruption_error(
-                Route(HEADER, self._rank, self._lane.peer)
-            )
+            route = Route(HEADER, self._rank, self._lane.peer)
+            self._error = self._error or interruption_error(route)
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -201,9 +201,8 @@ def _listen(
         A listener for ranks of this host, one for the others, or both, as they are needed.
     """
     host = identities[rank]
-    by_unix_socket = [
-        identity == host != "" and not force_tcp for identity in identities[rank + 1 :]
-    ]
+    higher = identities[rank + 1 :]
+    by_unix_socket = [identity == host != "" and not force_tcp for identity in higher]
     listeners = []
     if any(by_unix_socket):
         listeners.append(hosts.listen_unix())
