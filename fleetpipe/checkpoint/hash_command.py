@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
             say("\n".join(hash_lines(digests)))
         say(f"{hash_of(digests)}  {path}")
         models.append((path, digests))
-    for number, (path, digests) in enumerate(models[1:], 1):
-        say(f"{path}: {_compare_with_earlier(digests, models[:number])}")
+    for number, (path, digests_of_model) in enumerate(models[1:], 1):
+        say(f"{path}: {_compare_with_earlier(digests_of_model, models[:number])}")
     return 0
 
 

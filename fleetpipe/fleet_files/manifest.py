@@ -227,7 +227,7 @@ def newest_save_in(folder: Path) -> LayerSave:
         raise _mixed_error(folder, "{} and {} are of different saves".format(*names))
     # The newest save is the one of which the fewest manifests were replaced.
     _, save = max(complete)
-    digests = {}
+    digests: dict[str, str] = {}
     for manifest in saves[save].values():
         digests.update(manifest.digests)
     for name in digests:

@@ -352,7 +352,7 @@ class StepReader:
                     if tensors.checksum([layout.header]) != summary.crc32:
                         raise damage(path, "the checksum of its header is of something else")
         for name, entry in self.manifest.tensors.items():
-            tensors_in_file = {}
+            tensors_in_file: Mapping[str, Stored] = {}
             if entry.file in self._layouts:
                 tensors_in_file = self._layouts[entry.file].tensors
             stored = tensors_in_file.get(name.name)
