@@ -191,7 +191,8 @@ def _moments_of_rank(schedule: Schedule, rank: int) -> _Moments:
         column = owned.index(stage) * schedule.slices + micro_batch % schedule.slices
         forward = column + columns if (stage, micro_batch) in split else column
         counts[forward] += kind == "F"
-        seen[(*counts, column)] = None
+        moment = (*counts, column)
+        seen[moment] = None
         counts[forward] -= kind in "BI"
         counts[2 * columns + column] += (kind == "I") - (kind == "W")
     table = np.array(list(seen), dtype=np.int64)
