@@ -83,8 +83,8 @@ AMID = """
             os.kill(os.getpid(), signal.SIGABRT)
 
     sys.argv[1:] = ["--nproc_per_node", "2", "train.py"]
-    nothing = dict.fromkeys(["started", "ended", "exit_code", "explained", "share"], print)
-    launcher.launch(**nothing, popen=Popen)
+    names = ["on_start", "on_end", "exit_code", "is_explained", "allow_sharing"]
+    launcher.launch(**dict.fromkeys(names, print), popen=Popen)
     """
 
 
