@@ -158,10 +158,7 @@ def connects(
     yield _make_proof(secret, b"connects", transcript)
     if not hmac.compare_digest((yield _PROOF_BYTES), _make_proof(secret, b"accepts", transcript)):
         raise Stranger(f"rank {peer} did not prove that it belongs to this run")
-    seals = Seals(
-        _make_seal(secret, b"connects", transcript), _make_seal(secret, b"accepts", transcript)
-    )
-    return Greeting(peer, stream, seals)
+    return Greeting(peer, stream, _make_seals(secret, b"connects", b"accepts", transcript))
 
 
 def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0) -> Exchange:
@@ -199,10 +196,7 @@ def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int
     if not hmac.compare_digest((yield _PROOF_BYTES), _make_proof(secret, b"connects", transcript)):
         raise Stranger(f"it claims to be rank {peer} but does not know the secret")
     yield _make_proof(secret, b"accepts", transcript)
-    seals = Seals(
-        _make_seal(secret, b"accepts", transcript), _make_seal(secret, b"connects", transcript)
-    )
-    return Greeting(peer, stream, seals)
+    return Greeting(peer, stream, _make_seals(secret, b"accepts", b"connects", transcript))
 
 
 def _make_proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
@@ -210,9 +204,10 @@ def _make_proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret, side + transcript, "sha256")
 
 
-def _make_seal(secret: bytes, side: bytes, transcript: bytes) -> Seal:
-    """Returns the seal of what ``side`` sends, with a key derived from the handshake's bytes."""
-    return Seal(hmac.digest(secret, side + b" seals " + transcript, "sha256"))
+def _make_seals(secret: bytes, side: bytes, other: bytes, transcript: bytes) -> Seals:
+    """Returns the seals of ``side``: of what it sends, and of what the ``other`` side sends."""
+    keys = [hmac.digest(secret, end + b" seals " + transcript, "sha256") for end in (side, other)]
+    return Seals(Seal(keys[0]), Seal(keys[1]))
 
 
 class Rendezvous:
