@@ -47,7 +47,7 @@ SERVE = "FLEETPIPE_SERVE"
 
 
 class Address(NamedTuple):
-    """An address to serve at, or to look at.
+    """The host and the port at which a job is served, or at which its page is read.
 
     Attributes:
         host: A name or an IP address.
@@ -71,17 +71,17 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host reaches the address."""
+        """True if only processes of this host reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def token(self) -> str:
-        """Returns the token that a request has to show; empty if it needs none.
+        """Returns the token that a request has to show; empty if requests need none.
 
-        This is ``FLEETPIPE_WATCH_TOKEN``. If that is not set, an address that other hosts reach
-        gets a random token, and one that only this host reaches needs none.
+        The token is the value of ``FLEETPIPE_WATCH_TOKEN``. If that is not set, an address that
+        other hosts reach gets a random token, and one that only this host reaches needs none.
         """
         chosen = os.environ.get(TOKEN, "")
         return chosen or ("" if self.is_loopback else secrets.token_urlsafe(16))
@@ -94,13 +94,14 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     """Adds ``--serve`` to the parser of a command."""
     parser.add_argument(
         "--serve",
-        type=_argument,
+        type=_parse_serve_argument,
         metavar="[HOST:]PORT",
         help="serve the job as a page that updates by itself, with /metrics and /status.json",
     )
 
 
-def _argument(text: str) -> Address:
+def _parse_serve_argument(text: str) -> Address:
+    """Reads the value of ``--serve``; an error is one of argparse."""
     try:
         return Address.parse(text)
     except ConfigError as error:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.contrib.view.board import JobBoard, RunRecord
 from fleetpipe.contrib.view.history import EVALUATED, RunEvent
-from fleetpipe.contrib.view.showing.drawing import percent, seconds, short
+from fleetpipe.contrib.view.showing.drawing import format_duration, format_figure, format_percent
 
 #: The latest moment whose hour is shown, in seconds since 1970.
 _FAR = 1e11
@@ -63,22 +63,22 @@ def answers_of(run: RunRecord, now: float | None = None) -> list[Answer]:
 
     Args:
         run: The record of the run.
-        now: Seconds since 1970; None: the present time.
+        now: Seconds since 1970, from which ages are counted; None: the present time.
     """
     at = time.time() if now is None else now
     board, figures = run.board, run.points
     answers = [
-        *learning_of(figures, board.gradient_norm, board.history.events),
-        *_progress(board, at),
-        *_rates(board, figures),
-        *_time(board.shares),
-        *_slow(board),
+        *describe_learning(figures, board.gradient_norm, board.history.events),
+        *_describe_progress(board, at),
+        *_describe_speed(board, figures),
+        *_describe_time_shares(board.shares),
+        *_describe_slow_ranks(board),
     ]
-    state = alive(board, at)
+    state = describe_state(board, at)
     wrong = dict.fromkeys(answer.question for answer in answers if answer.kind == "bad")
     if state.kind == "good" and wrong:
         state = Answer("state", f"{state.text}, but see {', '.join(wrong)}", "open")
-    return [state, *answers, *_history_of(board, at)]
+    return [state, *answers, *_describe_history(board, at)]
 
 
 def status_of(board: JobBoard) -> dict[str, Any]:
@@ -90,155 +90,165 @@ def status_of(board: JobBoard) -> dict[str, Any]:
     }
 
 
-def alive(board: JobBoard, now: float) -> Answer:
-    """Returns the answer whether a job runs, or since when and why it does not."""
+def describe_state(board: JobBoard, now: float) -> Answer:
+    """Returns the answer whether a job is alive; if it is not, since when and why."""
     mixed = [event for event in board.history.events if event.kind == "mixed"]
     attempt = board.attempts[-1] if board.attempts else None
     text, kind = board.state, "bad"
     if mixed:
         text = f"{board.state}; {mixed[-1].text}"
     elif attempt is not None and attempt.ended is not None:
-        ago = seconds(max(0.0, now - attempt.ended))
-        text = f"{attempt.outcome} {ago} ago, at {clock_of(attempt.ended, now)}"
+        ago = format_duration(max(0.0, now - attempt.ended))
+        text = f"{attempt.outcome} {ago} ago, at {format_clock_time(attempt.ended, now)}"
         kind = "bad" if attempt.failed else "good"
     elif board.state == "stopped" and board.silence:
-        since = clock_of(now - board.silence, now)
-        text = f"dead or cut off: nothing was heard for {seconds(board.silence)}, since {since}"
+        since = format_clock_time(now - board.silence, now)
+        silence = format_duration(board.silence)
+        text = f"dead or cut off: nothing was heard for {silence}, since {since}"
     elif board.state == "stopped":
         stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
         text = f"stopped: rank {', '.join(stopped)}"
     elif board.state == "late":
         age = min(rank.step_age for rank in board.ranks if rank.step_age is not None)
-        parts = sorted({rank.part for rank in board.ranks if rank.part})
-        where = f" ({', '.join(parts)})" if parts else ""
-        usual = seconds(board.usual_step)
-        text = f"hangs: no step for {seconds(age)}, where one takes {usual}{where}"
+        parts = ", ".join(sorted({rank.part for rank in board.ranks if rank.part}))
+        usual = format_duration(board.usual_step)
+        text = f"hangs: no step for {format_duration(age)}, where one takes {usual}"
+        text += f" ({parts})" if parts else ""
     elif board.state == "ended" and board.steps and board.step < board.steps:
         text = "ended before its last step"
     elif not board.ranks and board.step:
-        ago = seconds(max(0.0, now - board.at))
+        ago = format_duration(max(0.0, now - board.at))
         text, kind = f"still running, or died without a word: the last row is {ago} old", "open"
     else:
         kind = "good" if board.state == "running" else "open"
     return Answer("state", text, kind)
 
 
-def clock_of(moment: float, now: float) -> str:
-    """Returns the local time of a moment, with the date in place of seconds where it is old."""
+def format_clock_time(moment: float, now: float) -> str:
+    """Returns the local time of a moment; of one a day ago or more, date and minutes."""
     form = "%H:%M:%S" if abs(now - moment) < _DAY else "%m-%d %H:%M"
     return time.strftime(form, time.localtime(moment)) if abs(moment) < _FAR else "long ago"
 
 
-def learning_of(
+def describe_learning(
     figures: Mapping[str, Points], norm: float | None = None, events: Sequence[RunEvent] = ()
 ) -> Iterator[Answer]:
-    """Yields the answer whether a run learns, for each of its losses.
+    """Yields for each loss of a run the answer whether the run learns.
 
     Args:
         figures: Steps and values by name: of the loss, and of evaluations as ``eval_loss``.
         norm: The last gradient norm, if it is known.
-        events: What happened; the step of a NaN is exact there.
+        events: The events of the run; that of the first NaN has its exact step.
     """
     for name, points in figures.items():
         if name == "loss" or name.startswith("loss "):
-            parts = [_loss(name, points)]
+            parts = [_describe_loss(name, points)]
             if EVALUATED + name in figures:
                 step, value = figures[EVALUATED + name][-1]
-                parts.append(f"{short(value)} in the evaluation after step {step:,}")
+                parts.append(f"{format_figure(value)} in the evaluation after step {step:,}")
             if norm is not None:
-                parts.append(f"gradient norm {short(norm)}")
-            first = [one.since for one in events if one.text.startswith(f"{name} is ")]
-            wrong = [*_wrong(points, first)]
+                parts.append(f"gradient norm {format_figure(norm)}")
+            first = [event.since for event in events if event.text.startswith(f"{name} is ")]
+            wrong = [*_describe_loss_problem(points, first)]
             yield Answer("learning", "; ".join([*wrong, *parts]), "bad" if wrong else "")
 
 
-def _loss(name: str, points: Points) -> str:
-    means = _means(points)
-    mean = f", lately {short(means[0][1])} in the mean" if means else ""
-    return f"{name} {short(points[-1][1])}{mean}"
+def _describe_loss(name: str, points: Points) -> str:
+    """Returns the last value of a loss, and its mean over the last stretch."""
+    means = _mean_by_stretch(points)
+    mean = f", lately {format_figure(means[0][1])} in the mean" if means else ""
+    return f"{name} {format_figure(points[-1][1])}{mean}"
 
 
-def _wrong(points: Points, first: Sequence[int]) -> Iterator[str]:
-    """Yields from which step on a loss is NaN or infinite, or that it diverges."""
+def _describe_loss_problem(points: Points, first: Sequence[int]) -> Iterator[str]:
+    """Yields in which steps a loss is NaN or infinite, or that it diverges.
+
+    Args:
+        points: Steps and losses.
+        first: The exact steps at which the loss became NaN, if events have recorded them.
+    """
     strange = [step for step, value in points if not math.isfinite(value)]
-    means = _means(points)
+    means = _mean_by_stretch(points)
     step, lowest = min(means, key=lambda mean: mean[1], default=(0, 0.0))
     if strange and not math.isfinite(points[-1][1]):
         yield f"NaN or infinite from step {min([strange[0], *first]):,} on"
     elif strange:
         yield f"NaN or infinite at step {strange[-1]:,}"
     elif lowest > 0 and means[0][1] > _DIVERGES * lowest:
-        yield f"diverges: its mean was down at {short(lowest)} at step {step:,}"
+        yield f"diverges: its mean was down at {format_figure(lowest)} at step {step:,}"
 
 
-def _progress(board: JobBoard, now: float) -> Iterator[Answer]:
+def _describe_progress(board: JobBoard, now: float) -> Iterator[Answer]:
+    """Yields how many steps are done, and the remaining time."""
     done = f"step {board.step:,}" + (f" of {board.steps:,}" if board.steps else "")
-    left = "" if board.state == "ended" else _end(board, now)
+    left = "" if board.state == "ended" else _describe_remaining_time(board, now)
     if board.step or board.steps:
         yield Answer("done", f"{done}, remaining {left}" if left else done)
 
 
-def _end(board: JobBoard, now: float) -> str:
+def _describe_remaining_time(board: JobBoard, now: float) -> str:
     """Returns the remaining time of a job and the hour of its end; empty if unknown."""
     left = board.eta_seconds
     if left is None:
         return ""
     if not left or now + left > _FAR:
-        return seconds(left)
-    return f"{seconds(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
+        return format_duration(left)
+    return f"{format_duration(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
 
 
-def _rates(board: JobBoard, figures: Mapping[str, Points]) -> Iterator[Answer]:
-    rates = [f"{short(board.step_time)} s/step"] if board.step_time else []
+def _describe_speed(board: JobBoard, figures: Mapping[str, Points]) -> Iterator[Answer]:
+    """Yields the seconds of a step, and the samples and tokens in a second."""
+    rates = [f"{format_figure(board.step_time)} s/step"] if board.step_time else []
     for unit, name in (("samples/s", "samples_per_second"), ("tokens/s", "tokens_per_second")):
         points = figures.get(name, ())
         rate = board.samples_per_second if unit == "samples/s" else 0.0
         if rate:
-            rates.append(f"{short(rate)} {unit}")
+            rates.append(f"{format_figure(rate)} {unit}")
         elif points and (board.step_time or not board.ranks):
-            rates.append(f"{short(points[-1][1])} {unit}")
+            rates.append(f"{format_figure(points[-1][1])} {unit}")
     if rates:
-        slower = _beside_best(board.step_time, figures.get("step time", ()))
+        slower = _compare_with_best_stretch(board.step_time, figures.get("step time", ()))
         yield Answer("speed", ", ".join(rates) + slower)
 
 
-def _beside_best(step_time: float, points: Points) -> str:
-    """Compares the time of a step with that of the best stretch; empty if it is not slow."""
-    means = ((mean, step) for step, mean in _means(points) if mean > 0)
+def _compare_with_best_stretch(step_time: float, points: Points) -> str:
+    """Returns how much slower steps are than in the best stretch; empty if hardly."""
+    means = ((mean, step) for step, mean in _mean_by_stretch(points) if mean > 0)
     best, step = min(means, default=(step_time, 0))
     if step_time < _SLOW * best or not step_time:
         return ""
     factor = step_time / best
-    return f"; {factor:.1f} times the {short(best)} s of its best stretch, at step {step:,}"
+    return f"; {factor:.1f} times the {format_figure(best)} s of its best stretch, at step {step:,}"
 
 
-def _means(points: Points) -> list[tuple[int, float]]:
+def _mean_by_stretch(points: Points) -> list[tuple[int, float]]:
     """Returns the last step and the mean of each stretch of figures, the last stretch first."""
     count = max(_FEWEST, len(points) // _STRETCHES)
     ends = range(len(points), count - 1, -count)
     return [(points[end - 1][0], fmean(y for _, y in points[end - count : end])) for end in ends]
 
 
-def _time(shares: Mapping[str, float]) -> Iterator[Answer]:
-    """Yields the shares of wall time, with the likely cause of the largest that is too large."""
+def _describe_time_shares(shares: Mapping[str, float]) -> Iterator[Answer]:
+    """Yields the shares of wall time, after the likely cause if one is too large."""
     if shares:
         limits = {part: _LARGE_WAITING if part == "waiting" else _LARGE for part in _LIKELY}
         large = [part for part in _LIKELY if shares.get(part, 0.0) > limits[part]]
-        text = time_of(shares)
+        text = shares_in_words(shares)
         for worst in sorted(large, key=lambda part: shares[part])[-1:]:
-            text = f"{percent(shares[worst])} {worst}: {_LIKELY[worst]}; {text}"
+            text = f"{format_percent(shares[worst])} {worst}: {_LIKELY[worst]}; {text}"
         yield Answer("time", text, "bad" if large else "")
 
 
-def time_of(shares: Mapping[str, float]) -> str:
-    """Returns the shares of wall time in words."""
-    return ", ".join(f"{_WORDS.get(part, part)} {percent(share)}" for part, share in shares.items())
+def shares_in_words(shares: Mapping[str, float]) -> str:
+    """Returns the shares of wall time as a text: compute 90.0%, waiting for peers 10.0%."""
+    names = {part: _WORDS.get(part, part) for part in shares}
+    return ", ".join(f"{names[part]} {format_percent(share)}" for part, share in shares.items())
 
 
-def _slow(board: JobBoard) -> Iterator[Answer]:
-    """Yields which ranks are slow now, or which one was slow last."""
-    for one in board.slow[:_MOST_SLOW]:
-        yield Answer("slow", str(one), "bad")
+def _describe_slow_ranks(board: JobBoard) -> Iterator[Answer]:
+    """Yields which ranks are slow now; if none is, which one was slow last."""
+    for rank in board.slow[:_MOST_SLOW]:
+        yield Answer("slow", str(rank), "bad")
     if len(board.slow) > _MOST_SLOW:
         yield Answer("slow", f"and {len(board.slow) - _MOST_SLOW} more", "bad")
     past = [event for event in board.history.events if event.kind == "slow"]
@@ -247,19 +257,19 @@ def _slow(board: JobBoard) -> Iterator[Answer]:
 
 
 def events_of(board: JobBoard) -> list[RunEvent]:
-    """Returns the events of a run and the failures of its attempts, the newest last."""
-    attempts = [
-        RunEvent(one.ended, one.last_step or 0, "failed", one.outcome, one.last_step or 0)
-        for one in board.attempts
-        if one.ended is not None and one.failed
-    ]
-    return sorted([*board.history.events, *attempts], key=lambda event: event.time)
+    """Returns the events of a job, those of failed attempts among them, the newest last."""
+    events = [*board.history.events]
+    for attempt in board.attempts:
+        if attempt.ended is not None and attempt.failed:
+            step = attempt.last_step or 0
+            events.append(RunEvent(attempt.ended, step, "failed", attempt.outcome, step))
+    return sorted(events, key=lambda event: event.time)
 
 
-def _history_of(board: JobBoard, now: float) -> Iterator[Answer]:
-    """Yields the restarts, healings and saves of a job, then its newest events with their times."""
+def _describe_history(board: JobBoard, now: float) -> Iterator[Answer]:
+    """Yields the numbers of restarts, healings and saves, then each of the newest events."""
     saved = board.last_checkpoint
-    last = "none" if saved is None else f"step {saved.step:,}, {seconds(saved.age)} ago"
+    last = "none" if saved is None else f"step {saved.step:,}, {format_duration(saved.age)} ago"
     restarts = max(board.restarts, len(board.attempts) - 1)
     healings = sum(event.times for event in board.history.events if event.kind == "healed")
     happened = [
@@ -270,4 +280,4 @@ def _history_of(board: JobBoard, now: float) -> Iterator[Answer]:
     ]
     yield Answer("happened", ", ".join(filter(None, happened)))
     for event in events_of(board)[-_MOST_EVENTS:]:
-        yield Answer(clock_of(event.time, now), str(event), "bad" * (event.kind in _BAD))
+        yield Answer(format_clock_time(event.time, now), str(event), "bad" * (event.kind in _BAD))

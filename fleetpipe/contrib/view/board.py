@@ -119,7 +119,7 @@ class JobBoard:
 
     @property
     def is_late(self) -> bool:
-        """Whether steps are left, and the last one is older than three usual steps and 1 s."""
+        """True if steps are left, and the last is older than three usual steps and than 1 s."""
         if self.steps is not None and self.step >= self.steps:
             return False
         ages = [rank.step_age for rank in self.ranks if rank.step_age is not None]
@@ -130,8 +130,8 @@ class JobBoard:
     def shares(self) -> dict[str, float]:
         """The share of wall time that a mean rank spends on each part; empty before two steps."""
         measured = [rank.spent for rank in self.ranks if sum(rank.spent)]
-        each = [[part / sum(spent) for part in spent] for spent in measured]
-        return {part: fmean(shares) for part, shares in zip(PARTS, zip(*each))}
+        by_rank = [[seconds / sum(spent) for seconds in spent] for spent in measured]
+        return {part: fmean(shares) for part, shares in zip(PARTS, zip(*by_rank))}
 
     def content(self) -> dict[str, Any]:
         """Returns the board, without its history and attempts, as a value for ``json.dumps``."""
@@ -142,7 +142,7 @@ class JobBoard:
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
         status = {name: getattr(self, name) for name in _STATUS}
-        status["slow"] = [{name: getattr(one, name) for name in _OF_SLOW} for one in self.slow]
+        status["slow"] = [{name: getattr(rank, name) for name in _OF_SLOW} for rank in self.slow]
         status["ranks"] = [
             {"last_step_age": rank.step_age, **{name: getattr(rank, name) for name in _OF_RANK}}
             for rank in self.ranks
@@ -160,7 +160,7 @@ class JobBoard:
         return value.record(
             cls,
             ranks=lambda ranks: tuple(map(RankRecord.read, ranks.items())),
-            slow=lambda slow: tuple(one.record(SlowRank) for one in slow.items()),
+            slow=lambda slow: tuple(rank.record(SlowRank) for rank in slow.items()),
             last_checkpoint=lambda saved: saved.record(LastCheckpoint),
             gradient_norm=JsonValue.number,
             history=History.of,
@@ -178,13 +178,14 @@ class JobBoard:
         rate and no time left; in a late one the ranks for which others wait are slow.
         """
         dead = silence >= SILENT_SECONDS
-        heard = self._silent(silence) if dead else self
-        if heard.state == "ended" or not (dead or heard.is_late):
-            return heard
-        slow = heard.slow if dead else (*heard.slow, *heard._late_ranks())
-        return replace(heard, step_time=0.0, samples_per_second=0.0, slow=slow)
+        board = self._with_silent_ranks(silence) if dead else self
+        if board.state == "ended" or not (dead or board.is_late):
+            return board
+        slow = board.slow if dead else (*board.slow, *board._find_late_ranks())
+        return replace(board, step_time=0.0, samples_per_second=0.0, slow=slow)
 
-    def _silent(self, silence: float) -> JobBoard:
+    def _with_silent_ranks(self, silence: float) -> JobBoard:
+        """Returns the board with its ranks stopped, unless they have ended, and all ages raised."""
         ranks = tuple(
             replace(
                 rank,
@@ -197,7 +198,7 @@ class JobBoard:
         aged = None if saved is None else replace(saved, age=saved.age + silence)
         return replace(self, ranks=ranks, last_checkpoint=aged, silence=silence)
 
-    def _late_ranks(self) -> Iterator[SlowRank]:
+    def _find_late_ranks(self) -> Iterator[SlowRank]:
         """Yields the ranks of a late job that run while others wait, unless they evaluate."""
         if any(rank.awaited is not None for rank in self.ranks):
             for rank in self.ranks:
@@ -229,6 +230,7 @@ class BoardFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        #: The time in the last board, and when this host's clock saw it change.
         self._at: float | None = None
         self._changed = 0.0
 
@@ -255,8 +257,8 @@ class BoardFile:
         return board.after(time.monotonic() - self._changed)
 
 
-def board_of(text: str | bytes) -> JobBoard:
-    """Reads the text of a board; raises the errors of :func:`read_board`."""
+def parse_board(text: str | bytes) -> JobBoard:
+    """Reads a board from JSON; raises the errors of :func:`read_board`."""
     return JobBoard.of(parse(text, _SOURCE))
 
 
@@ -271,47 +273,48 @@ class Boards:
     """Makes one board after another, and finds slow ranks from their steps."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._stages: dict[int, tuple[tuple[int, ...], int]] = {}
         self._slow = SlowRanks({})
 
     def next(self, heard: Mapping[int, Heard], now: float) -> JobBoard:
-        """Returns the state of the job.
+        """Returns the next board of the job.
 
         Args:
             heard: The last record of each rank, with the rows that came since the last board.
             now: Seconds since 1970.
         """
-        records = {rank: one.record for rank, one in heard.items()}
+        records = {rank: last.record for rank, last in heard.items()}
         first = records[min(records)]
         saved = max(filter(None, map(checkpoint_of, records.values())), default=None)
         step_time, usual = (
-            median([getattr(one, name) for one in records.values() if one.step_time] or [0.0])
+            median([getattr(rank, name) for rank in records.values() if rank.step_time] or [0.0])
             for name in ("step_time", "usual_step")
         )
         return JobBoard(
             at=now,
-            step=min(one.step for one in records.values()),
+            step=min(record.step for record in records.values()),
             steps=first.steps,
             step_time=step_time,
             usual_step=usual,
             samples_per_second=first.samples / step_time if step_time else 0.0,
-            ranks=tuple(_state(heard[rank]) for rank in sorted(heard)),
-            slow=tuple(self._name_slow(records)),
+            ranks=tuple(_record_with_state(heard[rank]) for rank in sorted(heard)),
+            slow=tuple(self._find_slow_ranks(records)),
             last_checkpoint=saved,
             gradient_norm=first.gradient_norm,
         )
 
-    def _name_slow(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
+    def _find_slow_ranks(self, records: Mapping[int, RankRecord]) -> list[SlowRank]:
+        """Returns the slow ranks, from the steps that are done since the last board too."""
         if len(records) == 1:
             return []  # there is no other rank to compare it with
-        places = {rank: (one.stages, one.shard) for rank, one in records.items()}
-        if places != self._places:
-            self._places, self._slow = places, SlowRanks(places)
-        return self._slow.add({rank: one.rows for rank, one in records.items()})
+        stages = {rank: (record.stages, record.shard) for rank, record in records.items()}
+        if stages != self._stages:
+            self._stages, self._slow = stages, SlowRanks(stages)
+        return self._slow.add({rank: record.rows for rank, record in records.items()})
 
 
-def _state(heard: Heard) -> RankRecord:
-    """Returns the record of a rank with its state, and the age of its last step as of now."""
+def _record_with_state(heard: Heard) -> RankRecord:
+    """Returns the record of a rank with its state and the age of its last step as of now."""
     record, age = heard.record, heard.record.step_age
     states = {
         "ended": heard.left,
@@ -326,12 +329,12 @@ def _state(heard: Heard) -> RankRecord:
 
 
 class Series(NamedTuple):
-    """A figure by step.
+    """One figure at several steps.
 
     Attributes:
         steps: The steps, ascending.
-        values: The figure, NaN and infinities included.
-        times: Seconds since the run began; empty if unknown.
+        values: The figure at each step, NaN and infinities included.
+        times: Seconds from the start of the run to each step; empty if unknown.
     """
 
     steps: Sequence[int]
@@ -390,18 +393,18 @@ class RunRecord:
         }
         for prefix, rows in (("", self.train), (history.EVALUATED, self.evaluations)):
             for name in dict.fromkeys(name for row in rows for name in row.figures):
-                chosen = [row for row in rows if name in row.figures]
-                steps, values = zip(*((row.step, row.figures[name]) for row in chosen))
-                series[prefix + name] = Series(steps, values, self.elapsed(chosen))
+                with_figure = [row for row in rows if name in row.figures]
+                steps, values = zip(*((row.step, row.figures[name]) for row in with_figure))
+                series[prefix + name] = Series(steps, values, self.elapsed(with_figure))
         return series
 
     @property
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """The steps and figures by name, without the NaN that marks a gap in the history."""
-        gaps = set(self.board.history.unknown().values())
+        """The steps and values by name of figure, without the NaN that mark gaps of the history."""
+        gaps = set(self.board.history.gaps().values())
         return {
-            name: [(x, y) for x, y in zip(one.steps, one.values) if x not in gaps]
-            for name, one in self.series.items()
+            name: [(step, value) for step, value in zip(steps, values) if step not in gaps]
+            for name, (steps, values, _) in self.series.items()
         }
 
     def _elapsed_at(self, steps: Sequence[int]) -> list[float]:
@@ -412,10 +415,10 @@ class RunRecord:
 
     def elapsed(self, rows: Sequence[Row]) -> list[float]:
         """Returns the seconds from the start of the run to each row; empty if unknown."""
-        starts = [each.began for each in self.board.attempts[:1]]
+        starts = [attempt.began for attempt in self.board.attempts[:1]]
         starts += [row.time for row in self.train[:1]]
-        begin = min(filter(_is_moment, starts), default=0.0)
-        if not begin or not all(_is_moment(row.time) for row in rows):
+        begin = min(filter(_is_plausible_time, starts), default=0.0)
+        if not begin or not all(_is_plausible_time(row.time) for row in rows):
             return []
         return [max(0.0, row.time - begin) for row in rows]
 
@@ -425,5 +428,6 @@ class RunRecord:
         return value if isinstance(value, dict) else {}
 
 
-def _is_moment(value: float) -> bool:
+def _is_plausible_time(value: float) -> bool:
+    """Returns whether a time in seconds since 1970 can be that of a run."""
     return 0 < value < _LAST_MOMENT

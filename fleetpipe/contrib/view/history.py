@@ -69,23 +69,24 @@ def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
             process = (line.get("process"), line.get("life"))
             if process != current or not attempts:
                 attempts.append(
-                    AttemptRecord(_number(line.get("time")), int(_number(line.get("step"))))
+                    AttemptRecord(_to_number(line.get("time")), int(_to_number(line.get("step"))))
                 )
             current = process
             attempts[-1].ended = None
         elif line.get("event") == "end" and attempts:
-            _end(attempts[-1], line)
+            _record_end(attempts[-1], line)
     return attempts
 
 
-def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
-    attempt.ended = _number(line.get("time"))
+def _record_end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
+    """Adds to an attempt what the line of its end says."""
+    attempt.ended = _to_number(line.get("time"))
     code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
     attempt.finished = code == 0 and saved is None
     interrupted = code == INTERRUPTED
     attempt.failed = not attempt.finished and not interrupted and saved is None
     last = step if saved is None else saved
-    attempt.last_step = int(_number(last)) if _is_usable(last) else None
+    attempt.last_step = int(_to_number(last)) if _is_usable_number(last) else None
     if attempt.finished:
         attempt.outcome = "finished"
     elif saved is not None:
@@ -98,11 +99,12 @@ def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
         attempt.details = str(line.get("details") or "")
 
 
-def _number(value: Any) -> float:
-    return float(value) if _is_usable(value) else 0.0
+def _to_number(value: Any) -> float:
+    """Returns a value of JSON as a number; 0 if it is none, or too large."""
+    return float(value) if _is_usable_number(value) else 0.0
 
 
-def _is_usable(value: Any) -> bool:
+def _is_usable_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 1e15
 
 
@@ -172,15 +174,18 @@ class History:
             self._rows, self.stride = earlier, self.stride if earlier else 1
             index = (max(1, step) - 1) // self.stride
         self.last = step
-        self._rows[index] = _join(self._rows.get(index, {}), figures)
+        self._rows[index] = _merge_figures(self._rows.get(index, {}), figures)
         if len(self._rows) > MOST:
             halved: dict[int, Mapping[str, float]] = {}
             for at, row in self._rows.items():
-                halved[at // 2] = _join(halved.get(at // 2, {}), row)
+                halved[at // 2] = _merge_figures(halved.get(at // 2, {}), row)
             self._rows, self.stride = halved, 2 * self.stride
 
     def add_event(self, event: RunEvent) -> None:
-        """Adds an event; one of the kind and text of the last event raises its count instead."""
+        """Adds an event.
+
+        If the last event has its kind and its text, the count of that one is raised instead.
+        """
         *earlier, last = self.events or (None,)
         if last is not None and (last.kind, last.text) == (event.kind, event.text):
             times = last.times + event.times
@@ -195,9 +200,12 @@ class History:
         return [HistoryRow(min(self.last, step), row) for step, row in ends]
 
     def series(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Returns steps and values of each figure; NaN stands at the steps of :meth:`unknown`."""
+        """Returns the steps and the values of each figure.
+
+        In a gap stands one NaN, at the first step of the gap; see :meth:`gaps`.
+        """
         series: dict[str, tuple[list[int], list[float]]] = {}
-        gaps = self.unknown()
+        gaps = self.gaps()
         for step, figures in self.rows():
             for name, value in figures.items():
                 steps, values = series.setdefault(name, ([], []))
@@ -208,8 +216,11 @@ class History:
                 values.append(value)
         return series
 
-    def unknown(self) -> dict[int, int]:
-        """Returns the first step of each gap in the rows, by the step of the row after the gap."""
+    def gaps(self) -> dict[int, int]:
+        """Returns where steps are missing.
+
+        The keys are the steps of the rows after a gap, the values the first steps of the gaps.
+        """
         steps = [0, *(row.step for row in self.rows())]
         pairs = itertools.pairwise(steps)
         return {step: x + self.stride for x, step in pairs if step - x > 2 * self.stride}
@@ -231,18 +242,22 @@ class History:
             raise value.refused(f"at most {MOST} rows")
         events = value.get("events")  # missing in those of earlier versions
         return cls(
-            (row.row(HistoryRow, figures=_figures) for row in rows),
+            (row.row(HistoryRow, figures=_read_figures) for row in rows),
             stride,
             () if events is None else (event.row(RunEvent) for event in events.items()),
         )
 
 
-def _figures(value: JsonValue) -> dict[str, float]:
+def _read_figures(value: JsonValue) -> dict[str, float]:
+    """Reads figures by name, NaN and infinities included."""
     return {name: figure.number() for name, figure in value.fields().items()}
 
 
-def _join(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:
-    """Returns the later figures, or the earlier ones where these are NaN or infinite."""
+def _merge_figures(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:
+    """Returns the figures of two rows of the history that become one.
+
+    A figure is that of the later row, but NaN or infinite if the earlier row has it so.
+    """
     strange = {name: value for name, value in earlier.items() if not math.isfinite(value)}
     return {**earlier, **later, **strange}
 

@@ -61,8 +61,11 @@ class BoardWriter:
         self._noted = job.progress.events = deque(maxlen=_MOST_NOTED)
         if attempt_files.number() <= 1:  # the launcher adds the event of a later attempt
             self._add_event("start", "the training begins", job.progress.step, now)
+        #: What was let pass, and has an event.
         self._allowed: set[str] = set()
-        self._strange: set[str] = set()
+        #: The figures whose first NaN or infinity has an event.
+        self._not_finite: set[str] = set()
+        #: Whether another job has been seen to write into a folder.
         self._mixed = False
         #: In the time of the boards, which may be set back.
         self._history_written, self._history_period = -math.inf, _HISTORY_PERIOD
@@ -119,15 +122,15 @@ class BoardWriter:
         Returns:
             The slow ranks that a log has to name.
         """
-        self._note(board)
+        self._note_figures(board)
         named = self._notices.choose(slow, board.at)
         self._note_events(board)
         self.board = replace(board, history=self._history)
         self._write(self.board)
         return named
 
-    def _note(self, board: JobBoard) -> None:
-        """Adds the figures since the last board to the history."""
+    def _note_figures(self, board: JobBoard) -> None:
+        """Adds the figures of the steps since the last board to the history."""
         if not self._figures:
             return
         if not self._history.last:
@@ -136,8 +139,8 @@ class BoardWriter:
             step, figures = self._figures.popleft()
             self._history.add(step, figures)
             for name, figure in figures.items():
-                if not math.isfinite(figure) and name not in self._strange:
-                    self._strange.add(name)
+                if not math.isfinite(figure) and name not in self._not_finite:
+                    self._not_finite.add(name)
                     self._add_event("nan", f"{name} is {figure}", step, board.at)
         if board.step_time:
             busy = sum(rank.busy for rank in board.ranks) / len(board.ranks)
@@ -147,10 +150,10 @@ class BoardWriter:
     def _continue_history(self, step: int) -> None:
         """Continues the longest history in the folders if the first step is that of a restart."""
         if step > 1 or attempt_files.number() > 1:
-            earlier = map(history.read_history, self._folders())
+            earlier = map(history.read_history, self._board_folders())
             events = self._history.events
             self._history = max(
-                (self._history, *earlier), key=lambda one: (one.last, len(one.events))
+                (self._history, *earlier), key=lambda kept: (kept.last, len(kept.events))
             )
             for event in events:
                 self._history.add_event(event)
@@ -173,44 +176,59 @@ class BoardWriter:
             self._add_event("slow", text, board.step, board.at, slow.since)
 
     def _add_event(self, kind: str, text: str, step: int, at: float, since: int = 0) -> None:
+        """Adds an event to the history.
+
+        Args:
+            kind: As in ``RunEvent``.
+            text: What happened, in words.
+            step: Steps that were done by then.
+            at: Seconds since 1970.
+            since: Steps that were done when it began; 0 if it did not last.
+        """
         event = history.RunEvent(at, step, kind, text, min(step, since or step))
         self._history.add_event(event)
 
     def _write(self, board: JobBoard) -> None:
         """Writes the board, and from time to time its history, into all folders."""
-        texts = {FILE: json.dumps(board.content())}
-        begin = time.thread_time()
+        self._replace(FILE, board.content())
         # Before the first figures it would replace the history that is to be continued.
         due = abs(board.at - self._history_written) >= self._history_period
         if self._history.last and due:
-            texts[history.FILE] = json.dumps(self._history.content())
-            self._history_written = board.at
-        for folder in self._folders():
-            with contextlib.suppress(OSError):
-                self._note_other_writer(folder)
-                for name, text in texts.items():
-                    atomic_file.replace_text(folder / name, text)
-                self._written[folder] = _identity(folder / FILE)
-        if history.FILE in texts:
+            begin = time.thread_time()
+            self._replace(history.FILE, self._history.content())
             took = time.thread_time() - begin
+            self._history_written = board.at
             self._history_period = max(_HISTORY_PERIOD, _HISTORY_TIMES * took)
+
+    def _replace(self, name: str, content: object) -> None:
+        """Replaces a file in all folders by one with this content, as JSON."""
+        text = json.dumps(content)
+        for folder in self._board_folders():
+            with contextlib.suppress(OSError):
+                if name == FILE:
+                    self._note_other_writer(folder)
+                atomic_file.replace_text(folder / name, text)
+                if name == FILE:
+                    self._written[folder] = _file_identity(folder / FILE)
 
     def _note_other_writer(self, folder: Path) -> None:
         """Adds an event if the board in a folder is not the one that was written last."""
         last = self._written.get(folder)
-        if last is not None and _identity(folder / FILE) != last and not self._mixed:
+        if last is not None and _file_identity(folder / FILE) != last and not self._mixed:
             self._mixed = True
             text = "another job writes into this folder: give each a folder of its own"
             self._add_event("mixed", text, self.board.step, self.board.at)
 
-    def _folders(self) -> Iterator[Path]:
+    def _board_folders(self) -> Iterator[Path]:
+        """Yields the folders into which the board is written."""
         yield from self._job.progress.folders
         directory = attempt_files.folder()
         if directory is not None:
             yield directory
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _file_identity(path: Path) -> tuple[int, int]:
+    """Returns values that change if another file is put in the place of this one."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns
 
@@ -242,11 +260,13 @@ class Reporter:
             self._writer.close(last, time.time())
 
     def _note_warning(self, record: logging.LogRecord) -> None:
+        """Makes an event of a warning in the log."""
         if record.name not in _NO_EVENTS:
             first = record.getMessage().partition("\n")[0]
             self._job.progress.note_event("warning", first)
 
     def _run(self) -> None:
+        """Writes board after board until the job ends; runs on the thread."""
         try:
             while not self._ended.wait(PERIOD):
                 self._writer.add(self._job.heard(), time.time())
@@ -255,17 +275,20 @@ class Reporter:
 
 
 def record_in(folder: Path) -> None:
-    """Makes the first rank write the board of the current job into the folder of a run too."""
+    """Adds a folder to those into which the first rank of the current job writes the board.
+
+    Without a job, and on other ranks, nothing happens.
+    """
     job = current_job()
     if job is not None and job.leads():
-        _warn_of_another(folder)
+        _warn_of_other_job(folder)
         job.progress.folders.append(folder)
         if not job.keeps_board:
-            _keep(job)
+            _keep_board(job)
 
 
-def _warn_of_another(folder: Path) -> None:
-    """Warns if another job is writing its board into this folder."""
+def _warn_of_other_job(folder: Path) -> None:
+    """Logs a warning if another job is writing its board into this folder."""
     with contextlib.suppress(ConfigError):
         board = read_board(folder / FILE)
         over = all(rank.state == "ended" for rank in board.ranks)
@@ -273,8 +296,8 @@ def _warn_of_another(folder: Path) -> None:
             _log.warning("another job runs in %s: give each a folder of its own", folder)
 
 
-def _keep(job: Job) -> Reporter:
-    """Keeps the board of a job until it ends."""
+def _keep_board(job: Job) -> Reporter:
+    """Starts a :class:`Reporter`, which runs until the job ends."""
     reporter = Reporter(job)
     job.keeps_board = True
     job.endings.append(reporter.close)
@@ -282,11 +305,15 @@ def _keep(job: Job) -> Reporter:
 
 
 def begin(job: Job, address: str | None) -> None:
-    """Keeps the board of a job on its first rank until the job ends, and serves it.
+    """Starts writing the board of a job on its first rank, and serving it.
 
-    The address is PORT or HOST:PORT, or None for nowhere. Raises the errors of ``Server``.
+    Both end with the job. Raises the errors of ``Server``.
+
+    Args:
+        job: The job.
+        address: PORT or HOST:PORT to serve at; None: the board is not served.
     """
-    reporter = _keep(job)
+    reporter = _keep_board(job)
     if address is not None:
         from fleetpipe.contrib.view.showing.server import Server
 

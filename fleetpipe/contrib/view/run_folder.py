@@ -58,10 +58,10 @@ def read(folder: Path) -> RunRecord:
             fix="train with callbacks=MetricsLogger(folder), and give that folder",
         )
     notes: list[str] = []
-    about = _about(folder / ABOUT, notes)
-    train, evaluations = _rows(folder / METRICS, notes)
-    attempts = attempts_of(_lines(folder / ATTEMPTS, notes))
-    pipeline = _pipeline(traces, about, notes)
+    about = _read_about(folder / ABOUT, notes)
+    train, evaluations = _read_rows(folder / METRICS, notes)
+    attempts = attempts_of(_read_json_lines(folder / ATTEMPTS, notes))
+    pipeline = _read_pipeline(traces, about, notes)
     if pipeline is None or not pipeline.measured:
         notes.append(
             "No step was traced, so the picture of what ran is missing: add "
@@ -76,15 +76,21 @@ def read(folder: Path) -> RunRecord:
     finished = bool(attempts) and attempts[-1].finished
     if train and not evaluations and (finished or train[-1].epoch > train[0].epoch):
         notes.append("There was no evaluation: give fit some eval_data to have its curves.")
-    board = _board(folder, [*train, *evaluations], about, attempts)
-    name, saved = folder.resolve().name, _newest_model(folder)
+    board = _read_board(folder, [*train, *evaluations], about, attempts)
+    name, saved = folder.resolve().name, _newest_checkpoint(folder)
     return RunRecord(name, board, train, evaluations, about, pipeline, notes, saved)
 
 
-def _pipeline(
+def _read_pipeline(
     traces: Sequence[Path], about: Mapping[str, Any], notes: list[str]
 ) -> Pipeline | None:
-    """Returns the timelines of a run; None, with a note of the reason, if they cannot be drawn."""
+    """Returns the timelines of a run; None if they cannot be drawn.
+
+    Args:
+        traces: The folders that have a trace; the first one is read.
+        about: The contents of ``run.json``.
+        notes: Receives the reason if the timelines cannot be drawn.
+    """
     try:
         return pipeline_of(about.get("schedule"), traces[0] / TRACE if traces else None)
     except (*_DAMAGED, FleetPipeError) as error:
@@ -93,28 +99,29 @@ def _pipeline(
         return None
 
 
-def _board(
-    folder: Path,
-    rows: Sequence[Row],
-    about: Mapping[str, Any],
-    attempts: Sequence[AttemptRecord],
+def _read_board(
+    folder: Path, rows: Sequence[Row], about: Mapping[str, Any], attempts: Sequence[AttemptRecord]
 ) -> JobBoard:
-    """Reads the board that the job wrote; without one, makes one from the other files."""
+    """Reads the board that the job wrote; if there is none, makes one from the other files."""
     try:
         return BoardFile(folder / BOARD)()
     except ConfigError:
         last = max(rows, key=lambda row: (row.step, row.time), default=Row(0, 0, 0.0, {}, {}))
         training = about.get("training")
-        sizes = [training.get(name) for name in _SIZES] if isinstance(training, dict) else [None]
-        steps = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+        sizes = training if isinstance(training, dict) else {}
+        counts = [sizes[name] for name in _SIZES if isinstance(sizes.get(name), int)]
+        steps = math.prod(counts) if len(counts) == len(_SIZES) else None
         norm = last.figures.get("gradient_norm")
         return JobBoard(last.time, last.step, steps, gradient_norm=norm, attempts=tuple(attempts))
 
 
-def _newest_model(folder: Path) -> tuple[int, str] | None:
-    """Returns the newest step that the subfolders of a run hold, and the hash of its model."""
+def _newest_checkpoint(folder: Path) -> tuple[int, str] | None:
+    """Returns the newest step of all checkpoints below the folder, and the hash of its model.
+
+    None if there is no checkpoint, or if the newest one is damaged.
+    """
     complete = map(run_folder.complete_steps, _subfolders(folder))
-    steps = {step: path for each in complete for step, path in each.items()}
+    steps = {step: path for paths in complete for step, path in paths.items()}
     try:
         newest = max(steps)
         return newest, manifest.read_manifest(steps[newest]).model_hash[:SHORT]
@@ -123,10 +130,12 @@ def _newest_model(folder: Path) -> tuple[int, str] | None:
 
 
 def _subfolders(folder: Path) -> list[Path]:
+    """Returns the folders within a folder, sorted."""
     return sorted(path for path in folder.glob("*") if path.is_dir())
 
 
-def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
+def _read_about(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    """Reads ``run.json``; returns an empty object, and notes why, if it is missing or damaged."""
     if not path.exists():
         notes.append(
             f"{path.name} is missing, so configuration, layout and versions are: MetricsLogger "
@@ -143,12 +152,16 @@ def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
     return about
 
 
-def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of training batches, and the rows of evaluations."""
+def _read_rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """Reads ``metrics.jsonl``, and notes what is wrong with it.
+
+    Returns:
+        The rows of training batches and those of evaluations, by step.
+    """
     by_phase: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
     invalid = 0
-    for line in _lines(path, notes):
-        row, phase = _row(line), str(line.get("phase"))
+    for line in _read_json_lines(path, notes):
+        row, phase = _row_from_line(line), str(line.get("phase"))
         if row is None or phase not in by_phase:
             invalid += 1
         else:
@@ -163,34 +176,35 @@ def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     return train, evaluations
 
 
-def _row(line: Mapping[str, Any]) -> Row | None:
-    """Returns the row in a line of ``metrics.jsonl``; None if it is no row."""
+def _row_from_line(line: Mapping[str, Any]) -> Row | None:
+    """Converts a line of ``metrics.jsonl`` to a row; returns None if the line is no row."""
     step, epoch, when = (line.get(name, 0) for name in ("step", "epoch", "time"))
     if not all(_is_number(value) and math.isfinite(value) for value in (step, epoch, when)):
         return None
     values = {name: value for name, value in line.items() if name not in _KEYS}
-    figures = {name: _figure(value) for name, value in values.items() if _is_number(value)}
+    figures = {name: _drawable_figure(value) for name, value in values.items() if _is_number(value)}
     lists = {
-        name: [_figure(number) for number in value]
+        name: [_drawable_figure(number) for number in value]
         for name, value in values.items()
         if isinstance(value, list) and value and all(map(_is_number, value))
     }
     return Row(int(step), int(epoch), float(when), figures, lists)
 
 
-def _figure(value: float) -> float:
-    """Returns a figure; one that is too large to draw becomes infinite."""
+def _drawable_figure(value: float) -> float:
+    """Returns a figure as a float; one that is too large to draw becomes infinite."""
     return float(value) if not abs(value) > _MOST else math.copysign(math.inf, value)
 
 
 def _is_number(value: Any) -> bool:
+    """Returns whether a value of JSON is a number, and not too large for a float."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < 1 << 63
     return isinstance(value, float)
 
 
-def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines; notes invalid lines."""
+def _read_json_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Returns the objects of a file of JSON lines, and notes how many lines are damaged."""
     try:
         values, torn = read_lines(path)
     except OSError as error:
@@ -226,7 +240,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the page of one or several runs, also of runs that still go on or died.
+    """Writes the page of one or several runs, which may go on, or have died.
 
     Raises:
         ConfigError: A folder has no run, or is given twice, a file cannot be read or written, or

@@ -68,9 +68,14 @@ class AttemptBoard:
 
 @contextmanager
 def serving(address: Address | None) -> Iterator[AttemptBoard]:
-    """While it is open, serves the board of a job at ``address``; serves nothing if that is None.
+    """Serves the board of a job while the context is open.
 
-    Yields the board, which the launcher tells of each attempt. Raises the errors of ``Server``.
+    Args:
+        address: The address to serve at; None: nothing is served.
+
+    Yields:
+        The board, to which the launcher has to name each attempt that begins. Raises the errors of
+        ``Server``.
     """
     board = AttemptBoard()
     if address is None:

@@ -36,7 +36,7 @@ FEWEST, MOST = 12, 200
 #: How many times the noise of earlier steps the threshold is, and a further margin over few steps.
 _MARGIN, _FEW = 1.25, 6.0
 #: The quantile that counts as the noise: a slowness that was not named must not hide the next one.
-_CHANCE = 0.95
+_NOISE_QUANTILE = 0.95
 #: The first steps, which allocate memory and load code, are left out.
 _WARM_UP = 3
 #: The least share of a step that a slow rank loses, and that a slow link loses.
@@ -92,7 +92,7 @@ class SlowRank:
         return text + self.reference + since + _REMEDIES.get(self.what, "")
 
 
-class _Compared(NamedTuple):
+class _ComparedFigure(NamedTuple):
     """A figure of a step, compared with its reference.
 
     Attributes:
@@ -107,7 +107,11 @@ class _Compared(NamedTuple):
 
 
 class StepComparison:
-    """Compares one figure of all ranks step by step."""
+    """Finds the ranks that are slow in one figure, from their figures step by step.
+
+    Attributes:
+        slow: The ranks that are slow now, and how many times as long each takes.
+    """
 
     def __init__(self, peers: Mapping[int, Sequence[int]], least: float = LEAST) -> None:
         """Begins without any figures.
@@ -118,11 +122,12 @@ class StepComparison:
         """
         self._peers = peers
         self._least = math.log(least)
+        #: By rank its earlier figures, and the factors from which its threshold is learned.
         self._figures: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
-        self._chance: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
+        self._noise: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
         self._usual: dict[int, float] = {}
         self._thresholds: dict[int, float] = {}
-        self._recent: deque[dict[int, _Compared]] = deque(maxlen=WINDOW)
+        self._recent: deque[dict[int, _ComparedFigure]] = deque(maxlen=WINDOW)
         self._count = 0
         self.slow: dict[int, float] = {}
 
@@ -143,26 +148,27 @@ class StepComparison:
             for rank, figure in figures.items():
                 self._figures[rank].append(figure)
             if self._count % WINDOW == 0 or not self._usual:
-                self._learn()
+                self._learn_thresholds()
         self._recent.append(self._compare_step(figures, costs))
         if len(self._recent) == WINDOW:
-            factors = {rank: self._factor(rank, learns) for rank in figures}
+            factors = {rank: self._slow_factor(rank, learns) for rank in figures}
             self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
 
-    def _learn(self) -> None:
+    def _learn_thresholds(self) -> None:
         """Updates usual figures and thresholds; once in a window, because it takes long."""
         self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
-        for rank, chance in self._chance.items():
+        for rank, noise in self._noise.items():
             # The last window may be the beginning of a slowness.
-            past = sorted(list(chance)[:-WINDOW])
+            past = sorted(list(noise)[:-WINDOW])
             if len(past) >= FEWEST:
-                most = past[int(_CHANCE * len(past))] - median(past)
+                most = past[int(_NOISE_QUANTILE * len(past))] - median(past)
                 margin = _MARGIN + _FEW / len(past)
                 self._thresholds[rank] = max(self._least, margin * most)
 
     def _compare_step(
         self, figures: Mapping[int, float], costs: Mapping[int, float]
-    ) -> dict[int, _Compared]:
+    ) -> dict[int, _ComparedFigure]:
+        """Compares the figure of each rank with that of its peers, or with its own usual one."""
         changes = {rank: math.log(figures[rank] / self._usual[rank]) for rank in figures}
         compared = {}
         for rank, figure in figures.items():
@@ -170,14 +176,19 @@ class StepComparison:
             if self._peers[rank]:
                 reference = median(figures[peer] for peer in self._peers[rank])
             elif len(figures) > 1:
-                common = median(changes[one] for one in figures if one != rank)
+                common = median(changes[other] for other in figures if other != rank)
                 reference *= math.exp(max(0.0, common - _STEADY))
             factor = math.log(figure / reference)
-            compared[rank] = _Compared(factor, figure - reference, costs[rank])
+            compared[rank] = _ComparedFigure(factor, figure - reference, costs[rank])
         return compared
 
-    def _factor(self, rank: int, learns: bool) -> float | None:
-        """Returns the factor of a rank if it is slow, else None."""
+    def _slow_factor(self, rank: int, learns: bool) -> float | None:
+        """Returns how many times as long a rank takes if it is slow, else None.
+
+        Args:
+            rank: The rank.
+            learns: Whether the factors of a rank that is not slow count as noise.
+        """
         factors, lost, costs = zip(*(step[rank] for step in self._recent))
         ordered = sorted(factors)
         low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
@@ -185,13 +196,17 @@ class StepComparison:
         shown = high if rank in self.slow else low
         slow = shown > self._thresholds.get(rank, math.inf)
         if learns and not slow:
-            self._chance[rank].append(low)
+            self._noise[rank].append(low)
         matters = median(lost) > median(costs)
         return math.exp(median(factors)) if slow and matters else None
 
 
 class ProcessorLimit:
-    """The share of a rank's time in which its container's limit kept it from running."""
+    """Measures how much longer a rank takes because of the processor limit of its container.
+
+    Attributes:
+        factor: How many times as long it takes; None if the limit does not matter.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque()
@@ -211,18 +226,23 @@ class ProcessorLimit:
 
 
 class SlowRanks:
-    """Compares all figures of all ranks, and names the slow ranks."""
+    """Finds the slow ranks of a job, from all figures of their steps.
 
-    def __init__(self, places: Mapping[int, tuple[tuple[int, ...], int]]) -> None:
+    Attributes:
+        slow: The ranks that are slow now.
+    """
+
+    def __init__(self, stages: Mapping[int, tuple[tuple[int, ...], int]]) -> None:
         """Begins without any steps.
 
         Args:
-            places: The stages of each rank of the job, and its index among ranks that share them.
+            stages: By rank of the job its stages, and its index among the ranks that share them.
         """
-        self._rows: dict[int, dict[int, StepRow]] = {rank: {} for rank in places}
+        #: By rank, its rows of steps that not all ranks have finished, by step.
+        self._rows: dict[int, dict[int, StepRow]] = {rank: {} for rank in stages}
         peers = {
-            rank: [other for other in places if other != rank and places[other] == place]
-            for rank, place in places.items()
+            rank: [peer for peer in stages if peer != rank and stages[peer] == stages[rank]]
+            for rank in stages
         }
         self._peers = peers
         self._comparisons = {
@@ -230,8 +250,9 @@ class SlowRanks:
             for name, what in _WHAT.items()
         }
         self._links: dict[tuple[int, int], StepComparison] = {}
+        #: The least seconds of messages, by the ranks that send and receive them.
         self._flights: dict[tuple[int, int], float] = {}
-        self._limits = {rank: ProcessorLimit() for rank in places}
+        self._limits = {rank: ProcessorLimit() for rank in stages}
         self.slow: list[SlowRank] = []
 
     def add(self, rows: Mapping[int, Sequence[StepRow]]) -> list[SlowRank]:
@@ -240,13 +261,19 @@ class SlowRanks:
             self._rows[rank].update((row.step, row) for row in new)
         complete = sorted(set.intersection(*map(set, self._rows.values())))
         for step in complete:
-            self._compare(step, {rank: kept[step] for rank, kept in self._rows.items()})
+            self._compare_ranks(step, {rank: kept[step] for rank, kept in self._rows.items()})
         if complete:
             for rank, kept in self._rows.items():
                 self._rows[rank] = {n: row for n, row in kept.items() if n > complete[-1]}
         return self.slow
 
-    def _compare(self, number: int, step: Mapping[int, StepRow]) -> None:
+    def _compare_ranks(self, number: int, step: Mapping[int, StepRow]) -> None:
+        """Compares a step that all ranks have finished, and updates ``slow``.
+
+        Args:
+            number: The number of the step, from 0.
+            step: The row of each rank.
+        """
         span = median(row.span for row in step.values())
         probes = {rank: (row.probe or 1.0) ** _POWER for rank, row in step.items()}
         for name, comparison in self._comparisons.items():
@@ -275,14 +302,14 @@ class SlowRanks:
             if limit.factor is not None:
                 slow.pop((rank, "compute"), None)
                 slow[rank, LIMIT] = limit.factor
-        since = {(one.rank, one.what): one.since for one in self.slow}
+        since = {(slow_rank.rank, slow_rank.what): slow_rank.since for slow_rank in self.slow}
         first = max(1, number + 2 - WINDOW)
         self.slow = [
-            SlowRank(*key, factor, self._reference(*key), since.get(key, first))
+            SlowRank(*key, factor, self._reference_in_words(*key), since.get(key, first))
             for key, factor in slow.items()
         ]
 
-    def _reference(self, rank: int, what: str) -> str:
+    def _reference_in_words(self, rank: int, what: str) -> str:
         """Returns what a rank is compared with, in words."""
         if what == LIMIT:
             return "without the limit"
@@ -299,7 +326,9 @@ class SlowRanks:
         ways = {
             (int(source), rank): (flight, awaited)
             for rank, row in step.items()
-            for source, flight, awaited in zip(*(row.flights[n::3] for n in range(3)))
+            for source, flight, awaited in zip(
+                row.flights[::3], row.flights[1::3], row.flights[2::3]
+            )
         }
         for way, (flight, awaited) in ways.items():
             most = math.inf if awaited else self._flights.get(way, math.inf)
@@ -331,18 +360,23 @@ class Notices:
         self._pauses: defaultdict[tuple[int, str], float] = defaultdict(lambda: _PAUSE)
 
     def choose(self, slow: Sequence[SlowRank], now: float) -> list[SlowRank]:
-        """Returns which of the ranks that are slow at the time ``now``, in seconds, to name."""
-        by_key = {(one.rank, one.what): one for one in slow}
+        """Returns the slow ranks that a log has to name now.
+
+        Args:
+            slow: The ranks that are slow now.
+            now: The present time in seconds.
+        """
+        by_key = {(slow_rank.rank, slow_rank.what): slow_rank for slow_rank in slow}
         self._since = {key: self._since.get(key, now) for key in by_key}
         lasts = {key for key, since in self._since.items() if now >= since + _LASTS}
-        self.past = [one for key, one in self._lasting.items() if key not in lasts]
-        self._lasting = {key: one for key, one in by_key.items() if key in lasts}
+        self.past = [slow_rank for key, slow_rank in self._lasting.items() if key not in lasts]
+        self._lasting = {key: slow_rank for key, slow_rank in by_key.items() if key in lasts}
         self._named &= set(by_key)
         chosen = []
-        for key, one in self._lasting.items():
+        for key, slow_rank in self._lasting.items():
             if key not in self._named and now >= self._due.get(key, now):
                 self._due[key] = now + self._pauses[key]
                 self._pauses[key] *= 2
                 self._named.add(key)
-                chosen.append(one)
+                chosen.append(slow_rank)
         return chosen

@@ -27,12 +27,12 @@ from fleetpipe.schedules import Costs, SliceNumber, build
 LEAST = 1.1
 
 Key = TypeVar("Key")
-Place = TypeVar("Place")
+Cell = TypeVar("Cell")
 
 #: An operation, and its seconds without waits, or these over others.
 TimedOperation = tuple[TracedOperation, float]
-#: Whether an operation belongs to a set that is made ideal.
-Member = Callable[[TracedOperation], bool]
+#: Tells whether an operation belongs to a set of them.
+IsMember = Callable[[TracedOperation], bool]
 
 #: The share of ranks that M_W takes for the slowest.
 SLOWEST = 0.03
@@ -57,101 +57,118 @@ class Cause(NamedTuple):
     share: float = 0.0
 
 
-def suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, Member]]:
+def find_suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, IsMember]]:
     """Returns the slowest stage, replica, rank, micro-batch and link, the worst first.
 
     Beside each is a test of which operations belong to it.
     """
     timed = _time_operations(steps)
-    computed = _ratios([pair for pair in timed if pair[0].kind not in COMMUNICATIONS])
-    moved = _ratios([pair for pair in timed if pair[0].kind in TRANSFERS])
-    several = len({one.replica for one, _ in computed}) > 1
-    cells = _medians(computed, lambda one: (one.replica, one.stage, one.micro_batch))
-    of_micro_batch = _common(cells, lambda cell: cell[2])
-    ranks = _medians(computed, lambda one: one.rank)
-    of_stage = _common(ranks, lambda rank: rank[1])
-    of_replica = _common(ranks, lambda rank: rank[0]) if several else {}
+    computed = _relative_times([pair for pair in timed if pair[0].kind not in COMMUNICATIONS])
+    moved = _relative_times([pair for pair in timed if pair[0].kind in TRANSFERS])
+    several = len({op.replica for op, _ in computed}) > 1
+    cells = _median_by_key(computed, lambda op: (op.replica, op.stage, op.micro_batch))
+    of_micro_batch = _common_ratios(cells, lambda cell: cell[2])
+    ranks = _median_by_key(computed, lambda op: op.rank)
+    of_stage = _common_ratios(ranks, lambda rank: rank[1])
+    of_replica = _common_ratios(ranks, lambda rank: rank[0]) if several else {}
     residuals = {
         (replica, stage): ratio / max(of_stage[stage], of_replica.get(replica, 1.0), 1.0)
         for (replica, stage), ratio in ranks.items()
         if several
     }
-    of_link = _medians(moved, _link)
-    named = [
-        *_worst("stage", of_stage, lambda one: one.stage, "stage {}"),
-        *_worst("replica", of_replica, lambda one: one.replica, "replica {}"),
-        *_worst("rank", residuals, lambda one: one.rank, "stage {1} of replica {0}"),
-        *_worst("micro-batch", of_micro_batch, lambda one: one.micro_batch, "micro-batch {}"),
-        *_worst("link", of_link, _link, "stages {1} and {2} of replica {0}"),
+    of_link = _median_by_key(moved, _link_of)
+    suspects = [
+        *_find_worst("stage", of_stage, lambda op: op.stage, "stage {}"),
+        *_find_worst("replica", of_replica, lambda op: op.replica, "replica {}"),
+        *_find_worst("rank", residuals, lambda op: op.rank, "stage {1} of replica {0}"),
+        *_find_worst("micro-batch", of_micro_batch, lambda op: op.micro_batch, "micro-batch {}"),
+        *_find_worst("link", of_link, _link_of, "stages {1} and {2} of replica {0}"),
     ]
-    return sorted(named, key=lambda pair: -pair[0].factor)
+    return sorted(suspects, key=lambda suspect: -suspect[0].factor)
 
 
 def _time_operations(steps: Sequence[ReplayedStep]) -> list[TimedOperation]:
+    """Returns all operations of a trace with their seconds, without waits."""
     return [
-        (one, float(seconds))
+        (op, float(seconds))
         for step in steps
-        for one, seconds in zip(step.operations, step.transfer_times)
+        for op, seconds in zip(step.operations, step.transfer_times)
     ]
 
 
-def _ratios(timed: Sequence[TimedOperation]) -> list[TimedOperation]:
+def _relative_times(timed: Sequence[TimedOperation]) -> list[TimedOperation]:
     """Returns each operation with its time over the median of its kind."""
-    medians = _medians(timed, lambda one: one.kind)
-    return [
-        (one, time / medians[one.kind] if medians[one.kind] > 0 else 1.0) for one, time in timed
-    ]
+    medians = _median_by_key(timed, lambda op: op.kind)
+    return [(op, time / medians[op.kind] if medians[op.kind] > 0 else 1.0) for op, time in timed]
 
 
-def _medians(
+def _median_by_key(
     values: Iterable[TimedOperation], key: Callable[[TracedOperation], Key]
 ) -> dict[Key, float]:
-    grouped = _group_by_name((key(one), value) for one, value in values)
+    """Returns the median of the values of all operations with the same key."""
+    grouped = _group_by_key((key(op), value) for op, value in values)
     return {name: float(np.median(group)) for name, group in grouped.items()}
 
 
-def _group_by_name(values: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
+def _group_by_key(values: Iterable[tuple[Key, float]]) -> dict[Key, list[float]]:
+    """Returns the values of each key."""
     grouped: defaultdict[Key, list[float]] = defaultdict(list)
     for name, value in values:
         grouped[name].append(value)
     return grouped
 
 
-def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[Key, float]:
-    """Returns the median ratio of each group; at most 1 for a group that is not slow throughout."""
-    grouped = _group_by_name((key(place), ratio) for place, ratio in ratios.items())
-    return {
-        name: median if min(group) - 1 > (median - 1) / 2 else min(median, 1.0)
-        for name, group in grouped.items()
-        for median in [float(np.median(group))]
-    }
+def _common_ratios(ratios: Mapping[Cell, float], key: Callable[[Cell], Key]) -> dict[Key, float]:
+    """Returns how slow each group of ranks is: the median of their ratios.
+
+    A group of which some member is much less slow counts as not slow: its ratio is 1 at most.
+
+    Args:
+        ratios: The relative times by cell: a rank, or a rank and a micro-batch.
+        key: Returns the group of a cell.
+    """
+    common = {}
+    for name, group in _group_by_key((key(cell), ratio) for cell, ratio in ratios.items()).items():
+        median = float(np.median(group))
+        all_slow = min(group) - 1 > (median - 1) / 2
+        common[name] = median if all_slow else min(median, 1.0)
+    return common
 
 
-def _link(one: TracedOperation) -> tuple[int, ...]:
+def _link_of(op: TracedOperation) -> tuple[int, ...]:
     """Returns the replica of a transfer and the two stages that it connects, in order."""
-    down = one.kind in ("forward-send", "backward-recv")
-    peer = one.stage + (1 if down else -1)
-    return (one.replica, *sorted((one.stage, peer)))
+    down = op.kind in ("forward-send", "backward-recv")
+    peer = op.stage + (1 if down else -1)
+    return (op.replica, *sorted((op.stage, peer)))
 
 
-def _worst(
+def _find_worst(
     kind: str, factors: Mapping[Any, float], key: Callable[[TracedOperation], object], name: str
-) -> list[tuple[Cause, Member]]:
-    """Returns the slowest member of a kind, if it is slow and others are not."""
+) -> list[tuple[Cause, IsMember]]:
+    """Returns the slowest one of a kind, with a test of which operations are its own.
+
+    Empty if it is hardly slower than the others.
+
+    Args:
+        kind: As in :class:`Cause`.
+        factors: How many times as long each takes, by its number, rank or link.
+        key: Returns that of an operation.
+        name: The name in words, with fields for what is in such a key.
+    """
     if len(factors) < 2:
         return []
-    worst = max(factors, key=lambda place: factors[place])
-    peers = [factor for place, factor in factors.items() if place != worst]
+    worst = max(factors, key=lambda suspect: factors[suspect])
+    peers = [factor for suspect, factor in factors.items() if suspect != worst]
     factor = factors[worst] / float(np.median(peers))
     if factor < LEAST:
         return []
     words = worst if isinstance(worst, tuple) else (worst,)
     transfers = kind == "link"
 
-    def member(one: TracedOperation) -> bool:
-        return (one.kind in TRANSFERS) == transfers and key(one) == worst
+    def is_member(op: TracedOperation) -> bool:
+        return (op.kind in TRANSFERS) == transfers and key(op) == worst
 
-    return [(Cause(kind, name.format(*words), factor), member)]
+    return [(Cause(kind, name.format(*words), factor), is_member)]
 
 
 class Slowdown(NamedTuple):
@@ -181,7 +198,7 @@ class Slowdown(NamedTuple):
             "S": self.slowdown,
             "M_S": self.last_stage,
             "M_W": self.slowest_ranks,
-            "steps": [dict(zip(("measured", "replayed", "ideal"), one)) for one in self.step_times],
+            "steps": [dict(zip(("measured", "replayed", "ideal"), op)) for op in self.step_times],
             "ranks": [
                 {"replica": replica, "stage": stage, "score": score}
                 for (replica, stage), score in self.ranks.items()
@@ -192,28 +209,33 @@ class Slowdown(NamedTuple):
 
 
 def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
-    """Replays a trace, and again with each replica, stage and suspect made ideal."""
-    operations = [one for step in steps for one in step.operations]
-    if not any(one.duration for one in operations):
+    """Computes what stragglers cost: replays a trace, and again with each of them made ideal.
+
+    Raises:
+        ConfigError: No operation took any time.
+    """
+    operations = [op for step in steps for op in step.operations]
+    if not any(op.duration for op in operations):
         fix = "trace with a finer clock, in seconds"
         raise ConfigError("no operation of the trace took any time", fix=fix)
     ideal = ideal_times(steps)
-    stages = sorted({one.stage for one in operations})
-    replicas = sorted({one.replica for one in operations})
-    accused = suspects(steps)
-    members: dict[object, Member] = {
-        "none": lambda one: False,
-        "all": lambda one: True,
-        "links": lambda one: one.kind in COMMUNICATIONS,
-        **{("stage", stage): _has("stage", stage) for stage in stages},
-        **{("replica", replica): _has("replica", replica) for replica in replicas},
-        **dict(accused),
+    stages = sorted({op.stage for op in operations})
+    replicas = sorted({op.replica for op in operations})
+    suspects = find_suspects(steps)
+    cases: dict[object, IsMember] = {
+        "none": lambda op: False,
+        "all": lambda op: True,
+        "links": lambda op: op.kind in COMMUNICATIONS,
+        **{("stage", stage): _has_field_value("stage", stage) for stage in stages},
+        **{("replica", replica): _has_field_value("replica", replica) for replica in replicas},
+        **dict(suspects),
     }
-    times = _times(steps, ideal, list(members.values()))
-    mean_time = dict(zip(members, times.mean(axis=0)))
+    times = _replay_cases(steps, ideal, list(cases.values()))
+    mean_time = dict(zip(cases, times.mean(axis=0)))
     replayed, best = mean_time["none"], mean_time["all"]
 
     def share(time: float) -> float:
+        """Returns the share of the lost time that is gained if a mean step takes ``time``."""
         lost = replayed - best
         return float((replayed - time) / lost) if lost > 1e-9 * replayed else 0.0
 
@@ -224,7 +246,7 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
         for stage in stages
     }
     slowest = sorted(scores, key=lambda rank: -scores[rank])[: max(1, int(SLOWEST * len(scores)))]
-    without_slowest = _times(steps, ideal, [lambda one: one.rank in slowest]).mean()
+    without_slowest = _replay_cases(steps, ideal, [lambda op: op.rank in slowest]).mean()
     return Slowdown(
         float(replayed / best) if best else 1.0,
         shares["stage", stages[-1]],
@@ -232,31 +254,41 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
         tuple((step.span, row[0], row[1]) for step, row in zip(steps, times.tolist())),
         scores,
         shares["links"],
-        tuple(cause._replace(share=shares[cause]) for cause, _ in accused),
+        tuple(cause._replace(share=shares[cause]) for cause, _ in suspects),
     )
 
 
-def _has(field: str, value: int) -> Member:
-    return lambda one: bool(getattr(one, field) == value)
+def _has_field_value(field: str, value: int) -> IsMember:
+    """Returns a test of whether a field of an operation has a value."""
+    return lambda op: bool(getattr(op, field) == value)
 
 
 def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
     """Returns the mean time of each kind of computation and the median of each communication."""
-    by_kind = _group_by_name((one.kind, seconds) for one, seconds in _time_operations(steps))
+    by_kind = _group_by_key((op.kind, seconds) for op, seconds in _time_operations(steps))
     return {
         kind: float(np.median(values) if kind in COMMUNICATIONS else np.mean(values))
         for kind, values in by_kind.items()
     }
 
 
-def _times(
-    steps: Sequence[ReplayedStep], ideal: Mapping[str, float], members: Sequence[Member]
+def _replay_cases(
+    steps: Sequence[ReplayedStep], ideal: Mapping[str, float], members: Sequence[IsMember]
 ) -> np.ndarray:
-    """Returns [steps, cases]: the seconds of each step if the operations of a case are ideal."""
+    """Replays each step once for each case.
+
+    Args:
+        steps: The steps of the trace.
+        ideal: The ideal seconds by kind of operation.
+        members: For each case a test of which operations take their ideal time.
+
+    Returns:
+        [steps, cases]: the seconds of each step.
+    """
     rows = []
     for step in steps:
-        chosen = np.array([[member(one) for member in members] for one in step.operations])
-        best = np.array([ideal[one.kind] for one in step.operations])
+        chosen = np.array([[member(op) for member in members] for op in step.operations])
+        best = np.array([ideal[op.kind] for op in step.operations])
         rows.append(step.time(np.where(chosen, best[:, None], step.transfer_times[:, None])))
     return np.array(rows)
 
@@ -284,24 +316,25 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
     """
     timed = _time_operations(steps)
     computed = [pair for pair in timed if pair[0].kind not in COMMUNICATIONS]
-    for one, _ in computed:
-        sliced = isinstance(one.micro_batch, SliceNumber)
-        if sliced or one.part != one.stage or "|" in one.kind:
+    for op, _ in computed:
+        sliced = isinstance(op.micro_batch, SliceNumber)
+        if sliced or op.part != op.stage or "|" in op.kind:
             return []
-    times = _group_by_name(((one.kind, one.stage), seconds) for one, seconds in computed)
+    times = _group_by_key(((op.kind, op.stage), seconds) for op, seconds in computed)
     ranks = len({stage for _, stage in times})
     if any(stage >= ranks for _, stage in times):
         return []
-    micro_batches = len({one.micro_batch for one, _ in timed})
-    mean = {place: float(np.mean(values)) for place, values in times.items()}
+    micro_batches = len({op.micro_batch for op, _ in timed})
+    mean = {key: float(np.mean(values)) for key, values in times.items()}
     forward = [mean.get(("F", stage), 0.0) for stage in range(ranks)]
     whole = [mean.get(("B", stage), 0.0) for stage in range(ranks)]
     input_grad = [mean.get(("I", stage), whole[stage] / 2) for stage in range(ranks)]
     weight_grad = [mean.get(("W", stage), whole[stage] / 2) for stage in range(ranks)]
-    transfers = [seconds for one, seconds in timed if one.kind in TRANSFERS]
+    transfers = [seconds for op, seconds in timed if op.kind in TRANSFERS]
     comm = float(np.median(transfers)) if transfers else 0.0
 
     def step_time(name: str, costs: Sequence[Sequence[float]]) -> float:
+        """Returns the seconds of a step under a schedule with these costs of F, I and W."""
         schedule = build(name, ranks=ranks, micro_batches=micro_batches)
         forward, input_grad, weight_grad = map(tuple, costs)
         measured = Costs(forward, input_grad, weight_grad, comm=comm)
@@ -310,4 +343,4 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
     costs = (forward, input_grad, weight_grad)
     even = [[float(np.mean(part))] * ranks for part in costs]
     simulated = [Alternative(name, step_time(name, costs), step_time(name, even)) for name in NAMES]
-    return sorted(simulated, key=lambda one: one.seconds)
+    return sorted(simulated, key=lambda op: op.seconds)

@@ -75,13 +75,14 @@ class ReplayedStep:
         Raises:
             ConfigError: The order of the trace is impossible: operations wait in a circle.
         """
-        self.operations = sorted(operations, key=lambda one: one.start)
-        groups = _groups(self.operations)
-        needs = _needs(self.operations, one_thread)
+        self.operations = sorted(operations, key=lambda op: op.start)
+        groups = _groups_that_end_together(self.operations)
+        needs = _find_dependencies(self.operations, one_thread)
         together = {index: group for group in groups for index in group}
-        if one_thread:
-            kinds = [one.kind for one in self.operations]
+        if one_thread:  # a send does not wait for its receive
+            kinds = [op.kind for op in self.operations]
             together = {i: g for i, g in together.items() if not kinds[i].endswith("-send")}
+        #: For each operation the indices of those that must end before it begins.
         self._waits = [
             sorted({need for member in together.get(index, (index,)) for need in needs[member]})
             for index in range(len(self.operations))
@@ -98,8 +99,8 @@ class ReplayedStep:
                 fix="give starts on one clock, and each operation once",
             ) from error
         self.follows = False
-        self.span = max(one.end for one in self.operations) - self.operations[0].start
-        self.transfer_times = np.array([one.duration for one in self.operations])
+        self.span = max(op.end for op in self.operations) - self.operations[0].start
+        self.transfer_times = np.array([op.duration for op in self.operations])
         for index, group in together.items():
             begun = max(self.operations[member].start for member in group)
             self.transfer_times[index] = max(self.operations[index].end - begun, 0)
@@ -135,38 +136,42 @@ def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) ->
         first = step.operations[0]
         if one_thread and first.step == before.operations[0].step + 1:
             step.follows = True
-            step.span += max(0.0, first.start - max(one.end for one in before.operations))
+            step.span += max(0.0, first.start - max(op.end for op in before.operations))
     return steps
 
 
-def _groups(operations: Sequence[TracedOperation]) -> list[list[int]]:
-    """Returns the operations that end together: a send and its receive, a whole collective."""
+def _groups_that_end_together(operations: Sequence[TracedOperation]) -> list[list[int]]:
+    """Returns the indices of operations that end together, as a send and its receive do."""
     members: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     repeats: defaultdict[tuple[object, ...], int] = defaultdict(int)
-    for index, one in enumerate(operations):
-        if one.kind in TRANSFERS:
-            way, end = one.kind.split("-")
+    for index, op in enumerate(operations):
+        if op.kind in TRANSFERS:
+            way, end = op.kind.split("-")
             down = (way == "forward") == (end == "send")
-            edge = one.part if down else one.part - 1
-            members[way, one.replica, edge, one.micro_batch].append(index)
-        elif one.kind in COLLECTIVES:
-            name = one.kind, one.stage, one.part, one.micro_batch
-            repeats[name, one.replica] += 1
-            again = (*name, repeats[name, one.replica])
+            edge = op.part if down else op.part - 1
+            members[way, op.replica, edge, op.micro_batch].append(index)
+        elif op.kind in COLLECTIVES:
+            name = op.kind, op.stage, op.part, op.micro_batch
+            repeats[name, op.replica] += 1
+            again = (*name, repeats[name, op.replica])
             members[again].append(index)
     return [group for group in members.values() if len(group) > 1]
 
 
-def _stream(one: TracedOperation, one_thread: bool) -> tuple[object, ...]:
+def _stream_of(op: TracedOperation, one_thread: bool) -> tuple[object, ...]:
+    """Returns the stream of an operation; operations of one stream run one after another."""
     if one_thread:
-        return one.rank
-    if one.kind in TRANSFERS:
-        return (*one.rank, one.kind)
-    return (*one.rank, "collectives" if one.kind in COLLECTIVES else "computations")
+        return op.rank
+    if op.kind in TRANSFERS:
+        return (*op.rank, op.kind)
+    return (*op.rank, "collectives" if op.kind in COLLECTIVES else "computations")
 
 
-def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
-    """Returns for each operation the indices of those that it itself waits for."""
+def _find_dependencies(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
+    """Returns for each operation the indices of those that must end before it begins.
+
+    For an operation that ends together with others, only those for which it waits itself.
+    """
     # The last operation of each stream, and the last optimizer step of each rank.
     last: dict[tuple[object, ...], int] = {}
     stepped: dict[tuple[int, int], int] = {}
@@ -175,35 +180,35 @@ def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list
     gathered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     reduced: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     index_of: dict[tuple[object, ...], int] = {}
-    for index, one in enumerate(operations):
-        for kind in one.kind.split("|"):  # a fused operation is there under each of its kinds
-            index_of[kind, one.replica, one.part, one.micro_batch] = index
+    for index, op in enumerate(operations):
+        for kind in op.kind.split("|"):  # a fused operation is there under each of its kinds
+            index_of[kind, op.replica, op.part, op.micro_batch] = index
             if kind in ("B", "W"):
-                backwards[one.replica, one.part].append(index)
+                backwards[op.replica, op.part].append(index)
     needs: list[list[int]] = []
-    for index, one in enumerate(operations):
-        stream = _stream(one, one_thread)
-        main_kind = "F" if one.kind.startswith("F|") else one.kind
+    for index, op in enumerate(operations):
+        stream = _stream_of(op, one_thread)
+        main_kind = "F" if op.kind.startswith("F|") else op.kind
         waits = [last[stream]] if stream in last else []
         last[stream] = index
         for kind, further in _INPUTS.get(main_kind, ()):
-            need = index_of.get((kind, one.replica, one.part + further, one.micro_batch))
+            need = index_of.get((kind, op.replica, op.part + further, op.micro_batch))
             if need is not None:
                 waits.append(need)
                 break
-        if one.kind.startswith("grads"):
-            waits += backwards[one.replica, one.part]
-        if one.kind == "params-all-gather":
-            gathered[one.replica, one.part].append(index)
-            waits += [stepped[one.rank]] if one.rank in stepped else []
-        elif one.kind in COLLECTIVES:
-            reduced[one.rank].append(index)
-        elif one.kind == "optimizer":
-            waits += reduced[one.rank]
-            stepped[one.rank] = index
+        if op.kind.startswith("grads"):
+            waits += backwards[op.replica, op.part]
+        if op.kind == "params-all-gather":
+            gathered[op.replica, op.part].append(index)
+            waits += [stepped[op.rank]] if op.rank in stepped else []
+        elif op.kind in COLLECTIVES:
+            reduced[op.rank].append(index)
+        elif op.kind == "optimizer":
+            waits += reduced[op.rank]
+            stepped[op.rank] = index
         elif main_kind == "F":
             # A gather after the optimizer is for the forwards of the next step.
-            waits += gathered[one.replica, one.part]
+            waits += gathered[op.replica, op.part]
         needs.append(waits)
     return needs
 
@@ -254,16 +259,16 @@ def machine_of(document: Mapping[str, Any]) -> Machine:
 
 def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
     """Returns the seconds that a mean rank spends on each row; the sum is the mean step."""
-    ranks = {one.rank for step in steps for one in step.operations}
+    ranks = {op.rank for step in steps for op in step.operations}
     rows: defaultdict[str, list[float]] = defaultdict(list)
     for number, step in enumerate(steps):
         limited = (*machine.limited, *[0.0] * len(steps))[number]
         stolen = (*machine.stolen, *[0.0] * len(steps))[number]
         for rank in ranks:
-            operations = [one for one in step.operations if one.rank == rank]
-            work = [one for one in operations if one.kind not in COMMUNICATIONS]
-            computing, all_of_it = _seconds_of(work), _seconds_of(operations)
-            in_work, in_all = (sum(one.queued for one in each) for each in (work, operations))
+            operations = [op for op in step.operations if op.rank == rank]
+            work = [op for op in operations if op.kind not in COMMUNICATIONS]
+            computing, all_of_it = _seconds_covered_by(work), _seconds_covered_by(operations)
+            in_work, in_all = (sum(op.queued for op in each) for each in (work, operations))
             by_limit = min(limited, in_all)
             by_others = min(stolen, computing - in_work)
             rows["computing"].append(computing - in_work - by_others)
@@ -290,16 +295,16 @@ def shares_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, floa
         for part in BETWEEN
     }
     waiting = account_of(following, Machine())[WAITING]
-    step = fmean(one.span for one in following)
+    step = fmean(op.span for op in following)
     compute = max(0.0, step - waiting - sum(between.values()))
     spent = {"compute": compute, "waiting": waiting, **between}
     return {part: seconds / (sum(spent.values()) or 1.0) for part, seconds in spent.items()}
 
 
-def _seconds_of(operations: Iterable[TracedOperation]) -> float:
-    """Returns the seconds in which at least one of the operations ran; they are in order."""
+def _seconds_covered_by(operations: Iterable[TracedOperation]) -> float:
+    """Returns the seconds in which at least one of the operations ran; they are sorted by start."""
     seconds, until = 0.0, float("-inf")
-    for one in operations:
-        seconds += max(0.0, one.end - max(one.start, until))
-        until = max(until, one.end)
+    for op in operations:
+        seconds += max(0.0, op.end - max(op.start, until))
+        until = max(until, op.end)
     return seconds

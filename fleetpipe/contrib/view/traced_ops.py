@@ -106,7 +106,7 @@ def read_columns(path: str | Path) -> list[TracedOperation]:
         PackageNotFound: Parquet needs pyarrow.
         OSError: The file cannot be read.
     """
-    names, rows = (_parquet if Path(path).suffix == ".parquet" else _csv)(path)
+    names, rows = (_read_parquet if Path(path).suffix == ".parquet" else _read_csv)(path)
     missing = [name for name in COLUMNS if name not in _OPTIONAL and name not in names]
     if missing:
         raise ConfigError(
@@ -116,11 +116,13 @@ def read_columns(path: str | Path) -> list[TracedOperation]:
             got=", ".join(names),
             fix="name its columns so, in the first line",
         )
-    operations = [_operation(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    operations = [
+        _operation_in_row(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)
+    ]
     if not operations:
         raise ConfigError("the table has no rows", where=str(path), fix="give one of a whole step")
     ranks = 1 + max(operation.stage for operation in operations)
-    return [one._replace(part=one.part * ranks + one.stage) for one in operations]
+    return [op._replace(part=op.part * ranks + op.stage) for op in operations]
 
 
 def read_trace(path: str | Path) -> list[TracedOperation]:
@@ -137,7 +139,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
             for track, events in trace_form.tracks_of(document).items()
             if track != "predicted"
             for event in events
-            for operation in _operations_of(event)
+            for operation in _operations_in_event(event)
         ]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(
@@ -150,12 +152,12 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
     if not operations:
         raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
     stepped = _number_steps(_number_slices(operations))
-    numbers = trace_form.steps_of(document, 1 + max(one.step for one in stepped), first=0)
-    return [one._replace(step=numbers[one.step]) for one in stepped]
+    numbers = trace_form.steps_of(document, 1 + max(op.step for op in stepped), first=0)
+    return [op._replace(step=numbers[op.step]) for op in stepped]
 
 
-def _operations_of(event: Event) -> Iterator[TracedOperation]:
-    """Yields the operation of an event of a trace, with step 0."""
+def _operations_in_event(event: Event) -> Iterator[TracedOperation]:
+    """Yields the operation of an event, in step 0; nothing if it is no action or transfer."""
     rank, times, op = event.rank, (event.start, event.end - event.start), event.op
     if isinstance(op, (Send, Recv)):
         name = str(op)
@@ -173,52 +175,56 @@ def _operations_of(event: Event) -> Iterator[TracedOperation]:
 
 
 def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Makes the micro-batch of a slice a ``SliceNumber``, whose slices the trace has to count."""
-    places = [
-        divmod(int(one.micro_batch), one.micro_batch.slices)
-        if isinstance(one.micro_batch, SliceNumber)
-        else None
-        for one in operations
-    ]
-    slices = 1 + max((place[1] for place in places if place), default=0)
-    return [
-        one._replace(micro_batch=SliceNumber(*place, slices)) if place else one
-        for one, place in zip(operations, places)
-    ]
+    """Makes the micro-batch of each slice a ``SliceNumber``.
+
+    How many slices a micro-batch has is the highest number of one in the trace, plus 1.
+    """
+    # Micro-batch and slice by the index of the operation.
+    sliced = {
+        index: divmod(int(op.micro_batch), op.micro_batch.slices)
+        for index, op in enumerate(operations)
+        if isinstance(op.micro_batch, SliceNumber)
+    }
+    slices = 1 + max((number for _, number in sliced.values()), default=0)
+    numbered = [*operations]
+    for index, (micro_batch, number) in sliced.items():
+        of_slice = SliceNumber(micro_batch, number, slices)
+        numbered[index] = numbered[index]._replace(micro_batch=of_slice)
+    return numbered
 
 
 def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Numbers the steps: a new one begins when a rank repeats a computation.
+    """Numbers the steps from 0: a new one begins where a rank repeats a computation.
 
     A gap of at most ``_ENGINE_SECONDS`` before an operation becomes a part of it: the engine takes
     it.
     """
     numbers: dict[tuple[object, ...], int] = {}
     ends: dict[tuple[int, tuple[int, int]], float] = {}
-    most = _ENGINE_SECONDS if any(one.kind in TRANSFERS for one in operations) else 0.0
+    most = _ENGINE_SECONDS if any(op.kind in TRANSFERS for op in operations) else 0.0
     numbered = []
-    for one in sorted(operations, key=lambda operation: operation.start):
-        key = one.rank, one.part, one.kind, one.micro_batch
+    for op in sorted(operations, key=lambda operation: operation.start):
+        key = op.rank, op.part, op.kind, op.micro_batch
         numbers[key] = numbers.get(key, -1) + 1
-        place = numbers[key], one.rank
-        gap = one.start - ends.get(place, one.start)
-        begun = one.start - gap if 0 < gap < most else one.start
-        numbered.append(one._replace(step=numbers[key], start=begun, duration=one.end - begun))
-        ends[place] = one.end
+        place = numbers[key], op.rank
+        gap = op.start - ends.get(place, op.start)
+        begun = op.start - gap if 0 < gap < most else op.start
+        numbered.append(op._replace(step=numbers[key], start=begun, duration=op.end - begun))
+        ends[place] = op.end
     return numbered
 
 
-def _csv(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
+def _read_csv(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
     """Returns the names of the columns of a table, and its rows."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             return reader.fieldnames or (), list(reader)
     except csv.Error as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_table(path, error) from error
 
 
-def _parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
+def _read_parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
     """Returns the names of the columns of a table, and its rows."""
     try:
         import pyarrow.parquet
@@ -229,18 +235,19 @@ def _parquet(path: str | Path) -> tuple[Sequence[str], Sequence[_Row]]:
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_table(path, error) from error
     names = [name for name in COLUMNS if name in table.column_names]
     return names, table.select(names).to_pylist()
 
 
-def _unreadable(path: str | Path, error: Exception) -> ConfigError:
+def _unreadable_table(path: str | Path, error: Exception) -> ConfigError:
+    """Returns the error for a file that is no table."""
     cause = str(error)[:200]
     return ConfigError("this is no table", where=str(path), cause=cause, fix="write it again")
 
 
-def _operation(row: _Row, where: str) -> TracedOperation:
-    """Reads a row of a table; the number of its chunk is not that of its model part yet."""
+def _operation_in_row(row: _Row, where: str) -> TracedOperation:
+    """Converts a row of a table; the operation's part is the number of its chunk at first."""
     kind = str(row.get("kind") or "").strip()
     if not kind:
         raise ConfigError("an operation has no kind", where=where, expected=", ".join(KINDS))
@@ -256,7 +263,15 @@ def _operation(row: _Row, where: str) -> TracedOperation:
 
 
 def _number_in(row: _Row, name: str, where: str, least: float, whole: bool = False) -> float:
-    """Returns the number in a column of a row; 0 in an optional one that is empty."""
+    """Returns the number in a column of a row; 0 if an optional column is empty.
+
+    Args:
+        row: The row.
+        name: The name of the column.
+        where: The file and the number of the row, for errors.
+        least: The least number that is valid.
+        whole: Whether the number has to be a whole one.
+    """
     value = row.get(name)
     if value in (None, "") and name in _OPTIONAL:
         return 0
@@ -317,22 +332,22 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
     peaks = simulated.peak_activations if simulated else ()
     if trace is not None:
         document = json.loads(trace.read_text(encoding="utf-8"))
-        tracks, stages = _read(document, trace.name)
-        steps = [_from_zero(step) for step in _steps(tracks["measured"])]
+        tracks, stages = _read_tracks(document, trace.name)
+        steps = [_start_at_zero(step) for step in _split_steps(tracks["measured"])]
         numbers = trace_form.steps_of(document, len(steps))
-        predicted, warning = _from_zero(tracks["predicted"]), caveat(device_of(document))
+        predicted, warning = _start_at_zero(tracks["predicted"]), caveat(device_of(document))
         return Pipeline(placement_of(stages), predicted, steps, numbers, "s", peaks, warning)
     if simulated is None:
         return None
     return Pipeline(simulated.schedule.placement, events_of(simulated), [], peaks=peaks)
 
 
-def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
+def _read_tracks(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
     """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
     events = trace_form.tracks_of(document)
     if not events.keys() <= {*_TRACKS}:
         raise ValueError(f"{name} has the tracks {', '.join(events)}")
-    tracks = {track: [one for one in events.get(track, ()) if one.actions] for track in _TRACKS}
+    tracks = {track: [op for op in events.get(track, ()) if op.actions] for track in _TRACKS}
     stages: dict[int, int] = {}
     for event in chain.from_iterable(tracks.values()):
         for action in event.actions:
@@ -357,7 +372,7 @@ def placement_of(stages: dict[int, int]) -> Placement:
     raise ValueError(f"no placement has stages {stages} (stage: rank)")
 
 
-def _steps(events: Sequence[Event]) -> list[list[Event]]:
+def _split_steps(events: Sequence[Event]) -> list[list[Event]]:
     """Splits a trace into steps, in each of which every action runs once."""
     runs: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
@@ -365,6 +380,7 @@ def _steps(events: Sequence[Event]) -> list[list[Event]]:
     return [list(step) for step in zip(*runs.values())]
 
 
-def _from_zero(events: Sequence[Event]) -> list[Event]:
+def _start_at_zero(events: Sequence[Event]) -> list[Event]:
+    """Returns the events moved so that the first one begins at 0."""
     begin = min((event.start for event in events), default=0.0)
     return [event._replace(start=event.start - begin, end=event.end - begin) for event in events]

@@ -19,9 +19,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.contrib.view import TOKEN, Address, configure_serve
 from fleetpipe.contrib.view.answers import answers_of, status_of
-from fleetpipe.contrib.view.board import FILE, BoardFile, JobBoard, RunRecord, board_of
-from fleetpipe.contrib.view.showing.drawing import short, title_of
-from fleetpipe.contrib.view.showing.page import present
+from fleetpipe.contrib.view.board import FILE, BoardFile, JobBoard, RunRecord, parse_board
+from fleetpipe.contrib.view.showing.drawing import format_figure, title_of
+from fleetpipe.contrib.view.showing.page import rank_columns
 from fleetpipe.contrib.view.showing.server import Server
 from fleetpipe.errors import ConfigError, UsageError, printable
 from fleetpipe.extras import needed_for
@@ -116,7 +116,7 @@ def show(source: Source, once: bool = False) -> None:
                 board = source()
                 live.update(render(board))
             except ConfigError as error:
-                live.update(_plain(str(error)))
+                live.update(_plain_text(str(error)))
 
 
 def render(board: JobBoard) -> RenderableType:
@@ -131,33 +131,37 @@ def render(board: JobBoard) -> RenderableType:
         style = _STYLES.get(answer.kind, "")
         # The mark shows what is wrong without colours too.
         mark = "!" if answer.kind == "bad" else ""
-        answers.add_row(mark, answer.question, _plain(answer.text, style))
+        answers.add_row(mark, answer.question, _plain_text(answer.text, style))
     for name, (_, values) in board.history.series().items():
-        text = _plain(title_of(name))
-        curves.add_row(text, _plain(short(values[-1])), _plain(_spark(values), "cyan"))
+        text = _plain_text(title_of(name))
+        curves.add_row(
+            text,
+            _plain_text(format_figure(values[-1])),
+            _plain_text(_draw_sparkline(values), "cyan"),
+        )
     # The action stands in a line of its own.
-    columns = [column for column in present(board.ranks) if column.name != "action"]
+    columns = [column for column in rank_columns(board.ranks) if column.name != "action"]
     for column in columns:
         # A narrow terminal shortens the other columns.
         whole = column.name in ("state", "busy", "step")
         justify: Literal["left", "right"] = "right" if column.number else "left"
         ranks.add_column(column.name, justify=justify, overflow="ellipsis", no_wrap=whole)
     for row in zip(*(column.cells for column in columns)):
-        ranks.add_row(*(_plain(cell, _STYLES.get(cell, "")) for cell in row))
+        ranks.add_row(*(_plain_text(cell, _STYLES.get(cell, "")) for cell in row))
     acting = () if board.state == "ended" else board.ranks
     return Group(
-        answers, ranks, curves, *(_plain(f"rank {rank.rank}: {rank.doing}") for rank in acting)
+        answers, ranks, curves, *(_plain_text(f"rank {rank.rank}: {rank.doing}") for rank in acting)
     )
 
 
-def _plain(text: str, style: str = "") -> Text:
+def _plain_text(text: str, style: str = "") -> Text:
     """Returns a text for rich without markup and without control characters."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
-def _spark(values: Sequence[float]) -> str:
+def _draw_sparkline(values: Sequence[float]) -> str:
     """Draws figures as a line of blocks, with a blank for each that is NaN or infinite."""
     shown = values[:: -(-len(values) // _BLOCKS)]
     finite = [value for value in shown if math.isfinite(value)]
@@ -173,6 +177,9 @@ def source_of(text: str) -> Source:
 
     Args:
         text: The folder of its run, HOST:PORT, or the address of its page.
+
+    Raises:
+        ConfigError: There is no such folder, nobody keeps a board in it, or this is no HOST:PORT.
     """
     folder = Path(text)
     if folder.is_dir():
@@ -193,17 +200,26 @@ def source_of(text: str) -> Source:
     parts = urlsplit(text if "://" in text else f"//{text}")
     address = Address.parse(parts.netloc)
     token = parse_qs(parts.query).get("token", [os.environ.get(TOKEN, "")])[0]
-    return lambda: _fetch(address, token)
+    return lambda: _fetch_board(address, token)
 
 
-def _fetch(address: Address, token: str) -> JobBoard:
+def _fetch_board(address: Address, token: str) -> JobBoard:
+    """Reads the board of a job that is served.
+
+    Args:
+        address: Where it is served.
+        token: The token to show; empty for none.
+
+    Raises:
+        ConfigError: Nothing answers there, or the answer is no board.
+    """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         # The proxy that the environment names may not reach the job.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(f"http://{address}/board.json", headers=headers)
         with opener.open(request, timeout=_PATIENCE) as answer:
-            return board_of(answer.read(_LARGEST))
+            return parse_board(answer.read(_LARGEST))
     except urllib.error.HTTPError as error:
         wrong = error.code in (401, 403)
         raise ConfigError(

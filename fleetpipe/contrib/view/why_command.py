@@ -19,8 +19,8 @@ from fleetpipe.arguments import new_file, using
 from fleetpipe.contrib.pictures import Panel
 from fleetpipe.contrib.view import trace_replay as replay
 from fleetpipe.contrib.view import traced_ops as traced
-from fleetpipe.contrib.view.answers import Answer, time_of
-from fleetpipe.contrib.view.showing.drawing import Drawing, lay_out
+from fleetpipe.contrib.view.answers import Answer, shares_in_words
+from fleetpipe.contrib.view.showing.drawing import Drawing, lay_out_timelines
 from fleetpipe.contrib.view.showing.page import render
 from fleetpipe.contrib.view.slowdown import alternatives, ideal_times, slowdown_of
 from fleetpipe.errors import ConfigError
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class TraceAnalysis:
-    """What a trace says of a run, for the terminal, the page and JSON.
+    """The figures of a trace and the sentence on top, for the terminal, the page and JSON.
 
     Attributes:
         steps: The steps of the trace.
@@ -112,7 +112,7 @@ class TraceAnalysis:
         self.slowdown, self.schedules = slowdown_of(steps), alternatives(steps)
         self.account = replay.account_of(steps, machine)
         self.shares = replay.shares_of(steps, machine)
-        early = Counter(one.stage for step in steps for one in step.operations if one.early)
+        early = Counter(op.stage for step in steps for op in step.operations if op.early)
         self.early = dict(sorted(early.items()))
         #: Seconds of all steps: as measured, as replayed, and ideal.
         self._seconds = [sum(column) for column in zip(*self.slowdown.step_times)]
@@ -122,7 +122,7 @@ class TraceAnalysis:
         return {
             **self.slowdown.as_json(),
             "device": self.device,
-            "schedules": [one._asdict() for one in self.schedules],
+            "schedules": [schedule._asdict() for schedule in self.schedules],
             "account": self.account,
             "shares": self.shares,
             "load": self.machine.load,
@@ -135,7 +135,7 @@ class TraceAnalysis:
         measured, replayed, ideal = self._seconds
         yield "steps", f"{steps}, {len(slowdown.ranks)} ranks"
         if self.shares:
-            yield "wall time", time_of(self.shares)
+            yield "wall time", shares_in_words(self.shares)
         yield "mean step, measured", f"{measured / steps:.6g} s"
         for name, taken in self.account.items():
             yield f"  {name}", f"{taken:.6g} s, {taken * steps / measured:.1%}"
@@ -147,8 +147,8 @@ class TraceAnalysis:
         yield "  of all communication", f"{slowdown.links:.2%}"
         for cause in slowdown.causes:
             yield f"  of {cause.name}", f"{cause.share:.2%}, {cause.factor:.2f} times its peers"
-        for one in self.schedules:
-            yield f"under {one.name}", f"{one.seconds:.6g} s, {one.even:.6g} s with even stages"
+        for name, seconds, even in self.schedules:
+            yield f"under {name}", f"{seconds:.6g} s, {even:.6g} s with even stages"
         if self.machine.load:
             cores = sum(self.machine.processors)
             yield "load of the machine", f"{self.machine.load:.1f}, {cores} cores"
@@ -158,9 +158,9 @@ class TraceAnalysis:
     @property
     def sentence(self) -> str:
         """Where the time went, which straggler costs most, and what limits what can be said."""
-        slowest, where = self._name_slowest(), self._name_largest_loss()
-        parts = (f"{where}. Of the rest: {slowest}" if where else slowest, self.machine.sentence)
-        return " ".join(filter(None, (*parts, caveat(self.device))))
+        slowest, loss = self._name_slowest(), self._name_largest_loss()
+        first = f"{loss}. Of the rest: {slowest}" if loss else slowest
+        return " ".join(filter(None, (first, self.machine.sentence, caveat(self.device))))
 
     def _name_largest_loss(self) -> str:
         """Says where much time went that stragglers do not explain; empty if it is little."""
@@ -206,7 +206,7 @@ class TraceAnalysis:
 
 
 def page(analysis: TraceAnalysis) -> str:
-    """Returns the page as an HTML text that loads no other file."""
+    """Returns the page of an analysis as an HTML text that loads no other file."""
     steps = analysis.steps
     width = -(-len(steps) // _MOST_COLUMNS)
     columns = [steps[first : first + width] for first in range(0, len(steps), width)]
@@ -215,31 +215,31 @@ def page(analysis: TraceAnalysis) -> str:
         time.time(),
         sentence=analysis.sentence,
         answers=[Answer(name.strip(), text) for name, text in analysis.rows()],
-        drawing=_timelines(analysis),
-        heat=_heat(analysis, columns),
+        drawing=_draw_timelines(analysis),
+        heat=_heat_rows(analysis, columns),
         columns=[str(column[0].operations[0].step) for column in columns],
         hottest=_HOTTEST,
     )
 
 
-def _timelines(analysis: TraceAnalysis) -> Drawing:
-    """Draws the step that lost most as it ran and with ideal durations, for the worst replica."""
+def _draw_timelines(analysis: TraceAnalysis) -> Drawing:
+    """Draws the step that lost most, as it ran and with ideal durations, of the slowest replica."""
     ranks, ideal = analysis.slowdown.ranks, ideal_times(analysis.steps)
     lost = [replayed - ideal for _, replayed, ideal in analysis.slowdown.step_times]
     step = analysis.steps[int(np.argmax(lost))]
     replica = max(ranks, key=lambda rank: ranks[rank])[0]
-    durations = np.array([[ideal[one.kind]] for one in step.operations])
+    durations = np.array([[ideal[op.kind]] for op in step.operations])
     ends = step.ends(durations)
-    begin = min(one.start for one in step.operations)
+    begin = min(op.start for op in step.operations)
     measured, replayed, stages = [], [], {}
-    for one, end, duration in zip(step.operations, ends.flat, durations.flat):
-        if one.replica == replica and one.kind not in traced.COMMUNICATIONS:
-            name = one.kind
+    for op, end, duration in zip(step.operations, ends.flat, durations.flat):
+        if op.replica == replica and op.kind not in traced.COMMUNICATIONS:
+            name = op.kind
             if len(name) == 1:
-                name = f"{one.kind}{one.part}.{one.micro_batch}"
-            measured.append(Event(one.stage, name, one.start - begin, one.end - begin))
-            replayed.append(Event(one.stage, name, float(end - duration), float(end)))
-            stages[one.part] = one.stage
+                name = f"{op.kind}{op.part}.{op.micro_batch}"
+            measured.append(Event(op.stage, name, op.start - begin, op.end - begin))
+            replayed.append(Event(op.stage, name, float(end - duration), float(end)))
+            stages[op.part] = op.stage
     try:
         placement = traced.placement_of(stages)
     except ValueError as error:
@@ -249,7 +249,7 @@ def _timelines(analysis: TraceAnalysis) -> Drawing:
         ) from error
     of_replica = f" of replica {replica}" if len({rank[0] for rank in ranks}) > 1 else ""
     title = f"Step {step.operations[0].step}{of_replica} as it ran"
-    return lay_out(
+    return lay_out_timelines(
         [
             Panel(title, measured, placement, "s"),
             Panel("The same with every operation at its ideal time", replayed, placement, "s"),
@@ -257,16 +257,23 @@ def _timelines(analysis: TraceAnalysis) -> Drawing:
     )
 
 
-def _heat(analysis: TraceAnalysis, columns: Sequence[Steps]) -> dict[str, list[float]]:
-    """Returns by rank, for each column of steps, its computing time over the ideal one."""
+def _heat_rows(analysis: TraceAnalysis, columns: Sequence[Steps]) -> dict[str, list[float]]:
+    """Returns the rows of the heat map by name of rank.
+
+    A row has for each column the time of the computations over their ideal time.
+
+    Args:
+        analysis: The analysis of the trace.
+        columns: The steps of each column.
+    """
     ranks, ideal = sorted(analysis.slowdown.ranks), ideal_times(analysis.steps)
     taken, expected = np.zeros((2, len(ranks), len(columns)))
     for column, steps in enumerate(columns):
-        for one in (each for step in steps for each in step.operations):
-            if one.kind not in traced.COMMUNICATIONS:
-                cell = ranks.index(one.rank), column
-                taken[cell] += one.duration
-                expected[cell] += ideal[one.kind]
+        for op in (op for step in steps for op in step.operations):
+            if op.kind not in traced.COMMUNICATIONS:
+                cell = ranks.index(op.rank), column
+                taken[cell] += op.duration
+                expected[cell] += ideal[op.kind]
     several = len({replica for replica, _ in ranks}) > 1
     names = [f"replica {r}, stage {stage}" if several else f"stage {stage}" for r, stage in ranks]
     factors = taken / np.where(expected > 0, expected, 1.0)

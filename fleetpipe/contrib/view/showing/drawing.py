@@ -56,7 +56,7 @@ _MOST_BOXES = 2500
 _KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
 
 
-def short(value: float) -> str:
+def format_figure(value: float) -> str:
     """Formats a figure with four significant digits: 1,234  0.1235  1.235e-07."""
     if not math.isfinite(value):
         return str(value)
@@ -65,29 +65,29 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.3e}"
 
 
-def align(values: Sequence[float]) -> list[str]:
-    """Formats the figures of a column with equally many decimals, if that shows them all."""
+def format_column(values: Sequence[float]) -> list[str]:
+    """Formats figures with equally many decimals, unless small ones would lose their digits."""
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     if not sizes or max(sizes) >= 1e9 or min(sizes) < max(sizes) / 1e4 or max(sizes) < 1e-3:
-        return [short(value) for value in values]
+        return [format_figure(value) for value in values]
     digits = max(0, 3 - math.floor(math.log10(max(sizes))))
     return [f"{value:,.{digits}f}" if math.isfinite(value) else str(value) for value in values]
 
 
-def percent(value: float) -> str:
-    """Formats a share of 1 as a percentage."""
+def format_percent(value: float) -> str:
+    """Formats a share of 1 as a percentage with one decimal."""
     # The sum turns -0.0 into 0.0.
     return f"{round(value, 3) + 0.0:.1%}"
 
 
-def size(count: float) -> str:
-    """Formats bytes in a fitting unit."""
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes in a fitting unit: 334.0 MB."""
     power = min(int(math.log10(max(count, 1)) / 3), len(_BYTE_UNITS) - 1)
     return f"{count / 1000**power:.{1 if power else 0}f} {_BYTE_UNITS[power]}"
 
 
-def seconds(value: float) -> str:
-    """Formats a duration in a fitting unit."""
+def format_duration(value: float) -> str:
+    """Formats seconds in a fitting unit: 20 ms, 1.5 s, 3 min 20 s, 1 h 5 min, 3 days."""
     if 0 < value < 0.1:
         return f"{1000 * value:.3g} ms"
     if value < 10:
@@ -102,8 +102,8 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left} s"
 
 
-def moment(value: float) -> str:
-    """Formats a moment in UTC."""
+def format_moment(value: float) -> str:
+    """Formats seconds since 1970 as date and time in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(value))
     except (ValueError, OverflowError, OSError):
@@ -128,8 +128,11 @@ class Curve(NamedTuple):
     window: int = 1
 
 
-def thin(series: Series) -> Series:
-    """Returns a series with at most about ``MOST_POINTS`` of its points, its peaks among them."""
+def thin_out(series: Series) -> Series:
+    """Returns a series with about ``MOST_POINTS`` of its points at most.
+
+    Of each stretch of steps the least and the most value stay, and the first NaN or infinity.
+    """
     count = len(series.steps)
     if count <= MOST_POINTS:
         return series
@@ -141,8 +144,12 @@ def thin(series: Series) -> Series:
         finite = [index for index in stretch if math.isfinite(series.values[index])]
         by_value = sorted(finite, key=series.values.__getitem__)
         indices.update(gaps[:1] + by_value[:1] + by_value[-1:])
-    chosen = sorted(indices)
-    return Series(*([figures[index] for index in chosen if figures] for figures in series))
+    remaining = sorted(indices)
+    return Series(
+        [series.steps[index] for index in remaining],
+        [series.values[index] for index in remaining],
+        [series.times[index] for index in remaining if series.times],
+    )
 
 
 class Chart(NamedTuple):
@@ -161,11 +168,11 @@ class Chart(NamedTuple):
     marks: Sequence[int] = ()
 
     @property
-    def values(self) -> dict[str, Any]:
+    def script_data(self) -> dict[str, Any]:
         """The data of the page's script, with None for NaN and infinities."""
         curves = []
         for name, series, kind, colour, window in self.curves:
-            steps, values, times = thin(series)
+            steps, values, times = thin_out(series)
             curve: dict[str, Any] = {"name": name, "kind": kind, "colour": colour}
             curve.update(window=window, xs=[*steps], times=[round(time, 3) for time in times])
             curve["ys"] = [value if math.isfinite(value) else None for value in values]
@@ -174,32 +181,32 @@ class Chart(NamedTuple):
 
 
 def title_of(name: str) -> str:
-    """Returns the page's name for a figure."""
+    """Returns the title of the chart of a figure."""
     return _TITLES.get(name, name)
 
 
-def metrics(run: RunRecord) -> list[str]:
+def metric_names(run: RunRecord) -> list[str]:
     """Returns the names of the user's metrics, without the loss."""
     names = dict.fromkeys(name.removeprefix(EVALUATED) for name in run.series)
     return [name for name in names if name not in _NO_METRICS]
 
 
-def learning(runs: Mapping[str, RunRecord]) -> list[Chart]:
-    """Returns the charts of loss, metrics, learning rate and gradient norm."""
-    names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
-    return list(_charts(runs, [LOSS, *names, RATE, NORM]))
+def learning_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
+    """Returns the charts of loss, metrics, learning rate and gradient norm of some runs."""
+    names = dict.fromkeys(name for run in runs.values() for name in metric_names(run))
+    return list(_charts_of_figures(runs, [LOSS, *names, RATE, NORM]))
 
 
-def machine(runs: Mapping[str, RunRecord]) -> list[Chart]:
+def machine_charts(runs: Mapping[str, RunRecord]) -> list[Chart]:
     """Returns the charts of throughput, bubble, times and shares; of a single run by rank too."""
-    charts = list(_charts(runs, [*_MACHINE]))
+    charts = list(_charts_of_figures(runs, [*_MACHINE]))
     if len(runs) == 1:
         charts += chain.from_iterable(map(_charts_by_rank, runs.values()))
     return charts
 
 
-def _charts(runs: Mapping[str, RunRecord], names: Sequence[str]) -> Iterator[Chart]:
-    """Yields a chart for each figure that some run has; each of several runs has its colour."""
+def _charts_of_figures(runs: Mapping[str, RunRecord], names: Sequence[str]) -> Iterator[Chart]:
+    """Yields a chart for each of the figures that some run has."""
     several = len(runs) > 1
     for name in names:
         curves: list[Curve] = []
@@ -215,7 +222,7 @@ def _charts(runs: Mapping[str, RunRecord], names: Sequence[str]) -> Iterator[Cha
             if EVALUATED + name in run.series:
                 curves.append(Curve(titles[1], run.series[EVALUATED + name], "points", second))
         if curves:
-            marks = [] if several else _stops(*runs.values())
+            marks = [] if several else _restart_steps(*runs.values())
             yield Chart(title_of(name), _MACHINE.get(name, ""), curves, marks)
 
 
@@ -226,16 +233,17 @@ def mean_window(count: int) -> int:
 
 
 def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
-    for name, (title, what, unit, factor) in _BY_RANK.items():
+    """Yields a chart for each figure that a run has of every rank."""
+    for name, (title, holder, unit, factor) in _BY_RANK.items():
         rows = [row for row in run.train if name in row.lists]
         lists = [[factor * number for number in row.lists[name]] for row in rows]
         count = min(map(len, lists), default=0)
-        columns = {f"{what} {rank}": [each[rank] for each in lists] for rank in range(count)}
+        columns = {f"{holder} {rank}": [row[rank] for row in lists] for rank in range(count)}
         if count > MOST_COLOURS:
             columns = {
-                f"least of {count}": [min(each) for each in lists],
-                f"median of {count}": [median(each) for each in lists],
-                f"most of {count}": [max(each) for each in lists],
+                f"least of {count}": [min(row) for row in lists],
+                f"median of {count}": [median(row) for row in lists],
+                f"most of {count}": [max(row) for row in lists],
             }
         steps, times = [row.step for row in rows], run.elapsed(rows)
         curves = [
@@ -243,10 +251,11 @@ def _charts_by_rank(run: RunRecord) -> Iterator[Chart]:
             for colour, (curve, values) in enumerate(columns.items())
         ]
         if curves:
-            yield Chart(f"{title} by {what}", unit, curves, _stops(run))
+            yield Chart(f"{title} by {holder}", unit, curves, _restart_steps(run))
 
 
-def _stops(run: RunRecord) -> list[int]:
+def _restart_steps(run: RunRecord) -> list[int]:
+    """Returns the steps after which a run was started again."""
     return [attempt.step for attempt in run.board.attempts[1:]]
 
 
@@ -287,26 +296,27 @@ class Drawing(NamedTuple):
     unit: str
 
 
-def drawings(pipeline: Pipeline) -> list[Drawing]:
+def timeline_drawings(pipeline: Pipeline) -> list[Drawing]:
     """Lays out the timelines of a pipeline: a drawing for each traced step, or a single one."""
     costs = "with the median cost of each action" if pipeline.unit else "if F, I and W took as long"
-    predicted = _panel(f"Predicted {costs}", pipeline, pipeline.predicted)
+    predicted = _panel_with_bubble(f"Predicted {costs}", pipeline, pipeline.predicted)
     count = len(pipeline.traced)
     titles = [f"Measured, step {number:,}" for number in pipeline.numbers] or ["Measured"]
     # A browser is slow on a page of many steps of many boxes each.
     most = min(_MOST_BOXES, 4 * _MOST_BOXES // max(1, count))
     return [
-        lay_out([predicted, _panel(title, pipeline, events)], most)
+        lay_out_timelines([predicted, _panel_with_bubble(title, pipeline, events)], most)
         for title, events in zip(titles, pipeline.traced or [[]])
     ]
 
 
-def _panel(title: str, pipeline: Pipeline, events: Sequence[Event]) -> Panel:
-    bubble = percent(figures_of(events).bubble_rate) if events else ""
+def _panel_with_bubble(title: str, pipeline: Pipeline, events: Sequence[Event]) -> Panel:
+    """Returns the panel of a timeline, with the bubble rate in its title."""
+    bubble = format_percent(figures_of(events).bubble_rate) if events else ""
     return Panel(f"{title}: bubble {bubble}", events, pipeline.placement, pipeline.unit)
 
 
-def lay_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
+def lay_out_timelines(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     """Lays out timelines below each other, in one unit of time.
 
     Args:
@@ -321,8 +331,8 @@ def lay_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
     tracks = [
         Track(
             panel,
-            _shapes_of(panel, _WIDTH / end, joined=len(panel.bars) > most_boxes),
-            [bar for bar in panel.bars if _has_room(bar, pixels / end)][:_MOST_BOXES],
+            _outlines_by_look(panel, _WIDTH / end, joined=len(panel.bars) > most_boxes),
+            [bar for bar in panel.bars if _number_fits(bar, pixels / end)][:_MOST_BOXES],
         )
         for panel in panels
         if panel.bars
@@ -333,27 +343,35 @@ def lay_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
         tracks,
         end,
         pixels,
-        {kind: text for kind, text in _KINDS.items() if any(bar.kind == kind for bar in bars)},
-        any(bar.shade for bar in bars),
-        [(short(mark), 100 * mark / (scale * end)) for mark in axis_marks(scale * end)],
-        "ms" if in_milliseconds else panels[0].unit,
+        kinds={kind: _KINDS[kind] for kind in _KINDS if any(bar.kind == kind for bar in bars)},
+        shaded=any(bar.shade for bar in bars),
+        marks=[(format_figure(x), 100 * x / (scale * end)) for x in axis_marks(scale * end)],
+        unit="ms" if in_milliseconds else panels[0].unit,
     )
 
 
 def axis_marks(end: float) -> list[float]:
-    """Returns 5 to 11 round numbers, from 0 to at most ``end``, which is above 0."""
+    """Returns 5 to 11 round numbers from 0 to ``end``, which is above 0."""
     power = 10.0 ** math.floor(math.log10(end))
     step = max(power / parts for parts in (1, 2, 5) if end >= 4 * power / parts)
     return [number * step for number in range(math.floor(end / step + 1e-9) + 1)]
 
 
-def _shapes_of(panel: Panel, width: float, joined: bool) -> dict[tuple[str, str, str], list[str]]:
-    """Returns the outlines of boxes by kind, opacity and text: action and duration, none if joined.
+def _outlines_by_look(
+    panel: Panel, width: float, joined: bool
+) -> dict[tuple[str, str, str], list[str]]:
+    """Returns the outlines of the boxes of a timeline, by kind, opacity and text.
 
-    Boxes of one key make one shape, so that without texts each colour has a single one.
+    Boxes with the same kind, opacity and text make one shape.
+
+    Args:
+        panel: The timeline.
+        width: The width of a unit of time, in the unit of the SVG.
+        joined: Whether the text is empty, so that there is one shape of each colour; otherwise
+            the text is the action with its rank and its duration.
     """
     texts = (
-        f"{name} on rank {event.rank}: {seconds(event.end - event.start)}"
+        f"{name} on rank {event.rank}: {format_duration(event.end - event.start)}"
         for event in panel.events
         for name in event.actions or [event.name]
     )
@@ -366,7 +384,12 @@ def _shapes_of(panel: Panel, width: float, joined: bool) -> dict[tuple[str, str,
     return shapes
 
 
-def _has_room(bar: Bar, pixels: float) -> bool:
-    """Returns whether a box has a number that fits; a unit of time is so many pixels wide."""
+def _number_fits(bar: Bar, pixels: float) -> bool:
+    """Returns whether a box has a number that fits into it.
+
+    Args:
+        bar: The box.
+        pixels: The width of a unit of time.
+    """
     needed = _PIXELS_OF_A_DIGIT * len(bar.number) + 3
     return bool(bar.number) and (bar.right - bar.left) * pixels >= needed

@@ -17,6 +17,14 @@ from fleetpipe.contrib.view.answers import Answer, answers_of, events_of
 from fleetpipe.contrib.view.board import Row, RunRecord
 from fleetpipe.contrib.view.history import EVALUATED, AttemptRecord, RunEvent
 from fleetpipe.contrib.view.showing import drawing
+from fleetpipe.contrib.view.showing.drawing import (
+    format_bytes,
+    format_column,
+    format_duration,
+    format_figure,
+    format_moment,
+    format_percent,
+)
 from fleetpipe.job.records import RankRecord
 from fleetpipe.schedules.forms.trace import figures_of
 from fleetpipe.version import __version__
@@ -30,7 +38,7 @@ _MOST_LEVELS = 8
 _SECTIONS = ("config", "training", "layout", "environment", "versions")
 
 #: The headings of columns of texts; others hold numbers.
-_TEXTS = (
+_TEXT_COLUMNS = (
     *("run", "state", "done", "elapsed", "hash", "stages", "layers", "action"),
     *("began (UTC)", "end", "time (UTC)", "event"),
 )
@@ -50,7 +58,7 @@ class Column(NamedTuple):
     number: bool = True
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Returns the columns of a table, without those whose cells are all empty.
 
     Args:
@@ -60,90 +68,92 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     columns = []
     for name in dict.fromkeys(name for row in rows for name in row):
         cells = [row.get(name, "") for row in rows]
-        aligned = iter(drawing.align([cell for cell in cells if isinstance(cell, float)]))
+        aligned = iter(format_column([cell for cell in cells if isinstance(cell, float)]))
         texts = [next(aligned) if isinstance(cell, float) else cell for cell in cells]
         if any(texts):
-            columns.append(Column(name, texts, name not in _TEXTS))
+            columns.append(Column(name, texts, name not in _TEXT_COLUMNS))
     return columns
 
 
-def evaluations(rows: Sequence[Row]) -> list[Column]:
-    """Returns the figures of each evaluation, the newest last."""
-    return table(
+def evaluation_columns(rows: Sequence[Row]) -> list[Column]:
+    """Returns the table of the figures of each evaluation, the newest last."""
+    return columns_of(
         [{"epoch": str(row.epoch + 1), "step": f"{row.step:,}", **row.figures} for row in rows]
     )
 
 
-def stages(run: RunRecord) -> list[Column]:
-    """Returns stages, layers, parameters and held forwards of each rank; empty if unknown."""
-    stages = _stages(run.about.get("stages"))
+def stage_columns(run: RunRecord) -> list[Column]:
+    """Returns the table of the stages, layers, parameters and held forwards of each rank."""
+    stages = _valid_stages(run.about.get("stages"))
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
-    count = max(len(held), len(peaks), *(_count(stage.get("rank")) + 1 for stage in stages), 0)
-    total = sum(_count(stage.get("parameters")) for stage in stages)
+    count = max(len(held), len(peaks), *(stage["rank"] + 1 for stage in stages), 0)
+    total = sum(stage["parameters"] for stage in stages)
     rows = []
     for rank in range(count):
-        of_rank = [stage for stage in stages if stage.get("rank") == rank]
-        parameters = sum(_count(stage.get("parameters")) for stage in of_rank)
+        of_rank = [stage for stage in stages if stage["rank"] == rank]
+        parameters = sum(stage["parameters"] for stage in of_rank)
         rows.append(
             {
                 "rank": str(rank),
                 "stages": ", ".join(str(stage.get("stage")) for stage in of_rank),
-                "layers": "; ".join(_names(stage.get("layers")) for stage in of_rank),
+                "layers": "; ".join(_format_layers(stage.get("layers")) for stage in of_rank),
                 "parameters": f"{parameters:,}" if of_rank else "",
                 "share": f"{parameters / total:.1%}" if total else "",
-                "forwards held, planned": drawing.short(peaks[rank]) if rank < len(peaks) else "",
-                "measured": drawing.short(held[rank]) if rank < len(held) else "",
+                "forwards held, planned": format_figure(peaks[rank]) if rank < len(peaks) else "",
+                "measured": format_figure(held[rank]) if rank < len(held) else "",
             }
         )
-    return table(rows)
+    return columns_of(rows)
 
 
-def present(records: Sequence[RankRecord]) -> list[Column]:
-    """Returns state, step, memory, messages and action of each rank of a job."""
+def rank_columns(records: Sequence[RankRecord]) -> list[Column]:
+    """Returns the table of the state, step, memory, messages and action of each rank of a job."""
     rows = []
-    for one in records:
-        age, cap = one.step_age, one.held_cap
-        limit = f" of {drawing.size(one.memory_limit)}" if one.memory_limit else ""
-        unsent = f", {drawing.size(one.outgoing)} to send" if one.outgoing else ""
+    for record in records:
+        age, cap = record.step_age, record.held_cap
+        limit = f" of {format_bytes(record.memory_limit)}" if record.memory_limit else ""
+        unsent = f", {format_bytes(record.outgoing)} to send" if record.outgoing else ""
         rows.append(
             {
-                "rank": str(one.rank),
-                "stage": "–" if one.stage is None else str(one.stage),
-                "state": one.state,
-                "busy": f"{one.busy:.0%}",
-                "step": str(one.step),
-                "last step": "–" if age is None else f"{drawing.seconds(age)} ago",
-                "memory": drawing.size(one.memory) + limit,
-                "held": f"{one.held}" if cap is None else f"{one.held} of {cap}",
-                "messages": f"{one.incoming}{unsent}",
-                "action": one.doing,
+                "rank": str(record.rank),
+                "stage": "–" if record.stage is None else str(record.stage),
+                "state": record.state,
+                "busy": f"{record.busy:.0%}",
+                "step": str(record.step),
+                "last step": "–" if age is None else f"{format_duration(age)} ago",
+                "memory": format_bytes(record.memory) + limit,
+                "held": f"{record.held}" if cap is None else f"{record.held} of {cap}",
+                "messages": f"{record.incoming}{unsent}",
+                "action": record.doing,
             }
         )
-    return table(rows)
+    return columns_of(rows)
 
 
-def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
-    """Returns when and after which step each attempt of the run began, and how it ended."""
+def attempt_columns(records: Sequence[AttemptRecord]) -> list[Column]:
+    """Returns the table of the attempts: when and after which step each began, and how it ended."""
     rows = []
-    for number, one in enumerate(records, 1):
-        lasted = None if one.ended is None else max(0.0, one.ended - one.began)
+    for number, attempt in enumerate(records, 1):
+        lasted = None if attempt.ended is None else max(0.0, attempt.ended - attempt.began)
         rows.append(
             {
                 "attempt": str(number),
-                "began (UTC)": drawing.moment(one.began),
-                "after step": f"{one.step:,}",
-                "lasted": "" if lasted is None else drawing.seconds(lasted),
-                "last step": "" if one.last_step is None else f"{one.last_step:,}",
-                "end": one,
+                "began (UTC)": format_moment(attempt.began),
+                "after step": f"{attempt.step:,}",
+                "lasted": "" if lasted is None else format_duration(lasted),
+                "last step": "" if attempt.last_step is None else f"{attempt.last_step:,}",
+                "end": attempt,
             }
         )
-    return table(rows)
+    return columns_of(rows)
 
 
-def events_table(events: Sequence[RunEvent]) -> list[Column]:
-    """Returns the events of a run and their times, the newest last."""
-    return table([{"time (UTC)": drawing.moment(one.time), "event": str(one)} for one in events])
+def event_columns(events: Sequence[RunEvent]) -> list[Column]:
+    """Returns the table of the events of a run and their times, the newest last."""
+    return columns_of(
+        [{"time (UTC)": format_moment(event.time), "event": str(event)} for event in events]
+    )
 
 
 def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -153,12 +163,14 @@ def named_settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple
         if isinstance(value, dict) and value and above.count(".") < _MOST_LEVELS:
             yield from named_settings(value, f"{path}.")
         else:
-            text = ", ".join(map(_text, value)) if isinstance(value, list) else _text(value)
+            listed = value if isinstance(value, list) else [value]
+            text = ", ".join(map(_format_setting, listed))
             if text:
                 yield path, text
 
 
-def _text(value: object) -> str:
+def _format_setting(value: object) -> str:
+    """Formats the value of a setting; None as an empty text."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -168,28 +180,31 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _names(layers: object) -> str:
-    """Writes the layers of a stage, repeated ones once with a count."""
+def _format_layers(layers: object) -> str:
+    """Lists the types of the layers of a stage, each once, with its count."""
     names = [str(name).lstrip("_") for name in layers] if isinstance(layers, list) else []
     counted = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
-    text = ", ".join(each.removeprefix("1 ") for each in counted)
+    text = ", ".join(name.removeprefix("1 ") for name in counted)
     return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 2].rstrip(", ") + " .."
 
 
-def _stages(value: object) -> list[dict[str, Any]]:
-    """Returns the stages of ``run.json`` without those of impossible ranks."""
-    listed = value if isinstance(value, list) else []
-    stages = [stage for stage in listed if isinstance(stage, dict)]
-    return [stage for stage in stages if 0 <= _count(stage.get("rank")) < len(stages)]
+def _valid_stages(value: object) -> list[dict[str, Any]]:
+    """Returns the stages in ``run.json``, without those whose rank is impossible.
 
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    The rank and the number of parameters of each are whole numbers; what is none counts as 0.
+    """
+    stages = []
+    for stage in value if isinstance(value, list) else []:
+        if isinstance(stage, dict):
+            numbers = {name: stage.get(name) for name in ("rank", "parameters")}
+            whole = {name: n if isinstance(n, int) else 0 for name, n in numbers.items()}
+            stages.append({**stage, **whole})
+    return [stage for stage in stages if 0 <= stage["rank"] < len(stages)]
 
 
 @cache
-def _environment() -> Environment:
-    """Returns the templates of this package; values in them are escaped."""
+def _template_environment() -> Environment:
+    """Returns the environment of this package's templates, which escape values."""
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -197,7 +212,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["short"] = drawing.short
+    environment.filters["format_figure"] = format_figure
     environment.globals.update(live=False, version=__version__)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment
@@ -211,8 +226,8 @@ def render(name: str, now: float, **values: object) -> str:
         now: The date of the page, in seconds since 1970.
         values: What the template shows.
     """
-    written = drawing.moment(now)
-    return _environment().get_template(name).render(**values, written=written)
+    written = format_moment(now)
+    return _template_environment().get_template(name).render(**values, written=written)
 
 
 def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
@@ -231,48 +246,48 @@ def page(run: RunRecord, now: float | None = None, live: bool = False) -> str:
         at,
         run=run,
         live=live,
-        answers=[*answers_of(run, at), *_more_answers(run)],
+        answers=[*answers_of(run, at), *_answers_from_files(run)],
         command=" ".join(map(str, command)) if isinstance(command, list) else "",
-        learning=drawing.learning({run.name: run}),
-        machine=drawing.machine({run.name: run}),
-        ranks=present(board.ranks),
-        schedule=_schedule(run),
-        drawings=drawing.drawings(run.pipeline) if run.pipeline else [],
-        stages=stages(run),
-        attempts=attempts(board.attempts),
-        events=events_table(events_of(board)),
-        evaluations=evaluations(run.evaluations),
+        learning=drawing.learning_charts({run.name: run}),
+        machine=drawing.machine_charts({run.name: run}),
+        ranks=rank_columns(board.ranks),
+        schedule=_describe_schedule(run),
+        drawings=drawing.timeline_drawings(run.pipeline) if run.pipeline else [],
+        stages=stage_columns(run),
+        attempts=attempt_columns(board.attempts),
+        events=event_columns(events_of(board)),
+        evaluations=evaluation_columns(run.evaluations),
         settings={part: list(named_settings(run.section(part))) for part in _SECTIONS},
     )
 
 
-def _more_answers(run: RunRecord) -> list[Answer]:
+def _answers_from_files(run: RunRecord) -> list[Answer]:
     """Returns the answers that need the files of a run: metrics, elapsed time, bubble and hash."""
     answers = []
-    for name in drawing.metrics(run):
-        named = {EVALUATED + name: " in the evaluation", name: ""}
+    for name in drawing.metric_names(run):
+        phases = {EVALUATED + name: " in the evaluation", name: ""}
         texts = [
-            f"{drawing.short(run.series[n].values[-1])}{of}"
-            for n, of in named.items()
+            f"{format_figure(run.series[n].values[-1])}{phase}"
+            for n, phase in phases.items()
             if n in run.series
         ]
         answers.append(Answer(name, ", ".join(texts)))
     elapsed = run.elapsed([*run.train[-1:], *run.evaluations[-1:]])
     if elapsed:
-        answers.append(Answer("elapsed", drawing.seconds(max(elapsed))))
+        answers.append(Answer("elapsed", format_duration(max(elapsed))))
     if run.pipeline is not None:
-        what = "measured" if run.pipeline.measured else "predicted"
+        track = "measured" if run.pipeline.measured else "predicted"
         events = run.pipeline.measured or run.pipeline.predicted
         answers.append(
-            Answer("bubble", f"{drawing.percent(figures_of(events).bubble_rate)}, {what}")
+            Answer("bubble", f"{format_percent(figures_of(events).bubble_rate)}, {track}")
         )
     if run.saved is not None:
         answers.append(Answer("hash", f"{run.saved[1]}, of step {run.saved[0]:,}"))
     return answers
 
 
-def _schedule(run: RunRecord) -> str:
-    """Describes the schedule in a line."""
+def _describe_schedule(run: RunRecord) -> str:
+    """Returns a line with the schedule, the ranks, the chunks and the micro-batches of a run."""
     name = run.section("schedule").get("name")
     if run.pipeline is None or not name:
         return ""
@@ -287,7 +302,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     """Returns a name for each folder: the shortest end of its path that is unique."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+        names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(names):
             return names
     raise ValueError(folders)
@@ -306,19 +321,20 @@ def comparison(runs: Mapping[str, RunRecord], now: float | None = None) -> str:
         at,
         names=list(runs),
         colours=drawing.MOST_COLOURS,
-        learning=drawing.learning(runs),
-        machine=drawing.machine(runs),
-        figures=_last_figures(runs, at),
-        settings=_differing(runs),
+        learning=drawing.learning_charts(runs),
+        machine=drawing.machine_charts(runs),
+        figures=_last_figure_columns(runs, at),
+        settings=_differing_setting_columns(runs),
     )
 
 
-def _last_figures(runs: Mapping[str, RunRecord], now: float) -> list[Column]:
-    """Returns table columns with a row for each run: its state, and each metric's last value."""
-    metrics = dict.fromkeys(name for run in runs.values() for name in drawing.metrics(run))
+def _last_figure_columns(runs: Mapping[str, RunRecord], now: float) -> list[Column]:
+    """Returns a table with a row for each run: its state, and the last value of each metric."""
+    metrics = dict.fromkeys(name for run in runs.values() for name in drawing.metric_names(run))
     rows = []
     for title, run in runs.items():
-        texts = {one.question: one.text for one in [*answers_of(run, now), *_more_answers(run)]}
+        answers = [*answers_of(run, now), *_answers_from_files(run)]
+        texts = {answer.question: answer.text for answer in answers}
         row: dict[str, Any] = {"run": title}
         for question in ("state", "done", "elapsed", "hash"):
             row[question] = texts.get(question, "")
@@ -328,19 +344,19 @@ def _last_figures(runs: Mapping[str, RunRecord], now: float) -> list[Column]:
                 last = run.series[prefix + name].values[-1:] if prefix + name in run.series else ()
                 row[f"{heading}, {phase}"] = float(last[0]) if last else ""
         rows.append(row)
-    return table(rows)
+    return columns_of(rows)
 
 
-def _differing(runs: Mapping[str, RunRecord]) -> list[Column]:
-    """Returns table columns with a row for each setting in which the runs differ."""
+def _differing_setting_columns(runs: Mapping[str, RunRecord]) -> list[Column]:
+    """Returns a table with a row for each setting in which the runs differ; empty if none does."""
     by_run: dict[str, dict[str, str]] = {}
     for title, run in runs.items():
         values: dict[str, Any] = {"schedule": run.section("schedule").get("name")}
         values.update({part: run.section(part) for part in _SECTIONS})
         by_run[title] = dict(named_settings(values))
     names = dict.fromkeys(name for settings in by_run.values() for name in settings)
-    differing = [name for name in names if len({each.get(name) for each in by_run.values()}) > 1]
+    differing = [name for name in names if len({run.get(name) for run in by_run.values()}) > 1]
     columns = [Column("setting", differing, False)]
-    for title, each in by_run.items():
-        columns.append(Column(title, [each.get(name, "none") for name in differing], False))
+    for title, settings in by_run.items():
+        columns.append(Column(title, [settings.get(name, "none") for name in differing], False))
     return columns if differing else []

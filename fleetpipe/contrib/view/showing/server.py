@@ -107,7 +107,7 @@ class Server:
         # A browser takes no wildcard address.
         host = socket.gethostname() if address.host in ("0.0.0.0", "::") else address.host
         self.url = f"http://{Address(host, port)}{token}"
-        self._thread = threading.Thread(target=self._run, name="fleetpipe-serve", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="fleetpipe-serve", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -115,7 +115,8 @@ class Server:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
+        """Answers requests until the loop is stopped, then drops all connections."""
         try:
             self._loop.run_forever()
         finally:
@@ -128,6 +129,7 @@ class Server:
             self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the request of a connection; drops the oldest one if too many are open."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
         if len(self._open) >= MOST_CONNECTIONS:
             oldest = next(iter(self._open))
@@ -144,6 +146,7 @@ class Server:
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Reads a request and writes the answer."""
         head = await reader.readuntil(b"\r\n\r\n")
         request, _, lines = head.decode("latin-1").partition("\r\n")
         method, target, *_ = [*request.split(), "", ""]
@@ -173,11 +176,12 @@ class Server:
         if parts.path not in _KINDS:
             return _refusal(404, "there are /, /status.json and /metrics")
         try:
-            return 200, _KINDS[parts.path], self._page(parts.path)
+            return 200, _KINDS[parts.path], self._cached_text(parts.path)
         except ConfigError as error:
             return _refusal(503, str(error))
 
-    def _page(self, path: str) -> bytes:
+    def _cached_text(self, path: str) -> bytes:
+        """Returns the text at a path, which is made again if it is older than ``PERIOD``."""
         made, body = self._texts.get(path, (-PERIOD, b""))
         if time.monotonic() - made >= PERIOD:
             body = self._make_text(path, self._board())
@@ -185,8 +189,9 @@ class Server:
         return body
 
     def _make_text(self, path: str, board: JobBoard) -> bytes:
+        """Makes the text at a path of a board."""
         if path == "/metrics":
-            return text(board)
+            return metrics_text(board)
         if path == "/":
             return page(RunRecord("job", board), live=True).encode()
         if path == "/status.json":
@@ -197,6 +202,7 @@ class Server:
 
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
+    """Returns the answer with an error code and its reason."""
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
@@ -206,7 +212,7 @@ def require_package() -> None:
         import prometheus_client.openmetrics.exposition  # noqa: F401
 
 
-def text(board: JobBoard) -> bytes:
+def metrics_text(board: JobBoard) -> bytes:
     """Returns the metrics of a board in the text format of OpenMetrics."""
     from prometheus_client.openmetrics.exposition import generate_latest
 
@@ -227,35 +233,44 @@ class _Metrics:
         yield CounterMetricFamily("fleetpipe_steps", "Steps that are done.", board.step)
         restarts = "How often the job was started again."
         yield CounterMetricFamily("fleetpipe_restarts", restarts, board.restarts)
-        for attribute, name, unit, what in _OF_JOB:
-            yield _gauge(name, what, [((), getattr(board, attribute))], (), unit)
+        for attribute, name, unit, description in _OF_JOB:
+            yield _make_gauge(name, description, [((), getattr(board, attribute))], (), unit)
         if board.last_checkpoint is not None:
             step, age = board.last_checkpoint.step, board.last_checkpoint.age
-            yield _gauge("last_checkpoint_step", "Step that was saved.", [((), step)])
+            yield _make_gauge("last_checkpoint_step", "Step that was saved.", [((), step)])
             name = "last_checkpoint_age_seconds"
-            yield _gauge(name, "Time since.", [((), age)], (), "seconds")
-        for attribute, name, unit, what in _OF_RANK:
+            yield _make_gauge(name, "Time since.", [((), age)], (), "seconds")
+        for attribute, name, unit, description in _OF_RANK:
             samples = [((number,), getattr(rank, attribute)) for number, rank in ranks]
-            yield _gauge(f"rank_{name}", what, samples, ("rank",), unit)
+            yield _make_gauge(f"rank_{name}", description, samples, ("rank",), unit)
         parts = [((part,), share) for part, share in board.shares.items()]
-        what = "Share of wall time that a mean rank spends so."
-        yield _gauge("time_share_ratio", what, parts, ("part",), "ratio")
+        description = "Share of wall time that a mean rank spends so."
+        yield _make_gauge("time_share_ratio", description, parts, ("part",), "ratio")
         states = [
             ((number, state), float(rank.state == state))
             for number, rank in ranks
             for state in _STATES
         ]
-        yield _gauge("rank_state", "1 for what a rank does.", states, ("rank", "state"))
-        slow = [((str(one.rank), one.what), one.factor) for one in board.slow]
-        yield _gauge("slow_factor", "How many times as long it takes.", slow, ("rank", "what"))
+        yield _make_gauge("rank_state", "1 for what a rank does.", states, ("rank", "state"))
+        slow = [((str(rank.rank), rank.what), rank.factor) for rank in board.slow]
+        yield _make_gauge("slow_factor", "How many times as long it takes.", slow, ("rank", "what"))
 
 
-def _gauge(
-    name: str, what: str, samples: Iterable[_Sample], labels: tuple[str, ...] = (), unit: str = ""
+def _make_gauge(
+    name: str, text: str, samples: Iterable[_Sample], labels: tuple[str, ...] = (), unit: str = ""
 ) -> object:
+    """Returns a metric of prometheus-client.
+
+    Args:
+        name: Its name without the prefix ``fleetpipe_``.
+        text: What it tells.
+        samples: The values of its labels with its figure, which is left out if it is None.
+        labels: The names of its labels.
+        unit: Its unit, with which its name ends; empty for none.
+    """
     from prometheus_client.core import GaugeMetricFamily
 
-    family = GaugeMetricFamily(f"fleetpipe_{name}", what, labels=labels, unit=unit)
+    family = GaugeMetricFamily(f"fleetpipe_{name}", text, labels=labels, unit=unit)
     for values, figure in samples:
         if figure is not None:
             family.add_metric(values, figure)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.view.answers import Answer, alive, answers_of
+from fleetpipe.contrib.view.answers import Answer, answers_of, describe_state
 from fleetpipe.contrib.view.board import JobBoard, RunRecord
 from fleetpipe.contrib.view.history import AttemptRecord, History, HistoryRow, RunEvent
 from fleetpipe.contrib.view.trace_replay import (
@@ -190,7 +190,7 @@ HANGS = "hangs: no step for 20 s, where one takes 0.5 s"
     ],
 )
 def test_whether_it_is_alive(board: JobBoard, text: str, kind: str) -> None:
-    assert alive(board, NOW) == Answer("state", text, kind)
+    assert describe_state(board, NOW) == Answer("state", text, kind)
 
 
 def test_a_job_that_runs_names_what_is_wrong_with_it() -> None:

@@ -17,7 +17,7 @@ from fleetpipe.contrib.view.board import (
     Boards,
     JobBoard,
     LastCheckpoint,
-    board_of,
+    parse_board,
     read_board,
 )
 from fleetpipe.contrib.view.history import (
@@ -68,7 +68,7 @@ def test_a_board_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps(whole.content()))
     assert read_board(tmp_path / FILE) == whole
     with pytest.raises(ConfigError, match=r"where: ranks\[0\].state"):
-        board_of(json.dumps({"at": 1, "ranks": [{"rank": 0, "action": "", "state": 1}]}))
+        parse_board(json.dumps({"at": 1, "ranks": [{"rank": 0, "action": "", "state": 1}]}))
 
 
 def test_the_state_of_each_rank() -> None:

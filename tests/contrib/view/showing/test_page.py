@@ -21,14 +21,14 @@ from fleetpipe.contrib.view.run_folder import read
 from fleetpipe.contrib.view.showing.drawing import (
     Chart,
     Curve,
-    align,
     axis_marks,
-    lay_out,
+    format_bytes,
+    format_column,
+    format_duration,
+    format_figure,
+    lay_out_timelines,
     mean_window,
-    seconds,
-    short,
-    size,
-    thin,
+    thin_out,
 )
 from fleetpipe.contrib.view.showing.page import comparison, page, short_names
 from fleetpipe.mesh.parts import Described
@@ -261,7 +261,7 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     ys = [1.0] * 100_000
     ys[77_777], ys[12_345] = 50.0, math.nan
     whole = Series(range(100_000), ys, range(100_000))
-    xs, values, times = thin(whole)
+    xs, values, times = thin_out(whole)
     assert len(xs) < 1200
     assert (77_777, 50.0) in zip(xs, values)
     assert (xs[0], xs[-1]) == (0, 99_999)
@@ -269,7 +269,7 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     assert [x for x, y in zip(xs, values) if math.isnan(y)] == [12_345]
     assert all(ys[x] == y for x, y in zip(xs, values) if x != 12_345)
     assert [mean_window(count) for count in (100_000, 100, 10)] == [15, 5, 1]
-    (data,) = Chart("loss", "", [Curve("training", whole)]).values["curves"]
+    (data,) = Chart("loss", "", [Curve("training", whole)]).script_data["curves"]
     assert len(data["xs"]) == len(data["ys"]) == len(xs)
 
 
@@ -284,16 +284,16 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     ],
 )
 def test_the_axis_of_time_has_round_numbers(end: float, expected: list[str]) -> None:
-    assert [short(mark) for mark in axis_marks(end)] == expected
+    assert [format_figure(mark) for mark in axis_marks(end)] == expected
 
 
 def test_numbers_are_short_and_stand_below_each_other() -> None:
-    assert [short(x) for x in (0, 0.5, 12345.6, 1.5e-7, 2.5e12, math.nan)] == [
+    assert [format_figure(x) for x in (0, 0.5, 12345.6, 1.5e-7, 2.5e12, math.nan)] == [
         *("0", "0.5", "12,346", "1.500e-07", "2.500e+12", "nan")
     ]
-    assert align([12.5, 0.25]) == ["12.50", "0.25"]
-    assert [size(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
-    assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [
+    assert format_column([12.5, 0.25]) == ["12.50", "0.25"]
+    assert [format_bytes(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
+    assert [format_duration(x) for x in (0.25, 59.6, 3700, 3e5)] == [
         *("0.2 s", "1 min 0 s", "1 h 1 min", "3 days")
     ]
 
@@ -301,7 +301,7 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
 def test_boxes_keep_their_texts_beside_an_operation_that_is_no_action() -> None:
     names = ("F0.0", "optimizer", "F0.1")
     events = [Event(0, name, start, start + 1.0) for start, name in enumerate(names)]
-    (track,) = lay_out([Panel("step", events, Placement("loop", 1, 1), "s")]).tracks
+    (track,) = lay_out_timelines([Panel("step", events, Placement("loop", 1, 1), "s")]).tracks
     assert [text for _, _, text in track.shapes] == [f"{name} on rank 0: 1.0 s" for name in names]
 
 
@@ -309,7 +309,7 @@ def test_many_boxes_of_one_colour_are_one_shape() -> None:
     events = [Event(0, f"F0.{n}", float(n), n + 1.0) for n in range(4)]
     events += [Event(0, f"B0.{n}", n + 4.0, n + 5.0) for n in range(4)]
     panel = Panel("step", events, Placement("loop", 1, 1), "s")
-    (apart,), (joined,) = (lay_out([panel], most).tracks for most in (8, 7))
+    (apart,), (joined,) = (lay_out_timelines([panel], most).tracks for most in (8, 7))
     assert len(apart.shapes) == 8
     assert joined.shapes == {
         (kind, "1", ""): [outlines[0] for key, outlines in apart.shapes.items() if key[0] == kind]
