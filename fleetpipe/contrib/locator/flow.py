@@ -83,6 +83,7 @@ class StepBesideTwin:
     """
 
     def __init__(self, job: Record, twin: Record, tolerances: Tolerances, number: int) -> None:
+        """Takes step ``number`` of the records of a job and its twin."""
         self.job, self.number, self._tolerances = job, number, tolerances
         (self.twin,) = twin.ranks
         self.ranks = {rank.rank: rank for rank in job.ranks}
@@ -169,7 +170,7 @@ class StepBesideTwin:
         position = layer, phase, axis, sorted({*wrong}), self.number, micro_batch
         return Location(*position, difference, tolerance, cause)
 
-    def describe_beyond(
+    def beyond_rounding(
         self,
         layer: str,
         phase: str,
@@ -244,7 +245,9 @@ class Flow:
         """
         self._step, self._samples = step, samples
         self.waiting: list[Outcome] | None = None
+        #: The twin's tensors of the step, by key without micro-batch, then by micro-batch.
         self._by_key: dict[TensorKey, dict[int, np.ndarray]] = defaultdict(dict)
+        #: By layer and role, how often the twin calls the layer in a micro-batch.
         self._calls: Counter[tuple[str, str]] = Counter()
         for key, tensor in step.twin.tensors.items():
             if key.step == step.number:
@@ -252,17 +255,16 @@ class Flow:
                 if key.phase == "forward":
                     calls = self._calls[key.name, key.role]
                     self._calls[key.name, key.role] = max(calls, key.call + 1)
+        #: By the key of an output, the keys of the inputs of its layer.
         self._sources = {p: s for p, s in step.twin.sources.items() if p.step == step.number}
+        sources = self._sources.items()
         #: By layer and call, the keys of the tensors that are its inputs.
-        self._inputs = {
-            (p.name, p.call): s for p, s in self._sources.items() if p.role == "output 0"
-        }
-        self._calls_of_ranks = {
-            rank.rank: Counter(
-                (p.name, p.role, p.micro_batch) for p in rank.in_phase(step.number, "forward")
-            )
-            for rank in step.job.ranks
-        }
+        self._inputs = {(k.name, k.call): inputs for k, inputs in sources if k.role == "output 0"}
+        #: By rank, how often it calls a layer, by layer, role and micro-batch.
+        self._calls_of_ranks: dict[int, Counter[tuple[str, str, int]]] = {}
+        for rank in step.job.ranks:
+            keys = rank.in_phase(step.number, "forward")
+            self._calls_of_ranks[rank.rank] = Counter((k.name, k.role, k.micro_batch) for k in keys)
         self._micro_batches = 1 + max(p.micro_batch for r in step.job.ranks for p in r.tensors)
         inputs = [t for t in step.twin.in_phase(step.number, "data").values() if t.ndim]
         self.rows = len(inputs[0]) if inputs else 1
@@ -280,7 +282,7 @@ class Flow:
         for rank in self._step.job.ranks:
             for key, tensor in rank.in_phase(self._step.number, phase).items():
                 if key.micro_batch >= 0 and (key.name or phase == "data"):
-                    outcome = self._compare_tensor(rank, key, tensor)
+                    outcome = self._compare(rank, key, tensor)
                     if outcome is not None:
                         yield outcome
 
@@ -315,15 +317,11 @@ class Flow:
 
     # One tensor
 
-    def _compare_tensor(
-        self, rank: RankTensors, key: TensorKey, tensor: np.ndarray
-    ) -> Outcome | None:
+    def _compare(self, rank: RankTensors, key: TensorKey, tensor: np.ndarray) -> Outcome | None:
         """Compares a tensor of a rank with the twin's; returns None if the twin has none."""
         full_tensors = self._twin_tensors(rank, key, tensor.size)
         scale = max(map(largest_of, full_tensors), default=0.0)
-        apart = [
-            gap(*pair, scale) for pair in self._pairs_to_compare(rank, key, tensor, full_tensors)
-        ]
+        apart = [gap(*pair, scale) for pair in self._tensor_pairs(rank, key, tensor, full_tensors)]
         if not apart:
             return None
         twin_key = self._twin_key(key, key.call)
@@ -338,12 +336,12 @@ class Flow:
             tensors = [t for t in held if t is not None]
             if len(tensors) > 1 and len({t.shape for t in tensors}) == 1:
                 total = np.sum([t.astype("float64") for t in tensors], axis=0)
-                pairs = self._pairs_to_compare(rank, key, total, full_tensors)
+                pairs = self._tensor_pairs(rank, key, total, full_tensors)
                 if any(gap(t, p.astype("float64"), scale) <= outcome.tolerance for t, p in pairs):
                     return outcome._replace(partial=axis)
         return outcome
 
-    def _pairs_to_compare(
+    def _tensor_pairs(
         self, rank: RankTensors, key: TensorKey, tensor: np.ndarray, full_tensors: list[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields pairs of a rank's tensor and a tensor that it may have to equal.
@@ -455,7 +453,7 @@ class Flow:
         """
         rank, key, tensor = outcome.rank, outcome.key, outcome.rank.tensors[outcome.key]
         full_tensors = self._twin_tensors(rank, key, tensor.size)
-        pairs = list(self._pairs_to_compare(rank, key, tensor, full_tensors))
+        pairs = list(self._tensor_pairs(rank, key, tensor, full_tensors))
         if not tensor.any():
             return None
         matching: dict[str, str] = {}

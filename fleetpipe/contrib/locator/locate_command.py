@@ -179,10 +179,10 @@ class _Comparison:
         for rank in step.job.ranks:
             for number, share in _losses_of_rank(rank, step.number).items():
                 # The twin has losses of its own micro-batches only, not of other rows.
-                of_twin = expected.get(flow.twin_rows_of(rank, number).micro_batch)
-                if of_twin is None:
+                of_twin = flow.twin_rows_of(rank, number).micro_batch
+                if of_twin is None or of_twin not in expected:
                     continue
-                if self._distance_to_scale(share / (of_twin or 1.0)) > tolerance:
+                if self._distance_to_scale(share / (expected[of_twin] or 1.0)) > tolerance:
                     wrong.append((number, rank.rank))
         bad = [rank for _, rank in wrong] or ranks
         axis = step.axis_of(bad, ranks) or step.first_split_axis(
@@ -229,11 +229,9 @@ class _Comparison:
         value = step.twin.tensors.get(key)
         if value is None:
             return None
-        apart = step.gaps_of_ranks(key, value)
+        apart, tolerance = step.gaps_of_ranks(key, value), step.tolerance(key, value)
         likely = "dp", "sharding", *step.degrees
-        return step.describe_beyond(
-            "", "loss", apart, step.tolerance(key, value), locator.RETURNED, *likely
-        )
+        return step.beyond_rounding("", "loss", apart, tolerance, locator.RETURNED, *likely)
 
     # Backward
 

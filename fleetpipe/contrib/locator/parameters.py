@@ -360,7 +360,7 @@ class ParameterChecks:
         """Finds ranks with another learning rate than the twin's."""
         rate = self._twin.tensors.get(self._rate)
         apart = {} if rate is None else self._step.gaps_of_ranks(self._rate, rate)
-        return self._step.describe_beyond("", "optimizer input", apart, 0.0, locator.RATE)
+        return self._step.beyond_rounding("", "optimizer input", apart, 0.0, locator.RATE)
 
     def check_update(self) -> Location | None:
         """Finds the first parameter with a wrong update."""
@@ -403,10 +403,10 @@ class ParameterChecks:
         cause: str,
         *likely: str,
     ) -> Location | None:
-        """Describes ranks with a wrong tensor, as :meth:`StepBesideTwin.describe_beyond` does."""
+        """Describes ranks with a wrong tensor, as :meth:`StepBesideTwin.beyond_rounding` does."""
         layer, cause = name.rpartition(".")[0] or name, f"{name}: {cause}"
         apart = self._gaps_to_shards(by_rank, full)
-        return self._step.describe_beyond(layer, phase, apart, tolerance, cause, *likely)
+        return self._step.beyond_rounding(layer, phase, apart, tolerance, cause, *likely)
 
     def _is_sent_later(self, number: int, name: str) -> bool:
         """Whether another rank steps a parameter and the script sends it afterwards."""
