@@ -65,10 +65,10 @@ def replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         name = serve.__name__
         for module in (static, static_io):
             yield module, name, _replacement_of(vars(module)[name], serve)
-    for serve in SERVED_METHODS:
-        name = serve.__name__
+    for method in SERVED_METHODS:
+        name = method.__name__
         for program_class in program_classes():
-            yield program_class, name, _replacement_of(vars(program_class)[name], serve)
+            yield program_class, name, _replacement_of(vars(program_class)[name], method)
     for module, name in WHOLE_PROGRAM_STATE:
         yield module, name, _refusing_pipeline_state(vars(module)[name], name)
     for average in AVERAGES:
