@@ -105,6 +105,7 @@ def _to_number(value: Any) -> float:
 
 
 def _is_usable_number(value: Any) -> bool:
+    """Returns whether a value of JSON is a number that can be a time or a step."""
     return isinstance(value, (int, float)) and abs(value) < 1e15
 
 

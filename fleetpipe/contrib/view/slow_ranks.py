@@ -284,7 +284,8 @@ class SlowRanks:
                     figures[rank] /= probe
                     costs[rank] /= probe
             # A figure of 0 was not measured; of data, a rank may have none to load.
-            if (any if name == "data" else all)(figures.values()):
+            measured = any(figures.values()) if name == "data" else all(figures.values())
+            if measured:
                 comparison.add(figures, costs)
         self._compare_links(step, span)
         for rank, row in step.items():

@@ -60,7 +60,10 @@ class Cause(NamedTuple):
 def find_suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, IsMember]]:
     """Returns the slowest stage, replica, rank, micro-batch and link, the worst first.
 
-    Beside each is a test of which operations belong to it.
+    One that is hardly slower than others of its kind is left out.
+
+    Returns:
+        Each with a test of which operations are its own.
     """
     timed = _time_operations(steps)
     computed = _relative_times([pair for pair in timed if pair[0].kind not in COMMUNICATIONS])
@@ -71,6 +74,7 @@ def find_suspects(steps: Sequence[ReplayedStep]) -> list[tuple[Cause, IsMember]]
     ranks = _median_by_key(computed, lambda op: op.rank)
     of_stage = _common_ratios(ranks, lambda rank: rank[1])
     of_replica = _common_ratios(ranks, lambda rank: rank[0]) if several else {}
+    # What its stage and its replica do not explain of a rank.
     residuals = {
         (replica, stage): ratio / max(of_stage[stage], of_replica.get(replica, 1.0), 1.0)
         for (replica, stage), ratio in ranks.items()
