@@ -343,7 +343,7 @@ def test_a_step_with_what_no_process_can_be_told_is_not_begun_anew(
 def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
     home: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("fleetpipe.contrib.healing.survivor.meets_by_host", lambda: False)
+    monkeypatch.setattr("fleetpipe.contrib.healing.survivor.communicates_over_host", lambda: False)
     Healing(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), Kept(), home, Model(), None)  # type: ignore[arg-type]
     held = Healer(home, most=1).hold(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
