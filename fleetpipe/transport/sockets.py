@@ -416,11 +416,11 @@ class SocketTransport:
                 raise connection.failure(route)
 
     def _receive_timeout(
-        self, peer: int, key: MessageKey, timeout: float, others: int = 0
+        self, peer: int, key: MessageKey, timeout: float, alternatives: int = 0
     ) -> PipelineTimeout:
-        """Returns the error that neither a message nor one of ``others`` more came in time."""
+        """Returns the error that neither a message nor one of its ``alternatives`` came in time."""
         got = f"from rank {peer}: {self._connections[peer].inbox.summary()}"
-        instead = f", or one of {others} others that it could go on with" * (others > 0)
+        instead = f", or one of {alternatives} others that it could go on with" * (alternatives > 0)
         return message_timeout(Route(key, peer, self.rank), timeout, instead, got)
 
     def _wake(self) -> None:
