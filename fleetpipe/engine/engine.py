@@ -145,23 +145,26 @@ class Walker:
 
     def where(self) -> str:
         """Returns in words the rank's present operation and its last finished one, for errors."""
-        operations = [self._ops[index] for index in self._sequence[: self._position]]
+        # Another thread may ask, for a board, while the rank goes on.
+        position, next_instruction = self._position, self._next_instruction
+        operations = [self._ops[index] for index in self._sequence[:position]]
         finished = [op for op in operations if isinstance(op, (Action, Fused))]
         suffix = f", last finished {finished[-1]}" if finished else ""
-        if self.finished:
+        if position == len(self._program):
             return f"rank {self.rank}, between batches{suffix}"
-        index = self._next_index()
+        index = self._index_at(position)
         op, instructions = self._ops[index], self._program[index]
         text = f"rank {self.rank}, operation {op}"
-        action, _ = instructions[min(self._next_instruction, len(instructions) - 1)]
-        action = self._failed_action or action
+        # A receive of messages that are not posted before has no instruction of its own.
+        actions = [self._failed_action or action for action, _ in instructions] or [op]
+        action = actions[min(next_instruction, len(actions) - 1)]
         if isinstance(action, Action):
             text += f" (stage {action.stage}, micro-batch {action.micro_batch})"
         return text + suffix
 
-    def _next_index(self) -> int:
-        """Returns the index in the plan of the next operation; there must be one."""
-        return self._sequence[self._position]
+    def _index_at(self, position: int) -> int:
+        """Returns the index in the plan of the operation at a position in the order of running."""
+        return self._sequence[position]
 
     def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
         """Yields the instructions of an operation, each with the action or operation that it is of.

@@ -155,9 +155,9 @@ class ReadyWalker(Walker):
         here.idle = 0.0
         return super()._receive(source, key)
 
-    def _next_index(self) -> int:
-        """Returns the index in the plan of the next operation, or of the one that is awaited."""
-        if self._position < len(self._sequence):
-            return self._sequence[self._position]
+    def _index_at(self, position: int) -> int:
+        """Returns the index in the plan of an operation that was chosen, or of the awaited one."""
+        if position < len(self._sequence):
+            return self._sequence[position]
         head = self._envelope.head
         return self._segments[head][0] if head < len(self._segments) else self._end[0]

@@ -12,7 +12,7 @@ from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import PipelineTimeout
 from fleetpipe.mesh import turns
-from fleetpipe.schedules import Edge, Plan, Schedule, build, chain, forward_only
+from fleetpipe.schedules import Edge, Plan, Recv, Schedule, build, chain, forward_only
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.transport import MemoryHub
 
@@ -80,6 +80,22 @@ def test_each_action_gets_what_its_edges_bring() -> None:
     ]
     assert reached == ["REDUCE", "STEP"]
     assert diary.alive == set()
+
+
+def test_where_a_rank_is_can_be_asked_at_each_operation() -> None:
+    plan = build("1F1B", ranks=2, micro_batches=1).lower()
+    _, engine, _ = played(plan)
+    walker = engine._walkers[1]
+    said = []
+    # As another thread may find it; a receive has no instruction here.
+    for walker._position in range(len(plan.ops[1]) + 1):
+        said.append(walker.where())
+    operations = [f"rank 1, operation {op}" for op in plan.ops[1]]
+    assert any(isinstance(op, Recv) for op in plan.ops[1])
+    assert [text.partition(" (")[0].partition(", last")[0] for text in said] == [
+        *operations,
+        "rank 1, between batches",
+    ]
 
 
 def test_a_collective_runs_once_however_many_ranks_reach_it() -> None:
