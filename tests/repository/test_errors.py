@@ -55,8 +55,8 @@ ROOMS = (
 #: Where an error has no ``fix``, by file and function, and why.
 REASONS = {
     "fleetpipe/engine/engine.py _wait": "an order that was made wrong: nothing users can change",
-    "fleetpipe/job/watch.py _instead_of": "it repeats an error that says what to do",
-    "fleetpipe/job/watch.py _give_up_if_late": "a Failure carries it to its error",
+    "fleetpipe/job/watch.py _error_to_raise": "it repeats an error that says what to do",
+    "fleetpipe/job/watch.py _check_limit": "a Failure carries it to its error",
     "fleetpipe/schedules/check.py verify_plan": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_header": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_edges": "it repeats an error that says what to do",
